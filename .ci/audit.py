@@ -1,7 +1,9 @@
-"""Licences and known vulnerabilities of the packages of a lock: python .ci/audit.py requirements-cpu.txt
+"""Licences and known vulnerabilities of the packages of a lock: python .ci/audit.py
+requirements-cpu.txt
 
-Licences are read from the packages that are installed. Vulnerabilities are asked of PyPI through pip-audit (uvx), which needs a network.
-Exit code 1: something was found. 3: nothing was found, and some packages could not be asked for.
+Licences are read from the packages that are installed. Vulnerabilities are asked of PyPI through
+pip-audit (uvx), which needs a network. Exit code 1: something was found. 3: nothing was found, and
+some packages could not be asked for.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ TIMEOUT_S = 600
 FOUND, NOT_ASKED = 1, 3
 SKIPPED = "could not be audited"
 PERMISSIVE = re.compile(
-    r"apache|\bmit\b|\bmit-|bsd|isc|python|psf|mpl|mozilla|unlicense|zlib|hpnd|public domain|0bsd|cc0|boost",
+    r"apache|\bmit\b|\bmit-|bsd|isc|python|psf|mpl|mozilla|unlicense|zlib|hpnd|public"
+    r" domain|0bsd|cc0|boost",
     re.IGNORECASE,
 )
 STRICT = re.compile(r"\b[al]?gpl|affero|gnu |proprietary|non-?commercial|nvidia", re.IGNORECASE)
-"""Licences that ask something of who ships the package, and those that may; each is printed to be looked at."""
+"""Licences that ask something of who ships the package, and those that may; each is printed to be
+looked at.
+"""
 
 
 def pinned(lock: Path) -> list[str]:
@@ -66,7 +71,9 @@ def to_look_at(by_licence: dict[str, list[str]]) -> list[str]:
 
 
 def vulnerabilities(lock: Path) -> tuple[int, int]:
-    """How many of the lock's packages were asked for, and pip-audit's exit code. A mirror may know names and no advisories."""
+    """How many of the lock's packages were asked for, and pip-audit's exit code. A mirror may know
+    names and no advisories.
+    """
     uvx = shutil.which("uvx", path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin")
     if uvx is None:
         return 0, 0
@@ -105,11 +112,13 @@ def main(lock: Path) -> int:
     if missing:
         sys.stdout.write(f"Not installed here, so not looked at: {', '.join(missing)}\n")
     sys.stdout.write(
-        f"{sum(map(len, by_licence.values()))} packages, {len(by_licence)} licences, {len(strict)} to look at.\n"
+        f"{sum(map(len, by_licence.values()))} packages, {len(by_licence)} licences, {len(strict)}"
+        " to look at.\n"
     )
     asked, found = vulnerabilities(lock)
     sys.stdout.write(
-        f"Known vulnerabilities: asked for {asked} of {len(pinned(lock))} packages, {'some' if found else 'none'} found.\n"
+        f"Known vulnerabilities: asked for {asked} of {len(pinned(lock))} packages,"
+        f" {'some' if found else 'none'} found.\n"
     )
     if found:
         return FOUND

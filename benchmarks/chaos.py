@@ -1,13 +1,16 @@
-"""The reference PPO run under faults: nothing is lost, repeated or damaged, and the policy is an undisturbed run's to the bit.
+"""The reference PPO run under faults: nothing is lost, repeated or damaged, and the policy is an
+undisturbed run's to the bit.
 
     python benchmarks/chaos.py                                   # each kind once; `make test-chaos`
     python benchmarks/chaos.py --times 10 --only "engine killed" "disk full"
     python benchmarks/chaos.py --list
 
-Each kind disturbs a whole run of a tiny actor at a random step (`medusa_ppo.ppo.loop.run_ppo`: Ray, companion, reports, checkpoints;
-loopback only). The engine samples with transformers (chaos_engine.py), in the run's process or as a server of its own; the kinds that
-begin with `vLLM` run the command with a real engine. Faults are real where that is possible (signals, a full and a read-only file system
-in mounts of our own, bytes changed on the disk, sockets), and raised in their place where it is not (CUDA, the clock). After each run:
+Each kind disturbs a whole run of a tiny actor at a random step (`medusa_ppo.ppo.loop.run_ppo`: Ray,
+companion, reports, checkpoints; loopback only). The engine samples with transformers
+(chaos_engine.py), in the run's process or as a server of its own; the kinds that begin with `vLLM`
+run the command with a real engine. Faults are real where that is possible (signals, a full and a
+read-only file system in mounts of our own, bytes changed on the disk, sockets), and raised in their
+place where it is not (CUDA, the clock). After each run:
 
     steps      metrics.jsonl holds every step once, with the figures of the undisturbed run
     policy     actor, critic and both optimizers have the undisturbed run's bytes, and where the fault is not the companion's the heads too
@@ -244,12 +247,14 @@ def main() -> int:
                     suite.try_once(kind, tallies[kind.name])
                     wrong = tallies[kind.name].wrong[before:]
                     sys.stdout.write(
-                        f"{number + 1}: {kind.name}: {tallies[kind.name].skipped or '; '.join(wrong) or 'well'}\n"
+                        f"{number + 1}: {kind.name}:"
+                        f" {tallies[kind.name].skipped or '; '.join(wrong) or 'well'}\n"
                     )
                     sys.stdout.flush()
     count = sum(len(tally.wrong) for tally in tallies.values())
     sys.stdout.write(
-        f"\n{table(tallies)}\n\n{sum(tally.times for tally in tallies.values())} disturbed runs, {count} things wrong\n"
+        f"\n{table(tallies)}\n\n{sum(tally.times for tally in tallies.values())} disturbed runs,"
+        f" {count} things wrong\n"
     )
     if options.json:
         options.json.write_text(

@@ -1,9 +1,10 @@
-"""An engine for benchmarks/chaos.py that samples with transformers: in the run's process, or as a server that can misbehave.
+"""An engine for benchmarks/chaos.py that samples with transformers: in the run's process, or as a
+server that can misbehave.
 
     python benchmarks/chaos_engine.py PORT ACTOR ORDERS     # the server, with vLLM's routes; ORDERS: a file with what goes wrong next
 
-What it samples is a function of the actor, the prompt and the request's seed alone, so that a run that asks again, or another process,
-gets the same to the bit. It verifies no drafts.
+What it samples is a function of the actor, the prompt and the request's seed alone, so that a run
+that asks again, or another process, gets the same to the bit. It verifies no drafts.
 """
 
 from __future__ import annotations
@@ -156,7 +157,9 @@ class StandIn(base.RolloutEngine):
 
 
 class StandInServer(ServerEngine):
-    """`ServerEngine` as it is, with our server in the place of vLLM's. Processes that were started are in `started`."""
+    """`ServerEngine` as it is, with our server in the place of vLLM's. Processes that were started
+    are in `started`.
+    """
 
     started: ClassVar[list[int]] = []
     orders = Path("no-orders")
@@ -266,7 +269,8 @@ class Handler(BaseHTTPRequestHandler):
         if order == "gpu":  # What vLLM answers when its engine's process has ended over one.
             self.send_error(
                 500,
-                "EngineCore encountered an issue: CUDA error: an illegal memory access was encountered",
+                "EngineCore encountered an issue: CUDA error: an illegal memory access was"
+                " encountered",
             )
             return
         if order == "wrong":
@@ -298,7 +302,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """With room for all requests of a rollout that connect at once; of more than that the system resets some."""
+    """With room for all requests of a rollout that connect at once; of more than that the system
+    resets some.
+    """
 
     request_queue_size = 128
 

@@ -1,4 +1,6 @@
-"""What benchmarks/chaos.py lets go wrong inside of Ray's workers: they look for an order in a file. Imports nothing heavy by itself."""
+"""What benchmarks/chaos.py lets go wrong inside of Ray's workers: they look for an order in a file.
+Imports nothing heavy by itself.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ ORDERS = "CHAOS_ORDERS"
 
 
 def take_order(file: Path, *wanted: str) -> str:
-    """The order in a file, which is then gone; empty when there is none, or none of those that are wanted."""
+    """The order in a file, which is then gone; empty when there is none, or none of those that are
+    wanted.
+    """
     try:
         order = file.read_text() if file.is_file() else ""
         if not order or (wanted and order not in wanted):

@@ -42,7 +42,8 @@ class Kind:
     engine: str = "here"
 
 
-# ---- the kinds: companion ------------------------------------------------------------------------------------------------------
+# ---- the kinds: companion
+# ------------------------------------------------------------------------------------------------------
 
 
 def companion_killed(scene: Scene) -> None:
@@ -84,7 +85,9 @@ def companion_state_flipped(scene: Scene) -> None:
 
 
 def ordered(order: str, back: bool, last: int = STEPS - 4) -> Callable[[Scene], None]:
-    """The companion does by itself what is ordered, at its next batch or version; given at a random step from 1 to `last`."""
+    """The companion does by itself what is ordered, at its next batch or version; given at a random
+    step from 1 to `last`.
+    """
 
     def undergo(scene: Scene) -> None:
         step, file, pids = scene.moment(1, last), Path(os.environ[chaos_hook.ORDERS]), list[int]()
@@ -131,7 +134,9 @@ def head_file_damaged(harm: Callable[[Path, random.Random], object]) -> Callable
 
 
 def clock_jumps(scene: Scene) -> None:
-    """The driver's clock goes a day ahead and two back, and all that the companion wrote until then is of a day that is to come."""
+    """The driver's clock goes a day ahead and two back, and all that the companion wrote until then
+    is of a day that is to come.
+    """
     step, now = scene.moment(3), time.time
 
     def ahead() -> None:
@@ -154,7 +159,8 @@ def clock_jumps(scene: Scene) -> None:
     scene.run()
 
 
-# ---- engines -------------------------------------------------------------------------------------------------------------------
+# ---- engines
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def engine_signalled(number: signal.Signals) -> Callable[[Scene], None]:
@@ -197,7 +203,8 @@ def broadcast_breaks(scene: Scene) -> None:
     scene.run()
 
 
-# ---- the run itself -------------------------------------------------------------------------------------------------------------
+# ---- the run itself
+# -------------------------------------------------------------------------------------------------------------
 
 
 def gpu_error(scene: Scene) -> None:
@@ -220,7 +227,9 @@ def stop_at(scene: Scene, step: int) -> None:
 
 
 def checkpoint_damaged(harm: Callable[[Path, random.Random], object]) -> Callable[[Scene], None]:
-    """The last checkpoint (and its link among those that are kept) has other bytes: the run goes on from the one before."""
+    """The last checkpoint (and its link among those that are kept) has other bytes: the run goes on
+    from the one before.
+    """
 
     def undergo(scene: Scene) -> None:
         stop_at(scene, 5)
@@ -260,7 +269,8 @@ def tracker_hangs(scene: Scene) -> None:
         scene.run()
 
 
-# ---- disks ----------------------------------------------------------------------------------------------------------------------
+# ---- disks
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def disk_full(scene: Scene) -> None:
@@ -281,7 +291,9 @@ def disk_full(scene: Scene) -> None:
 
 
 def read_only(scene: Scene) -> None:
-    """Nothing can be written into the run's folder for some steps; the file of metrics, which is open, is written on."""
+    """Nothing can be written into the run's folder for some steps; the file of metrics, which is
+    open, is written on.
+    """
     step = scene.moment()
     scene.at(
         step,
@@ -320,7 +332,9 @@ def save_outside(scene: Scene) -> None:
 
 
 def in_child(strike: Callable[[Child], object], codes: tuple[int, ...]) -> Callable[[Scene], None]:
-    """Something is done to a child at a random moment of a random step; where that ends it, it is resumed."""
+    """Something is done to a child at a random moment of a random step; where that ends it, it is
+    resumed.
+    """
 
     def undergo(scene: Scene) -> None:
         child = Child(scene)

@@ -1,4 +1,6 @@
-"""What a kind of benchmarks/chaos.py happens to: a run folder, the runs in it, the moments at which something is done, what is left."""
+"""What a kind of benchmarks/chaos.py happens to: a run folder, the runs in it, the moments at which
+something is done, what is left.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ UNEQUAL = re.compile(
 
 
 class Scene:
-    """A run folder, the runs in it, and what is done to them at which moment. It listens to a run as a ProgressSink does."""
+    """A run folder, the runs in it, and what is done to them at which moment. It listens to a run
+    as a ProgressSink does.
+    """
 
     def __init__(self, folder: Path, actor: Path, engine: str, seed: int) -> None:
         self.folder, self.actor, self.engine, self.random = (
@@ -47,7 +51,8 @@ class Scene:
         self.orders = folder / "orders"
         self.changes: dict[str, dict[str, Any]] = {}
 
-    # ---- what kinds use -------------------------------------------------------------------------------------------------------
+    # ---- what kinds use
+    # -------------------------------------------------------------------------------------------------------
 
     @property
     def run_dir(self) -> Path:
@@ -119,7 +124,9 @@ class Scene:
         return values
 
     def companion(self, title: str = "") -> psutil.Process:
-        """The newest living process of the companion; the first of its workers where it has several."""
+        """The newest living process of the companion; the first of its workers where it has
+        several.
+        """
         title = title or (
             "ray::Leader"
             if self.changes.get("companion", {}).get("workers", 1) > 1
@@ -146,7 +153,9 @@ class Scene:
     def strike_companion(
         self, number: signal.Signals, first: Callable[[], object] = lambda: None, title: str = ""
     ) -> None:
-        """At a random step: stop it, do something, send the signal; two steps later it must be back."""
+        """At a random step: stop it, do something, send the signal; two steps later it must be
+        back.
+        """
         step = self.moment()
 
         def strike() -> None:
@@ -165,7 +174,8 @@ class Scene:
         subprocess.run(["mount", *words], check=True)
         self._undo.callback(subprocess.run, ["umount", "-l", words[-1]], check=False)
 
-    # ---- as a ProgressSink ------------------------------------------------------------------------------------------------------
+    # ---- as a ProgressSink
+    # ------------------------------------------------------------------------------------------------------
 
     def phase_began(self, phase: str, step: int | None) -> None:
         self._step = self._step if step is None else step
@@ -245,7 +255,8 @@ def patches(scene: Scene) -> Iterator[None]:
         yield
 
 
-# ---- processes of their own ------------------------------------------------------------------------------------------------------
+# ---- processes of their own
+# ------------------------------------------------------------------------------------------------------
 
 
 class Child:
@@ -292,7 +303,8 @@ class Child:
         return self.process.wait(timeout_s)
 
 
-# ---- damage ------------------------------------------------------------------------------------------------------------------
+# ---- damage
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def cut(file: Path, generator: random.Random | None = None) -> None:
@@ -308,7 +320,8 @@ def flip(file: Path, generator: random.Random) -> None:
         stream.write(data)
 
 
-# ---- what a run left ---------------------------------------------------------------------------------------------------------
+# ---- what a run left
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,22 @@
-"""Which settings of the companion are best: rollout batches of a real PPO run, recorded once and learned from again with each setting.
+"""Which settings of the companion are best: rollout batches of a real PPO run, recorded once and
+learned from again with each setting.
 
-    python benchmarks/companion_defaults.py record --out runs/defaults --config configs/gsm8k.yaml --steps 24 [model.path=DIR key=value ...]
-    python benchmarks/companion_defaults.py replay --out runs/defaults [--only base ...] [--seeds 0 1] [--heads HEADS]
+    python benchmarks/companion_defaults.py record --out runs/defaults --config configs/gsm8k.yaml
+    --steps 24 [model.path=DIR key=value ...] python benchmarks/companion_defaults.py replay --out
+    runs/defaults [--only base ...] [--seeds 0 1] [--heads HEADS]
 
-`record` runs PPO with transformers in the engine's place (the same loop, learner, plug-in and tap; no vLLM, no companion) and keeps what
-the companion would have been handed: hidden states, tokens, log-probs and the actor's tables of every step. `--reward numbers` pays for
-digits: a small actor on real text learns that within a few steps, so the policy really moves; `--reward config` takes the configuration's.
+`record` runs PPO with transformers in the engine's place (the same loop, learner, plug-in and tap;
+no vLLM, no companion) and keeps what the companion would have been handed: hidden states, tokens,
+log-probs and the actor's tables of every step. `--reward numbers` pays for digits: a small actor on
+real text learns that within a few steps, so the policy really moves; `--reward config` takes the
+configuration's.
 
-`replay` hands these batches to `medusa_ppo.companion.cycle.Cycle`, one setting after the other. The base is BASE; each other setting
-differs from it in what its name says. Before a batch is learned from, the heads that serve at that moment are replayed on all of it:
-they have never seen it, and it is what the engine would have counted. The mean over the last half of the batches is the figure.
-Settings meet the same batches, so differences are taken batch by batch. Finished settings are kept in OUT/results.jsonl and not done again.
+`replay` hands these batches to `medusa_ppo.companion.cycle.Cycle`, one setting after the other. The
+base is BASE; each other setting differs from it in what its name says. Before a batch is learned
+from, the heads that serve at that moment are replayed on all of it: they have never seen it, and it
+is what the engine would have counted. The mean over the last half of the batches is the figure.
+Settings meet the same batches, so differences are taken batch by batch. Finished settings are kept
+in OUT/results.jsonl and not done again.
 """
 
 from __future__ import annotations
@@ -90,12 +96,16 @@ GRID: dict[str, dict[str, Any]] = {
 
 
 def numbers(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Ten times the share of digits among a response's characters; a short one counts as if it had SHORT, or one digit would be best."""
+    """Ten times the share of digits among a response's characters; a short one counts as if it had
+    SHORT, or one digit would be best.
+    """
     return 10.0 * sum(c.isdigit() for c in response) / max(SHORT, len(response))
 
 
 class Sampler(NoEngine):
-    """The actor itself, sampled token by token with transformers: what it writes is on-policy without a sync."""
+    """The actor itself, sampled token by token with transformers: what it writes is on-policy
+    without a sync.
+    """
 
     def __init__(self, actor: PreTrainedModel) -> None:
         super().__init__()
@@ -209,7 +219,9 @@ class Recorder:
 
 
 def record(args: argparse.Namespace) -> None:
-    """Run PPO and write OUT/batch-*.safetensors and OUT/recorded.json; what an interrupted run wrote can be used."""
+    """Run PPO and write OUT/batch-*.safetensors and OUT/recorded.json; what an interrupted run
+    wrote can be used.
+    """
     config = settled(load_config(args.config, [*args.overrides, f"ppo.steps={args.steps}"]))
     if (config.sampling.top_p, config.sampling.top_k) != (1.0, None):
         raise UsageError(
@@ -265,7 +277,9 @@ def record(args: argparse.Namespace) -> None:
 
 
 def batches(folder: Path) -> Iterator[tuple[RolloutBatch, torch.Tensor, torch.Tensor | None]]:
-    """Each recorded batch with the actor's tables that went along: lm_head, and the embedding where heads read it."""
+    """Each recorded batch with the actor's tables that went along: lm_head, and the embedding where
+    heads read it.
+    """
     for path in sorted(folder.glob("batch-*.safetensors")):
         state = load_state(path)
         version, temperature = state["meta"].tolist()
@@ -280,9 +294,11 @@ def batches(folder: Path) -> Iterator[tuple[RolloutBatch, torch.Tensor, torch.Te
 def learn_again(
     folder: Path, config: RunConfig, settings: dict[str, Any], seed: int, heads: str = ""
 ) -> dict[str, Any]:
-    """One setting over all batches: tokens a step that serving and frozen heads would have given on each, before it was learned from.
+    """One setting over all batches: tokens a step that serving and frozen heads would have given on
+    each, before it was learned from.
 
-    `heads`: a native directory to begin with, which then is the frozen control; empty: from nothing.
+    `heads`: a native directory to begin with, which then is the frozen control; empty: from
+    nothing.
     """
     settings = {**BASE, "average": AVERAGE, **settings}
     average, temperature = settings.pop("average"), config.engine.draft_temperature
@@ -355,7 +371,8 @@ def replay_all(args: argparse.Namespace) -> None:
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             _say(
-                f"{name}, seed {seed}: {fmean(last_half(line['serving'])):.3f}, {line['cpu_s']:.0f} CPU s"
+                f"{name}, seed {seed}: {fmean(last_half(line['serving'])):.3f}, {line['cpu_s']:.0f}"
+                " CPU s"
             )
     done = _read(results)
     sys.stdout.write(
@@ -373,9 +390,14 @@ def replay_all(args: argparse.Namespace) -> None:
 
 
 def table(done: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
-    """Markdown, a row for each setting; differences to the base are taken batch by batch, of the same seed."""
+    """Markdown, a row for each setting; differences to the base are taken batch by batch, of the
+    same seed.
+    """
     lines = [
-        "| setting | tokens a step, serving | difference to the base | frozen | positions trained | CPU s | mean passes | versions |",
+        (
+            "| setting | tokens a step, serving | difference to the base | frozen | positions"
+            " trained | CPU s | mean passes | versions |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(name for name, _ in done):

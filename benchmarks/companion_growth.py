@@ -1,17 +1,21 @@
-"""What a second worker adds to the companion: tokens trained per second of processor time, on the same rollout batches.
+"""What a second worker adds to the companion: tokens trained per second of processor time, on the
+same rollout batches.
 
     python benchmarks/companion_growth.py [--workers 1 2] [--json FILE]
 
-Workers are real: Ray actors that share batches and optimizer steps. Processor time is counted too: on a machine with fewer cores than
-workers, or with other work on them, the clock says nothing about a cluster. A worker that waits for the others uses none, so waiting shows
-only in the busiest one's share: work does not go faster than that. Random states stand for an actor's: times don't depend on what they say.
+Workers are real: Ray actors that share batches and optimizer steps. Processor time is counted too:
+on a machine with fewer cores than workers, or with other work on them, the clock says nothing about
+a cluster. A worker that waits for the others uses none, so waiting shows only in the busiest one's
+share: work does not go faster than that. Random states stand for an actor's: times don't depend on
+what they say.
 
     work per core-second   tokens / seconds of all workers together
     growth                 work per core-second x workers, over that of one worker: what as many cores give, if none of them waits
     at the busiest         the same with the busiest worker's seconds for everyone's: with the waiting for it
     by the clock           seconds of a round with one worker over those with so many; needs a quiet core for each
 
-Arms take turns, round by round; the median round counts. Letters: D hidden, V vocabulary, S responses, M response tokens.
+Arms take turns, round by round; the median round counts. Letters: D hidden, V vocabulary, S
+responses, M response tokens.
 """
 
 from __future__ import annotations
@@ -145,15 +149,18 @@ def summary(count: int, own: list[Round], first: list[Round]) -> dict[str, float
 
 def table(kind: str, rows: list[dict[str, float]]) -> str:
     lines = [
-        f"| heads: {kind} | tokens a round | core-seconds | tokens per core-second | growth (lowest to highest) "
-        "| at the busiest | by the clock |",
+        (
+            f"| heads: {kind} | tokens a round | core-seconds | tokens per core-second | growth"
+            " (lowest to highest) | at the busiest | by the clock |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
-            f"| {row['workers']} worker{'s' * (row['workers'] > 1)} | {row['tokens']:,} | {row['core_seconds']:.1f} | "
-            f"{row['tokens_per_core_second']:,.0f} | {row['growth']:.2f} ({row['growth_low']:.2f} to {row['growth_high']:.2f}) | "
-            f"{row['at_the_busiest']:.2f} | {row['by_the_clock']:.2f} |"
+            f"| {row['workers']} worker{'s' * (row['workers'] > 1)} | {row['tokens']:,} |"
+            f" {row['core_seconds']:.1f} | {row['tokens_per_core_second']:,.0f} |"
+            f" {row['growth']:.2f} ({row['growth_low']:.2f} to {row['growth_high']:.2f}) |"
+            f" {row['at_the_busiest']:.2f} | {row['by_the_clock']:.2f} |"
         )
     return "\n".join(lines)
 

@@ -1,9 +1,11 @@
-"""How do responses come from an engine to the loop: as token ids over HTTP, or as Ray's serialized objects? Bytes and seconds of both.
+"""How do responses come from an engine to the loop: as token ids over HTTP, or as Ray's serialized
+objects? Bytes and seconds of both.
 
-    python benchmarks/data_path.py --model ../shared/actors/gsm8k-4m --data ../shared/data/gsm8k/train.jsonl [--responses 1000] [--pairs 6]
+    python benchmarks/data_path.py --model ../shared/actors/gsm8k-4m --data
+    ../shared/data/gsm8k/train.jsonl [--responses 1000] [--pairs 6]
 
-The same actor in two engines, a vLLM server on this node (`engine.backend=server`) and vLLM in a Ray actor (`colocated`), without heads,
-takes turns at the same seeded prompts. Printed for each:
+The same actor in two engines, a vLLM server on this node (`engine.backend=server`) and vLLM in a
+Ray actor (`colocated`), without heads, takes turns at the same seeded prompts. Printed for each:
 
     seconds           of `generate`, median over the pairs; the pairs' ratio beside
     here              seconds of work in this process, where the loop is
@@ -84,9 +86,10 @@ def take(engine: RolloutEngine, prompts: Prompts, sampling: Sampling) -> tuple[T
     before = loopback_bytes(), work_s(between), time.process_time(), time.perf_counter()
     rollouts = engine.generate(prompts, sampling)
     seconds, here_s = time.perf_counter() - before[3], time.process_time() - before[2]
-    return Turn(
-        seconds, here_s, work_s(between) - before[1], loopback_bytes() - before[0]
-    ), rollouts
+    return (
+        Turn(seconds, here_s, work_s(between) - before[1], loopback_bytes() - before[0]),
+        rollouts,
+    )
 
 
 def fetch(answer: Rollouts) -> tuple[int, float]:
@@ -149,17 +152,20 @@ def main() -> None:
             )
             same = sum(one == other for one, other in zip(server, colocated, strict=True))
             say(
-                f"pair {number}: {len(server)} responses, {sum(map(len, server))} tokens, {same} the same in both"
+                f"pair {number}: {len(server)} responses, {sum(map(len, server))} tokens, {same}"
+                " the same in both"
             )
         size, fetch_s = fetch(answers[COLOCATED])
     for name, turns in found.items():
         seconds, here_s, carrying_s, count = (median(values) for values in zip(*turns, strict=True))
         say(
-            f"{name}: {seconds:.2f} s, here {here_s:.2f} s, at the engine {carrying_s:.2f} s, {count / 1e6:.2f} MB on loopback"
+            f"{name}: {seconds:.2f} s, here {here_s:.2f} s, at the engine {carrying_s:.2f} s,"
+            f" {count / 1e6:.2f} MB on loopback"
         )
     ratios = [one.seconds / other.seconds for one, other in zip(*found.values(), strict=True)]
     say(
-        f"{SERVER} / {COLOCATED}, seconds: median {median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f})"
+        f"{SERVER} / {COLOCATED}, seconds: median {median(ratios):.3f} of {len(ratios)}"
+        f" ({min(ratios):.3f} to {max(ratios):.3f})"
     )
     say(f"an object of Ray's: {size / 1e6:.2f} MB, {fetch_s * 1e3:.1f} ms to get it")
 

@@ -1,13 +1,17 @@
-"""Are sampled tokens samples of the model's own distribution, whatever the settings? The randomised PIT, setting by setting.
+"""Are sampled tokens samples of the model's own distribution, whatever the settings? The randomised
+PIT, setting by setting.
 
-    medusa-ppo train --model ACTOR --data train.jsonl --template 'Question: {question}\nAnswer:' --out HEADS --max-train-tokens 20000
-    python benchmarks/distribution.py --model ACTOR --heads HEADS --data train.jsonl --tokens 200000 --json distribution.jsonl
+    medusa-ppo train --model ACTOR --data train.jsonl --template 'Question: {question}\nAnswer:'
+    --out HEADS --max-train-tokens 20000 python benchmarks/distribution.py --model ACTOR --heads
+    HEADS --data train.jsonl --tokens 200000 --json distribution.jsonl
 
-For each setting one engine (float32, sampled drafts) samples at least so many tokens, which are compared with the transformers model in
-float32. The same engine then drafts again and is told a q that is one step old: those samples must fail, or the test could not see a wrong
-q. (A grammar's drafts are verified as one-hot ones, without q; its control takes their old q for true.) Seeds are fixed. `--runner v2` is
-vLLM's V2 model runner; without a GPU on Triton's interpreter, some tens of tokens a second. `--random-actor DIR` writes an actor that never
-learned anything, and heads: from them 200,000 tokens take a minute or two on one core.
+For each setting one engine (float32, sampled drafts) samples at least so many tokens, which are
+compared with the transformers model in float32. The same engine then drafts again and is told a q
+that is one step old: those samples must fail, or the test could not see a wrong q. (A grammar's
+drafts are verified as one-hot ones, without q; its control takes their old q for true.) Seeds are
+fixed. `--runner v2` is vLLM's V2 model runner; without a GPU on Triton's interpreter, some tens of
+tokens a second. `--random-actor DIR` writes an actor that never learned anything, and heads: from
+them 200,000 tokens take a minute or two on one core.
 
 Shape letters: M sampled tokens of one response, V vocabulary.
 """
@@ -67,7 +71,8 @@ class Setting:
         engine: arguments of vLLM's engine.
         sequences: most that run at once.
         preamble: begin every prompt with the same solved examples.
-        cache_blocks: of keys and values for each sequence on the average, who need two: fewer preempt; 0: as many as they need.
+        cache_blocks: of keys and values for each sequence on the average, who need two: fewer
+            preempt; 0: as many as they need.
         in_flight: swap heads and sync actors while requests run.
     """
 
@@ -132,7 +137,9 @@ class Answer:
 
 @dataclass
 class Stage:
-    """What all settings share: prompts, actors (the second one differs a little), heads, and files of both."""
+    """What all settings share: prompts, actors (the second one differs a little), heads, and files
+    of both.
+    """
 
     model: Path
     heads: Path
@@ -171,7 +178,9 @@ class Stage:
 
 
 def random_actor(like: Path, folder: Path) -> None:
-    """`actor` and `heads`: with the tokenizer and the kind of another actor, but small and never trained, for many tokens a second."""
+    """`actor` and `heads`: with the tokenizer and the kind of another actor, but small and never
+    trained, for many tokens a second.
+    """
     config = AutoConfig.from_pretrained(like)
     config.update(
         {
@@ -198,7 +207,8 @@ def random_actor(like: Path, folder: Path) -> None:
     save_heads(folder / "heads", heads, lm_head_VD=actor.lm_head.weight)
 
 
-# ---- sampling ------------------------------------------------------------------------------------------------------------------
+# ---- sampling
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Sampler:
@@ -248,8 +258,9 @@ class Sampler:
             self._llm.add_request(str(self._serial), {"prompt_token_ids": prompt}, _params(wanted))
         lengths: dict[str, int] = dict.fromkeys(asked, 0)
         versions: dict[str, list[tuple[int, int]]] = {key: [(0, self._actor)] for key in asked}
-        # A step tells of the one response that moved, also the step that ends a request for several. To take what that step tells would
-        # leave the response that took the most steps, whose drafts were refused most often: a sample of another distribution.
+        # A step tells of the one response that moved, also the step that ends a request for
+        # several. To take what that step tells would leave the response that took the most steps,
+        # whose drafts were refused most often: a sample of another distribution.
         answers: dict[tuple[str, int], Answer] = {}
         while self._llm.has_unfinished_requests():
             for output in self._llm.step():
@@ -294,7 +305,8 @@ def _params(wanted: dict[str, Any]) -> Any:
     )
 
 
-# ---- judging -------------------------------------------------------------------------------------------------------------------
+# ---- judging
+# -------------------------------------------------------------------------------------------------------------------
 
 
 class Grammar:
@@ -347,7 +359,8 @@ def judge(answers: list[Answer], stage: Stage) -> Uniformity:
     return test
 
 
-# ---- a q that is one step old ----------------------------------------------------------------------------------------------------
+# ---- a q that is one step old
+# ----------------------------------------------------------------------------------------------------
 
 
 def keep_one_step_old(worker: Any) -> None:
@@ -387,7 +400,8 @@ def _hold_back(holder: Any, method: str, kept: Callable[[], torch.Tensor]) -> No
     setattr(holder, method, stale)
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------------------
+# ---- the table
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -456,16 +470,17 @@ def line(row: dict[str, Any]) -> str:
     seen = ", ".join(f"{count:,} {name}" for name, count in row["seen"].items())
     verdict = "pass" if row["honest"] else "**FAIL**"
     return (
-        f"| {row['setting']} | {row['tokens']:,} | {row['chi_square_p']:.3f} | {row['kolmogorov_p']:.3f} | {row['z']:+.2f} "
-        f"| {row['outside']} | {verdict} | {row['tokens_a_step']:.2f} | {seen} "
-        f"| {old['tokens']:,}: p = {min(old['chi_square_p'], old['kolmogorov_p']):.1g}, z = {old['z']:+.1f}"
-        f"{' **not seen**' if old['honest'] else ''} |"
+        f"| {row['setting']} | {row['tokens']:,} | {row['chi_square_p']:.3f} |"
+        f" {row['kolmogorov_p']:.3f} | {row['z']:+.2f} | {row['outside']} | {verdict} |"
+        f" {row['tokens_a_step']:.2f} | {seen} | {old['tokens']:,}: p ="
+        f" {min(old['chi_square_p'], old['kolmogorov_p']):.1g}, z ="
+        f" {old['z']:+.1f}{' **not seen**' if old['honest'] else ''} |"
     )
 
 
 HEAD = (
-    "| setting | tokens | chi-square p | K-S p | z | outside | | tokens a step | seen | with q one step old |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| setting | tokens | chi-square p | K-S p | z | outside | | tokens a step | seen | with q one"
+    " step old |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 

@@ -1,9 +1,11 @@
-"""Time of one drafting call, ours against vLLM's own Medusa proposer, on the same engine, heads and hidden states.
+"""Time of one drafting call, ours against vLLM's own Medusa proposer, on the same engine, heads and
+hidden states.
 
     python benchmarks/drafting_cost.py --vocab 32000 --hidden 512 --heads 4
 
-A random Llama with that vocabulary is built in a temporary folder. Both proposers live in one engine and take turns in every round; what
-is printed is the median of the ratios within a round, for several numbers of running sequences.
+A random Llama with that vocabulary is built in a temporary folder. Both proposers live in one
+engine and take turns in every round; what is printed is the median of the ratios within a round,
+for several numbers of running sequences.
 
 Shape letters: B sequences, D hidden.
 """
@@ -40,7 +42,9 @@ GREEDY = SimpleNamespace(all_greedy=True)
 
 
 def build(folder: Path, vocab: int, hidden: int, heads: int) -> None:
-    """A random actor and random heads of kind medusa for it; the heads a second time without our key, as stock vLLM reads them."""
+    """A random actor and random heads of kind medusa for it; the heads a second time without our
+    key, as stock vLLM reads them.
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,15 +1,18 @@
-"""What one drafting call costs, this tree against another one, in turns: hydra heads, sampled drafts, the actor of `--model`.
+"""What one drafting call costs, this tree against another one, in turns: hydra heads, sampled
+drafts, the actor of `--model`.
 
     git worktree add ../before 09356bd
-    python benchmarks/drafting_turns.py --old ../before --model actors/gsm8k-4m [--dtype bfloat16] [--rounds 40] [--json FILE]
-    python benchmarks/drafting_turns.py --context 16 --model actors/gsm8k-4m ...
+    python benchmarks/drafting_turns.py --old ../before --model actors/gsm8k-4m [--dtype bfloat16]
+    [--rounds 40] [--json FILE] python benchmarks/drafting_turns.py --context 16 --model
+    actors/gsm8k-4m ...
 
-With `--context` it is this tree against itself: heads with a context against heads without. Their call begins with the pairs of two
-accepted positions of each request, which go into the ring.
+With `--context` it is this tree against itself: heads with a context against heads without. Their
+call begins with the pairs of two accepted positions of each request, which go into the ring.
 
-Each tree works in a process of its own; in every round both time the same number of calls, one after the other, in turns. Printed is
-the median of the ratios within a round, for several numbers of requests. The products are the engine's own (oneDNN, packed) in both; the
-call begins with hidden states and ends with draft ids and q kept for verification.
+Each tree works in a process of its own; in every round both time the same number of calls, one
+after the other, in turns. Printed is the median of the ratios within a round, for several numbers
+of requests. The products are the engine's own (oneDNN, packed) in both; the call begins with hidden
+states and ends with draft ids and q kept for verification.
 
 Shape letters: B requests, D hidden, V vocabulary.
 """
@@ -32,7 +35,8 @@ CALLS = 20
 BATCHES = (1, 4, 16, 64)
 
 
-# ---- in a tree's own process ------------------------------------------------------------------------------------------------
+# ---- in a tree's own process
+# ------------------------------------------------------------------------------------------------
 
 
 def random_heads(vocab: int, hidden: int, dtype: Any, pairs: int = 0) -> Any:
@@ -174,7 +178,8 @@ def work(
             sys.stdout.flush()
 
 
-# ---- the comparison ---------------------------------------------------------------------------------------------------------
+# ---- the comparison
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Arm:

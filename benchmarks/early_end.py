@@ -1,18 +1,22 @@
-"""How many rows can a rule save that ends draft runs early (engine.stop_below), and what would it have to know?
+"""How many rows can a rule save that ends draft runs early (engine.stop_below), and what would it
+have to know?
 
-    python benchmarks/early_end.py --model ../shared/actors/gsm8k-4m --heads HEADS --data HELD.jsonl [--temperature 1] [--rows 12000]
+    python benchmarks/early_end.py --model ../shared/actors/gsm8k-4m --heads HEADS --data HELD.jsonl
+    [--temperature 1] [--rows 12000]
 
-Responses are sampled with transformers. At some of their positions a whole run is drawn from the heads, and the actor reads it, so that
-for each draft the chance to be accepted is known exactly: reach (all before it are accepted: products of min(1, p / q) of the tokens drawn)
-times alpha (sum of min(p, q)). A rule ends a run before the first draft whose estimated chance is below a threshold; rules differ in
-what they estimate it from, and are fitted on one half of the responses and judged on the other:
+Responses are sampled with transformers. At some of their positions a whole run is drawn from the
+heads, and the actor reads it, so that for each draft the chance to be accepted is known exactly:
+reach (all before it are accepted: products of min(1, p / q) of the tokens drawn) times alpha (sum
+of min(p, q)). A rule ends a run before the first draft whose estimated chance is below a threshold;
+rules differ in what they estimate it from, and are fitted on one half of the responses and judged
+on the other:
 
     q              a small network: entropy and largest probabilities of q, shares of the drafts before (all that stop_below sees, and more)
     q and states   the same, with h_t and the head's own features beside: what heads could be trained to say of themselves
     p              the exact chance, which nobody has before verification
 
-Printed: rows verified for each accepted draft, over that of full runs, where tokens a step are 2 % (and 5 %) fewer than those of full runs,
-and what an oracle has that knows each outcome.
+Printed: rows verified for each accepted draft, over that of full runs, where tokens a step are 2 %
+(and 5 %) fewer than those of full runs, and what an oracle has that knows each outcome.
 
 Shape letters: N runs, K drafts, V vocabulary, D hidden, F what a rule looks at.
 """
@@ -74,8 +78,10 @@ def read_run(
     temperature: float,
     draw: torch.Generator,
 ) -> tuple[torch.Tensor, ...]:
-    """Runs drawn after `places` tokens of the response: what q says before each draft `NKF`, states `NKD`, and the exact chances `NK` that
-    a draft that is offered is accepted, given what was drawn before it."""
+    """Runs drawn after `places` tokens of the response: what q says before each draft `NKF`, states
+    `NKD`, and the exact chances `NK` that a draft that is offered is accepted, given what was drawn
+    before it.
+    """
     lm_head_VD, table_VD, K = lm_head_weight(model), embedding_weight(model), heads.config.num_heads
     hidden_TD = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
     hidden_MD, next_M = hidden_TD[first - 1 : -1], torch.tensor(ids[first:])
@@ -147,7 +153,9 @@ def actor_says(
 def fitted(
     seen_NKF: torch.Tensor, chance_NK: torch.Tensor, fit_N: torch.Tensor, passes: int = 60
 ) -> torch.Tensor:
-    """Chances that a small network estimates, fitted on some runs; the pass that is best on a tenth of them is kept."""
+    """Chances that a small network estimates, fitted on some runs; the pass that is best on a tenth
+    of them is kept.
+    """
     torch.manual_seed(0)
     inputs_NF, wanted_N = seen_NKF.flatten(0, 1), chance_NK.flatten()
     rows_N = fit_N.repeat_interleave(chance_NK.shape[1]).nonzero().squeeze(1)
@@ -184,7 +192,9 @@ def fitted(
 
 
 def rows_saved(estimate_NK: torch.Tensor, chance_NK: torch.Tensor, loss: float) -> float:
-    """Rows for each accepted draft over those of full runs, at the threshold that loses so much of the tokens a step."""
+    """Rows for each accepted draft over those of full runs, at the threshold that loses so much of
+    the tokens a step.
+    """
     full = float(chance_NK.sum(1).mean())
     least = (1 + full) * (1 - loss) - 1
     low, high = 0.0, 1.0
@@ -239,7 +249,10 @@ def main() -> None:
     }
     judged_NK = chance_NK[~fit_N]
     full = float(judged_NK.sum(1).mean())
-    text = f"{len(judged_NK)} runs of {K} at temperature {args.temperature}: {1 + full:.3f} tokens a step, {K / full:.2f} rows an accepted"
+    text = (
+        f"{len(judged_NK)} runs of {K} at temperature {args.temperature}: {1 + full:.3f} tokens a"
+        f" step, {K / full:.2f} rows an accepted"
+    )
     sys.stdout.write(
         f"{text} draft; an oracle that knows each outcome has {full / K:.2f} of them\n"
     )

@@ -1,14 +1,16 @@
-"""Faults in a run that goes on: companion and engine killed or stopped at random moments while `medusa-ppo ppo` makes its steps.
+"""Faults in a run that goes on: companion and engine killed or stopped at random moments while
+`medusa-ppo ppo` makes its steps.
 
     python benchmarks/faults.py --companion-kills 20 --engine-kills 5 --hangs 2
 
-After each fault it waits until the run has recovered, and says how long that took and how many PPO steps were made meanwhile:
+After each fault it waits until the run has recovered, and says how long that took and how many PPO
+steps were made meanwhile:
 
     companion    another process (the kernel's memory killer ends it as SIGKILL does), and it has trained more than before
     engine       another process, and it drafts, with heads no older than before
 
-At the end no PPO step may be missing or made twice, versions of the heads may only have grown, and nothing may be left behind. Exit code 1
-otherwise.
+At the end no PPO step may be missing or made twice, versions of the heads may only have grown, and
+nothing may be left behind. Exit code 1 otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ from watched import TINY, WatchedRun, small_run
 from medusa_ppo import metrics as names
 
 START_S, RECOVER_S = 600.0, 300.0
-HANG_S = "from medusa_ppo.companion.client import CompanionClient as c; c.__init__.__kwdefaults__['hang_s'] = 5.0"
+HANG_S = (
+    "from medusa_ppo.companion.client import CompanionClient as c;"
+    " c.__init__.__kwdefaults__['hang_s'] = 5.0"
+)
 """A run gives its companion 300 s; here nobody waits for so long."""
 STOPPED = 130  # Exit code of a run that was asked to stop.
 ENDLESS = 1_000_000
@@ -80,7 +85,9 @@ def inflict(run: WatchedRun, kind: Kind, moment_s: float, write: Callable[[str],
             or run.pid_of(kind.role) in (None, pid)
             or restarts(now)[kind.role] == restarts(before)[kind.role]
         ):
-            return False  # What the old process said last may come in after its end: the run has to have seen the new one.
+            # What the old process said last may come in after its end: the run has to have seen the
+            # new one.
+            return False
         if kind.role == "engine":
             return now[names.STEP] > before[names.STEP] + 1 and now[names.DRAFTS] > 0
         return now[names.COMPANION_TRAINED_TOKENS] > before[names.COMPANION_TRAINED_TOKENS]
@@ -89,7 +96,8 @@ def inflict(run: WatchedRun, kind: Kind, moment_s: float, write: Callable[[str],
     made = run.steps()[-1][names.STEP] - before[names.STEP]
     record = Record(kind.name, before[names.STEP], well, time.monotonic() - began, made)
     write(
-        f"{kind.name} after step {record.step}: {'well' if well else 'NOT WELL'} after {record.seconds:.1f} s, {made} steps made\n"
+        f"{kind.name} after step {record.step}: {'well' if well else 'NOT WELL'} after"
+        f" {record.seconds:.1f} s, {made} steps made\n"
     )
     return record
 
@@ -100,7 +108,8 @@ def faults_of_steps(steps: list[dict[str, float]]) -> list[str]:
     numbers = [int(step[names.STEP]) for step in steps]
     if numbers != list(range(len(numbers))):
         wrong.append(
-            f"steps are missing or were made twice: {[pair for pair in pairwise(numbers) if pair[1] != pair[0] + 1][:5]}"
+            "steps are missing or were made twice:"
+            f" {[pair for pair in pairwise(numbers) if pair[1] != pair[0] + 1][:5]}"
         )
     if any(step[names.POLICY_VERSION] != step[names.STEP] for step in steps):
         wrong.append("a step's rollouts were not written by the policy of the step before")
@@ -133,7 +142,8 @@ def table(records: list[Record]) -> str:
         made = [record.steps_meanwhile for record in own]
         well = sum(record.recovered for record in own)
         lines.append(
-            f"| {kind} | {len(own)} | {well} | {statistics.median(seconds):.1f} ({max(seconds):.1f}) | {min(made)} to {max(made)} |"
+            f"| {kind} | {len(own)} | {well} | {statistics.median(seconds):.1f}"
+            f" ({max(seconds):.1f}) | {min(made)} to {max(made)} |"
         )
     return "\n".join(lines)
 
@@ -194,7 +204,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mf-") as name:
         records, wrong, steps = run_faults(options.model, counts, options.seed, Path(name), write)
     write(
-        f"\n{table(records)}\n\n{steps} PPO steps, {'none missing, none made twice' if not wrong else 'and this is wrong:'}\n"
+        f"\n{table(records)}\n\n{steps} PPO steps,"
+        f" {'none missing, none made twice' if not wrong else 'and this is wrong:'}\n"
     )
     for line in wrong:
         write(f"- {line}\n")

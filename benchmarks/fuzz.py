@@ -1,13 +1,16 @@
-"""Bad input against whatever reads it: nothing but our own errors may come out, soon, and in bounded memory.
+"""Bad input against whatever reads it: nothing but our own errors may come out, soon, and in
+bounded memory.
 
     python benchmarks/fuzz.py --cases 2000                       # of each target; a slow one has its share
     python benchmarks/fuzz.py --cases 100000 --only pt http --seed 3 --json fuzz.json
     python benchmarks/fuzz.py --corpus tests/benchmarks/fuzz_corpus.jsonl    # guided by the lines that cases reach; what is new is added
 
-hypothesis draws cases (part of the dev extra), and each is then changed at random MUTATIONS times over, which costs less than drawing.
-With `--corpus` half of the cases are changed forms of those that reached a line of ours, or a step from one line to another, that no
-case before them did. A case is plain JSON; what breaks something is made small where hypothesis drew it, and printed as a line for
-tests/benchmarks/fuzz_found.jsonl, which a test replays without hypothesis, as it does the corpus. Exit code 1 when something was found.
+hypothesis draws cases (part of the dev extra), and each is then changed at random MUTATIONS times
+over, which costs less than drawing. With `--corpus` half of the cases are changed forms of those
+that reached a line of ours, or a step from one line to another, that no case before them did. A
+case is plain JSON; what breaks something is made small where hypothesis drew it, and printed as a
+line for tests/benchmarks/fuzz_found.jsonl, which a test replays without hypothesis, as it does the
+corpus. Exit code 1 when something was found.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ SLOW = {"config": 0.2, "report": 0.03, "data_file": 0.01, "http": 0.2, "heads": 
 """Share of the cases that a target gets whose cases take milliseconds."""
 MOST_FOUND, MUTATIONS = 8, 15
 SEEDS, LONGEST_KEPT, MOST_KEPT = 300, 600, 60
-"""With a corpus: drawn cases that it begins with, characters of a case that is kept, cases that are kept of a target."""
+"""With a corpus: drawn cases that it begins with, characters of a case that is kept, cases that are
+kept of a target.
+"""
 HARNESS = Path(__file__).name
 OURS = tuple(
     str(Path(__file__).resolve().parents[1] / name) + "/" for name in ("heads", "medusa_ppo")
@@ -127,7 +132,8 @@ class Bench:
             LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)), Sampling(), 1 << 20
         )
 
-    # ---- one method for each target; it takes a case and raises what the reader raises -------------------------------------------
+    # ---- one method for each target; it takes a case and raises what the reader raises
+    # -------------------------------------------
 
     def config(self, case: Case) -> None:
         """`text` or `values` as YAML, and `overrides`."""
@@ -139,7 +145,9 @@ class Bench:
         settled(load_config(file, case["overrides"]), NODE)
 
     def heads(self, case: Case) -> None:
-        """A folder of heads: `set` changes config.json by dotted keys, `damage` the bytes of a file."""
+        """A folder of heads: `set` changes config.json by dotted keys, `damage` the bytes of a
+        file.
+        """
         folder = self.home / "damaged"
         folder.mkdir(exist_ok=True)
         files = dict(self._heads)
@@ -237,9 +245,11 @@ class Bench:
             status, body = case["answers"].get(request.url.path, (200, {}))
             return httpx.Response(
                 status,
-                content=body.encode("utf-8", "surrogatepass")
-                if isinstance(body, str)
-                else json.dumps(body).encode(),
+                content=(
+                    body.encode("utf-8", "surrogatepass")
+                    if isinstance(body, str)
+                    else json.dumps(body).encode()
+                ),
             )
 
         with httpx.Client(
@@ -363,7 +373,9 @@ TARGETS = (
 
 
 def changed(values: dict[str, Any], pairs: list[list[Any]], sign: str = ".") -> dict[str, Any]:
-    """With nested values set by their paths, or removed; new mappings on the way where there are none."""
+    """With nested values set by their paths, or removed; new mappings on the way where there are
+    none.
+    """
     for path, value in pairs:
         *parents, leaf = path.split(sign)
         node = values
@@ -422,7 +434,9 @@ def attempt(bench: Bench, target: str, case: Case) -> None:
 
 
 def mutated(case: Case, generator: random.Random) -> Case:
-    """The same case with one to three of its values replaced, removed, put in twice, or moved to another place."""
+    """The same case with one to three of its values replaced, removed, put in twice, or moved to
+    another place.
+    """
     case = copy.deepcopy(case)
     for _ in range(generator.randint(1, 3)):
         places = list(_places(case))
@@ -452,7 +466,9 @@ def mutated(case: Case, generator: random.Random) -> Case:
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container of a tree with every key or index in it; names of files stay, they are no input."""
+    """Every container of a tree with every key or index in it; names of files stay, they are no
+    input.
+    """
     for key in (
         list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
     ):
@@ -468,7 +484,9 @@ def _has(node: Any, key: Any) -> bool:
 def try_mutants(
     bench: Bench, target: str, case: Case, seed: int, found: list[dict[str, Any]]
 ) -> None:
-    """MUTATIONS changed forms of a case; what they break is added to `found`, once for each place."""
+    """MUTATIONS changed forms of a case; what they break is added to `found`, once for each
+    place.
+    """
     generator = random.Random(seed)
     for _ in range(MUTATIONS):
         try_one(bench, target, mutated(case, generator), found)
@@ -526,7 +544,9 @@ class Reached:
 def explore(
     bench: Bench, target: str, cases: int, seed: int, seeds: list[Case], found: list[dict[str, Any]]
 ) -> tuple[int, list[Case]]:
-    """So many changed forms of the cases that reach most. Number of steps reached, and the cases that reached something first."""
+    """So many changed forms of the cases that reach most. Number of steps reached, and the cases
+    that reached something first.
+    """
     generator, reached, kept = random.Random(seed), Reached(), list[Case]()
 
     def keep(case: Case) -> None:
@@ -570,7 +590,9 @@ def add_to_corpus(file: Path, target: str, cases: list[Case]) -> None:
 def hunt(
     bench: Bench, target: str, cases: int, seed: int, drawn: list[Case]
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Number of cases tried, and what was found: what happened, and the smallest case. Some of what was drawn is added to `drawn`."""
+    """Number of cases tried, and what was found: what happened, and the smallest case. Some of what
+    was drawn is added to `drawn`.
+    """
     import hypothesis  # Not needed to replay what was found.
     from fuzz_cases import strategies
 
@@ -618,7 +640,9 @@ class Breach(Exception):
 
 
 def place(error: BaseException) -> str:
-    """Kind and place of an error: the last of our own lines that it went through, this script's included."""
+    """Kind and place of an error: the last of our own lines that it went through, this script's
+    included.
+    """
     ours = ("/heads/", "/medusa_ppo/", Path(__file__).name)
     frames = [
         frame
@@ -669,7 +693,8 @@ def main() -> int:
                 reached = f"  {steps:,} steps reached, first by {len(kept)}"
             all_found += found
             say(
-                f"{target:<10} {total[target]:>9,} cases  {len(found)} found  {time.monotonic() - began:6.0f} s{reached}"
+                f"{target:<10} {total[target]:>9,} cases  {len(found)} found "
+                f" {time.monotonic() - began:6.0f} s{reached}"
             )
     for entry in all_found:
         say(json.dumps(entry))

@@ -1,4 +1,6 @@
-"""How hypothesis draws the cases of benchmarks/fuzz.py: mostly sound files and answers in which something is not."""
+"""How hypothesis draws the cases of benchmarks/fuzz.py: mostly sound files and answers in which
+something is not.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,18 @@
-"""Speed and memory of head training at the size of a large model: share of the matrix rate measured in the same run, and peak memory.
+"""Speed and memory of head training at the size of a large model: share of the matrix rate measured
+in the same run, and peak memory.
 
     python benchmarks/gpu_heads.py --json gpu_heads.json      # D = 4096, V = 128,000, K = 4, bfloat16, on CUDA
     python benchmarks/gpu_heads.py --device cpu --small       # tiny sizes, to see that it runs
 
-Needs torch only, and nothing of ours but `heads`. One step is features, cross-entropy, backward pass and AdamW on `--rows` positions. The
-matrix rate is that of one large square product of the same dtype; steps and products are timed in turn, and a share is the median
-over rounds of the two's ratio. Arithmetic of a step, per row and head: 4 D V for the frozen lm_head (logits, and the gradient of the
-features), 4 D D for the first residual layer (its input wants no gradient), 6 D D for further ones; nothing else is counted, so that
-what the loss does beside its products shows as a lower share. Peak memory is beside what stood before the step: heads, AdamW's
-moments, lm_head and hidden states. On a CPU it is the process's high-water mark, so forms after the first show only what they need more.
+Needs torch only, and nothing of ours but `heads`. One step is features, cross-entropy, backward
+pass and AdamW on `--rows` positions. The matrix rate is that of one large square product of the
+same dtype; steps and products are timed in turn, and a share is the median over rounds of the two's
+ratio. Arithmetic of a step, per row and head: 4 D V for the frozen lm_head (logits, and the
+gradient of the features), 4 D D for the first residual layer (its input wants no gradient), 6 D D
+for further ones; nothing else is counted, so that what the loss does beside its products shows as a
+lower share. Peak memory is beside what stood before the step: heads, AdamW's moments, lm_head and
+hidden states. On a CPU it is the process's high-water mark, so forms after the first show only what
+they need more.
 
 Letters: N rows, K heads, D hidden, V vocabulary, L residual layers.
 """
@@ -154,11 +158,13 @@ def measure(case: Case, form: str, loss: str, rounds: int) -> dict[str, Any]:
         "share_range": [min(shares), max(shares)],
         "peak_mib": peak,
         "held_mib": before,
-        "full_logits_mib": case.rows
-        * case.config.num_heads
-        * case.config.vocab_size
-        * case.lm_head_VD.element_size()
-        / 2**20,
+        "full_logits_mib": (
+            case.rows
+            * case.config.num_heads
+            * case.config.vocab_size
+            * case.lm_head_VD.element_size()
+            / 2**20
+        ),
     }
 
 
@@ -201,7 +207,10 @@ def hardware(device: torch.device) -> str:
     if device.type != "cuda":
         return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
+    return (
+        f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB,"
+        f" {properties.multi_processor_count} SMs"
+    )
 
 
 def versions() -> dict[str, str]:

@@ -1,9 +1,11 @@
-"""A small actor made large by neurons that say nothing (`medusa_ppo.demo.grow`): it writes what the small one writes.
+"""A small actor made large by neurons that say nothing (`medusa_ppo.demo.grow`): it writes what the
+small one writes.
 
     python benchmarks/grown_actor.py OUT [--model DIR] [--intermediate 16384]
 
-Each token costs what it costs in any Llama of this size: all weights are read and multiplied. So text that is as foreseeable as the demo's
-comes from an actor whose weights lie in memory and not in a CPU's cache, without training a large one.
+Each token costs what it costs in any Llama of this size: all weights are read and multiplied. So
+text that is as foreseeable as the demo's comes from an actor whose weights lie in memory and not in
+a CPU's cache, without training a large one.
 """
 
 from __future__ import annotations

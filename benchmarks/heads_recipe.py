@@ -1,18 +1,23 @@
-"""The heads recipe: heads of any kind and loss on an actor's own samples, judged by the replay estimate. transformers only, no engine.
+"""The heads recipe: heads of any kind and loss on an actor's own samples, judged by the replay
+estimate. transformers only, no engine.
 
-    python benchmarks/heads_recipe.py --actor ../shared/actors/gsm8k-4m --data ../shared/data/gsm8k/train.jsonl \
+    python benchmarks/heads_recipe.py --actor ../shared/actors/gsm8k-4m --data
+    ../shared/data/gsm8k/train.jsonl \
         --tokens 100000 --kind hydra --loss ce_tv
 
-The first run samples rollouts and keeps them in --cache; later runs with the same actor and seed read them (more tokens: only the missing
-ones are sampled). Each run adds one JSON line to --results: settings, mean acceptance length one-hot and at each draft temperature, the
-95 % interval, seconds.
+The first run samples rollouts and keeps them in --cache; later runs with the same actor and seed
+read them (more tokens: only the missing ones are sampled). Each run adds one JSON line to
+--results: settings, mean acceptance length one-hot and at each draft temperature, the 95 %
+interval, seconds.
 
-Measured with a prototype of this script (hydra, K = 4, gsm8k-4m, 91,944 positions, 473 held-out rollouts, one gradient clip for all heads):
-ce_tv 1.593 one-hot and 1.927 sampled (draft temperature 1.0); tv 1.557 and 1.889 (1.0). One epoch of kl: 1.534 and 1.786 (0.8).
+Measured with a prototype of this script (hydra, K = 4, gsm8k-4m, 91,944 positions, 473 held-out
+rollouts, one gradient clip for all heads): ce_tv 1.593 one-hot and 1.927 sampled (draft temperature
+1.0); tv 1.557 and 1.889 (1.0). One epoch of kl: 1.534 and 1.786 (0.8).
 
 Held-out prompts are the last --holdout rows of the data; they are never trained on.
 
-Shape letters: N rows of a step, M rows of all rollouts, S rollouts, B prompts of a batch, T tokens, K heads, D hidden, V vocabulary.
+Shape letters: N rows of a step, M rows of all rollouts, S rollouts, B prompts of a batch, T tokens,
+K heads, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -65,7 +70,9 @@ WARM_UP_OF_THE_STEP_SIZE = 20
 
 @dataclass(frozen=True)
 class Rollouts:
-    """On-policy rollouts in packed response coordinates, and what the heads read and predict at each row."""
+    """On-policy rollouts in packed response coordinates, and what the heads read and predict at
+    each row.
+    """
 
     hidden_MD: torch.Tensor
     response_M: torch.Tensor
@@ -117,7 +124,9 @@ class Rollouts:
 def sample(
     model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, end: int
 ) -> dict[str, torch.Tensor]:
-    """One response to each prompt at temperature 1, with the states and log-probs of one more forward pass, as PPO has them."""
+    """One response to each prompt at temperature 1, with the states and log-probs of one more
+    forward pass, as PPO has them.
+    """
     out: dict[str, list[Any]] = {"hidden": [], "response": [], "logprobs": [], "lengths": []}
     order = sorted(prompts, key=len)
     for start in range(0, len(order), BATCH):
@@ -248,7 +257,9 @@ def train(args: argparse.Namespace, data: Rollouts, tables: dict[str, torch.Tens
 def judge(
     heads: MedusaHeads, held_out: Rollouts, tables: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Replay of the held-out rollouts: one-hot drafts, and sampled ones at each draft temperature."""
+    """Replay of the held-out rollouts: one-hot drafts, and sampled ones at each draft
+    temperature.
+    """
     where = {"condition_MK": held_out.condition_MK, "embedding_VD": tables["embedding_VD"]}
     ids_MK = draft_ids_for_rows(heads, held_out.hidden_MD, tables["lm_head_VD"], **where)
     one_hot = replay_estimate(ids_MK, held_out.response_M, held_out.lengths_S)

@@ -1,20 +1,26 @@
-"""Do heads that go on learning hold their acceptance while the policy moves? `medusa-ppo ppo`, seed by seed, with a reward that moves it.
+"""Do heads that go on learning hold their acceptance while the policy moves? `medusa-ppo ppo`, seed
+by seed, with a reward that moves it.
 
-    python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/holding --heads HEADS --seeds 0 1 2
-    python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/memory --heads HEADS --seeds 0 --steps 16 --memory-bytes 4000000
+    python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/holding --heads HEADS
+    --seeds 0 1 2 python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/memory
+    --heads HEADS --seeds 0 --steps 16 --memory-bytes 4000000
 
-Every seed is a real run: vLLM drafts with the serving heads, the companion trains beside PPO, and every UPPER_EVERY batches the upper
-mark is taken (heads fitted to that very batch on and on, judged on its holdout). The reward pays for digits (`numbers` in
-companion_defaults.py), with a large step size: reward, KL to the reference and entropy all move. HEADS are trained before the run;
-without them it begins at nothing. The frozen control is the first version that the run publishes, with HEADS hardly other than these.
+Every seed is a real run: vLLM drafts with the serving heads, the companion trains beside PPO, and
+every UPPER_EVERY batches the upper mark is taken (heads fitted to that very batch on and on, judged
+on its holdout). The reward pays for digits (`numbers` in companion_defaults.py), with a large step
+size: reward, KL to the reference and entropy all move. HEADS are trained before the run; without
+them it begins at nothing. The frozen control is the first version that the run publishes, with
+HEADS hardly other than these.
 
-Printed for each seed: extra tokens a step (mean acceptance length - 1) of the serving heads by vLLM's counters and by replay, and of the
-frozen heads by replay on the same holdouts, over the last sixth of the steps; their share of the upper mark over the last third, where
-there are some; and how many versions were published with a lower estimate than the one they replaced. A seed whose run is complete is
-not run again.
+Printed for each seed: extra tokens a step (mean acceptance length - 1) of the serving heads by
+vLLM's counters and by replay, and of the frozen heads by replay on the same holdouts, over the last
+sixth of the steps; their share of the upper mark over the last third, where there are some; and how
+many versions were published with a lower estimate than the one they replaced. A seed whose run is
+complete is not run again.
 
-With --memory-bytes it is GRPO instead, at temperature 0.7, over the same PROMPTS prompts epoch after epoch: each seed once with a memory of
-earlier responses and once without, and acceptance by vLLM's counters is printed epoch by epoch.
+With --memory-bytes it is GRPO instead, at temperature 0.7, over the same PROMPTS prompts epoch
+after epoch: each seed once with a memory of earlier responses and once without, and acceptance by
+vLLM's counters is printed epoch by epoch.
 """
 
 from __future__ import annotations
@@ -51,7 +57,9 @@ SETTINGS = (
     "ppo.threads=1",
     "ppo.checkpoint_every=20",
 )
-"""Over configs/gsm8k.yaml. The companion is waited for, so that a seed gives the same numbers however busy the machine is."""
+"""Over configs/gsm8k.yaml. The companion is waited for, so that a seed gives the same numbers
+however busy the machine is.
+"""
 PROMPTS, PROMPTS_A_STEP = 64, 16
 EPOCHS = (
     f"data.split=train[:{PROMPTS}]",
@@ -72,8 +80,8 @@ POLICY = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY)
 CURVE = (*POLICY, names.MAL_SERVING, names.REPLAY_SERVING, names.REPLAY_FROZEN, names.REPLAY_UPPER)
 CALL = "from medusa_ppo.cli import main; main()"
 COLUMNS = (
-    "seed | reward | KL, nats | entropy, nats | extra tokens: counters | replay | frozen | of frozen | of the upper mark (marks) | "
-    "versions | worse"
+    "seed | reward | KL, nats | entropy, nats | extra tokens: counters | replay | frozen | of"
+    " frozen | of the upper mark (marks) | versions | worse"
 )
 
 
@@ -125,7 +133,9 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def worse(steps: list[dict[str, Any]]) -> list[int]:
-    """Steps in which a version was published that reached less on the held-out rollouts than the one before."""
+    """Steps in which a version was published that reached less on the held-out rollouts than the
+    one before.
+    """
     found, before = [], 0
     for line in steps:
         published = line.get(names.VERSIONS_PUBLISHED) or 0
@@ -162,7 +172,8 @@ def table(runs: dict[int, list[dict[str, Any]]]) -> list[str]:
         part = [line for steps in runs.values() for line in steps[start : start + block]]
         means = [[line[name] for line in part if line.get(name) is not None] for name in CURVE]
         lines.append(
-            f"| {start}-{start + block - 1} | {' | '.join(f'{fmean(values):.3f}' if values else '' for values in means)} |"
+            f"| {start}-{start + block - 1} |"
+            f" {' | '.join(f'{fmean(values):.3f}' if values else '' for values in means)} |"
         )
     return lines
 
@@ -185,7 +196,8 @@ def epochs(pairs: dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]]]]) 
             for name in shown
         ]
         lines.append(
-            f"| {epoch + 1} | {' | '.join(f'{without:.3f} / {with_one:.3f}' for without, with_one in means)} |"
+            f"| {epoch + 1} |"
+            f" {' | '.join(f'{without:.3f} / {with_one:.3f}' for without, with_one in means)} |"
         )
     return lines
 

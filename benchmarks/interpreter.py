@@ -1,7 +1,8 @@
-"""vLLM's V2 model runner on a CPU: its kernels by Triton's interpreter. Imported before vLLM, where Triton is installed; for tests.
+"""vLLM's V2 model runner on a CPU: its kernels by Triton's interpreter. Imported before vLLM, where
+Triton is installed; for tests.
 
-vLLM's own CPU form of V2 expects a Triton that compiles for CPUs, which no registry has. The stock one interprets kernels with numpy:
-right, and some hundred times slower.
+vLLM's own CPU form of V2 expects a Triton that compiles for CPUs, which no registry has. The stock
+one interprets kernels with numpy: right, and some hundred times slower.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class CPUDriver:
 
 
 def log1p(x: Any, _semantic: Any = None) -> Any:
-    """The interpreter has no device library; vLLM's verification of sampled drafts takes this of it."""
+    """The interpreter has no device library; vLLM's verification of sampled drafts takes this of
+    it.
+    """
     with np.errstate(all="ignore"):
         return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
 
@@ -69,7 +72,9 @@ nanargmax = np.nanargmax
 
 
 def argmax(values: Any, *args: Any, **kwargs: Any) -> Any:
-    """The interpreter's argmax raises where all is NaN (a profile run does that); a GPU gives some index."""
+    """The interpreter's argmax raises where all is NaN (a profile run does that); a GPU gives some
+    index.
+    """
     return nanargmax(np.where(np.isnan(values), -np.inf, values), *args, **kwargs)
 
 
@@ -78,6 +83,7 @@ triton.runtime.driver.set_active(CPUDriver())
 libdevice.log1p = log1p
 np.nanargmax = argmax
 
-# vLLM's kernel of top-k and top-p calls methods that the interpreter's numbers lack; where there is no Triton it does both in torch.
+# vLLM's kernel of top-k and top-p calls methods that the interpreter's numbers lack; where there is
+# no Triton it does both in torch.
 topk_topp = import_module("vllm.v1.sample.ops.topk_topp_sampler")
 topk_topp.HAS_TRITON = False

@@ -1,11 +1,14 @@
-"""An actor of about 100M parameters for `medusa-ppo bench rollout`, with heads that are good and heads that are always wrong.
+"""An actor of about 100M parameters for `medusa-ppo bench rollout`, with heads that are good and
+heads that are always wrong.
 
     python benchmarks/large_actor.py OUT --tokenizer DIR
-    medusa-ppo bench rollout --model OUT/actor --heads OUT/wrong --data OUT/prompts.jsonl --template '{prompt}'
+    medusa-ppo bench rollout --model OUT/actor --heads OUT/wrong --data OUT/prompts.jsonl --template
+    '{prompt}'
 
-Its layers compute as those of any Llama of this size, but what they add to the residual stream is zero, so the next token depends on the
-last one alone and by a known table: heads learn it from states and responses that need no forward pass. A real model is harder to draft
-for; what this one measures is what drafting costs and can bring where weights are read from memory.
+Its layers compute as those of any Llama of this size, but what they add to the residual stream is
+zero, so the next token depends on the last one alone and by a known table: heads learn it from
+states and responses that need no forward pass. A real model is harder to draft for; what this one
+measures is what drafting costs and can bring where weights are read from memory.
 """
 
 from __future__ import annotations
@@ -26,9 +29,13 @@ from medusa_ppo.types import RolloutBatch
 
 V, D, LAYERS, K = 8192, 768, 12, 4
 USED = 512
-"""Tokens that follow each other; the rest of the vocabulary is there for its cost and turns up now and then."""
+"""Tokens that follow each other; the rest of the vocabulary is there for its cost and turns up now
+and then.
+"""
 SHARPNESS = 13.0
-"""Logit of the token that usually follows; the others lie about zero, so that it has a probability of about 0.98 before the noise."""
+"""Logit of the token that usually follows; the others lie about zero, so that it has a probability
+of about 0.98 before the noise.
+"""
 SEQUENCES, LENGTH = 64, 64
 
 

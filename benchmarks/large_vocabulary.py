@@ -1,17 +1,21 @@
-"""What a large vocabulary costs, and what drafting from its most frequent tokens alone saves and loses.
+"""What a large vocabulary costs, and what drafting from its most frequent tokens alone saves and
+loses.
 
     python benchmarks/large_vocabulary.py actor OUT --tokenizer DIR
-    medusa-ppo bench rollout --model OUT/actor --heads OUT/heads --data FILE --template '...' --batches 1 --fixed 4 --dtype bfloat16
-    python benchmarks/large_vocabulary.py train [--width 8192] [--rows 256] [--rounds 3]
-    python benchmarks/large_vocabulary.py length --model DIR --data FILE --template '...' [--width 512] [--batches 8]
+    medusa-ppo bench rollout --model OUT/actor --heads OUT/heads --data FILE --template '...'
+    --batches 1 --fixed 4 --dtype bfloat16 python benchmarks/large_vocabulary.py train [--width
+    8192] [--rows 256] [--rounds 3] python benchmarks/large_vocabulary.py length --model DIR --data
+    FILE --template '...' [--width 512] [--batches 8]
 
-`actor` writes a Llama of about 270M parameters with 262,144 tokens, and hydra heads, all random. Hardly a draft is accepted. A step takes
-what it takes where all are (five rows are computed and verified either way), so with drafts in every step it costs `tokens per draft step
-/ ratio to none` plain steps. With `--draft-vocab 0` drafts come from all tokens.
+`actor` writes a Llama of about 270M parameters with 262,144 tokens, and hydra heads, all random.
+Hardly a draft is accepted. A step takes what it takes where all are (five rows are computed and
+verified either way), so with drafts in every step it costs `tokens per draft step / ratio to none`
+plain steps. With `--draft-vocab 0` drafts come from all tokens.
 
-`train` times the companion's training at that vocabulary, in turn: all tokens and `--width` of them, products in float32 and in bfloat16.
-`length` trains heads from nothing on the same on-policy batches of a real actor with the whole vocabulary and with a part of it, by the
-companion's own cycle, and compares what the heads of the end give on responses that neither has seen.
+`train` times the companion's training at that vocabulary, in turn: all tokens and `--width` of
+them, products in float32 and in bfloat16. `length` trains heads from nothing on the same on-policy
+batches of a real actor with the whole vocabulary and with a part of it, by the companion's own
+cycle, and compares what the heads of the end give on responses that neither has seen.
 """
 
 from __future__ import annotations
@@ -139,7 +143,9 @@ def sampled(
 
 
 def compare_lengths(options: argparse.Namespace) -> None:
-    """Mean acceptance length of heads trained for a part of the vocabulary over that of heads trained for all of it."""
+    """Mean acceptance length of heads trained for a part of the vocabulary over that of heads
+    trained for all of it.
+    """
     actor, tokenizer = load_actor(options.model, "float32"), load_tokenizer(options.model)
     data = DataConfig(path=options.data, template=options.template, answer_column=None)
     prompts = PromptStream.load(data, tokenizer, seed=0)
@@ -166,7 +172,8 @@ def compare_lengths(options: argparse.Namespace) -> None:
         )
         found[size] = result.mean_acceptance_length
         sys.stdout.write(
-            f"{size:>6} of {vocab} tokens: {found[size]:.3f} tokens a step, {cpu_s:.0f} CPU s, version {cycle.version}\n"
+            f"{size:>6} of {vocab} tokens: {found[size]:.3f} tokens a step, {cpu_s:.0f} CPU s,"
+            f" version {cycle.version}\n"
         )
     positions = sum(batch.response_ids_M.numel() for batch in batches[:-2])
     sys.stdout.write(

@@ -1,16 +1,19 @@
-"""A vLLM server with our drafts under load, while its heads are swapped every second and its actor every ten.
+"""A vLLM server with our drafts under load, while its heads are swapped every second and its actor
+every ten.
 
     python benchmarks/load.py                          # 10,000 requests
     python benchmarks/load.py --requests 2000 --at-once 8 --json load.json
     python benchmarks/load.py --stretch 10 --swap-every 0   # more and shorter stretches, syncs alone; --sync-every 0: swaps alone
 
-Stretches with swaps and stretches without take turns, so that latencies are compared within one run. Two actors take turns too. The heads
-that are swapped are those of the actor that serves (two versions of each): others would be accepted less, and requests would wait for that
-and not for swaps. Before the load each actor answers every prompt without drafts and undisturbed; under load an answer must be, token for
-token,
+Stretches with swaps and stretches without take turns, so that latencies are compared within one
+run. Two actors take turns too. The heads that are swapped are those of the actor that serves (two
+versions of each): others would be accepted less, and requests would wait for that and not for
+swaps. Before the load each actor answers every prompt without drafts and undisturbed; under load an
+answer must be, token for token,
 
     that of the actor that served from the request's first second to its last, or
-    where a sync came in between, that of the first up to some token, and from there on what the second would write (by transformers)
+    where a sync came in between, that of the first up to some token, and from there on what the
+    second would write (by transformers)
 
 Exit code 1 when a request failed or an answer is another.
 """
@@ -54,7 +57,9 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Answer:
-    """One request's: which prompt, from when to when (seconds), its tokens, what failed, and whether swaps went on."""
+    """One request's: which prompt, from when to when (seconds), its tokens, what failed, and
+    whether swaps went on.
+    """
 
     prompt: int
     began: float
@@ -66,7 +71,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Change:
-    """Heads or an actor that came in: from when to when, seconds of it in the engine's worker, and which actor (-1: heads)."""
+    """Heads or an actor that came in: from when to when, seconds of it in the engine's worker, and
+    which actor (-1: heads).
+    """
 
     began: float
     ended: float
@@ -247,7 +254,9 @@ async def load(
     at_once: int,
     stretch_s: float,
 ) -> list[Answer]:
-    """So many requests, `at_once` of them on their way at any time; swaps go on in every second stretch."""
+    """So many requests, `at_once` of them on their way at any time; swaps go on in every second
+    stretch.
+    """
     answers: list[Answer] = []
     numbers = iter(range(requests))
     over = asyncio.Event()
@@ -296,7 +305,9 @@ def beside(answers: Sequence[Answer], changes: Sequence[Change]) -> list[Answer]
 
 
 def pairs(answers: Sequence[Answer], stretch_s: float) -> list[tuple[list[float], list[float]]]:
-    """Percentiles of each stretch without swaps and of the one after it, with them; short ones at the end are left out."""
+    """Percentiles of each stretch without swaps and of the one after it, with them; short ones at
+    the end are left out.
+    """
     stretches: list[list[Answer]] = [[]]
     for answer in sorted(answers, key=lambda answer: answer.began):
         if stretches[-1] and stretches[-1][-1].swapping != answer.swapping:
@@ -316,7 +327,10 @@ def took(name: str, changes: Sequence[Change]) -> str:
         [1000 * value for value in values]
         for values in zip(*((c.ended - c.began, c.seconds) for c in changes), strict=True)
     )
-    middles = f"{statistics.median(whole):.0f} ms a {name} (at most {max(whole):.0f}), of which {statistics.median(inside):.0f} ms"
+    middles = (
+        f"{statistics.median(whole):.0f} ms a {name} (at most {max(whole):.0f}), of which"
+        f" {statistics.median(inside):.0f} ms"
+    )
     return f"- {middles} (at most {max(inside):.0f}) as the receipt has it"
 
 
@@ -357,7 +371,8 @@ def report(
     if found:
         middle = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios]
         lines.append(
-            f"| with over without, median of {len(found)} pairs of stretches | {' | '.join(middle)} |"
+            f"| with over without, median of {len(found)} pairs of stretches |"
+            f" {' | '.join(middle)} |"
         )
     lines += [""] + [
         took(name, changes)
@@ -367,8 +382,11 @@ def report(
     seconds = max(answer.ended for answer in answers) - min(answer.began for answer in answers)
     lines += [
         "",
-        f"{len(answers):,} requests in {seconds:.0f} s, {len(swapper.swaps)} swaps, {len(syncs)} syncs: {len(failed)} failed, "
-        f"{len(wrong)} wrong ({len(mixed)} had two actors); {accepted:.2f} tokens per engine step",
+        (
+            f"{len(answers):,} requests in {seconds:.0f} s, {len(swapper.swaps)} swaps,"
+            f" {len(syncs)} syncs: {len(failed)} failed, {len(wrong)} wrong ({len(mixed)} had two"
+            f" actors); {accepted:.2f} tokens per engine step"
+        ),
         *(f"- {answer.error}" for answer in failed[:5]),
         *(
             f"- prompt {answer.prompt}, actors {swapper.served(answer)}: {answer.tokens}"

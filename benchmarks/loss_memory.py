@@ -1,14 +1,17 @@
-"""Peak memory of the heads' loss against the naive form (full logits of all heads), forward and backward, each in a process of its own.
+"""Peak memory of the heads' loss against the naive form (full logits of all heads), forward and
+backward, each in a process of its own.
 
     python benchmarks/loss_memory.py --tokens 1024,2048,4096 --naive-tokens 1024
 
-Hidden size, vocabulary and K are those of a mid-sized model (--hidden 1024 --vocab 131072 --heads 4). The peak is what the process's
-memory rises by over what it holds when the loss begins (features of all heads and lm_head are there): on a CPU the kernel's high-water
-mark, on a GPU (--device cuda) the allocator's. Both forms return the gradient of the features, K x D numbers a token; what a form needs
-beside that is its work space, and that of the chunked loss should not depend on the number of tokens.
+Hidden size, vocabulary and K are those of a mid-sized model (--hidden 1024 --vocab 131072 --heads
+4). The peak is what the process's memory rises by over what it holds when the loss begins (features
+of all heads and lm_head are there): on a CPU the kernel's high-water mark, on a GPU (--device cuda)
+the allocator's. Both forms return the gradient of the features, K x D numbers a token; what a form
+needs beside that is its work space, and that of the chunked loss should not depend on the number of
+tokens.
 
-The naive form's memory grows with the tokens, so where the machine can't hold it, it is measured at fewer; ratios are always between
-figures at the same number of tokens.
+The naive form's memory grows with the tokens, so where the machine can't hold it, it is measured at
+fewer; ratios are always between figures at the same number of tokens.
 
 Shape letters: N tokens, K heads, D hidden, V vocabulary.
 """

@@ -1,10 +1,13 @@
-"""Which ports does a run open, and who reaches them? Exit code 1 when a process of ours listens outside of loopback.
+"""Which ports does a run open, and who reaches them? Exit code 1 when a process of ours listens
+outside of loopback.
 
     python benchmarks/open_ports.py medusa-ppo demo --steps 1
 
-Every 0.2 s the listening sockets of the command and of all its descendants are read from the system, until it ends. Ray's processes are
-known by their names (`raylet`, `gcs_server`, `ray::...`). One socket of the driver and of each Ray worker is Ray's own (its core worker's
-gRPC); what a process opens beyond that, other than on loopback, is torch's or vLLM's or ours, and counts against us.
+Every 0.2 s the listening sockets of the command and of all its descendants are read from the
+system, until it ends. Ray's processes are known by their names (`raylet`, `gcs_server`,
+`ray::...`). One socket of the driver and of each Ray worker is Ray's own (its core worker's gRPC);
+what a process opens beyond that, other than on loopback, is torch's or vLLM's or ours, and counts
+against us.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
 def listeners(root: psutil.Process) -> set[tuple[int, str, str, int]]:
-    """(process, its name, address, port) of every listening TCP socket of a process and its descendants."""
+    """(process, its name, address, port) of every listening TCP socket of a process and its
+    descendants.
+    """
     found = set()
     for process in [root, *root.children(recursive=True)]:
         try:
@@ -38,7 +43,8 @@ def listeners(root: psutil.Process) -> set[tuple[int, str, str, int]]:
 def main() -> int:
     if len(sys.argv) < 2:
         sys.exit(
-            "No command. given: nothing  expected: python benchmarks/open_ports.py COMMAND...  do this: name the run to watch"
+            "No command. given: nothing  expected: python benchmarks/open_ports.py COMMAND...  do"
+            " this: name the run to watch"
         )
     run = subprocess.Popen(sys.argv[1:])
     root, seen = psutil.Process(run.pid), set()
@@ -58,16 +64,19 @@ def main() -> int:
         ours += extra
         where = ", ".join(f"{address}:{port}" for address, port in sorted(sockets))
         write(
-            f"{pid:>8}  {name:<60}  outside of loopback: {where} (Ray's: {len(sockets) - extra}, others: {extra})\n"
+            f"{pid:>8}  {name:<60}  outside of loopback: {where} (Ray's: {len(sockets) - extra},"
+            f" others: {extra})\n"
         )
     owners = Counter(
         name.split()[0].rpartition("/")[2] for _, name, address, _ in seen if address in LOOPBACK
     )
     write(
-        f"on loopback: {', '.join(f'{name} {count}' for name, count in sorted(owners.items())) or 'nothing'}\n"
+        "on loopback:"
+        f" {', '.join(f'{name} {count}' for name, count in sorted(owners.items())) or 'nothing'}\n"
     )
     write(
-        f"{len(seen)} listening sockets, {sum(map(len, wide.values()))} outside of loopback, {ours} of them not Ray's\n"
+        f"{len(seen)} listening sockets, {sum(map(len, wide.values()))} outside of loopback, {ours}"
+        " of them not Ray's\n"
     )
     return run.returncode or bool(ours)
 

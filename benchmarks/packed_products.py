@@ -1,9 +1,10 @@
-"""What one packed product of the heads costs a CPU core by dtype: 8 bits, bfloat16 and float32, microseconds of processor time.
+"""What one packed product of the heads costs a CPU core by dtype: 8 bits, bfloat16 and float32,
+microseconds of processor time.
 
     python benchmarks/packed_products.py [--into 256] [--out 2048]
 
-Printed is the lower quartile of 60 calls, quantisation of the rows included, and how far the results lie from float64 (root mean
-square, as a share of the results' spread).
+Printed is the lower quartile of 60 calls, quantisation of the rows included, and how far the
+results lie from float64 (root mean square, as a share of the results' spread).
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""Are rollouts scored sooner when pieces are scored while the engine writes? The same prompts and seeds, in turn with a loop that waits.
+"""Are rollouts scored sooner when pieces are scored while the engine writes? The same prompts and
+seeds, in turn with a loop that waits.
 
-    python benchmarks/pipeline.py [--pairs 6] [--hidden 256] [--layers 4] [--prompts 24] [--responses 4] [--new 96] [--seqs 8] [--piece 3]
+    python benchmarks/pipeline.py [--pairs 6] [--hidden 256] [--layers 4] [--prompts 24]
+    [--responses 4] [--new 96] [--seqs 8] [--piece 3]
 
-A random Llama with the demo's words, a real vLLM engine in a Ray actor, the product's `RolloutMaker` with actor, reference and critic, on
-two cores. Three arms take turns, the order changing from round to round:
+A random Llama with the demo's words, a real vLLM engine in a Ray actor, the product's
+`RolloutMaker` with actor, reference and critic, on two cores. Three arms take turns, the order
+changing from round to round:
 
     pieces              the engine on one core, the models on the other one, `ppo.piece_prompts`
     whole               the same engine and cores, the whole batch scored when it is whole
     whole, both cores   an engine with two threads, models with two threads: each has both cores while it works
 
-Figures are medians over the rounds of seconds pieces / seconds whole, and each arm's idle share (`generate_score_idle_frac`). Whether a
-round's work was the same to the token, its line says.
+Figures are medians over the rounds of seconds pieces / seconds whole, and each arm's idle share
+(`generate_score_idle_frac`). Whether a round's work was the same to the token, its line says.
 """
 
 from __future__ import annotations
@@ -124,7 +127,9 @@ class Bench:
         return torch.tensor([len(text) / 100 for text in texts])
 
     def take(self, name: str, step: int) -> tuple[dict[str, Any], int, float]:
-        """One batch, generated and scored: its figures, its tokens, and the sum of its log-probs."""
+        """One batch, generated and scored: its figures, its tokens, and the sum of its
+        log-probs.
+        """
         threads, size, maker = ARMS[name], self._config.ppo.prompts_per_step, self._arms[name]
         engine_cores, own = (
             (self._cores[1:], self._cores[:1]) if threads == 1 else (self._cores, self._cores)
@@ -162,7 +167,8 @@ def rounds(bench: Bench, count: int, say: Callable[[str], None]) -> None:
         )
         spread = max(sums) - min(sums)
         say(
-            f"round {step}: {seconds}; {work['whole'][0]} tokens, the same in all: {same_tokens}; log-probs summed differ by {spread:.1e}"
+            f"round {step}: {seconds}; {work['whole'][0]} tokens, the same in all: {same_tokens};"
+            f" log-probs summed differ by {spread:.1e}"
         )
     for name, lines in found.items():
         busy = {
@@ -183,7 +189,8 @@ def rounds(bench: Bench, count: int, say: Callable[[str], None]) -> None:
             ours[names.GENERATE_SCORE_S] / theirs[names.GENERATE_SCORE_S] for ours, theirs in pairs
         ]
         say(
-            f"pieces / {name}: median {statistics.median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f})"
+            f"pieces / {name}: median {statistics.median(ratios):.3f} of {len(ratios)}"
+            f" ({min(ratios):.3f} to {max(ratios):.3f})"
         )
 
 

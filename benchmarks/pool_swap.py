@@ -1,10 +1,13 @@
-"""Seconds, and CPU seconds, until new heads are in all engines of a pool, for pools of several sizes, on this machine.
+"""Seconds, and CPU seconds, until new heads are in all engines of a pool, for pools of several
+sizes, on this machine.
 
     python benchmarks/pool_swap.py --model DIR [--engines 1 2 4] [--rounds 15] [--kind hydra]
 
-Real engines in Ray actors, started once: pools of every size share them. The same files go into each pool in turn, once as pools do it
-(the file is checked once, engines confirm its bytes) and once with every engine checking all of it by itself; the first two rounds are
-thrown away. Wall time holds for this machine, and for what else runs on it; CPU time says what a swap costs wherever it runs.
+Real engines in Ray actors, started once: pools of every size share them. The same files go into
+each pool in turn, once as pools do it (the file is checked once, engines confirm its bytes) and
+once with every engine checking all of it by itself; the first two rounds are thrown away. Wall time
+holds for this machine, and for what else runs on it; CPU time says what a swap costs wherever it
+runs.
 """
 
 from __future__ import annotations
@@ -95,7 +98,9 @@ def pools_of(
 def measure(
     pools: dict[tuple[str, int], EnginePool], pids: list[int], files: list[Path], rounds: int
 ) -> dict[tuple[str, int], dict[str, Any]]:
-    """Seconds of each swap; CPU seconds of all swaps in this process, and in the engines that took part."""
+    """Seconds of each swap; CPU seconds of all swaps in this process, and in the engines that took
+    part.
+    """
     found: dict[tuple[str, int], dict[str, Any]] = {
         key: {"seconds": [], "cpu_here": 0.0, "cpu_engines": 0.0} for key in pools
     }
@@ -128,10 +133,17 @@ def report(found: dict[tuple[str, int], dict[str, Any]], rounds: int) -> None:
     }
     for (arm, size), values in found.items():
         times = sorted(values["seconds"])
-        cpu = f"CPU {1e3 * values['cpu_here'] / rounds:.1f} ms here, {1e3 * values['cpu_engines'] / rounds / size:.1f} ms in each engine"
-        spread = f"{1e3 * statistics.median(times):.1f} ms ({1e3 * times[0]:.1f} to {1e3 * times[-1]:.1f})"
+        cpu = (
+            f"CPU {1e3 * values['cpu_here'] / rounds:.1f} ms here,"
+            f" {1e3 * values['cpu_engines'] / rounds / size:.1f} ms in each engine"
+        )
+        spread = (
+            f"{1e3 * statistics.median(times):.1f} ms ({1e3 * times[0]:.1f} to"
+            f" {1e3 * times[-1]:.1f})"
+        )
         sys.stdout.write(
-            f"{arm}, {size} engines: {spread}, {statistics.median(times) / one[arm]:.2f} x one; {cpu}\n"
+            f"{arm}, {size} engines: {spread}, {statistics.median(times) / one[arm]:.2f} x one;"
+            f" {cpu}\n"
         )
 
 

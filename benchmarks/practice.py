@@ -1,16 +1,21 @@
-"""What the options of the PPO loop do, on a generated task that is learned in seconds: repeat the prompt's letter three times.
+"""What the options of the PPO loop do, on a generated task that is learned in seconds: repeat the
+prompt's letter three times.
 
     python benchmarks/practice.py learning    # GAE, GRPO and RLOO, and every other option, some seeds each
     python benchmarks/practice.py engine      # an engine in bfloat16, with and without truncated importance sampling, beside float32
     python benchmarks/practice.py stale       # responses written ahead by an older actor, at most 1, 2 and 4 updates, beside none
-    python benchmarks/practice.py curves --out runs/curves [--seeds 3] [--steps 12] [--arms 0 1 2 4 1+0.75]
-                                              # the same with vLLM, heads and companion (`watched.small_run`), rewarded for digits; by step.
-                                              # 1+0.75 is ppo.staleness=1 with ppo.carry_after=0.75. A run that is done is not done again
+    python benchmarks/practice.py curves --out runs/curves [--seeds 3] [--steps 12] [--arms 0 1 2 4
+    1+0.75]
+                                              # the same with vLLM, heads and companion
+                                              (`watched.small_run`), rewarded for digits; by step. #
+                                              1+0.75 is ppo.staleness=1 with ppo.carry_after=0.75. A
+                                              run that is done is not done again
     python benchmarks/practice.py reward      # 10,000 texts to a reward model in random mixes: the same bits? and how fast?
 
-The loop is the product's own (`PPOLoop`). But for `curves` its engine samples with transformers, in this process, without heads: what is
-shown is what PPO learns, not how fast it generates. The actor is a random Llama of one layer, so it begins at chance. A response of at
-most six tokens is right when its first three are the prompt's letter; the reward is the share of these three.
+The loop is the product's own (`PPOLoop`). But for `curves` its engine samples with transformers, in
+this process, without heads: what is shown is what PPO learns, not how fast it generates. The actor
+is a random Llama of one layer, so it begins at chance. A response of at most six tokens is right
+when its first three are the prompt's letter; the reward is the share of these three.
 
 Shape letters: B rows, T tokens, V vocabulary.
 """
@@ -246,7 +251,8 @@ def mean_of(lines: Sequence[dict[str, Any]], name: str) -> float:
 def learning(options: argparse.Namespace) -> None:
     """Right answers first and last, and what else moved."""
     logger.info(
-        "| | right, first %d | right, last %d | by seed | KL to the reference | optimizer steps | length | cut |",
+        "| | right, first %d | right, last %d | by seed | KL to the reference | optimizer steps |"
+        " length | cut |",
         FIRST,
         LAST,
     )
@@ -268,7 +274,9 @@ def learning(options: argparse.Namespace) -> None:
 
 
 def engine(options: argparse.Namespace) -> None:
-    """The reward curve with an engine that rounds, and what truncated importance sampling changes."""
+    """The reward curve with an engine that rounds, and what truncated importance sampling
+    changes.
+    """
     arms = {
         "float32": {},
         "bfloat16": {"engine": torch.bfloat16},
@@ -305,7 +313,8 @@ def engine(options: argparse.Namespace) -> None:
 def stale(options: argparse.Namespace) -> None:
     """The reward curve where the engine writes ahead, all with the same importance weights."""
     logger.info(
-        "| staleness, at most | reward, first %d | reward, last %d | by seed | lag, mean | largest | engine_kl | cut |",
+        "| staleness, at most | reward, first %d | reward, last %d | by seed | lag, mean | largest"
+        " | engine_kl | cut |",
         FIRST,
         LAST,
     )
@@ -409,7 +418,9 @@ def curves(options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def reward(options: argparse.Namespace) -> None:
-    """The same text in many mixes, and seconds beside batches that are padded to their own longest, in turn."""
+    """The same text in many mixes, and seconds beside batches that are padded to their own longest,
+    in turn.
+    """
     with tempfile.TemporaryDirectory() as folder:
         judge(Path(folder), options.hidden)
         source, draw = ModelReward(folder), random.Random(0)
@@ -433,7 +444,10 @@ def reward(options: argparse.Namespace) -> None:
             plain_differing += int(
                 (plain(source, texts[start : start + 37]) != found[start : start + 37]).sum()
             )
-        text = "%d texts in random mixes: %d differ in a bit; padded to the longest of the batch: %d of 518 do"
+        text = (
+            "%d texts in random mixes: %d differ in a bit; padded to the longest of the batch: %d"
+            " of 518 do"
+        )
         logger.info(text, len(texts), differing, plain_differing)
         ratios = []
         for pair in range(options.pairs):
@@ -441,8 +455,10 @@ def reward(options: argparse.Namespace) -> None:
             seconds = {}
             for fixed in (True, False) if pair % 2 else (False, True):
                 began = time.perf_counter()
-                source.score([""] * len(some), some, blank[: len(some)]) if fixed else plain(
-                    source, some
+                (
+                    source.score([""] * len(some), some, blank[: len(some)])
+                    if fixed
+                    else plain(source, some)
                 )
                 seconds[fixed] = time.perf_counter() - began
             ratios.append(seconds[False] / seconds[True])

@@ -1,10 +1,12 @@
-"""Bytes and seconds of one PPO step on a cluster, on paper: 8B, 70B and 405B actors on 8 to 1,024 GPUs, and what the companion needs.
+"""Bytes and seconds of one PPO step on a cluster, on paper: 8B, 70B and 405B actors on 8 to 1,024
+GPUs, and what the companion needs.
 
     python benchmarks/scale.py                     # the table
     python benchmarks/scale.py --json scale.json   # every number of it
 
-A model, not a measurement: nothing in the table has run on a cluster. Every assumption is a field of `Assumptions`, `Workload` or `Actor`
-with its reason; change it with --set, e.g. --set accepted=1.5. benchmarks/scale_check.py compares its formulas with measurements.
+A model, not a measurement: nothing in the table has run on a cluster. Every assumption is a field
+of `Assumptions`, `Workload` or `Actor` with its reason; change it with --set, e.g. --set
+accepted=1.5. benchmarks/scale_check.py compares its formulas with measurements.
 
 Letters: P parameters, D hidden, V vocabulary, K heads, T tokens, N GPUs.
 """
@@ -40,18 +42,22 @@ class Assumptions:
         flops: dense bf16 products per second of a GPU (vendor).
         memory_bytes, memory_bytes_per_s: of a GPU (vendor).
         network_bytes_per_s: of a GPU, to another node (one 400 Gb/s card each).
-        host_bytes_per_s: of a GPU, to its host (PCIe 5, 16 lanes, 63 GB/s by the vendor, less overheads).
+        host_bytes_per_s: of a GPU, to its host (PCIe 5, 16 lanes, 63 GB/s by the vendor, less
+            overheads).
         train_share: of `flops`, reached in scoring, update and by the companion.
         decode_share: of `flops` and of the memory's speed, reached while generating.
         network_share: of the network's speed.
         step_overhead_s: host time of an engine step.
         reduce_s: one all-reduce of a decode step between tensor-parallel ranks; two per layer.
         drafts: draft tokens per step.
-        accepted: drafts accepted per step; mean acceptance length is 1 more. Measured on small actors only (RESULTS.md).
+        accepted: drafts accepted per step; mean acceptance length is 1 more. Measured on small
+            actors only (RESULTS.md).
         holdout: share of positions that the companion does not train on.
-        judged: sets of heads that the gate replays on the holdout: the candidate, what serves, what served before, the frozen control.
+        judged: sets of heads that the gate replays on the holdout: the candidate, what serves, what
+            served before, the frozen control.
         float32_share: of `flops`, what products in float32 reach (TF32, vendor).
-        train_bytes: per parameter of actor and critic: bf16 weight and gradient, float32 weight and two moments, gradient buffer.
+        train_bytes: per parameter of actor and critic: bf16 weight and gradient, float32 weight and
+            two moments, gradient buffer.
     """
 
     flops: float = 989e12
@@ -80,10 +86,12 @@ class Workload:
         responses: in a step.
         prompt_tokens, response_tokens: means.
         longest: longest response over the mean one; the last ones of a batch run nearly alone.
-        forwards: scoring passes of models of the actor's size (actor, reference, critic, reward model).
+        forwards: scoring passes of models of the actor's size (actor, reference, critic, reward
+            model).
         epochs: of PPO.
         passes: of the companion over a batch (companion.epochs).
-        teacher: 1 where the loss reads the actor's own distribution (`kl`, `kl_tv`), 0 where it does not.
+        teacher: 1 where the loss reads the actor's own distribution (`kl`, `kl_tv`), 0 where it
+            does not.
         bfloat16: 1 where the companion's products are in it (companion.dtype), 0 in float32.
         draft_vocab: tokens that drafts come from, and that heads are trained and judged on; 0: all.
         trained: share of the positions that the companion trains on.
@@ -108,7 +116,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Actor:
-    """An actor, and how many GPUs one copy of it is spread over in training (tensor x pipeline parallel)."""
+    """An actor, and how many GPUs one copy of it is spread over in training (tensor x pipeline
+    parallel).
+    """
 
     sizes: ModelSizes
     spread: int
@@ -216,7 +226,9 @@ def generate_seconds(
     work: Workload,
     drafts: int,
 ) -> float:
-    """One rollout batch on all engines: the prompts, full batches, then the long responses that are left."""
+    """One rollout batch on all engines: the prompts, full batches, then the long responses that are
+    left.
+    """
     per_engine = work.responses / engines
     cache = BFLOAT16 * model.cache_elements * (work.prompt_tokens + work.response_tokens / 2)
     room = ranks * given.memory_bytes * 0.9 - BFLOAT16 * model.parameters
@@ -253,8 +265,9 @@ def decode_seconds(
     cache: float,
     width: int,
 ) -> float:
-    """One engine step: reading the weights (`width` rows of lm_head once more per draft) and the cache, or the arithmetic, whichever takes
-    longer."""
+    """One engine step: reading the weights (`width` rows of lm_head once more per draft) and the
+    cache, or the arithmetic, whichever takes longer.
+    """
     drafter = drafts * (width * model.hidden + heads_parameters(heads) / heads.num_heads)
     read = BFLOAT16 * (model.product_parameters + drafter) + running * cache
     arithmetic = 2 * running * (model.product_parameters * (1 + drafts) + drafter)
@@ -266,11 +279,13 @@ def decode_seconds(
 def head_flops(
     heads: HeadsConfig, *, training: bool, width: int = 0, teacher: bool = False
 ) -> float:
-    """Of all heads at one position. Tables and h_t take no gradient, so that only products behind the first weights go backwards twice.
+    """Of all heads at one position. Tables and h_t take no gradient, so that only products behind
+    the first weights go backwards twice.
 
     Args:
         width: tokens that are drafted from; 0: all.
-        teacher: the loss reads the actor's own distribution: one product more with lm_head for each row that any head's target follows.
+        teacher: the loss reads the actor's own distribution: one product more with lm_head for each
+            row that any head's target follows.
     """
     D, V = heads.hidden_size, width or heads.vocab_size
     logits = (2.0 if not training else 4.0 if heads.lm_head == "shared" else 6.0) * D * V
@@ -305,7 +320,9 @@ def head_flops(
 
 
 def companion_flops(heads: HeadsConfig, tokens: int, given: Assumptions, work: Workload) -> float:
-    """Training on one batch, and the gate's replay on the holdout, which is HOLDOUT_TOKENS at most."""
+    """Training on one batch, and the gate's replay on the holdout, which is HOLDOUT_TOKENS at
+    most.
+    """
     width = work.width(heads.vocab_size)
     position = head_flops(heads, training=True, width=width, teacher=bool(work.teacher))
     held = min(given.holdout * tokens, HOLDOUT_TOKENS)
@@ -331,29 +348,39 @@ def table(kind: Kind, given: Assumptions, work: Workload) -> list[tuple[str, Ste
 
 def markdown(rows: list[tuple[str, Step]]) -> list[str]:
     out = [
-        "| actor | GPUs | GPUs per engine | generate s | score + update s | sync + tap + swap s | step s | speed-up | companion, GPUs |"
-        " share | weights moved | hidden states | heads |",
+        (
+            "| actor | GPUs | GPUs per engine | generate s | score + update s | sync + tap + swap s"
+            " | step s | speed-up | companion, GPUs | share | weights moved | hidden states |"
+            " heads |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, s in rows:
         moved = " | ".join(size_text(n) for n in (s.weights_bytes, s.hidden_bytes, s.heads_bytes))
         moves_s = s.sync_s + s.tap_s + s.swap_s
-        seconds = f"{s.generate_s:.1f} | {s.score_s + s.update_s:.1f} | {moves_s:.2f} | {s.seconds:.1f} | {s.speedup:.2f}"
+        seconds = (
+            f"{s.generate_s:.1f} | {s.score_s + s.update_s:.1f} | {moves_s:.2f} | {s.seconds:.1f} |"
+            f" {s.speedup:.2f}"
+        )
         companion = f"{s.companion_gpus:.2f} | {100 * s.companion_share:.1f} %"
         out.append(f"| {name} | {s.gpus} | {s.engine_ranks} | {seconds} | {companion} | {moved} |")
     return out
 
 
 def verdict(rows: list[tuple[str, Step]]) -> list[str]:
-    """Where the companion takes more than its share, and what share of the positions it could train on there."""
+    """Where the companion takes more than its share, and what share of the positions it could train
+    on there.
+    """
     above = [(name, s) for name, s in rows if s.companion_share > TARGET]
     out = [
-        f"Companion within {100 * TARGET:.0f} % of the fleet in {len(rows) - len(above)} of {len(rows)} cases."
+        f"Companion within {100 * TARGET:.0f} % of the fleet in {len(rows) - len(above)} of"
+        f" {len(rows)} cases."
     ]
     for name, s in above:
         fits = TARGET / s.companion_share
         out.append(
-            f"  {name} on {s.gpus}: {100 * s.companion_share:.1f} %; within when it trains on {100 * fits:.0f} % of the positions."
+            f"  {name} on {s.gpus}: {100 * s.companion_share:.1f} %; within when it trains on"
+            f" {100 * fits:.0f} % of the positions."
         )
     return out
 

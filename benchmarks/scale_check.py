@@ -1,10 +1,11 @@
-"""The formulas of scale.py against measurements on this machine: bytes that move, and the companion's time over the scoring pass.
+"""The formulas of scale.py against measurements on this machine: bytes that move, and the
+companion's time over the scoring pass.
 
     python benchmarks/scale_check.py [--small] [--json FILE]   # minutes; --small: sizes for a busy machine
 
-Both times are taken in turn on the same threads; the ratio of their arithmetic is the model's prediction of the ratio of the times, which
-holds on any machine where both reach the same share of its arithmetic. A random Llama stands for the actor: times don't depend on what
-the weights say.
+Both times are taken in turn on the same threads; the ratio of their arithmetic is the model's
+prediction of the ratio of the times, which holds on any machine where both reach the same share of
+its arithmetic. A random Llama stands for the actor: times don't depend on what the weights say.
 
 Letters: B batch rows, T tokens, D hidden, V vocabulary.
 """
@@ -103,7 +104,8 @@ def compare(
         ratios = sorted(t / s for s, t in zip(score_s, train_s, strict=True))
         said, found = train_flops / score_flops, statistics.median(ratios)
         out[f"{name}: training / scoring pass, seconds"] = (
-            f"model {said:.3f}, measured {found:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}); measured / model {found / said:.2f}"
+            f"model {said:.3f}, measured {found:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f});"
+            f" measured / model {found / said:.2f}"
         )
         rates = (score_flops / statistics.median(score_s), train_flops / statistics.median(train_s))
         out[f"{name}: arithmetic reached, Gflop/s"] = (

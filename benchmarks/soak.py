@@ -3,10 +3,12 @@
     python benchmarks/soak.py --steps 500
     python benchmarks/soak.py --minutes 45 --json soak.json
 
-Every few seconds it counts, for each role of process (loop, engine, companion, Ray's own), resident and private memory, open files and
-threads, and for the whole run its processes and its bytes in shared memory. After the first third (libraries load, caches fill) a
-line is laid through the means of BLOCKS stretches of time. A figure grows when the line's slope is above zero by its 95 % interval and
-has risen by more than LEAST over the window. Exit code 1 when something grows or is left behind.
+Every few seconds it counts, for each role of process (loop, engine, companion, Ray's own), resident
+and private memory, open files and threads, and for the whole run its processes and its bytes in
+shared memory. After the first third (libraries load, caches fill) a line is laid through the means
+of BLOCKS stretches of time. A figure grows when the line's slope is above zero by its 95 % interval
+and has risen by more than LEAST over the window. Exit code 1 when something grows or is left
+behind.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Trend:
 
 
 def trend(name: str, times_s: Sequence[float], values: Sequence[float]) -> Trend:
-    """A least-squares line through block means; neighbouring samples are much alike, blocks hardly are."""
+    """A least-squares line through block means; neighbouring samples are much alike, blocks hardly
+    are.
+    """
     size = len(times_s) / BLOCKS
     if size < 1:
         raise ValueError(f"{len(times_s)} samples are too few: at least {BLOCKS} after the warm-up")
@@ -138,7 +142,9 @@ def watch(run: WatchedRun, minutes: float, every_s: float) -> list[tuple[float, 
 
 
 def judge(samples: Sequence[tuple[float, dict[str, float]]]) -> list[Trend]:
-    """Trends after the warm-up. A role that is not there in every sample counts as zero there: Ray starts workers when it likes."""
+    """Trends after the warm-up. A role that is not there in every sample counts as zero there: Ray
+    starts workers when it likes.
+    """
     window = samples[math.ceil(len(samples) * WARM_UP_SHARE) :]
     times_s = [at for at, _ in window]
     names = sorted({name for _, figures in window for name in figures})
@@ -194,7 +200,8 @@ def main() -> None:
             )
     trends = judge(samples)
     write(
-        f"{table(trends)}\n\n{steps} PPO steps in {samples[-1][0] / 60:.1f} min, {len(samples)} samples\n"
+        f"{table(trends)}\n\n{steps} PPO steps in {samples[-1][0] / 60:.1f} min, {len(samples)}"
+        " samples\n"
     )
     write(problem + "".join(f"left behind: {what}\n" for what in left))
     if options.json:

@@ -1,11 +1,14 @@
-"""One engine step on an H100, on paper: with drafts and without, for 8B and 70B actors at 1 to 256 sequences.
+"""One engine step on an H100, on paper: with drafts and without, for 8B and 70B actors at 1 to 256
+sequences.
 
     python benchmarks/step_on_paper.py                              # the tables
-    python benchmarks/step_on_paper.py --vocabulary 16384 --drafts 2 --set draft_host_s=0.0002 accepted=0.8
+    python benchmarks/step_on_paper.py --vocabulary 16384 --drafts 2 --set draft_host_s=0.0002
+    accepted=0.8
 
-A model, not a measurement: no GPU has run this. What is not assumed is counted: the drafting call is the one that serves
-(`medusa_ppo.drafting.core`), run on fake tensors of the actor's real sizes, and every operation that it dispatches is counted with the
-bytes that it reads and writes and its products. Everything else is a roofline with the vendor's figures, whose shares are fields of `Gpu`;
+A model, not a measurement: no GPU has run this. What is not assumed is counted: the drafting call
+is the one that serves (`medusa_ppo.drafting.core`), run on fake tensors of the actor's real sizes,
+and every operation that it dispatches is counted with the bytes that it reads and writes and its
+products. Everything else is a roofline with the vendor's figures, whose shares are fields of `Gpu`;
 change them with --set. Compared is vLLM's own best plain step: asynchronous, in full CUDA graphs.
 
 Letters: S sequences, K drafts, V vocabulary, D hidden.
@@ -51,12 +54,16 @@ class Gpu:
         small_share: of the memory's speed, reached by the small operations between products.
         launch_s: from one kernel's end to the next one's start inside of a CUDA graph.
         eager_s: the same without a graph, where the host can't keep up.
-        plain_host_s: host time of a plain step that the device waits for; asynchronous scheduling hides nearly all of it.
-        draft_host_s: the same of a step with drafts; scheduling is synchronous on vLLM's V1 runner (set it to plain_host_s for V2).
+        plain_host_s: host time of a plain step that the device waits for; asynchronous scheduling
+            hides nearly all of it.
+        draft_host_s: the same of a step with drafts; scheduling is synchronous on vLLM's V1 runner
+            (set it to plain_host_s for V2).
         reduce_s: one all-reduce between tensor-parallel ranks; two per layer.
         context: tokens in the cache of each sequence.
-        accepted: drafts accepted per step; mean acceptance length is 1 more. Measured on small actors only (RESULTS.md).
-        sampler_reads: passes over the logits of a row in vLLM's samplers (float32: copy, softmax, top-k and top-p, the draw).
+        accepted: drafts accepted per step; mean acceptance length is 1 more. Measured on small
+            actors only (RESULTS.md).
+        sampler_reads: passes over the logits of a row in vLLM's samplers (float32: copy, softmax,
+            top-k and top-p, the draw).
     """
 
     flops: float = 989e12
@@ -132,7 +139,9 @@ def counted(
     *,
     seeded: bool = False,
 ) -> Count:
-    """The drafting call on fake tensors: sampled drafts, temperature 1, from all tokens or so many."""
+    """The drafting call on fake tensors: sampled drafts, temperature 1, from all tokens or so
+    many.
+    """
     count = Count()
     with FakeTensorMode():
         torch.set_default_dtype(torch.bfloat16)
@@ -163,7 +172,9 @@ def counted(
 
 
 def draft_seconds(count: Count, gpu: Gpu, ranks: int, *, graph: bool = True) -> float:
-    """Of a drafting call: each operation's reading or products, whichever takes longer, and its launch. Ranks share lm_head."""
+    """Of a drafting call: each operation's reading or products, whichever takes longer, and its
+    launch. Ranks share lm_head.
+    """
     seconds = count.launches * (gpu.launch_s if graph else gpu.eager_s)
     for nbytes, flops in count.work:
         share = gpu.share if flops else gpu.small_share
@@ -194,7 +205,9 @@ def target_seconds(model: ModelSizes, gpu: Gpu, ranks: int, sequences: int, rows
 
 
 def rows(gpu: Gpu, kind: str, drafts: int, vocabulary: int | None) -> list[dict[str, Any]]:
-    """One row for each actor and number of sequences; `step_ms` and `ratio` are of steps with drafts."""
+    """One row for each actor and number of sequences; `step_ms` and `ratio` are of steps with
+    drafts.
+    """
     found = []
     for name, ranks in (("8B", 1), ("70B", 4)):
         model = ACTORS[name].sizes
@@ -227,8 +240,11 @@ def rows(gpu: Gpu, kind: str, drafts: int, vocabulary: int | None) -> list[dict[
 
 def markdown(found: list[dict[str, Any]]) -> list[str]:
     out = [
-        "| actor, GPUs | sequences | launches of a drafting call | its GiB | its TFLOP | its ms, in a graph / eager | plain step, ms |"
-        " step with drafts, ms | break-even MAL | tokens/s over plain |",
+        (
+            "| actor, GPUs | sequences | launches of a drafting call | its GiB | its TFLOP | its"
+            " ms, in a graph / eager | plain step, ms | step with drafts, ms | break-even MAL |"
+            " tokens/s over plain |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in found:
@@ -237,7 +253,8 @@ def markdown(found: list[dict[str, Any]]) -> list[str]:
             f"{r['plain_ms']:.2f} | {r['step_ms']:.2f} | {r['break_even']:.2f} | {r['ratio']:.2f}"
         )
         out.append(
-            f"| {r['actor']} | {r['sequences']} | {r['launches']} | {r['gib']:.2f} | {r['tflop']:.3f} | {drafting} | {steps} |"
+            f"| {r['actor']} | {r['sequences']} | {r['launches']} | {r['gib']:.2f} |"
+            f" {r['tflop']:.3f} | {drafting} | {steps} |"
         )
     return out
 

@@ -1,17 +1,23 @@
-"""Is a PPO loop as a whole faster with the plugin than without it? Whole steps in turn, at the end of a run, for some seeds.
+"""Is a PPO loop as a whole faster with the plugin than without it? Whole steps in turn, at the end
+of a run, for some seeds.
 
-    python benchmarks/step_pairs.py --out runs/pairs [--config configs/demo.yaml] [--seeds 0 1 2] [--steps 14] [--pairs 6] [key=value ...]
+    python benchmarks/step_pairs.py --out runs/pairs [--config configs/demo.yaml] [--seeds 0 1 2]
+    [--steps 14] [--pairs 6] [key=value ...]
 
-Each seed is a run of `medusa-ppo ppo` whose companion is not waited for and shares the loop's cores. After its last step, steps with the
-plugin and steps of the same loop without it (an engine of its own, no speculation, compiled, vLLM's defaults) take turns; see
-`medusa_ppo/ppo/comparison.py`. The figure is the median over the pairs of seconds without / seconds with: above 1 the plugin pays.
-Beside it stands what the companion's own account says: seconds saved and lost, step by step. A run that is done is not done again.
+Each seed is a run of `medusa-ppo ppo` whose companion is not waited for and shares the loop's
+cores. After its last step, steps with the plugin and steps of the same loop without it (an engine
+of its own, no speculation, compiled, vLLM's defaults) take turns; see
+`medusa_ppo/ppo/comparison.py`. The figure is the median over the pairs of seconds without / seconds
+with: above 1 the plugin pays. Beside it stands what the companion's own account says: seconds saved
+and lost, step by step. A run that is done is not done again.
 
-    python benchmarks/step_pairs.py --out runs/old --old FOLDER --actor FOLDER [--seeds 0 1 2] [--steps 8] [--both k=v ...] [-- k=v ...]
+    python benchmarks/step_pairs.py --out runs/old --old FOLDER --actor FOLDER [--seeds 0 1 2]
+    [--steps 8] [--both k=v ...] [-- k=v ...]
 
-With `--old` whole runs of another checkout (the serial loop: commit 09356bd; `make setup` there) and of this one take turns, each with
-its own environment and `configs/demo.yaml`, on the same actor and the same batches (`--both`; what follows it alone is for this one). The
-figure is samples a second, this / the other, over the steps after the first two, a pair for each seed.
+With `--old` whole runs of another checkout (the serial loop: commit 09356bd; `make setup` there)
+and of this one take turns, each with its own environment and `configs/demo.yaml`, on the same actor
+and the same batches (`--both`; what follows it alone is for this one). The figure is samples a
+second, this / the other, over the steps after the first two, a pair for each seed.
 """
 
 from __future__ import annotations
@@ -161,11 +167,13 @@ def beside_old(args: argparse.Namespace) -> None:
             speed[name] = samples_per_s(args.out / f"{name}-{seed}", checkout, [*both, *own])
         ratios.append(speed["new"] / speed["old"])
         sys.stdout.write(
-            f"seed {seed}: new {speed['new']:.2f}, old {speed['old']:.2f} samples a second, {ratios[-1]:.3f}\n"
+            f"seed {seed}: new {speed['new']:.2f}, old {speed['old']:.2f} samples a second,"
+            f" {ratios[-1]:.3f}\n"
         )
     low, high = (fmean(ratios) + sign * student_error(ratios) for sign in (-1, 1))
     sys.stdout.write(
-        f"new / old: mean {fmean(ratios):.3f} ({low:.3f} to {high:.3f}, 95 %), median {median(ratios):.3f} of {len(ratios)}\n"
+        f"new / old: mean {fmean(ratios):.3f} ({low:.3f} to {high:.3f}, 95 %), median"
+        f" {median(ratios):.3f} of {len(ratios)}\n"
     )
 
 

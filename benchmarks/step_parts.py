@@ -1,11 +1,13 @@
-"""Milliseconds of the parts of an engine step: forward pass, sampling or verification, drafting, and the rest of vLLM.
+"""Milliseconds of the parts of an engine step: forward pass, sampling or verification, drafting,
+and the rest of vLLM.
 
     python benchmarks/step_parts.py --drafts 0
     python benchmarks/step_parts.py --heads runs/demo/heads-final --drafts 4
 
-The embedded actor and its task, a compiled engine in this very process (on a CPU nothing runs behind a call's back). Each call below is
-timed without what it calls of the others. One number of drafts a process: the share of a step is what is to be read, and ratios come from
-`medusa-ppo bench rollout`, which takes turns.
+The embedded actor and its task, a compiled engine in this very process (on a CPU nothing runs
+behind a call's back). Each call below is timed without what it calls of the others. One number of
+drafts a process: the share of a step is what is to be read, and ratios come from `medusa-ppo bench
+rollout`, which takes turns.
 """
 
 from __future__ import annotations

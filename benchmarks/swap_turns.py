@@ -1,10 +1,13 @@
-"""Seconds of an engine's start, a swap of heads and an actor's sync, this tree against another one, in turns.
+"""Seconds of an engine's start, a swap of heads and an actor's sync, this tree against another one,
+in turns.
 
     git worktree add ../before 09356bd
-    python benchmarks/swap_turns.py --old ../before --model DIR [--kind medusa] [--heads 12] [--rounds 3] [--swaps 12]
+    python benchmarks/swap_turns.py --old ../before --model DIR [--kind medusa] [--heads 12]
+    [--rounds 3] [--swaps 12]
 
-A round starts an engine in each tree, in a process of its own, and gives it two sets of heads and two actors by turns, as files in shared
-memory. A tree's first swaps and syncs are told beside the median of all: memory is new to a process then. Sizes are those of `--model`.
+A round starts an engine in each tree, in a process of its own, and gives it two sets of heads and
+two actors by turns, as files in shared memory. A tree's first swaps and syncs are told beside the
+median of all: memory is new to a process then. Sizes are those of `--model`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from pathlib import Path
 PARTS = ("start", "first swap", "swap", "first sync", "sync")
 
 
-# ---- in a tree's own process ------------------------------------------------------------------------------------------------
+# ---- in a tree's own process
+# ------------------------------------------------------------------------------------------------
 
 
 def work(options: argparse.Namespace) -> None:
@@ -92,7 +96,8 @@ def _timed(feed: Callable[[Path, int], object], stem: Path, times: int) -> list[
     return seconds
 
 
-# ---- the comparison ---------------------------------------------------------------------------------------------------------
+# ---- the comparison
+# ---------------------------------------------------------------------------------------------------------
 
 
 def seconds_of(tree: Path, model: Path) -> dict[str, float]:
@@ -139,7 +144,8 @@ def main() -> None:
         ratios = sorted(b / a for a, b in zip(old, new, strict=True))
         middle = f"{statistics.median(old):.3f} s before, {statistics.median(new):.3f} s now"
         sys.stdout.write(
-            f"{part}: {middle}, {statistics.median(ratios):.2f} of it ({ratios[0]:.2f} to {ratios[-1]:.2f})\n"
+            f"{part}: {middle}, {statistics.median(ratios):.2f} of it ({ratios[0]:.2f} to"
+            f" {ratios[-1]:.2f})\n"
         )
 
 

@@ -1,10 +1,13 @@
-"""Seconds until a new actor is in all engines, as a file and as a broadcast in turn, for pools of one and of two engines.
+"""Seconds until a new actor is in all engines, as a file and as a broadcast in turn, for pools of
+one and of two engines.
 
-    python benchmarks/sync_time.py --model DIR [--engines 1 2] [--rounds 10] [--bucket-bytes 268435456]
+    python benchmarks/sync_time.py --model DIR [--engines 1 2] [--rounds 10] [--bucket-bytes
+    268435456]
 
-Real engines in Ray actors, started once: both ways go to the same engines, through `ActorSync` as a run's loop does it. A round has one
-sync of each kind, the order changing with every round; the first two rounds are thrown away. Wall time holds for this machine and for what
-else runs on it; the ratio is of the pairs.
+Real engines in Ray actors, started once: both ways go to the same engines, through `ActorSync` as a
+run's loop does it. A round has one sync of each kind, the order changing with every round; the
+first two rounds are thrown away. Wall time holds for this machine and for what else runs on it; the
+ratio is of the pairs.
 """
 
 from __future__ import annotations
@@ -83,11 +86,15 @@ def measure(
 def report(found: dict[int, dict[str, list[float]]]) -> None:
     for size, ways in found.items():
         for way, seconds in ways.items():
-            spread = f"{1e3 * statistics.median(seconds):.1f} ms ({1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f})"
+            spread = (
+                f"{1e3 * statistics.median(seconds):.1f} ms ({1e3 * min(seconds):.1f} to"
+                f" {1e3 * max(seconds):.1f})"
+            )
             sys.stdout.write(f"{size} engines, {way}: {spread}\n")
         ratios = sorted(b / f for f, b in zip(ways["file"], ways["broadcast"], strict=True))
         sys.stdout.write(
-            f"{size} engines, broadcast over file: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})\n"
+            f"{size} engines, broadcast over file: {statistics.median(ratios):.2f} ({ratios[0]:.2f}"
+            f" to {ratios[-1]:.2f})\n"
         )
 
 

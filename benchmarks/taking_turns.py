@@ -1,20 +1,26 @@
-"""What do roles that take turns on one device (ppo.placement=shared) save, and what does moving them cost?
+"""What do roles that take turns on one device (ppo.placement=shared) save, and what does moving
+them cost?
 
-    python benchmarks/taking_turns.py [--hidden 512] [--layers 8] [--vocab 8192] [--steps 3] [--prompts 8] [--responses 4] [--new 64]
+    python benchmarks/taking_turns.py [--hidden 512] [--layers 8] [--vocab 8192] [--steps 3]
+    [--prompts 8] [--responses 4] [--new 64]
 
     python benchmarks/taking_turns.py --beside 6 [--hidden ...]     # roles that work at once instead: their seconds, in pairs, on two cores
 
-Actor, reference, critic and a reward model, random Llamas of the same sizes, go through the product's `Learner` in both placements: score,
-reward, update, as in a step of the loop, on the same random rollouts. In the engine's place its bytes are booked: weights, keys and values
-in float32, as `medusa-ppo plan` counts them; vLLM's CPU build never sleeps, so its own seconds of sleep and wake are not measured here.
+Actor, reference, critic and a reward model, random Llamas of the same sizes, go through the
+product's `Learner` in both placements: score, reward, update, as in a step of the loop, on the same
+random rollouts. In the engine's place its bytes are booked: weights, keys and values in float32, as
+`medusa-ppo plan` counts them; vLLM's CPU build never sleeps, so its own seconds of sleep and wake
+are not measured here.
 
-Printed: the ledger's peaks and their ratio, the same with what a micro-batch keeps for its backward pass (the plan's figure),
-seconds of off-load and fetch in a step and the bandwidth, whether all weights and moments are the same to the bit, and what the same bytes
-would take over an H100's PCIe 5 x16 (64 GB/s nominal, 50 GB/s assumed), on paper.
+Printed: the ledger's peaks and their ratio, the same with what a micro-batch keeps for its backward
+pass (the plan's figure), seconds of off-load and fetch in a step and the bandwidth, whether all
+weights and moments are the same to the bit, and what the same bytes would take over an H100's PCIe
+5 x16 (64 GB/s nominal, 50 GB/s assumed), on paper.
 
-With `--beside N`, N rounds in turn: scoring and update of one batch with `ppo.side_by_side` and a thread for each of the two / without it
-and two threads; then rewards of 96 responses in two processes (`ppo.reward_processes=2`) / in the loop's own thread, of a function that
-computes for 10 ms and of one that returns at once.
+With `--beside N`, N rounds in turn: scoring and update of one batch with `ppo.side_by_side` and a
+thread for each of the two / without it and two threads; then rewards of 96 responses in two
+processes (`ppo.reward_processes=2`) / in the loop's own thread, of a function that computes for 10
+ms and of one that returns at once.
 """
 
 from __future__ import annotations
@@ -175,9 +181,11 @@ def on_paper(name: str, sizes: tuple[int, ...]) -> None:
     )
     moved, slept = sum(move.total for move in turn_moves(config, model)), 2 * 2 * model.parameters
     say(
-        f"on paper, {name} ({model.parameters / 1e9:.1f} G parameters, weights and moments float32, reference bfloat16), one H100: "
-        f"{moved / 1e9:.0f} GB a step, {moved / PCIE_BYTES_S:.1f} s; the engine's sleep and wake (level 1) {slept / 1e9:.0f} GB, "
-        f"{slept / PCIE_BYTES_S:.2f} s; actor with gradients and moments {16 * model.parameters / 1e9:.0f} GB at once"
+        f"on paper, {name} ({model.parameters / 1e9:.1f} G parameters, weights and moments float32,"
+        f" reference bfloat16), one H100: {moved / 1e9:.0f} GB a step, {moved / PCIE_BYTES_S:.1f}"
+        f" s; the engine's sleep and wake (level 1) {slept / 1e9:.0f} GB,"
+        f" {slept / PCIE_BYTES_S:.2f} s; actor with gradients and moments"
+        f" {16 * model.parameters / 1e9:.0f} GB at once"
     )
 
 
@@ -245,11 +253,13 @@ def beside(options: argparse.Namespace) -> None:
                 f"{statistics.median(found[side]):.4f} s" for side in (True, False)
             )
             say(
-                f"{label}: median {statistics.median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f}); {seconds_of}"
+                f"{label}: median {statistics.median(ratios):.3f} of {len(ratios)}"
+                f" ({min(ratios):.3f} to {max(ratios):.3f}); {seconds_of}"
             )
     weights = {side: checksum(learner.actor.state_dict()) for side, learner in learners.items()}
     say(
-        f"actors the same to the bit: {weights[True] == weights[False]} (other numbers of threads may add up in another order)"
+        f"actors the same to the bit: {weights[True] == weights[False]} (other numbers of threads"
+        " may add up in another order)"
     )
 
 
@@ -278,7 +288,8 @@ def main() -> None:
         peaks[placement] = last[names.LEDGER_PEAK], last[names.LEDGER_PEAK] + kept
         roles = ", ".join(f"{role} {gib:.3f}" for role, gib in last[names.LEDGER_ROLES].items())
         say(
-            f"{placement}: {sizes.parameters / 1e6:.0f} M parameters each; ledger's peak {last[names.LEDGER_PEAK]:.3f} GiB ({roles})"
+            f"{placement}: {sizes.parameters / 1e6:.0f} M parameters each; ledger's peak"
+            f" {last[names.LEDGER_PEAK]:.3f} GiB ({roles})"
         )
         say(f"  with what a micro-batch keeps: {peaks[placement][1]:.3f} GiB")
     ratios = [
@@ -288,7 +299,8 @@ def main() -> None:
     moves = [(step[names.OFFLOAD_S], step[names.OFFLOAD_BYTES]) for step in found["shared"][0][1:]]
     seconds, count = statistics.median(s for s, _ in moves), statistics.median(n for _, n in moves)
     say(
-        f"off-load and fetch in a step: {seconds:.2f} s for {count / GIB:.2f} GiB ({count / seconds / 1e9:.1f} GB/s)"
+        f"off-load and fetch in a step: {seconds:.2f} s for {count / GIB:.2f} GiB"
+        f" ({count / seconds / 1e9:.1f} GB/s)"
     )
     say(f"weights and moments the same to the bit: {found['shared'][1] == found['separate'][1]}")
     for name, sizes in ON_PAPER.items():

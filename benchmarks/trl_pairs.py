@@ -1,11 +1,13 @@
-"""The same TRL script with and without draft heads: seconds of generation, rewards, acceptance. One process for each run.
+"""The same TRL script with and without draft heads: seconds of generation, rewards, acceptance. One
+process for each run.
 
     python benchmarks/trl_pairs.py pairs --seeds 5 --steps 12 --out pairs/     (both arms of each seed in turn, then the comparison)
     python benchmarks/trl_pairs.py pairs --seeds 3 --steps 30 --processes 2 --form fsdp2 --out pairs/     (trainings on two processes)
     python benchmarks/trl_pairs.py compare --out pairs/
 
-The plain arm is TRL's own GRPOTrainer. On vLLM's CPU build its weight sync does not work, so there (and only there) the plain arm reloads
-the weights as ours does. Seconds of a call are all that TRL waits for: sync, newer heads, generation, what the plugin does afterwards.
+The plain arm is TRL's own GRPOTrainer. On vLLM's CPU build its weight sync does not work, so there
+(and only there) the plain arm reloads the weights as ours does. Seconds of a call are all that TRL
+waits for: sync, newer heads, generation, what the plugin does afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from typing import Any
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "trl_grpo.py"
 SKIPPED_CALLS = 8
-"""Generate calls in which the arms do not yet differ: the heads are trained for the first time, and caches are filled."""
+"""Generate calls in which the arms do not yet differ: the heads are trained for the first time, and
+caches are filled.
+"""
 PARTS = {"plain": ("generate",), "medusa": ("generate", "before_generation", "rollout_ready")}
 
 
@@ -41,7 +45,9 @@ def mend_cpu_sync() -> None:
 
 
 def set_dtype(dtype: str) -> None:
-    """Give both arms' vLLM a dtype: TRL has no option for it, and `auto` makes bfloat16 of a float32 actor."""
+    """Give both arms' vLLM a dtype: TRL has no option for it, and `auto` makes bfloat16 of a
+    float32 actor.
+    """
     from trl.generation import vllm_generation
 
     class TypedLLM(vllm_generation.LLM):  # type: ignore[misc]  # The class that TRL imported.
@@ -52,7 +58,9 @@ def set_dtype(dtype: str) -> None:
 
 
 def cut_by_fsdp2() -> None:
-    """Cut both arms' actor over the processes with FSDP2. Accelerate does so on GPUs only: here what it would do there, on a CPU."""
+    """Cut both arms' actor over the processes with FSDP2. Accelerate does so on GPUs only: here
+    what it would do there, on a CPU.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -89,7 +97,9 @@ def clocked(owner: Any, name: str, parts: dict[str, float]) -> None:
 
 
 def clock_generations(generations: list[dict[str, Any]]) -> None:
-    """One entry for each call of TRL's generation: seconds, tokens, and the seconds of its parts."""
+    """One entry for each call of TRL's generation: seconds, tokens, and the seconds of its
+    parts.
+    """
     from trl.generation import vllm_generation
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -161,7 +171,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def run_pairs(options: argparse.Namespace, arguments: list[str]) -> None:
-    """Both arms of every seed, each in a process of its own; who begins changes from seed to seed."""
+    """Both arms of every seed, each in a process of its own; who begins changes from seed to
+    seed.
+    """
     launch = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.processes)]
         if options.processes > 1
@@ -202,7 +214,9 @@ def per_token(record: dict[str, Any], part: str) -> float:
 
 
 def compare(out: Path) -> dict[str, Any]:
-    """Ratios of paired generate calls (same seed, same call, so the same prompts), and the rewards of paired runs."""
+    """Ratios of paired generate calls (same seed, same call, so the same prompts), and the rewards
+    of paired runs.
+    """
     from scipy.stats import ttest_1samp
 
     runs = {

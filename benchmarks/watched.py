@@ -1,7 +1,8 @@
-"""A `medusa-ppo ppo` in a process of its own that is watched from outside: its step lines, its processes, what it leaves behind.
+"""A `medusa-ppo ppo` in a process of its own that is watched from outside: its step lines, its
+processes, what it leaves behind.
 
-faults.py and soak.py run it. The actor is tiny, and made here: next tokens mostly follow from the last one by a fixed permutation, so that
-heads have something to learn at once.
+faults.py and soak.py run it. The actor is tiny, and made here: next tokens mostly follow from the
+last one by a fixed permutation, so that heads have something to learn at once.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def small_run(model: str, folder: Path, steps: int, seed: int) -> dict[str, Any]
         "model": {"path": path},
         "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:64]"},
         "sampling": {"max_new_tokens": 24},
-        # Little memory for keys and values: it is touched bit by bit, and looks like a leak until all of it was used once.
+        # Little memory for keys and values: it is touched bit by bit, and looks like a leak until
+        # all of it was used once.
         "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "memory_fraction": 0.01},
         "heads": {"num_heads": 3},
         "companion": {"epochs": 4, "learning_rate": 1e-2, "batch_positions": 256},
@@ -103,7 +105,8 @@ class WatchedRun:
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(config), encoding="utf-8")
         with self.log.open("ab") as log:
-            # A name of its own for the group: a stop key at the terminal is this script's, which then stops the run.
+            # A name of its own for the group: a stop key at the terminal is this script's, which
+            # then stops the run.
             self._process = subprocess.Popen(
                 [
                     sys.executable,

@@ -1,4 +1,6 @@
-"""Any loop: the five hooks of MedusaPlugin around a policy-gradient loop in plain torch. `python examples/bare_loop.py ACTOR_FOLDER`."""
+"""Any loop: the five hooks of MedusaPlugin around a policy-gradient loop in plain torch. `python
+examples/bare_loop.py ACTOR_FOLDER`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def pad(rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main(actor_path: str, steps: int = 8, **sections: Any) -> list[dict[str, Any]]:
-    """Teach the actor to answer in an even number of tokens. Returns the plugin's figures of each step."""
+    """Teach the actor to answer in an even number of tokens. Returns the plugin's figures of each
+    step.
+    """
     config = build_config({"companion": {"learning_rate": 1e-2, "wait": True}, **sections})
     actor, tokenizer, figures = load_actor(actor_path), load_tokenizer(actor_path), []
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
@@ -80,5 +84,6 @@ def main(actor_path: str, steps: int = 8, **sections: Any) -> list[dict[str, Any
 if __name__ == "__main__":
     for number, values in enumerate(main(sys.argv[1])):
         print(
-            f"step {number}: reward {values['reward']:.2f}, acceptance length {values['mal_serving']:.2f}"
+            f"step {number}: reward {values['reward']:.2f}, acceptance length"
+            f" {values['mal_serving']:.2f}"
         )

@@ -1,6 +1,8 @@
-"""TRL's GRPO on the embedded task, with draft heads in its colocated vLLM. `python examples/trl_grpo.py [STEPS] [OUT]`.
+"""TRL's GRPO on the embedded task, with draft heads in its colocated vLLM. `python
+examples/trl_grpo.py [STEPS] [OUT]`.
 
-On several processes: `ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/trl_grpo.py 12 OUT`.
+On several processes: `ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/trl_grpo.py 12
+OUT`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def main(
     medusa: Any = MEDUSA,
     **settings: Any,
 ) -> GRPOTrainer:
-    """Train, and return the trainer; its `state.log_history` has the figures, `out`/medusa the report."""
+    """Train, and return the trainer; its `state.log_history` has the figures, `out`/medusa the
+    report.
+    """
     args = GRPOConfig(
         output_dir=out,
         max_steps=steps,
@@ -49,7 +53,8 @@ def main(
         **{
             "vllm_max_model_length": 160,
             "max_completion_length": 112,
-            "per_device_train_batch_size": 8,  # also the sequences that run at once: few, as drafting on a CPU wants it
+            # also the sequences that run at once: few, as drafting on a CPU wants it
+            "per_device_train_batch_size": 8,
             "gradient_accumulation_steps": 4,
             "steps_per_generation": 1,
             "num_generations": 2,

@@ -1,4 +1,6 @@
-"""What a set of draft heads is: its kind and its sizes (no torch). The rest of the package is what is done with them."""
+"""What a set of draft heads is: its kind and its sizes (no torch). The rest of the package is what
+is done with them.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ from heads.errors import ConfigError
 KINDS = ("medusa", "markov", "hydra")
 LM_HEADS = ("shared", "own")
 MOST_HEADS = 31
-"""What random numbers are laid out for: as many for drafts as for their acceptance, at each position (`medusa_ppo/drafting`)."""
+"""What random numbers are laid out for: as many for drafts as for their acceptance, at each
+position (`medusa_ppo/drafting`).
+"""
 TEMPERATURES = "temperatures"
-"""File key of what each head's logits are divided by when drafts are sampled; left out where all are 1."""
+"""File key of what each head's logits are divided by when drafts are sampled; left out where all
+are 1.
+"""
 PART_WIDTH = 64
 CPU_CHUNK = 1 << 22  # Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold.
 GPU_CHUNK = (
@@ -36,9 +42,10 @@ class HeadsConfig:
         num_layers: residual blocks per head, each with weights of its own.
         lm_head: `shared` (the actor's, frozen) or `own` (one trainable lm_head per head).
         rank: rank of the markov bias; unused by the other kinds.
-        mlp_ratio: width of the hydra MLP's inner layer, or of the cell's state, in multiples of D; unused by the other kinds.
-        context: pairs (h_j, x_{j+1}) up to (h_t, x_{t+1}) that heads of kind hydra attend to; 0: none. Heads with a context share one
-            gated cell, the others have an MLP each.
+        mlp_ratio: width of the hydra MLP's inner layer, or of the cell's state, in multiples of D;
+            unused by the other kinds.
+        context: pairs (h_j, x_{j+1}) up to (h_t, x_{t+1}) that heads of kind hydra attend to; 0:
+            none. Heads with a context share one gated cell, the others have an MLP each.
     """
 
     hidden_size: int
@@ -110,7 +117,9 @@ class HeadsConfig:
 
     @property
     def context_parts(self) -> int:
-        """A, parts of the attention, which is as wide as the hidden state; each PART_WIDTH wide, or wider where that does not go out."""
+        """A, parts of the attention, which is as wide as the hidden state; each PART_WIDTH wide, or
+        wider where that does not go out.
+        """
         return max(
             part
             for part in range(1, max(1, self.hidden_size // PART_WIDTH) + 1)

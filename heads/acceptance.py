@@ -1,23 +1,28 @@
 """Replay estimate: the acceptance that vLLM would count, from on-policy rollouts alone (no engine).
 
-Shape letters: S sequences, M response tokens of all sequences one after the other, T longest response, K heads, D hidden, V vocabulary.
-Rows are in response coordinates: row m holds the state that predicts response_ids[m]; head k at row m drafts response_ids[m + k].
+Shape letters: S sequences, M response tokens of all sequences one after the other, T longest
+response, K heads, D hidden, V vocabulary. Rows are in response coordinates: row m holds the state
+that predicts response_ids[m]; head k at row m drafts response_ids[m + k].
 
-Stand at a row, draft K tokens, count the run of accepted ones, jump run + 1 rows ahead, repeat until the response ends:
+Stand at a row, draft K tokens, count the run of accepted ones, jump run + 1 rows ahead, repeat
+until the response ends:
   one-hot drafts   position k is accepted when argmax q_k is the rollout's own token;
   sampled drafts   position k is accepted with probability min(1, q_k(y) / p(y)), p the behaviour probability of the token y.
-Both follow from the rejection rule, given the token that was emitted. Instead of drawing, the expectation is computed exactly:
-`visits[t]`, the probability that row t is a stop, flows on to the rows that a run can lead to. One-hot drafts are the case where
-all probabilities are 0 or 1, and then the counts are whole numbers.
+Both follow from the rejection rule, given the token that was emitted. Instead of drawing, the
+expectation is computed exactly: `visits[t]`, the probability that row t is a stop, flows on to the
+rows that a run can lead to. One-hot drafts are the case where all probabilities are 0 or 1, and
+then the counts are whole numbers.
 
 Stops near the end of a response, as vLLM counts them:
   * the prompt pass emits response token 0 without a draft; row 0 is the first stop;
-  * a stop counts as a draft step when at least one response token is left after it. A response that ended (end token or length)
-    drafts no more, so the last token of a response is never a stop;
-  * a run can pass the end: drafts are not shortened to max_tokens, and tokens accepted behind an end token are counted by vLLM
-    before they are cut off. A rollout does not show them. The estimate counts what is seen (so it is low by a part of one run per
-    response, 0.1 to 0.5 % for responses of 60 tokens and more); `accepted_upper` adds all that could have been accepted
-    unseen. With the heads that drafted the rollout, `drafts` equals vLLM's counter exactly and vLLM's accepted tokens lie between the two.
+  * a stop counts as a draft step when at least one response token is left after it. A response that
+    ended (end token or length) drafts no more, so the last token of a response is never a stop;
+  * a run can pass the end: drafts are not shortened to max_tokens, and tokens accepted behind an
+    end token are counted by vLLM before they are cut off. A rollout does not show them. The
+    estimate counts what is seen (so it is low by a part of one run per response, 0.1 to 0.5 % for
+    responses of 60 tokens and more); `accepted_upper` adds all that could have been accepted
+    unseen. With the heads that drafted the rollout, `drafts` equals vLLM's counter exactly and
+    vLLM's accepted tokens lie between the two.
 """
 
 from __future__ import annotations
@@ -97,7 +102,9 @@ class ReplayResult:
         )
 
     def by_group(self, group_S: torch.Tensor) -> ReplayResult:
-        """Counts summed over the sequences of each group (int64, 0 to G - 1): what a bootstrap over prompts draws from."""
+        """Counts summed over the sequences of each group (int64, 0 to G - 1): what a bootstrap over
+        prompts draws from.
+        """
         groups = int(group_S.max()) + 1
 
         def total(values: torch.Tensor) -> torch.Tensor:
@@ -123,7 +130,9 @@ def paired_difference(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Interval:
-    """Mean acceptance length of `a` minus that of `b` on the same sequences, with a paired bootstrap over sequences."""
+    """Mean acceptance length of `a` minus that of `b` on the same sequences, with a paired
+    bootstrap over sequences.
+    """
     if a.drafts_S.shape != b.drafts_S.shape:
         raise DataError(
             "A paired difference needs the same sequences.",
@@ -174,7 +183,9 @@ def replay_estimate(
 def replay_sampled(
     draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor
 ) -> ReplayResult:
-    """Replay of sampled drafts: the exact expectation over the draws; arguments of `sampled_acceptance`."""
+    """Replay of sampled drafts: the exact expectation over the draws; arguments of
+    `sampled_acceptance`.
+    """
     return replay_probabilities(
         sampled_acceptance(draft_logprobs_MK, logprobs_M, lengths_S), lengths_S
     )
@@ -183,7 +194,8 @@ def replay_sampled(
 def one_hot_acceptance(
     draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor, lengths_S: torch.Tensor
 ) -> torch.Tensor:
-    """Whether each one-hot draft is accepted, given that those before it were: 0 or 1, float64 `MK`, 0 behind a response's end.
+    """Whether each one-hot draft is accepted, given that those before it were: 0 or 1, float64
+    `MK`, 0 behind a response's end.
 
     Args:
         draft_ids_MK: int64, argmax of head 1..K at each row (`draft_ids_for_rows`).
@@ -200,11 +212,14 @@ def one_hot_acceptance(
 def sampled_acceptance(
     draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor
 ) -> torch.Tensor:
-    """Probability that each sampled draft is accepted, given that those before it were, float64 `MK`; no meaning behind a response's end.
+    """Probability that each sampled draft is accepted, given that those before it were, float64
+    `MK`; no meaning behind a response's end.
 
     Args:
-        draft_logprobs_MK: log q_k of the rollout's token at each row and head, at the draft temperature (`draft_logprobs_for_rows`).
-        logprobs_M: behaviour log-probs of the tokens, of the distribution that was really sampled from.
+        draft_logprobs_MK: log q_k of the rollout's token at each row and head, at the draft
+            temperature (`draft_logprobs_for_rows`).
+        logprobs_M: behaviour log-probs of the tokens, of the distribution that was really sampled
+            from.
         lengths_S: int64 response lengths; they sum to M.
     """
     _check_lengths(logprobs_M, lengths_S)
@@ -217,14 +232,17 @@ def sampled_acceptance(
 def better_temperatures(
     accept_QMK: torch.Tensor, group_M: torch.Tensor, now_K: Sequence[int]
 ) -> list[int]:
-    """For each head the one of Q draft temperatures (its index) with which most of its drafts are accepted.
+    """For each head the one of Q draft temperatures (its index) with which most of its drafts are
+    accepted.
 
-    Head by head; a row counts by the chance that all drafts before were accepted. That of now is left only for one whose gain is more than
-    that gain's own error: on few rows all are about as good.
+    Head by head; a row counts by the chance that all drafts before were accepted. That of now is
+    left only for one whose gain is more than that gain's own error: on few rows all are about as
+    good.
 
     Args:
         accept_QMK: `sampled_acceptance` with each temperature, 0 behind a response's end.
-        group_M: int64, rows of a group (the answers to one prompt) are alike; the error is that between groups.
+        group_M: int64, rows of a group (the answers to one prompt) are alike; the error is that
+            between groups.
         now_K: indices of the temperatures that hold now.
     """
     groups, reached_M, chosen = (
@@ -245,7 +263,8 @@ def better_temperatures(
 
 
 def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
-    """Replay when each position's acceptance probability (given that the ones before were accepted) is known.
+    """Replay when each position's acceptance probability (given that the ones before were accepted)
+    is known.
 
     Entries whose target lies behind the end of the response are ignored.
     """
@@ -292,12 +311,14 @@ def draft_ids_for_rows(
     ids_W: torch.Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
-    """argmax of every head at every row, int64 `MK`; conditioned heads read the rollout's own tokens, and pairs of the rollout before.
+    """argmax of every head at every row, int64 `MK`; conditioned heads read the rollout's own
+    tokens, and pairs of the rollout before.
 
     With `ids_W` drafts come from these tokens alone, and a token is its place among them.
 
     Args:
-        condition_MK, context_Mn: `heads.targets.condition_ids` and `heads.targets.context_rows` of the rows.
+        condition_MK, context_Mn: `heads.targets.condition_ids` and `heads.targets.context_rows` of
+            the rows.
     """
     out_MK = torch.zeros(
         hidden_MD.shape[0], heads.config.num_heads, dtype=torch.int64, device=hidden_MD.device
@@ -326,13 +347,17 @@ def draft_logprobs_for_rows(
     chunk_rows: int | None = None,
     tops_QMK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """log q of the targets, as the engine drafts, float32, one `MK` for each temperature: `[len(temperatures), M, K]`.
+    """log q of the targets, as the engine drafts, float32, one `MK` for each temperature:
+    `[len(temperatures), M, K]`.
 
     Args:
-        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W: as in `draft_ids_for_rows`.
+        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W: as in
+        `draft_ids_for_rows`.
         targets_MK: int64 (`heads.targets.head_targets`).
-        temperatures: what head logits are divided by, beside each head's own: sampling temperature x draft temperature.
-        top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the actor's. A token that is cut has -inf.
+        temperatures: what head logits are divided by, beside each head's own: sampling temperature
+            x draft temperature.
+        top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the
+            actor's. A token that is cut has -inf.
         tops_QMK: takes up the largest log q of any token.
     """
     out_QMK = torch.zeros(
@@ -365,8 +390,9 @@ def _logits(
     ids_W: torch.Tensor | None,
     chunk_rows: int | None,
 ) -> Iterator[tuple[slice, int, torch.Tensor]]:
-    """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV (of `ids_W` alone, where they are given) over the
-    head's own draft temperature."""
+    """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV (of `ids_W`
+    alone, where they are given) over the head's own draft temperature.
+    """
     table_VD = (
         heads.own_lm_head(1) if lm_head_VD is None or heads.config.lm_head == "own" else lm_head_VD
     )
@@ -405,7 +431,10 @@ def _check_lengths(rows_M: torch.Tensor, lengths_S: torch.Tensor) -> None:
     ):
         raise DataError(
             "The lengths do not fit the rows.",
-            given=f"{lengths_S.numel()} lengths that sum to {int(lengths_S.sum()) if lengths_S.numel() else 0}, {rows_M.shape[0]} rows",
+            given=(
+                f"{lengths_S.numel()} lengths that sum to"
+                f" {int(lengths_S.sum()) if lengths_S.numel() else 0}, {rows_M.shape[0]} rows"
+            ),
             expected="at least one response, every length >= 1, one row per response token",
             do="Leave empty responses out.",
         )

@@ -1,7 +1,9 @@
-"""The native heads directory and single-file states: atomic to write, validated before anything is allocated.
+"""The native heads directory and single-file states: atomic to write, validated before anything is
+allocated.
 
-heads/FORMAT.md is the specification. Everything that comes from disk is treated as hostile: sizes are bounded, names, shapes and
-dtypes are compared with what the configuration implies, values must be finite, and the checksum must match. No pickle anywhere.
+heads/FORMAT.md is the specification. Everything that comes from disk is treated as hostile: sizes
+are bounded, names, shapes and dtypes are compared with what the configuration implies, values must
+be finite, and the checksum must match. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION, WITH_TEMPERATURES = 1, 2
-"""The second is of heads with draft temperatures of their own, which earlier releases can't serve."""
+"""The second is of heads with draft temperatures of their own, which earlier releases can't
+serve.
+"""
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 LM_HEAD_KEY = "lm_head.weight"
 OWN_SECTION = "medusa_ppo"
@@ -80,11 +84,14 @@ class HeadsMetadata:
 
     @property
     def has_lm_head(self) -> bool:
-        """A copy of the actor's lm_head is included (stock vLLM needs it when the heads share one)."""
+        """A copy of the actor's lm_head is included (stock vLLM needs it when the heads share
+        one).
+        """
         return bool(self.lm_head_checksum)
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------------------
+# ---- writing
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def save_heads(
@@ -100,7 +107,8 @@ def save_heads(
     Args:
         path: the directory; replaced when it is there.
         heads: the heads.
-        lm_head_VD: the actor's lm_head, written in the heads' dtype. Stock vLLM needs it when the heads share it.
+        lm_head_VD: the actor's lm_head, written in the heads' dtype. Stock vLLM needs it when the
+            heads share it.
         metadata: JSON values to keep with the heads.
         version: heads version.
     """
@@ -144,7 +152,9 @@ def sync(file: IO[Any]) -> None:
 
 @contextmanager
 def new_directory(path: str | Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of `path` when the block ends well, and is gone otherwise."""
+    """A folder to fill, which takes the place of `path` when the block ends well, and is gone
+    otherwise.
+    """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
@@ -157,7 +167,8 @@ def new_directory(path: str | Path) -> Iterator[Path]:
 
 
 def stock_config(config: HeadsConfig, *, biased: bool = False) -> dict[str, Any]:
-    """The keys that stock vLLM's Medusa reads, with names that it refuses for kinds that it can't run.
+    """The keys that stock vLLM's Medusa reads, with names that it refuses for kinds that it can't
+    run.
 
     There is no other key with `num` in it: vLLM would take it for one of these.
     """
@@ -176,7 +187,9 @@ def stock_config(config: HeadsConfig, *, biased: bool = False) -> dict[str, Any]
 
 
 def _replace_directory(new: Path, path: Path) -> None:
-    """Put `new` in the place of `path`. Between the two renames the old one stands at `previous_of(path)`, where readers look too."""
+    """Put `new` in the place of `path`. Between the two renames the old one stands at
+    `previous_of(path)`, where readers look too.
+    """
     previous = previous_of(path)
     if os.path.lexists(path):
         remove_directory(previous)
@@ -186,7 +199,9 @@ def _replace_directory(new: Path, path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a folder with what is in it; of a link to one only the link, which `shutil.rmtree` would refuse and leave."""
+    """Remove a folder with what is in it; of a link to one only the link, which `shutil.rmtree`
+    would refuse and leave.
+    """
     if path.is_symlink():
         path.unlink()
     else:
@@ -198,7 +213,8 @@ def previous_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
 
 
-# ---- reading ----------------------------------------------------------------------------------------------------------------
+# ---- reading
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def load_heads(
@@ -230,7 +246,9 @@ def load_heads(
 
 
 def load_lm_head(path: str | Path) -> torch.Tensor | None:
-    """The copy of the actor's lm_head that a heads directory includes, or None. Checked like the heads."""
+    """The copy of the actor's lm_head that a heads directory includes, or None. Checked like the
+    heads.
+    """
     weights, _, metadata, _ = _open(path)
     return (
         _read_checked(weights, [LM_HEAD_KEY], metadata.lm_head_checksum)[LM_HEAD_KEY]
@@ -240,7 +258,9 @@ def load_lm_head(path: str | Path) -> torch.Tensor | None:
 
 
 def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str, tuple[int, ...]]]:
-    """Where the weights really are, the configuration that their header agrees with, and the shapes of all tensors."""
+    """Where the weights really are, the configuration that their header agrees with, and the shapes
+    of all tensors.
+    """
     path = Path(path).absolute()
     if not path.is_dir() and previous_of(path).is_dir():
         logger.warning(

@@ -1,14 +1,17 @@
-"""Losses of the draft heads: chunked ones whose memory does not grow with rows x vocabulary, and the plain references beside them.
+"""Losses of the draft heads: chunked ones whose memory does not grow with rows x vocabulary, and
+the plain references beside them.
 
-Shape letters: N rows, M rows of the batch they were taken from, K heads, D hidden, V vocabulary, r rank of the markov bias,
-C rows of one chunk.
+Shape letters: N rows, M rows of the batch they were taken from, K heads, D hidden, V vocabulary, r
+rank of the markov bias, C rows of one chunk.
 
-For every loss here the gradient of one row and head with respect to its logits has the form  c * (q - target),  where q is
-the head's softmax: cross-entropy (c = 1, target one-hot), total variation on on-policy tokens (c = q(y)/p(y) where q(y) < p(y),
-else 0), their mix, and KL to the actor's own distribution (c = 1, target p); exact total variation is alike. So the chunked
-form computes the gradient of a chunk in the forward pass, while the chunk's logits are still there, and never holds more than
-one chunk of them. Softmax, logarithms and sums are float32. Plain cross-entropy on CUDA is computed by Liger's kernel (package
-liger_kernel) where it is installed: no copy of logits in float32.
+For every loss here the gradient of one row and head with respect to its logits has the form  c * (q
+- target),  where q is the head's softmax: cross-entropy (c = 1, target one-hot), total variation on
+on-policy tokens (c = q(y)/p(y) where q(y) < p(y), else 0), their mix, and KL to the actor's own
+distribution (c = 1, target p); exact total variation is alike. So the chunked form computes the
+gradient of a chunk in the forward pass, while the chunk's logits are still there, and never holds
+more than one chunk of them. Softmax, logarithms and sums are float32. Plain cross-entropy on CUDA
+is computed by Liger's kernel (package liger_kernel) where it is installed: no copy of logits in
+float32.
 
 Each head has a loss of its own; callers add them up. The actor's lm_head never gets a gradient.
 """
@@ -43,18 +46,22 @@ NAMED_LOSSES = {
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What the heads minimise, per position: a sum of four losses; a weighted mean over the positions of each head.
+    """What the heads minimise, per position: a sum of four losses; a weighted mean over the
+    positions of each head.
 
     Attributes:
         ce: weight of cross-entropy on the rollout's token.
-        tv: weight of 1 - min(1, q(y)/p(y)), whose mean over on-policy tokens is the total variation of p and q.
+        tv: weight of 1 - min(1, q(y)/p(y)), whose mean over on-policy tokens is the total variation
+            of p and q.
         kl: weight of KL(p || q) against the actor's own distribution.
-        exact_tv: weight of 1 - sum min(p, q) against the actor's own distribution: what `tv` estimates from one token.
-        warm_up_steps: optimizer steps of plain cross-entropy before this loss begins. Total variation alone has next to no gradient
-            where q(y) is far below p(y), and heads that start as lm_head begin there.
-        accept_until_fail: None: all positions weigh 1. A number f in 0..1: a position of head k weighs
-            max(f, probability that the drafts of heads 1..k-1 are accepted there): of sampled drafts when behaviour
-            log-probs are given, else of one-hot drafts (0 or 1).
+        exact_tv: weight of 1 - sum min(p, q) against the actor's own distribution: what `tv`
+            estimates from one token.
+        warm_up_steps: optimizer steps of plain cross-entropy before this loss begins. Total
+            variation alone has next to no gradient where q(y) is far below p(y), and heads that
+            start as lm_head begin there.
+        accept_until_fail: None: all positions weigh 1. A number f in 0..1: a position of head k
+            weighs max(f, probability that the drafts of heads 1..k-1 are accepted there): of
+            sampled drafts when behaviour log-probs are given, else of one-hot drafts (0 or 1).
     """
 
     ce: float = 1.0
@@ -101,7 +108,9 @@ class LossConfig:
 
     @classmethod
     def named(cls, name: str, *, accept_until_fail: float | None = None) -> LossConfig:
-        """`ce`, `tv`, `ce_tv`, `kl` or `kl_tv`, as configurations and the command line name them."""
+        """`ce`, `tv`, `ce_tv`, `kl` or `kl_tv`, as configurations and the command line name
+        them.
+        """
         if name not in NAMED_LOSSES:
             raise ConfigError(
                 "Unknown loss.",
@@ -114,15 +123,18 @@ class LossConfig:
 
 
 class Teacher(NamedTuple):
-    """The actor's own distribution of every target, not multiplied out: softmax(lm_head hidden[rows[n, k]] / temperature), cut.
+    """The actor's own distribution of every target, not multiplied out: softmax(lm_head
+    hidden[rows[n, k]] / temperature), cut.
 
     Attributes:
         hidden_MD: the actor's hidden states of the whole batch.
-        rows_NK: int64, for row n and head k the row of `hidden_MD` that predicts the target (`heads.targets.head_teacher_rows`).
+        rows_NK: int64, for row n and head k the row of `hidden_MD` that predicts the target
+            (`heads.targets.head_teacher_rows`).
         lm_head_VD: the actor's lm_head.
         temperature, top_k, top_p: how the rollouts were sampled.
-        lse_M: where lm_head_VD has the rows of some tokens only, the logarithm of the sum over all of them, by row of `hidden_MD`
-            (`known_lse`): p is then that of these tokens among all, and sums to less than 1.
+        lse_M: where lm_head_VD has the rows of some tokens only, the logarithm of the sum over all
+            of them, by row of `hidden_MD` (`known_lse`): p is then that of these tokens among all,
+            and sums to less than 1.
     """
 
     hidden_MD: torch.Tensor
@@ -147,7 +159,9 @@ class Teacher(NamedTuple):
     def of_chunk(
         self, rows: slice, vocabulary: Vocabulary = WHOLE
     ) -> Callable[[int], torch.Tensor]:
-        """log p of the targets of each head (index from 0) in a chunk. Neighbours share most of their rows: those are computed once."""
+        """log p of the targets of each head (index from 0) in a chunk. Neighbours share most of
+        their rows: those are computed once.
+        """
         rows_CK = self.rows_NK[rows]
         used_U, places_CK = rows_CK.unique(return_inverse=True)
         if 2 * used_U.numel() > rows_CK.numel():
@@ -163,7 +177,9 @@ def known_lse(
     lm_head_VD: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """`Teacher.lse_M` without a product with all rows: from a token's logit and its log-prob in what was sampled from."""
+    """`Teacher.lse_M` without a product with all rows: from a token's logit and its log-prob in
+    what was sampled from.
+    """
     logit_M = (hidden_MD.float() * lm_head_VD[ids_M].float()).sum(-1) / temperature
     return logit_M - logprobs_M.float()
 
@@ -187,11 +203,14 @@ def head_loss(
         targets_NK: int64 (`heads.targets.head_targets`).
         mask_NK: bool, which positions count; or float, how much each counts in the mean.
         config: which loss.
-        logprobs_NK: behaviour log-probs of the targets (`heads.targets.head_logprobs`); needed for TV.
+        logprobs_NK: behaviour log-probs of the targets (`heads.targets.head_logprobs`); needed for
+            TV.
         teacher: the actor's distribution; needed for KL and exact TV.
-        temperature: sampling temperature of the rollouts. The heads' logits are divided by it, as the actor's are when it samples:
-            heads trained at one temperature then fit the others too, and heads that start as lm_head start right.
-        chunk_rows: rows of one of our chunks; None: as many as the vocabulary says, or Liger's kernel where it can do it.
+        temperature: sampling temperature of the rollouts. The heads' logits are divided by it, as
+            the actor's are when it samples: heads trained at one temperature then fit the others
+            too, and heads that start as lm_head start right.
+        chunk_rows: rows of one of our chunks; None: as many as the vocabulary says, or Liger's
+            kernel where it can do it.
         vocabulary: where the tokens are (`heads.vocabulary` of the heads).
     """
     rows = chunk_rows or vocabulary.chunk_rows(factored.head_weight(0))
@@ -206,7 +225,9 @@ def head_loss(
 
 
 def liger_can(factored: FactoredLogits, vocabulary: Vocabulary) -> bool:
-    """Whether Liger's kernel is to compute these heads' plain cross-entropy: installed, on CUDA, no bias, one process's vocabulary."""
+    """Whether Liger's kernel is to compute these heads' plain cross-entropy: installed, on CUDA, no
+    bias, one process's vocabulary.
+    """
     plain = factored.bias_NKr is None and type(vocabulary) is Vocabulary
     return plain and factored.weight.device.type == "cuda" and liger_installed()
 
@@ -223,7 +244,9 @@ def fused_cross_entropy(
     mask_NK: torch.Tensor,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Mean cross-entropy of each head by `liger_sum`, float32 `K`; 0 for a head without a position. Never holds all logits either."""
+    """Mean cross-entropy of each head by `liger_sum`, float32 `K`; 0 for a head without a position.
+    Never holds all logits either.
+    """
     weight_KVD = (
         factored.weight
         if factored.weight.dim() == 3
@@ -242,7 +265,9 @@ def fused_cross_entropy(
 def liger_sum(
     features_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor
 ) -> torch.Tensor:
-    """Liger sizes its chunks itself: as much memory as the features of one head. The gradient of own lm_heads adds up in float32."""
+    """Liger sizes its chunks itself: as much memory as the features of one head. The gradient of
+    own lm_heads adds up in float32.
+    """
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return liger_fused_linear_cross_entropy(
@@ -265,7 +290,9 @@ def reference_head_loss(
     teacher_logits_NKV: torch.Tensor | None = None,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """What `head_loss` computes, written the plain way with autograd; teacher logits are already divided by the temperature."""
+    """What `head_loss` computes, written the plain way with autograd; teacher logits are already
+    divided by the temperature.
+    """
     logq_NKV = F.log_softmax(logits_NKV.float() / temperature, dim=-1)
     logq_NK = logq_NKV.gather(-1, targets_NK.unsqueeze(-1)).squeeze(-1)
     loss_NK = torch.zeros_like(logq_NK)
@@ -310,7 +337,9 @@ class _Job:
     vocabulary: Vocabulary
 
     def check(self, expected: tuple[int, ...]) -> None:
-        """ConfigError when something does not fit features of so many rows and heads, or is missing for the loss."""
+        """ConfigError when something does not fit features of so many rows and heads, or is missing
+        for the loss.
+        """
         for name, tensor in (
             ("targets", self.targets_NK),
             ("mask", self.mask_NK),
@@ -340,7 +369,9 @@ class _Job:
 
 
 class _Gradients:
-    """Accumulators for the gradients of one pass; None where none is wanted. Weights sum up in float32."""
+    """Accumulators for the gradients of one pass; None where none is wanted. Weights sum up in
+    float32.
+    """
 
     def __init__(self, factored: FactoredLogits, wanted: tuple[bool, ...]) -> None:
         features, weight, bias, bias_weight = wanted
@@ -388,7 +419,9 @@ class _Gradients:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradient chunk by chunk in forward; backward only scales. Gradients of head k depend on the loss of head k alone."""
+    """Loss and gradient chunk by chunk in forward; backward only scales. Gradients of head k depend
+    on the loss of head k alone.
+    """
 
     @staticmethod
     def forward(ctx: Any, job: _Job, *tensors: torch.Tensor | None) -> torch.Tensor:
@@ -452,7 +485,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _acceptance(job: _Job, logits_CV: torch.Tensor, head: int, chunk: slice) -> torch.Tensor:
-    """Probability `C` that this head's draft is accepted: sampled drafts when log-probs are known, else one-hot."""
+    """Probability `C` that this head's draft is accepted: sampled drafts when log-probs are known,
+    else one-hot.
+    """
     targets_C = job.targets_NK[chunk, head]
     if job.logprobs_NK is None:
         return (job.vocabulary.argmax(logits_CV) == targets_C).float()
@@ -470,9 +505,11 @@ def _row_losses(
     chunk: slice,
     weight_C: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss of each row, and its gradient by the logits times `weight_C` (None: no gradient). Overwrites `logits_CV`.
+    """Loss of each row, and its gradient by the logits times `weight_C` (None: no gradient).
+    Overwrites `logits_CV`.
 
-    `logp_CV` is the actor's own distribution where the loss reads it; over a part of the vocabulary it sums to less than 1.
+    `logp_CV` is the actor's own distribution where the loss reads it; over a part of the vocabulary
+    it sums to less than 1.
     """
     config, vocabulary, targets_C = job.config, job.vocabulary, job.targets_NK[chunk, head]
     lse_C1 = vocabulary.logsumexp(logits_CV)

@@ -1,23 +1,28 @@
-"""MedusaHeads: the draft heads as trainable tensors, teacher-forced; `medusa_ppo.drafting` asks them step by step.
+"""MedusaHeads: the draft heads as trainable tensors, teacher-forced; `medusa_ppo.drafting` asks
+them step by step.
 
-Shape letters: B batch, T rows, N rows of any kind (all leading dims flattened), K heads, L residual layers, D hidden,
-V vocabulary, H inner width of the hydra MLP or cell, r rank of the markov bias, n pairs of a context, P pairs that rows share,
-A parts of the attention, w width of a part. `...D` means any leading dims.
+Shape letters: B batch, T rows, N rows of any kind (all leading dims flattened), K heads, L residual
+layers, D hidden, V vocabulary, H inner width of the hydra MLP or cell, r rank of the markov bias, n
+pairs of a context, P pairs that rows share, A parts of the attention, w width of a part. `...D`
+means any leading dims.
 
 Head k (1..K) reads h_t and predicts x_{t+1+k}. What it computes, all without bias:
 
     medusa   f = h_t                                                      logits = lm_head f'
     markov   f = h_t                                                      logits = lm_head f' + out[k] in[k][x_{t+k}]
     hydra    f = h_t + out[k] SiLU(in[k] [n(h_t); n(e(x_{t+1})); ...; n(e(x_{t+k}))])     logits = lm_head f'
-    f' = f after L residual blocks f + SiLU(W f);  n(v) = v / rms(v), so that the size of embeddings doesn't matter
+    f' = f after L residual blocks f + SiLU(W f);  n(v) = v / rms(v), so that the size of embeddings
+    doesn't matter
 
-With a context of n pairs (kind hydra), m_j = [n(h_j); n(e(x_{j+1}))], and one recurrent cell for all heads in the place of the MLPs:
+With a context of n pairs (kind hydra), m_j = [n(h_j); n(e(x_{j+1}))], and one recurrent cell for
+all heads in the place of the MLPs:
 
     b   = h_t + out sum_j a_j (value m_j)       a = softmax of (query m_t) (key m_j) / sqrt(w) over the j = t-n+1 .. t that are there
     s_1 = n(SiLU(start n(b) + token n(e(x_{t+1}))))       s_k = n(SiLU(step s_{k-1} + token n(e(x_{t+k}))))       f_k = b + out s_k
 
-The attention has A parts of equal width w. The blocks and every `out` start at zero, so every head starts as lm_head. The actor's lm_head
-and embedding table are arguments of the calls, frozen and never copied into the module; it holds trainable tensors only.
+The attention has A parts of equal width w. The blocks and every `out` start at zero, so every head
+starts as lm_head. The actor's lm_head and embedding table are arguments of the calls, frozen and
+never copied into the module; it holds trainable tensors only.
 """
 
 from __future__ import annotations
@@ -50,7 +55,9 @@ SHARED = {
     "cell.step.weight": "cell_step",
     "cell.out.weight": "cell_out",
 }
-"""File key -> parameter that all heads have in common, in the file's order (after those of the heads)."""
+"""File key -> parameter that all heads have in common, in the file's order (after those of the
+heads).
+"""
 STARTS_AT_ZERO = ("markov_out", "mlp_out", "context_out", "cell_out")
 
 
@@ -60,7 +67,8 @@ class Context(NamedTuple):
     Attributes:
         hidden_PD: the states of the pairs.
         ids_P: int64, their tokens.
-        places_Nn: int64, where the pairs at each row's last n positions stand among them, oldest first, its own last; MISSING: nowhere.
+        places_Nn: int64, where the pairs at each row's last n positions stand among them, oldest
+            first, its own last; MISSING: nowhere.
     """
 
     hidden_PD: torch.Tensor
@@ -69,13 +77,16 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, rows_Nn: torch.Tensor, hidden_MD: torch.Tensor, ids_M: torch.Tensor) -> Context:
-        """The pairs that `rows_Nn` (`heads.targets.context_rows`, or some of its rows) names among M."""
+        """The pairs that `rows_Nn` (`heads.targets.context_rows`, or some of its rows) names among
+        M.
+        """
         used_P, places_Nn = used_rows(rows_Nn)
         return cls(hidden_MD[used_P], ids_M[used_P], places_Nn)
 
 
 class FactoredLogits(NamedTuple):
-    """Logits of N rows and K heads, not multiplied out: logits[n, k] = weight[k] features[n, k] + bias_weight[k] bias[n, k].
+    """Logits of N rows and K heads, not multiplied out: logits[n, k] = weight[k] features[n, k] +
+    bias_weight[k] bias[n, k].
 
     Attributes:
         features_NKD: output of the residual blocks.
@@ -102,7 +113,9 @@ class FactoredLogits(NamedTuple):
 
 
 def head_logits(factored: FactoredLogits, head: int, rows: slice) -> torch.Tensor:
-    """logits_NV of one head (index from 0) for some rows: product in the lm_head's dtype, result in float32."""
+    """logits_NV of one head (index from 0) for some rows: product in the lm_head's dtype, result in
+    float32.
+    """
     weight_VD = factored.head_weight(head)
     logits_NV = F.linear(factored.features_NKD[rows, head].to(weight_VD.dtype), weight_VD).float()
     if factored.bias_NKr is not None and factored.bias_weight_KVr is not None:
@@ -124,14 +137,17 @@ class MedusaHeads(nn.Module):
 
     Attributes:
         vocabulary: where the tokens of lm_head and tables are; `heads.parallel` replaces it.
-        temperatures_K: what the logits of each head are divided by when drafts are sampled; not trained by gradients.
+        temperatures_K: what the logits of each head are divided by when drafts are sampled; not
+            trained by gradients.
     """
 
     vocabulary: Vocabulary = WHOLE
     temperatures_K: torch.Tensor
 
     def __init__(self, config: HeadsConfig) -> None:
-        """Zero-start heads; with `lm_head="own"` call `init_own_lm_heads` before use. Random parts use torch's global generator."""
+        """Zero-start heads; with `lm_head="own"` call `init_own_lm_heads` before use. Random parts
+        use torch's global generator.
+        """
         super().__init__()
         self.config = config
         K, D, V = config.num_heads, config.hidden_size, config.vocab_size
@@ -165,7 +181,9 @@ class MedusaHeads(nn.Module):
 
     @property
     def untrained(self) -> bool:
-        """They stand where they start: every head equals lm_head (its own one too, if that is what it was set to)."""
+        """They stand where they start: every head equals lm_head (its own one too, if that is what
+        it was set to).
+        """
         outputs = [
             *self.blocks,
             *(getattr(self, name) for name in STARTS_AT_ZERO if hasattr(self, name)),
@@ -174,7 +192,9 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def init_own_lm_heads(self, lm_head_VD: torch.Tensor) -> None:
-        """Copy the actor's lm_head into every own one. ConfigError when the heads share it instead."""
+        """Copy the actor's lm_head into every own one. ConfigError when the heads share it
+        instead.
+        """
         own_KVD = self._own_lm_heads()
         self.check_table(lm_head_VD, "lm_head")
         own_KVD.copy_(lm_head_VD.expand_as(own_KVD))
@@ -191,11 +211,13 @@ class MedusaHeads(nn.Module):
         embedding_VD: torch.Tensor | None = None,
         context: Context | None = None,
     ) -> torch.Tensor:
-        """What lm_head reads, before the product: hidden `...D` -> features `...KD`, in the heads' dtype.
+        """What lm_head reads, before the product: hidden `...D` -> features `...KD`, in the heads'
+        dtype.
 
         Args:
             hidden: h_t after the actor's last norm.
-            condition: int64 `...K`, the tokens since h_t, oldest first (`heads.targets.condition_ids`); conditioned kinds only.
+            condition: int64 `...K`, the tokens since h_t, oldest first
+                (`heads.targets.condition_ids`); conditioned kinds only.
             embedding_VD: the actor's embedding table; kind hydra only.
             context: the pairs before, for each of the N rows; heads with a context only.
         """
@@ -244,7 +266,9 @@ class MedusaHeads(nn.Module):
         embedding_VD: torch.Tensor | None = None,
         context: Context | None = None,
     ) -> FactoredLogits:
-        """All logits in factored form, which the chunked losses take. Arguments as in `forward`; leading dims become N."""
+        """All logits in factored form, which the chunked losses take. Arguments as in `forward`;
+        leading dims become N.
+        """
         features = self.features(
             hidden, condition=condition, embedding_VD=embedding_VD, context=context
         )
@@ -278,9 +302,11 @@ class MedusaHeads(nn.Module):
             hidden: h_t after the actor's last norm.
             lm_head_VD: the actor's lm_head; needed when the heads share it.
             condition: int64 `...K`, the tokens since h_t (conditioned kinds), or instead
-            next_ids_BT: int64, one row of it one sequence: the token that lm_head predicts from each h_t.
+            next_ids_BT: int64, one row of it one sequence: the token that lm_head predicts from
+                each h_t.
             embedding_VD: the actor's embedding table; kind hydra only.
-            context: the pairs before each row (heads with a context); with `next_ids_BT` all of the row's own sequence.
+            context: the pairs before each row (heads with a context); with `next_ids_BT` all of the
+                row's own sequence.
         """
         if condition is None and next_ids_BT is not None and self.config.conditioned:
             condition = condition_ids(
@@ -303,7 +329,8 @@ class MedusaHeads(nn.Module):
             *hidden.shape[:-1], self.config.num_heads, self.config.vocab_size
         )
 
-    # ---- parts ----------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------------------
 
     def _with_context(
         self,
@@ -322,7 +349,8 @@ class MedusaHeads(nn.Module):
         query_NAw = F.linear(
             torch.cat([rms_normalise(base_ND), embedded_ND], -1), self.context_in[:D]
         ).unflatten(-1, (parts, -1))
-        # Looked up as an embedding is: its gradient is added up several times as fast as that of an index.
+        # Looked up as an embedding is: its gradient is added up several times as fast as that of an
+        # index.
         key_NnAw, value_NnAw = (
             F.embedding(context.places_Nn.clamp_min(0), kept_P2D)
             .unflatten(-1, (2, parts, -1))
@@ -366,7 +394,9 @@ class MedusaHeads(nn.Module):
         return hidden.reshape(-1, width).to(self.dtype)
 
     def check_table(self, table_VD: torch.Tensor, name: str) -> None:
-        """ConfigError when a table of the actor's is not of the size that the heads were made for."""
+        """ConfigError when a table of the actor's is not of the size that the heads were made
+        for.
+        """
         expected = (self.config.vocab_size, self.config.hidden_size)
         if tuple(table_VD.shape) != expected:
             problem, do = f"The {name} does not fit the heads.", "Use heads of this actor."
@@ -415,10 +445,13 @@ class MedusaHeads(nn.Module):
             )
         return context
 
-    # ---- state in the file's key names ------------------------------------------------------------------------------------
+    # ---- state in the file's key names
+    # ------------------------------------------------------------------------------------
 
     def trainable_views(self) -> dict[str, torch.Tensor]:
-        """File key -> view of the parameter it lives in; the keys and their order are those of `config.tensor_shapes()`."""
+        """File key -> view of the parameter it lives in; the keys and their order are those of
+        `config.tensor_shapes()`.
+        """
         tables = {
             name: getattr(self, attribute)
             for name, attribute in STACKED.items()
@@ -438,7 +471,9 @@ class MedusaHeads(nn.Module):
         }
 
     def trainable_state(self) -> dict[str, torch.Tensor]:
-        """A copy of all trainable tensors under the file's key names (stock vLLM's for kind medusa), and of temperatures that are not 1."""
+        """A copy of all trainable tensors under the file's key names (stock vLLM's for kind
+        medusa), and of temperatures that are not 1.
+        """
         state = {name: view.clone() for name, view in self.trainable_views().items()}
         return state | (
             {TEMPERATURES: self.temperatures_K.clone()}
@@ -448,7 +483,9 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def load_trainable_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy `state` into the parameters in place; without temperatures these are 1. All must match exactly, or nothing is copied."""
+        """Copy `state` into the parameters in place; without temperatures these are 1. All must
+        match exactly, or nothing is copied.
+        """
         views = self.trainable_views() | (
             {TEMPERATURES: self.temperatures_K} if TEMPERATURES in state else {}
         )
@@ -479,13 +516,16 @@ class MedusaHeads(nn.Module):
 
 
 def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: float) -> torch.Tensor:
-    """Scale each head's gradient to at most `clip_norm` (Euclidean), whatever the other heads' are; and that of what they share.
+    """Scale each head's gradient to at most `clip_norm` (Euclidean), whatever the other heads' are;
+    and that of what they share.
 
     Args:
-        named: parameters of MedusaHeads: stacked `[K, ...]`, `mlp_in.{k}` of one head, or in common (`SHARED`).
+        named: parameters of MedusaHeads: stacked `[K, ...]`, `mlp_in.{k}` of one head, or in common
+            (`SHARED`).
 
     Returns:
-        Norm of each head's gradient before clipping, float32 `K`; one more where heads share something.
+        Norm of each head's gradient before clipping, float32 `K`; one more where heads share
+        something.
     """
     by_head: list[list[torch.Tensor]] = [[] for _ in range(num_heads)]
     shared: list[torch.Tensor] = []

@@ -1,19 +1,23 @@
-"""Draft heads whose vocabulary is spread over tensor-parallel ranks: each holds some rows of lm_head and tables, none gathers logits.
+"""Draft heads whose vocabulary is spread over tensor-parallel ranks: each holds some rows of
+lm_head and tables, none gathers logits.
 
-Shape letters: N ids or rows, C rows of one chunk, V vocabulary rows held here, W ranks, K heads, D hidden.
+Shape letters: N ids or rows, C rows of one chunk, V vocabulary rows held here, W ranks, K heads, D
+hidden.
 
-Rank i holds the tokens `first ... first + rows - 1`, as vocabulary-parallel layers do (Megatron's `output_layer.weight` without its
-padding is used as it is). Residual blocks and MLPs are whole on every rank, and stay equal because every rank sees the same gradient.
-What crosses between ranks, per row of one head: the largest logit, the sum of exponentials and the target's logit (one number each),
-and once per backward pass the gradient of the features, D numbers. The losses are those of heads/losses.py:
+Rank i holds the tokens `first ... first + rows - 1`, as vocabulary-parallel layers do (Megatron's
+`output_layer.weight` without its padding is used as it is). Residual blocks and MLPs are whole on
+every rank, and stay equal because every rank sees the same gradient. What crosses between ranks,
+per row of one head: the largest logit, the sum of exponentials and the target's logit (one number
+each), and once per backward pass the gradient of the features, D numbers. The losses are those of
+heads/losses.py:
 
     vocabulary = ShardedVocabulary(V, group)
     heads = ParallelHeads.shard(heads, vocabulary)
-    loss_K = head_loss(heads.factored(hidden, lm_head_shard), targets, mask, config, vocabulary=vocabulary)
-    loss_K.sum().backward()
-    heads.clip_gradients(1.0)
+    loss_K = head_loss(heads.factored(hidden, lm_head_shard), targets, mask, config,
+    vocabulary=vocabulary) loss_K.sum().backward() heads.clip_gradients(1.0)
 
-Logits that `forward` and `multiply_out` return are this rank's columns; autograd through them gives a part of a gradient.
+Logits that `forward` and `multiply_out` return are this rank's columns; autograd through them gives
+a part of a gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ KEY_BITS = 32
 
 
 class ShardedVocabulary(Vocabulary):
-    """The operations of `Vocabulary` across the ranks of a process group. Every rank calls them in the same order, with the same rows.
+    """The operations of `Vocabulary` across the ranks of a process group. Every rank calls them in
+    the same order, with the same rows.
 
     Attributes:
         size: tokens of the whole vocabulary.
@@ -51,7 +56,8 @@ class ShardedVocabulary(Vocabulary):
         Args:
             size: tokens of the whole vocabulary, padding left out.
             group: the tensor-parallel ranks.
-            rows_per_rank: rows of a rank with padding, as Megatron cuts the table; 0: size / ranks, rounded up.
+            rows_per_rank: rows of a rank with padding, as Megatron cuts the table; 0: size / ranks,
+                rounded up.
         """
         self.size, self._group = size, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -112,7 +118,9 @@ class ShardedVocabulary(Vocabulary):
         )
 
     def truncate(self, logits_CV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-        """Ties with the last token that is kept are kept (the whole vocabulary's top-p keeps some of them)."""
+        """Ties with the last token that is kept are kept (the whole vocabulary's top-p keeps some
+        of them).
+        """
         if 0 < top_k < self.size:
             best_CK = torch.full(
                 (logits_CV.shape[0], min(top_k, self.rows_per_rank)),
@@ -127,7 +135,9 @@ class ShardedVocabulary(Vocabulary):
         return logits_CV if top_p >= 1.0 else self._top_p(logits_CV, top_p)
 
     def _top_p(self, logits_CV: torch.Tensor, top_p: float) -> torch.Tensor:
-        """Bisection on the bits of the lowest logit that stays: as many sums of one number per row as a float has bits."""
+        """Bisection on the bits of the lowest logit that stays: as many sums of one number per row
+        as a float has bits.
+        """
         mass_CV, keys_CV = self.log_softmax(logits_CV).exp().double(), _ordered_bits(logits_CV)
         high_C = self._reduce(keys_CV.amax(-1), dist.ReduceOp.MAX)
         low_C = torch.full_like(high_C, -(1 << (KEY_BITS - 1)))
@@ -171,7 +181,9 @@ class ShardedVocabulary(Vocabulary):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks; each rank's part gets the gradient of the sum, which is the same everywhere."""
+    """Sum over ranks; each rank's part gets the gradient of the sum, which is the same
+    everywhere.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -185,9 +197,11 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class ParallelHeads(MedusaHeads):
-    """One rank's share of a set of heads. `config` has the sizes of the share, `whole_config` those of the whole.
+    """One rank's share of a set of heads. `config` has the sizes of the share, `whole_config` those
+    of the whole.
 
-    lm_head and embedding table are passed to its methods as this rank's rows, without padding (`ShardedVocabulary.own_rows`).
+    lm_head and embedding table are passed to its methods as this rank's rows, without padding
+    (`ShardedVocabulary.own_rows`).
     """
 
     vocabulary: ShardedVocabulary
@@ -218,7 +232,9 @@ class ParallelHeads(MedusaHeads):
     def load(
         cls, path: str | Path, vocabulary: ShardedVocabulary, **actor: int
     ) -> tuple[ParallelHeads, HeadsMetadata]:
-        """This rank's share of a native directory, whatever tensor-parallel size wrote it; arguments and errors of `load_heads`."""
+        """This rank's share of a native directory, whatever tensor-parallel size wrote it;
+        arguments and errors of `load_heads`.
+        """
         heads, metadata = load_heads(path, **actor)
         return cls.shard(heads, vocabulary), metadata
 
@@ -230,7 +246,9 @@ class ParallelHeads(MedusaHeads):
         }
 
     def whole_heads(self) -> MedusaHeads:
-        """The whole set, on every rank; for `heads.checkpoint.save_heads` on one of them. All ranks must call it."""
+        """The whole set, on every rank; for `heads.checkpoint.save_heads` on one of them. All ranks
+        must call it.
+        """
         heads = MedusaHeads(self.whole_config).to(self.dtype)
         state = self.trainable_state()
         heads.load_trainable_state(
@@ -243,8 +261,10 @@ class ParallelHeads(MedusaHeads):
 
     @torch.no_grad()
     def clip_gradients(self, clip_norm: float) -> torch.Tensor:
-        """Scale each head's gradient to at most `clip_norm`, and that of what they share; the norms before, float32 `K` and one more where
-        they share something, are those of the whole heads on every rank."""
+        """Scale each head's gradient to at most `clip_norm`, and that of what they share; the norms
+        before, float32 `K` and one more where they share something, are those of the whole heads on
+        every rank.
+        """
         heads = self.config.num_heads
         squares_K = torch.zeros(2, heads + bool(self.config.context), device=self.blocks[0].device)
         parts: list[tuple[int, torch.Tensor]] = []

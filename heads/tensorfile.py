@@ -1,6 +1,8 @@
-"""Safetensors files as this package writes and reads them: atomic, checked against their own header, finite, without pickle.
+"""Safetensors files as this package writes and reads them: atomic, checked against their own
+header, finite, without pickle.
 
-Files from disk are treated as hostile: the header's claims are compared with the file's size before anything is allocated.
+Files from disk are treated as hostile: the header's claims are compared with the file's size before
+anything is allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from heads.errors import CheckpointError
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_HEADS_HEADER_BYTES = 1 << 20
-"""Header of a file of heads: room for 8,000 tensors. Parsing JSON takes about 50 times its size, so this bounds memory too."""
+"""Header of a file of heads: room for 8,000 tensors. Parsing JSON takes about 50 times its size, so
+this bounds memory too.
+"""
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 STATE_DTYPES = {
     **FLOAT_DTYPES,
@@ -51,7 +55,8 @@ def save_state(path: str | Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 class StateWriter:
-    """Writes a safetensors file tensor by tensor, in any order, so that nobody holds the whole of it. A context manager.
+    """Writes a safetensors file tensor by tensor, in any order, so that nobody holds the whole of
+    it. A context manager.
 
     The file appears, complete, when the block ends well.
     """
@@ -97,7 +102,9 @@ class StateWriter:
         return self
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor, in the dtype that was announced. CheckpointError for one that is not expected or not finite."""
+        """Write one tensor, in the dtype that was announced. CheckpointError for one that is not
+        expected or not finite.
+        """
         dtype, shape = self._entries.get(name, (None, None))
         if name not in self._waiting or tuple(tensor.shape) != shape:
             given, expected = f"{name} {tuple(tensor.shape)}", f"shape {shape}, once"
@@ -160,7 +167,9 @@ def tensor_digest(name: str, tensor: torch.Tensor) -> str:
 
 
 def joint_checksum(digests: Mapping[str, str]) -> str:
-    """SHA-256 (hex) over `tensor_digest` of each name, sorted: of tensors that come in any order, and never all at once."""
+    """SHA-256 (hex) over `tensor_digest` of each name, sorted: of tensors that come in any order,
+    and never all at once.
+    """
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
 
@@ -170,7 +179,9 @@ def tensorwise_checksum(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def crc(state: Mapping[str, torch.Tensor]) -> int:
-    """CRC-32 over the bytes in the order of sorted names: several times as quick as `checksum`, for bytes that someone has checked."""
+    """CRC-32 over the bytes in the order of sorted names: several times as quick as `checksum`, for
+    bytes that someone has checked.
+    """
     value = 0
     for name in sorted(state):
         value = zlib.crc32(_bytes(state[name]), value)
@@ -178,7 +189,9 @@ def crc(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """No NaN or infinity among floating-point values. Told by their extremes, which pass both on, in an eighth of `isfinite`'s time."""
+    """No NaN or infinity among floating-point values. Told by their extremes, which pass both on,
+    in an eighth of `isfinite`'s time.
+    """
     return not tensor.numel() or bool(
         torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all()
     )
@@ -194,7 +207,8 @@ def require_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
 
 
 def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Tensor]:
-    """Read a file written by `save_state`. CheckpointError when it is damaged or holds NaN or infinity.
+    """Read a file written by `save_state`. CheckpointError when it is damaged or holds NaN or
+    infinity.
 
     Args:
         finite: someone has looked for NaN and infinity already.
@@ -260,9 +274,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder, which must be a plain name, and no link that leads out of the folder.
+    """The file `name` of a folder, which must be a plain name, and no link that leads out of the
+    folder.
 
-    A hub cache links its snapshots' files to blobs beside them (snapshots/REVISION/NAME -> blobs/DIGEST): those links are followed.
+    A hub cache links its snapshots' files to blobs beside them (snapshots/REVISION/NAME ->
+    blobs/DIGEST): those links are followed.
     """
     path = folder / name
     if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
@@ -291,7 +307,9 @@ def _damaged(
 
 
 def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
-    """Tensor name -> (dtype code, shape), after checking that the header's own claims fit the file's size."""
+    """Tensor name -> (dtype code, shape), after checking that the header's own claims fit the
+    file's size.
+    """
     size = regular_size(path)
     with path.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")

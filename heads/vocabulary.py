@@ -1,7 +1,8 @@
-"""Everything that reads or sums over all tokens of the vocabulary, when one process holds it whole; heads/parallel.py has the same
-for a vocabulary that is spread over ranks.
+"""Everything that reads or sums over all tokens of the vocabulary, when one process holds it whole;
+heads/parallel.py has the same for a vocabulary that is spread over ranks.
 
-Shape letters: N ids, C rows, V vocabulary (here: the part that this process holds, which is all of it), D width of a table.
+Shape letters: N ids, C rows, V vocabulary (here: the part that this process holds, which is all of
+it), D width of a table.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ if TYPE_CHECKING:  # It reads this file.
 
 
 def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """Logits (already divided by the temperature) with -inf for what top-k (0: off), then top-p (1: off), leave out.
+    """Logits (already divided by the temperature) with -inf for what top-k (0: off), then top-p (1:
+    off), leave out.
 
-    Ties with the k-th logit are kept. Top-p keeps the likeliest tokens until their mass reaches `top_p`, at least one.
+    Ties with the k-th logit are kept. Top-p keeps the likeliest tokens until their mass reaches
+    `top_p`, at least one.
     """
     vocabulary = logits_NV.shape[-1]
     if 0 < top_k < vocabulary:
@@ -37,7 +40,9 @@ def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0)
 def of_tokens(
     factored: FactoredLogits, ids_W: torch.Tensor, rows_WD: torch.Tensor | None = None
 ) -> FactoredLogits:
-    """Logits of some tokens alone, in their order. `rows_WD`: their rows of the shared lm_head, where they were looked up before."""
+    """Logits of some tokens alone, in their order. `rows_WD`: their rows of the shared lm_head,
+    where they were looked up before.
+    """
     out = factored.bias_weight_KVr
     return factored._replace(
         weight=factored.weight[..., ids_W, :] if rows_WD is None else rows_WD,
@@ -46,14 +51,18 @@ def of_tokens(
 
 
 class Vocabulary:
-    """The operations of losses and replay that need every token. The arithmetic around them is the same wherever the tokens are."""
+    """The operations of losses and replay that need every token. The arithmetic around them is the
+    same wherever the tokens are.
+    """
 
     def width(self, held: int) -> int:
         """Most tokens that any process holds, when this one holds `held`."""
         return held
 
     def chunk_rows(self, table_VD: torch.Tensor) -> int:
-        """Rows whose logits are computed at once with this process's lm_head; as many in all processes."""
+        """Rows whose logits are computed at once with this process's lm_head; as many in all
+        processes.
+        """
         return max(
             1,
             (GPU_CHUNK if table_VD.device.type == "cuda" else CPU_CHUNK)
@@ -95,7 +104,9 @@ class Vocabulary:
         return truncate_logits(logits_CV, top_k, top_p)
 
     def sum_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of something that every rank has whole, of which each rank knows what its own tokens ask for."""
+        """The gradient of something that every rank has whole, of which each rank knows what its
+        own tokens ask for.
+        """
         return gradient
 
 

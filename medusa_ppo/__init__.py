@@ -1,4 +1,6 @@
-"""medusa-ppo: Medusa draft heads for the actor of a PPO loop, trained while it runs, served by vLLM."""
+"""medusa-ppo: Medusa draft heads for the actor of a PPO loop, trained while it runs, served by
+vLLM.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The settings of a run: typed, with every default in this one place (no torch). What reads files stands in `config_file`.
+"""The settings of a run: typed, with every default in this one place (no torch). What reads files
+stands in `config_file`.
 
-`null` is the one way to say "none" or "by itself"; what follows from the hardware then is decided in `medusa_ppo.hardware`. Fields that
-contradict each other fail at load.
+`null` is the one way to say "none" or "by itself"; what follows from the hardware then is decided
+in `medusa_ppo.hardware`. Fields that contradict each other fail at load.
 """
 
 from __future__ import annotations
@@ -43,19 +44,25 @@ class ModelConfig(Section):
     """The actor and what the critic starts from."""
 
     path: Text = "demo"
-    """Folder or hub name of a transformers causal LM; `demo`: the embedded actor, `demo-grown`: the same, as slow as 20M parameters."""
+    """Folder or hub name of a transformers causal LM; `demo`: the embedded actor, `demo-grown`: the
+    same, as slow as 20M parameters.
+    """
     critic_path: Text | None = None
     """Folder or hub name that the critic starts from, or `demo`; null: the actor's own weights."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of products in the PPO update; null: bfloat16 on a GPU that has it, else float32. Weights, sums and optimizer stay float32 (a
-    Megatron actor multiplies with bfloat16 copies of its weights)."""
+    """Dtype of products in the PPO update; null: bfloat16 on a GPU that has it, else float32.
+    Weights, sums and optimizer stay float32 (a Megatron actor multiplies with bfloat16 copies of
+    its weights).
+    """
 
 
 class ActorConfig(Section):
     """What trains the actor, and on how many processes."""
 
     backend: Literal["transformers", "megatron"] = "transformers"
-    """`transformers`: in the loop's own process; `megatron`: megatron-core, on processes that Ray starts."""
+    """`transformers`: in the loop's own process; `megatron`: megatron-core, on processes that Ray
+    starts.
+    """
     tensor_parallel: Count = 1
     """Ranks that share each layer (backend `megatron`)."""
     pipeline_parallel: Count = 1
@@ -65,13 +72,19 @@ class ActorConfig(Section):
     data_parallel: Count = 1
     """Copies of the whole, each with its share of the sequences (backend `megatron`)."""
     sequence_parallel: bool = False
-    """Tensor-parallel ranks share the tokens, too, where they would all compute the same (backend `megatron`)."""
+    """Tensor-parallel ranks share the tokens, too, where they would all compute the same (backend
+    `megatron`).
+    """
     distributed_optimizer: bool = False
-    """Each copy keeps moments and float32 weights of its share of the parameters only (backend `megatron`)."""
+    """Each copy keeps moments and float32 weights of its share of the parameters only (backend
+    `megatron`).
+    """
     resource: Text | None = None
     """Ray resource of the nodes for the actor's ranks (`ray start --resources`); null: any node."""
     imports: Text | None = None
-    """Python module that each rank imports before it builds its part, e.g. to replace layers of Megatron's; null: none."""
+    """Python module that each rank imports before it builds its part, e.g. to replace layers of
+    Megatron's; null: none.
+    """
 
     @property
     def ranks(self) -> int:
@@ -87,16 +100,22 @@ class DataConfig(Section):
     """Where prompts and reference answers come from."""
 
     path: Text = "demo"
-    """Local JSONL, Parquet, CSV or text file, or a hub name; `demo` is the generated arithmetic task."""
+    """Local JSONL, Parquet, CSV or text file, or a hub name; `demo` is the generated arithmetic
+    task.
+    """
     split: Text = "train"
     """Split of a hub dataset; `train[:1000]` takes the first thousand rows, of a file as well."""
     template: Text = "{prompt}"
     """The prompt, with the row's fields in braces, e.g. 'Question: {question}\\nAnswer:'."""
     answer_column: Text | None = "answer"
-    """Column with the reference answer that the reward reads; null: none. A reward model reads none, so a missing column is none then."""
+    """Column with the reference answer that the reward reads; null: none. A reward model reads
+    none, so a missing column is none then.
+    """
     images: Text | None = None
-    """Column with each row's image, or a list of them: paths (from the data file's folder), or files' bytes as `datasets` has them. For a
-    vision-language actor; the template's text is then a user's message in the model's chat template. null: none."""
+    """Column with each row's image, or a list of them: paths (from the data file's folder), or
+    files' bytes as `datasets` has them. For a vision-language actor; the template's text is then a
+    user's message in the model's chat template. null: none.
+    """
     max_prompt_tokens: Count = 256
     """Longer prompts are left out and counted; an image's tokens count too."""
     eval_path: Text | None = None
@@ -104,7 +123,9 @@ class DataConfig(Section):
     eval_split: Text = "test"
     """Split of the evaluation (with ppo.eval_every)."""
     ptx_path: Text | None = None
-    """Texts to go on learning by heart beside PPO (with ppo.ptx_coefficient): a column `text`, or a text file; null: none."""
+    """Texts to go on learning by heart beside PPO (with ppo.ptx_coefficient): a column `text`, or a
+    text file; null: none.
+    """
 
 
 class SamplingConfig(Section):
@@ -126,41 +147,69 @@ class EngineConfig(Section):
     """vLLM, and how it drafts."""
 
     backend: Text = COLOCATED
-    """`colocated`: vLLM in a Ray actor; `server`: `vllm serve` on this node, started by us; or running servers' addresses, with commas."""
+    """`colocated`: vLLM in a Ray actor; `server`: `vllm serve` on this node, started by us; or
+    running servers' addresses, with commas.
+    """
     runner: Literal["v1", "v2"] = "v1"
-    """vLLM's model runner where heads draft; `v2` (vLLM 0.29 or 0.32, never on a GPU) takes none of the four keys that say v1 below."""
+    """vLLM's model runner where heads draft; `v2` (vLLM 0.29 or 0.32, never on a GPU) takes none of
+    the four keys that say v1 below.
+    """
     replicas: Count = 1
-    """Engines that share the rollouts; each takes the threads, memory and GPUs that this section names."""
+    """Engines that share the rollouts; each takes the threads, memory and GPUs that this section
+    names.
+    """
     resource: Text | None = None
-    """Ray resource of the nodes for engines (`ray start --resources`); null: any node (backend `colocated` only)."""
+    """Ray resource of the nodes for engines (`ray start --resources`); null: any node (backend
+    `colocated` only).
+    """
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the engine's copy of the actor; null: as model.dtype."""
     transfer: Literal["file", "broadcast"] = "file"
-    """How engines get a new actor: as a `file`, or by `broadcast` in buckets to all at once (NCCL or gloo; backend `colocated` only)."""
+    """How engines get a new actor: as a `file`, or by `broadcast` in buckets to all at once (NCCL
+    or gloo; backend `colocated` only).
+    """
     max_num_seqs: Count = 32
     """Most sequences that run at once."""
     max_model_len: int | None = Field(None, ge=8)
-    """Longest prompt plus response, in tokens; null: what data and sampling allow together (512 where another loop brings the prompts)."""
+    """Longest prompt plus response, in tokens; null: what data and sampling allow together (512
+    where another loop brings the prompts).
+    """
     memory_fraction: float | None = Field(None, gt=0, le=1)
-    """Share of the GPU for the engine; null: 0.35 where one engine and PPO have one GPU, else 0.9 (CPU build: what it needs)."""
+    """Share of the GPU for the engine; null: 0.35 where one engine and PPO have one GPU, else 0.9
+    (CPU build: what it needs).
+    """
     enforce_eager: bool | None = None
-    """Skip torch.compile and CUDA graphs: quick start, slower steps; null: on a CPU, and not on a GPU."""
+    """Skip torch.compile and CUDA graphs: quick start, slower steps; null: on a CPU, and not on a
+    GPU.
+    """
     sleep_level: Literal[1, 2] | None = None
-    """Let the engine sleep while PPO scores and updates: 1 moves its weights to the host, 2 throws them away; null: it stays awake."""
+    """Let the engine sleep while PPO scores and updates: 1 moves its weights to the host, 2 throws
+    them away; null: it stays awake.
+    """
     threads: Count | None = None
     """CPU threads of the engine (CPU build); null: all cores, shared among the replicas."""
     num_drafts: int | None = Field(None, ge=0)
     """Draft tokens per step; null: as many as there are heads."""
     draft_temperature: float = Field(1.0, ge=0)
-    """0: one-hot drafts; above: drafts sampled at this temperature times the request's and each head's own. Both are lossless."""
+    """0: one-hot drafts; above: drafts sampled at this temperature times the request's and each
+    head's own. Both are lossless.
+    """
     choose_drafts: bool = False
-    """Choose the number of drafts (up to num_drafts) for each step from measured costs and acceptance (runner v1)."""
+    """Choose the number of drafts (up to num_drafts) for each step from measured costs and
+    acceptance (runner v1).
+    """
     draft_vocab: int | None = Field(None, ge=0)
-    """Draft from so many of the most frequent tokens seen so far; 0: all; null: 8,192 of 32,768 or more (lm_head shared, runner v1)."""
+    """Draft from so many of the most frequent tokens seen so far; 0: all; null: 8,192 of 32,768 or
+    more (lm_head shared, runner v1).
+    """
     memory_bytes: int | None = Field(None, ge=0)
-    """Bytes of earlier responses kept by prompt, which sampled drafts are also drawn from (runner v1); null or 0: none."""
+    """Bytes of earlier responses kept by prompt, which sampled drafts are also drawn from (runner
+    v1); null or 0: none.
+    """
     stop_below: float | None = Field(None, gt=0, lt=1)
-    """A run of sampled drafts ends before one whose chance to be accepted is estimated below this (runner v1); null: never."""
+    """A run of sampled drafts ends before one whose chance to be accepted is estimated below this
+    (runner v1); null: never.
+    """
     extra: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for vLLM's engine, passed on as they are."""
 
@@ -191,11 +240,15 @@ class HeadsSection(Section):
     path: Text | None = None
     """Native heads directory to start from; null: start at zero (every head equals lm_head)."""
     kind: Literal["medusa", "markov", "hydra"] = "hydra"
-    """Heads read the hidden state (`medusa`), the token before as well (`markov`), or all tokens since (`hydra`)."""
+    """Heads read the hidden state (`medusa`), the token before as well (`markov`), or all tokens
+    since (`hydra`).
+    """
     num_heads: Count = 4
     """K, the number of heads."""
     context: int = Field(16, ge=0)
-    """Last positions of the response that heads of kind `hydra` attend to, beside the state that they stand at; 0: none."""
+    """Last positions of the response that heads of kind `hydra` attend to, beside the state that
+    they stand at; 0: none.
+    """
     lm_head: Literal["shared", "own"] = "shared"
     """`shared`: the actor's lm_head, frozen; `own`: one trainable lm_head per head."""
 
@@ -219,28 +272,46 @@ class CompanionConfig(Section):
     learning_rate: float = Field(2e-3, gt=0)
     """AdamW step size."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of its products; null: bfloat16 on a GPU or CPU that has it, else float32. Weights, sums and optimizer stay float32."""
+    """Dtype of its products; null: bfloat16 on a GPU or CPU that has it, else float32. Weights,
+    sums and optimizer stay float32.
+    """
     batch_positions: Count = 2048
     """Positions per optimizer step, of all workers together."""
     epochs: Count = 2
-    """Most passes over each rollout batch; as many are made as gain more seconds than they lose (all with `wait` or ppo.staleness)."""
+    """Most passes over each rollout batch; as many are made as gain more seconds than they lose
+    (all with `wait` or ppo.staleness).
+    """
     position_share: float = Field(1.0, gt=0, le=1)
     """Share of the positions of each batch that is trained on, drawn at random in blocks."""
     queue_bytes: Count = 2 * 1024**3
-    """Byte budget of batches on their way, waiting and in training together (and twice as much of those kept for replay). Of a batch that
-    is more than half of it a sample is taken; when it is full the oldest that waits goes and is counted."""
+    """Byte budget of batches on their way, waiting and in training together (and twice as much of
+    those kept for replay). Of a batch that is more than half of it a sample is taken; when it is
+    full the oldest that waits goes and is counted.
+    """
     wait: bool = False
-    """Wait for the companion before each generation: repeatable, also after --resume, but its time is no longer hidden."""
+    """Wait for the companion before each generation: repeatable, also after --resume, but its time
+    is no longer hidden.
+    """
     replay_versions: int = Field(0, ge=0)
-    """Policy versions for which a batch is trained on again beside newer ones, by half as much with each."""
+    """Policy versions for which a batch is trained on again beside newer ones, by half as much with
+    each.
+    """
     gate_confidence: float = Field(0.9, gt=0.5, lt=1)
-    """How sure (one-sided) a candidate must be better on the holdout than the serving heads before it is published."""
+    """How sure (one-sided) a candidate must be better on the holdout than the serving heads before
+    it is published.
+    """
     upper_mark_every: Count | None = None
-    """Batches between two upper marks: heads fitted on and on to that very batch, the most it could give on its holdout; null: never."""
+    """Batches between two upper marks: heads fitted on and on to that very batch, the most it could
+    give on its holdout; null: never.
+    """
     cores: tuple[int, ...] | None = None
-    """CPU cores that each worker is pinned to, a thread on each; null: any, with threads for a quarter of them (all with `resource`)."""
+    """CPU cores that each worker is pinned to, a thread on each; null: any, with threads for a
+    quarter of them (all with `resource`).
+    """
     num_gpus: float | None = Field(None, ge=0)
-    """GPUs of each worker; null: a tenth, where so much is free. A single worker with a share of one leaves it between batches."""
+    """GPUs of each worker; null: a tenth, where so much is free. A single worker with a share of
+    one leaves it between batches.
+    """
     workers: Count = 1
     """Processes that share each batch and every optimizer step; the heads come out the same."""
     resource: Text | None = None
@@ -248,7 +319,9 @@ class CompanionConfig(Section):
 
     @property
     def offload(self) -> bool:
-        """A companion that has a share of a GPU leaves it to others between batches; several workers keep their place."""
+        """A companion that has a share of a GPU leaves it to others between batches; several
+        workers keep their place.
+        """
         return self.workers == 1 and 0 < (self.num_gpus or 0) < 1
 
     @property
@@ -258,7 +331,9 @@ class CompanionConfig(Section):
 
     @property
     def saves_replay(self) -> bool:
-        """Batches kept for replay are part of the saved state: a run that waits is one that must repeat to the bit."""
+        """Batches kept for replay are part of the saved state: a run that waits is one that must
+        repeat to the bit.
+        """
         return self.wait and self.workers == 1
 
 
@@ -266,17 +341,25 @@ class ReportConfig(Section):
     """What is measured besides."""
 
     compare_pairs: Count | None = None
-    """After the last step, so many pairs: rollouts and PPO steps with the plugin, and without it (an engine at vLLM's defaults)."""
+    """After the last step, so many pairs: rollouts and PPO steps with the plugin, and without it
+    (an engine at vLLM's defaults).
+    """
     speed_every: Count | None = None
-    """Every n-th step the same prompts are also generated without drafting, in turn, by the same engine, and timed; null: never."""
+    """Every n-th step the same prompts are also generated without drafting, in turn, by the same
+    engine, and timed; null: never.
+    """
     speed_prompts: Count | None = None
     """Prompts of such a pair; null: the step's own."""
     trackers: tuple[str, ...] = ()
-    """Where each step's figures go beside metrics.jsonl: any of tensorboard, wandb, trackio, ray (Prometheus)."""
+    """Where each step's figures go beside metrics.jsonl: any of tensorboard, wandb, trackio, ray
+    (Prometheus).
+    """
     project: str = "medusa-ppo"
     """Project under which wandb and trackio show the run."""
     keep_rollouts: Count | None = None
-    """Write the rollouts of the last n steps to RUN/rollouts, for `medusa-ppo train --data RUN/rollouts`; null: none."""
+    """Write the rollouts of the last n steps to RUN/rollouts, for `medusa-ppo train --data
+    RUN/rollouts`; null: none.
+    """
 
     @field_validator("trackers")
     @classmethod
@@ -325,8 +408,10 @@ class RunConfig(Section):
 
     @property
     def must_pay(self) -> bool:
-        """How much the companion trains follows from measured seconds: not where the loop waits for it, since no run repeats them, nor
-        where the engine writes ahead, since they are booked one after the other."""
+        """How much the companion trains follows from measured seconds: not where the loop waits for
+        it, since no run repeats them, nor where the engine writes ahead, since they are booked one
+        after the other.
+        """
         return not (self.companion.wait or self.ppo.staleness)
 
     @model_validator(mode="after")
@@ -342,7 +427,9 @@ class RunConfig(Section):
 
 
 def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """Fields that contradict each other, at load and not at step 300: the problem, their keys, what is expected, what to do."""
+    """Fields that contradict each other, at load and not at step 300: the problem, their keys, what
+    is expected, what to do.
+    """
     engine, heads, ppo, megatron = (
         config.engine,
         config.heads,
@@ -443,7 +530,10 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
         )
     if config.companion.workers > 1 and config.companion.position_share < 1:
         keys = ("companion.workers", "companion.position_share")
-        problem = "A companion that trains on a share of the positions has one worker only: others have only a part of each batch."
+        problem = (
+            "A companion that trains on a share of the positions has one worker only: others have"
+            " only a part of each batch."
+        )
         yield (
             problem,
             keys,
@@ -476,7 +566,10 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
             "Correct one of the two.",
         )
     if config.report.compare_pairs and engine.addresses:
-        problem = "A run that is compared starts an engine without heads of its own, and can't do so at your server."
+        problem = (
+            "A run that is compared starts an engine without heads of its own, and can't do so at"
+            " your server."
+        )
         do = "Set report.compare_pairs=null, or let the engine be started."
         yield (
             problem,
@@ -489,7 +582,8 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
 def load_config(
     path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """Read a preset or a YAML file with what it extends, apply `key=value` overrides (dotted keys), and check the result.
+    """Read a preset or a YAML file with what it extends, apply `key=value` overrides (dotted keys),
+    and check the result.
 
     Raises:
         ConfigError: unknown key, wrong type, contradiction, unreadable file.

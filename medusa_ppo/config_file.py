@@ -1,4 +1,6 @@
-"""Settings from outside: YAML files that extend one another, `key=value` pairs, and keys of earlier releases (no torch)."""
+"""Settings from outside: YAML files that extend one another, `key=value` pairs, and keys of earlier
+releases (no torch).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Section(BaseModel):
 
 EXTENDS = "extends"
 NO_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError)
-"""What PyYAML raises: its own errors, and Python's for a date that is none, a number of 5,000 digits, a tag that does not fit."""
+"""What PyYAML raises: its own errors, and Python's for a date that is none, a number of 5,000
+digits, a tag that does not fit.
+"""
 DEEPEST, LARGEST = 32, 1 << 20
 NONE = "null"
 STOOD_FOR_NONE = ("0", "-1", "")
@@ -40,20 +44,44 @@ OLD_KEYS = {
     "actor.bucket_bytes": "It is 256 MiB for everybody.",
     "data.column": "Write data.template='{COLUMN}'.",
     "data.limit": "Write data.split='train[:NUMBER]'.",
-    "engine.host": "A server that is started listens on this machine only; start your own and set engine.backend=http://HOST:PORT.",
-    "engine.port": "A server that is started takes a free port; start your own and set engine.backend=http://HOST:PORT.",
+    "engine.host": (
+        "A server that is started listens on this machine only; start your own and set"
+        " engine.backend=http://HOST:PORT."
+    ),
+    "engine.port": (
+        "A server that is started takes a free port; start your own and set"
+        " engine.backend=http://HOST:PORT."
+    ),
     "engine.url": "Write engine.backend=URL.",
-    "engine.placement": "Several engines are placed at once, as near to each other as it goes; engine.resource says on which nodes.",
+    "engine.placement": (
+        "Several engines are placed at once, as near to each other as it goes; engine.resource says"
+        " on which nodes."
+    ),
     "heads.num_layers": "New heads have one residual block; heads.path may name others.",
     "heads.rank": "New markov heads have a bias of rank 64; heads.path may name others.",
-    "companion.weight_decay": "Heads are trained without: it would pull them back to where they start.",
+    "companion.weight_decay": (
+        "Heads are trained without: it would pull them back to where they start."
+    ),
     "companion.clip_norm": "Each head's gradient is clipped at 1.",
-    "companion.accumulate": "companion.batch_positions are those of an optimizer step; micro-batches follow from the vocabulary.",
-    "companion.schedule": "It trains as much as pays, and companion.epochs passes over each batch with companion.wait or ppo.staleness.",
-    "companion.min_epochs": "It trains less than a quarter of a pass only where nothing is gained: then nothing.",
+    "companion.accumulate": (
+        "companion.batch_positions are those of an optimizer step; micro-batches follow from the"
+        " vocabulary."
+    ),
+    "companion.schedule": (
+        "It trains as much as pays, and companion.epochs passes over each batch with companion.wait"
+        " or ppo.staleness."
+    ),
+    "companion.min_epochs": (
+        "It trains less than a quarter of a pass only where nothing is gained: then nothing."
+    ),
     "companion.drift_lag": "What pays is counted in seconds.",
-    "companion.average": "Candidates are a running mean of which 0.97 stays with each optimizer step.",
-    "companion.positions": "companion.position_share says it alone: 1 is all of them. `wrong` is gone: it gained nothing.",
+    "companion.average": (
+        "Candidates are a running mean of which 0.97 stays with each optimizer step."
+    ),
+    "companion.positions": (
+        "companion.position_share says it alone: 1 is all of them. `wrong` is gone: it gained"
+        " nothing."
+    ),
     "companion.holdout_fraction": "A fifth of the responses is kept out of each training.",
     "companion.queue_lag": "Waiting batches go when they are more than two policy versions behind.",
     "companion.replay_decay": "A batch is replayed by half as much with each policy version.",
@@ -64,18 +92,33 @@ OLD_KEYS = {
     "companion.max_restarts": "It is started again up to a hundred times.",
     "companion.hang_s": "It is ended and started again after 300 s without an answer.",
     "companion.niceness": "It is 5.",
-    "companion.threads": "companion.cores=[...] has a thread on each; without it they follow from the cores of the node.",
-    "companion.offload": "A companion with a share of a GPU (companion.num_gpus below 1) leaves it between batches.",
-    "companion.placement": "Several workers are placed as near to each other as it goes; companion.resource says on which nodes.",
-    "ppo.value_coefficient": "It acted through the gradient clip alone: the critic has its own optimizer; set ppo.critic_learning_rate.",
-    "ppo.reward_kind": "ppo.reward says it: `module:function` is a callable, everything else a reward model.",
+    "companion.threads": (
+        "companion.cores=[...] has a thread on each; without it they follow from the cores of the"
+        " node."
+    ),
+    "companion.offload": (
+        "A companion with a share of a GPU (companion.num_gpus below 1) leaves it between batches."
+    ),
+    "companion.placement": (
+        "Several workers are placed as near to each other as it goes; companion.resource says on"
+        " which nodes."
+    ),
+    "ppo.value_coefficient": (
+        "It acted through the gradient clip alone: the critic has its own optimizer; set"
+        " ppo.critic_learning_rate."
+    ),
+    "ppo.reward_kind": (
+        "ppo.reward says it: `module:function` is a callable, everything else a reward model."
+    ),
     "ppo.correct_from": "Give the reward function an attribute `correct_from`.",
 }
 """Key of an earlier release -> what says it now."""
 
 
 def preset(name: str) -> Path:
-    """Path of a preset in `configs/`: beside the packages in a checkout, under `share/` in an installed wheel."""
+    """Path of a preset in `configs/`: beside the packages in a checkout, under `share/` in an
+    installed wheel.
+    """
     for folder in (
         Path(__file__).resolve().parent.parent / "configs",
         Path(sys.prefix) / "share" / "medusa-ppo" / "configs",
@@ -91,13 +134,16 @@ def preset(name: str) -> Path:
 
 
 def located(name: str, folder: Path) -> Path:
-    """A file by its path from a folder, or a preset by its name, which is found wherever a command starts."""
+    """A file by its path from a folder, or a preset by its name, which is found wherever a command
+    starts.
+    """
     is_path = "/" in name or name.endswith((".yaml", ".yml")) or (folder / name).is_file()
     return folder / name if is_path else preset(name)
 
 
 def read_file(path: Path, before: Sequence[Path] = ()) -> dict[str, Any]:
-    """The values of a YAML file on top of those that it extends: a preset by its name, or a file by its path from this one.
+    """The values of a YAML file on top of those that it extends: a preset by its name, or a file by
+    its path from this one.
 
     Args:
         before: the files that extend this one.
@@ -129,7 +175,9 @@ def read_file(path: Path, before: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """YAML within bounds, without aliases: nine lines of them can stand for a billion values, and lists in lists take PyYAML minutes."""
+    """YAML within bounds, without aliases: nine lines of them can stand for a billion values, and
+    lists in lists take PyYAML minutes.
+    """
     depth = 0
     for event in yaml.parse(text[: LARGEST + 1], yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
@@ -158,7 +206,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             "The configuration file does not exist.",
             given=path,
             expected=", ".join(near) or "a YAML file",
-            do="Check --config: the name of a preset, or a path (in a job of Ray's, which starts elsewhere, an absolute one).",
+            do=(
+                "Check --config: the name of a preset, or a path (in a job of Ray's, which starts"
+                " elsewhere, an absolute one)."
+            ),
         )
     try:
         values = _parsed(path.read_text(encoding="utf-8"))
@@ -182,7 +233,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_override(values: dict[str, Any], pair: str, root: type[BaseModel]) -> None:
-    """Put `key=value` into a nested mapping, read by the type that the key has in `root`. Raises ConfigError."""
+    """Put `key=value` into a nested mapping, read by the type that the key has in `root`. Raises
+    ConfigError.
+    """
     key, sign, text = pair.partition("=")
     if not sign or not key:
         raise ConfigError(
@@ -216,7 +269,9 @@ def apply_override(values: dict[str, Any], pair: str, root: type[BaseModel]) -> 
 
 
 def _value(key: str, text: str, field: FieldInfo | None) -> Any:
-    """A text as the field's type reads it: plain text stays as it is, `null` is none, lists and mappings are YAML."""
+    """A text as the field's type reads it: plain text stays as it is, `null` is none, lists and
+    mappings are YAML.
+    """
     kind = None if field is None else field.annotation
     if field is None or _is_section(kind) or _holds(kind, dict):
         return _yaml(key, text)
@@ -309,7 +364,9 @@ def unknown(problem: str, given: str, known: Sequence[str]) -> ConfigError:
 def as_config_error(
     error: ValidationError, root: type[BaseModel], key: str = "", text: str = ""
 ) -> ConfigError:
-    """pydantic's first complaint as our one clear sentence; of an override, whose key and text are given, or of a whole mapping."""
+    """pydantic's first complaint as our one clear sentence; of an override, whose key and text are
+    given, or of a whole mapping.
+    """
     first = error.errors()[0]
     dotted = key or ".".join(str(part) for part in first["loc"])
     given = text if key else first.get("input")

@@ -61,7 +61,9 @@ class Debug:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Turn exceptions into one clear sentence and an exit code: 1 failed, 2 usage, 130 interrupted."""
+    """Turn exceptions into one clear sentence and an exit code: 1 failed, 2 usage, 130
+    interrupted.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -87,7 +89,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def say(text: object) -> None:
-    """A line as it is: brackets are no markup, numbers are not coloured, and the terminal breaks it where it likes."""
+    """A line as it is: brackets are no markup, numbers are not coloured, and the terminal breaks it
+    where it likes.
+    """
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

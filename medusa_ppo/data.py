@@ -1,4 +1,6 @@
-"""Rows and prompts from any local JSONL, Parquet, CSV or text file, or from a hub name, through `datasets`."""
+"""Rows and prompts from any local JSONL, Parquet, CSV or text file, or from a hub name, through
+`datasets`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int 
     """All rows (or the first `limit`) of a file, a folder of files, or a dataset on the hub.
 
     Args:
-        path: local file by its ending, local folder, or hub name (`owner/name`, with a configuration `owner/name:config`).
+        path: local file by its ending, local folder, or hub name (`owner/name`, with a
+            configuration `owner/name:config`).
         split: split of a folder or hub dataset; a single file has none.
         limit: use only the first rows; 0: all.
 
@@ -54,7 +57,8 @@ def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int 
 
 
 def stream_rows(path: str | os.PathLike[str], *, split: str = "train") -> Iterator[Row]:
-    """The same rows one after the other, read only as far as they are asked for: for data that is larger than the memory or the disk.
+    """The same rows one after the other, read only as far as they are asked for: for data that is
+    larger than the memory or the disk.
 
     Raises:
         DataError: as `load_rows`; for content further on, when it is reached.
@@ -66,10 +70,12 @@ def stream_rows(path: str | os.PathLike[str], *, split: str = "train") -> Iterat
 
 
 def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "prompt") -> list[str]:
-    """One prompt per row: the template with the row's fields in braces, or the prompt column when there is no template.
+    """One prompt per row: the template with the row's fields in braces, or the prompt column when
+    there is no template.
 
     Raises:
-        DataError: a field or the column is missing, the template is malformed, or a prompt is empty or no text.
+        DataError: a field or the column is missing, the template is malformed, or a prompt is empty
+            or no text.
     """
     if not rows:
         raise DataError(
@@ -97,7 +103,8 @@ def image_files(rows: Sequence[Row], column: str, path: str) -> list[tuple[bytes
     """Each row's images as files hold them; none where the column is empty.
 
     Args:
-        column: a path or a file's bytes, what `datasets` has of its own images (both in a mapping), or a list of these.
+        column: a path or a file's bytes, what `datasets` has of its own images (both in a mapping),
+            or a list of these.
         path: the data's own: paths that are not absolute begin at its folder.
 
     Raises:
@@ -169,7 +176,9 @@ def template_fields(template: str) -> list[str]:
 
 
 def require_column(rows: Sequence[Row], column: str) -> None:
-    """Raise DataError, naming the available columns and the nearest, when any row lacks the column."""
+    """Raise DataError, naming the available columns and the nearest, when any row lacks the
+    column.
+    """
     if all(column in row for row in rows):
         return
     names = list(rows[0])
@@ -179,7 +188,9 @@ def require_column(rows: Sequence[Row], column: str) -> None:
 
 
 def _is_file_like(name: str) -> bool:
-    """A hub name is `name` or `owner/name`; what exists as a file, is written as a path or ends like a file is meant as a file."""
+    """A hub name is `name` or `owner/name`; what exists as a file, is written as a path or ends
+    like a file is meant as a file.
+    """
     path = Path(name)
     return (
         path.exists()
@@ -234,7 +245,9 @@ def _load(name: str, split: str, streaming: bool = False) -> Any:
 
 
 def _refuse_null_lines(path: Path) -> None:
-    """DataError for a line that begins with null: pyarrow (26) ends the process over one that comes first in a block of its reader."""
+    """DataError for a line that begins with null: pyarrow (26) ends the process over one that comes
+    first in a block of its reader.
+    """
     if not path.is_file() or path.stat().st_size == 0:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -279,6 +292,9 @@ def _one_sentence(given: object) -> Iterator[None]:
         raise DataError(
             "The data can't be read.",
             given=f"{given} ({type(cause).__name__}: {first:.200})",
-            expected="a JSONL, Parquet, CSV or text file, a folder of them, or a name on the hub with this split",
+            expected=(
+                "a JSONL, Parquet, CSV or text file, a folder of them, or a name on the hub with"
+                " this split"
+            ),
             do="Check the path or name, the split and the content; the hub needs a network.",
         ) from error

@@ -1,4 +1,6 @@
-"""Files and folders that survive a crash: atomic writes, and temporary folders that go with the process that made them."""
+"""Files and folders that survive a crash: atomic writes, and temporary folders that go with the
+process that made them.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,15 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("medusa-ppo-", "mppo-")
 LOCK = ".owner"
-"""Locked by the owner for as long as it lives. The kernel frees a lock with its process, across containers too, where numbers of
-processes say nothing."""
+"""Locked by the owner for as long as it lives. The kernel frees a lock with its process, across
+containers too, where numbers of processes say nothing.
+"""
 
 
 class OwnedFolder:
-    """A new folder of this process. It goes by `close` (harmless when called again), with this object, or with the process."""
+    """A new folder of this process. It goes by `close` (harmless when called again), with this
+    object, or with the process.
+    """
 
     def __init__(self, prefix: str, *, shared_memory: bool = False) -> None:
         """
@@ -96,7 +101,8 @@ def sweep() -> list[Path]:
 
 def _is_free(lock: Path) -> bool:
     try:
-        # Others may write into these folders too: what is theirs stays, and no link is followed to whatever it names.
+        # Others may write into these folders too: what is theirs stays, and no link is followed to
+        # whatever it names.
         handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # It went away, is another user's, or a link.
         return False
@@ -113,9 +119,10 @@ def _is_free(lock: Path) -> bool:
 
 
 def forget_registration() -> None:
-    """Remove this process's entry of Intel's OpenMP (vLLM's CPU build asks for it), by which the library
-    would find a second copy of itself, now that it has looked.
+    """Remove this process's entry of Intel's OpenMP (vLLM's CPU build asks for it), by which the
+    library would find a second copy of itself, now that it has looked.
 
-    It removes the entry itself only where a process ends by returning; Ray ends actors, and faults end engines, otherwise.
+    It removes the entry itself only where a process ends by returning; Ray ends actors, and faults
+    end engines, otherwise.
     """
     (SHARED_MEMORY / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)

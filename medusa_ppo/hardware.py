@@ -1,5 +1,6 @@
-"""What a machine has, what a model asks of it, and what follows for settings that are null: dtype, memory share, compiled or eager, threads
-(no torch)."""
+"""What a machine has, what a model asks of it, and what follows for settings that are null: dtype,
+memory share, compiled or eager, threads (no torch).
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,13 @@ BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 QUERY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 SHARED_MEMORY, OWN_MEMORY = 0.35, 0.9
-"""Shares of a GPU for an engine: beside PPO's update, which needs more than half, and on a GPU where nobody else computes."""
+"""Shares of a GPU for an engine: beside PPO's update, which needs more than half, and on a GPU
+where nobody else computes.
+"""
 TURNS_MEMORY = 0.8
-"""The same where PPO leaves the GPU while the engine writes: what its context and torch keep stays."""
+"""The same where PPO leaves the GPU while the engine writes: what its context and torch keep
+stays.
+"""
 CPU_MEMORY = 0.1
 MODEL_LEN = 512
 """Longest prompt plus response of an engine whose loop does not say how long they are."""
@@ -73,7 +78,9 @@ def find_hardware() -> Hardware:
 
 
 def _capabilities() -> tuple[list[float], str]:
-    """Compute capability of each GPU that the installed torch could use, and where it is known from."""
+    """Compute capability of each GPU that the installed torch could use, and where it is known
+    from.
+    """
     try:
         torch = importlib.metadata.version("torch")
         if "+cpu" in torch:
@@ -104,9 +111,11 @@ def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
 
 
 def settled(config: RunConfig, hardware: Hardware | None = None) -> RunConfig:
-    """The run's settings with a value for each that was null and follows from the hardware or from other settings.
+    """The run's settings with a value for each that was null and follows from the hardware or from
+    other settings.
 
-    The companion's share of a GPU is left open: it is asked for when it starts, of what is free then.
+    The companion's share of a GPU is left open: it is asked for when it starts, of what is free
+    then.
     """
     return applied(
         config,
@@ -237,19 +246,24 @@ def _cpu_flags() -> set[str]:
 
 
 def companion_gpus(free: float, workers: int) -> float:
-    """GPUs for each worker of a companion that was not told: a share where so much is free, else none."""
+    """GPUs for each worker of a companion that was not told: a share where so much is free, else
+    none.
+    """
     return COMPANION_SHARE if free >= COMPANION_SHARE * workers else 0.0
 
 
 def companion_threads(cores: tuple[int, ...] | None, *, alone: bool) -> int:
-    """CPU threads of a worker: one on each core that it is pinned to; else a part of the node's, or all where the node is its own."""
+    """CPU threads of a worker: one on each core that it is pinned to; else a part of the node's, or
+    all where the node is its own.
+    """
     if cores:
         return len(cores)
     usable = len(os.sched_getaffinity(0))
     return usable if alone else max(1, usable // COMPANION_CORES)
 
 
-# ---- what a model needs -----------------------------------------------------------------------------------------------------------
+# ---- what a model needs
+# -----------------------------------------------------------------------------------------------------------
 
 FLOAT32, BFLOAT16 = 4, 2
 ATTENTION_HEADS = ("num_attention_heads", "n_head")
@@ -281,7 +295,9 @@ class ModelSizes:
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> ModelSizes:
-        """From a transformers config.json. ModelError when a size is missing, or the model is a mixture of experts."""
+        """From a transformers config.json. ModelError when a size is missing, or the model is a
+        mixture of experts.
+        """
         text = {**raw, **(raw.get("text_config") or {})}
         if any(text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
             raise ModelError(
@@ -312,7 +328,9 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Weights of matrices and RMS norms; biases and learned positions (older families) are left out."""
+        """Weights of matrices and RMS norms; biases and learned positions (older families) are left
+        out.
+        """
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         tables = (1 if self.tied else 2) * self.vocab * self.hidden
@@ -324,8 +342,9 @@ class ModelSizes:
         return self.parameters - (0 if self.tied else self.vocab * self.hidden)
 
     def layer_bytes(self, bfloat16: bool) -> int:
-        """What a layer keeps of a token for its backward pass: what norms, attention, products and the MLP's gate read. With products in
-        bfloat16 each of them has a copy of its own."""
+        """What a layer keeps of a token for its backward pass: what norms, attention, products and
+        the MLP's gate read. With products in bfloat16 each of them has a copy of its own.
+        """
         inner = (
             2 * (self.heads + self.kv_heads) * self.head_dim
             + (4 if self.gated else 3) * self.intermediate

@@ -1,4 +1,5 @@
-"""HeadsInstaller: which heads the engine drafts with, and what happens when they don't arrive, don't work, or are gone.
+"""HeadsInstaller: which heads the engine drafts with, and what happens when they don't arrive,
+don't work, or are gone.
 
 install        newer heads go in; when they don't arrive as they were sent, those before go in again
 take_back      heads that the engine accepts next to nothing of make way for those before
@@ -25,7 +26,9 @@ logger = logging.getLogger(__name__)
 MIN_DRAFTS = 200
 """Draft steps until acceptance is judged: one in ten accepted is then known to about 0.02."""
 KEPT_SHARE = 0.1
-"""An alarm is raised when less than this share of the promised extra tokens per step is accepted."""
+"""An alarm is raised when less than this share of the promised extra tokens per step is
+accepted.
+"""
 
 
 class SwapWatch:
@@ -50,11 +53,15 @@ class SwapWatch:
         self._new, self._counters = new, Counters()
 
     def put_back(self) -> None:
-        """The heads before are installed again: nothing is to be judged, and what is known of them stays."""
+        """The heads before are installed again: nothing is to be judged, and what is known of them
+        stays.
+        """
         self._new, self._counters = None, Counters()
 
     def broken(self, rollouts: Rollouts) -> bool:
-        """Whether these rollouts show that the newest heads don't work in the engine. Says so once for each version."""
+        """Whether these rollouts show that the newest heads don't work in the engine. Says so once
+        for each version.
+        """
         if self._new is not None and rollouts.heads_version != self._new.version:
             return False
         if (
@@ -75,8 +82,8 @@ class SwapWatch:
         self.alarms += 1
         self.refused = new.version
         logger.warning(
-            "Heads version %d are accepted next to never: %.3f tokens per engine step beyond the first, %.3f promised by replay, "
-            "%.3f with the heads before. Those go back in.",
+            "Heads version %d are accepted next to never: %.3f tokens per engine step beyond the"
+            " first, %.3f promised by replay, %.3f with the heads before. Those go back in.",
             new.version,
             extra,
             promised,
@@ -87,7 +94,9 @@ class SwapWatch:
 
 @contextlib.contextmanager
 def first_heads(heads: MedusaHeads) -> Iterator[PublishedHeads]:
-    """The heads that a run started with as version 0, in a file for the time of the block: nothing was published of them."""
+    """The heads that a run started with as version 0, in a file for the time of the block: nothing
+    was published of them.
+    """
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-heads-") as folder:
         state, path = heads.trainable_state(), Path(folder) / "first.safetensors"
         save_state(path, state)
@@ -108,7 +117,8 @@ class HeadsInstaller:
         Args:
             engine: where heads go.
             first: the heads that the engine started with; None: not known.
-            on_error: `raise` or `disable`: what newer heads that don't reach the engine do to the loop.
+            on_error: `raise` or `disable`: what newer heads that don't reach the engine do to the
+                loop.
         """
         self._engine, self._first, self._on_error = engine, first, on_error
         self._before: PublishedHeads | None = None
@@ -125,7 +135,9 @@ class HeadsInstaller:
         return max(self.installed.version if self.installed else 0, self.watch.refused)
 
     def judge(self, rollouts: Rollouts) -> None:
-        """Look at the acceptance of rollouts; heads that don't work are put back before the next ones."""
+        """Look at the acceptance of rollouts; heads that don't work are put back before the next
+        ones.
+        """
         self._broken = self.watch.broken(rollouts) or self._broken
 
     def take_seconds(self) -> float:
@@ -157,7 +169,9 @@ class HeadsInstaller:
             self.swaps += 1
 
     def take_back(self) -> bool:
-        """Put the heads before back, under their own version, if the last rollouts showed that these don't work. True: it was done."""
+        """Put the heads before back, under their own version, if the last rollouts showed that
+        these don't work. True: it was done.
+        """
         broken, self._broken = self._broken, False
         if not broken or not self._go_back(self._before, "The heads before could not be put back."):
             return False
@@ -166,7 +180,9 @@ class HeadsInstaller:
         return True
 
     def feed_again(self) -> None:
-        """Give an engine that has lost its heads those that it should have; until it has some it drafts nothing."""
+        """Give an engine that has lost its heads those that it should have; until it has some it
+        drafts nothing.
+        """
         if self._engine.heads_version >= 0:
             return
         wanted = (
@@ -185,7 +201,8 @@ class HeadsInstaller:
         """The heads that the engine drafts with, and their version.
 
         Args:
-            newest: gives what stands in where the file of the installed ones is gone: swaps failed for so long.
+            newest: gives what stands in where the file of the installed ones is gone: swaps failed
+                for so long.
         """
         assert self._first is not None, "asked for by the plugin when it knows them"
         heads, installed = copy.deepcopy(self._first), self.installed
@@ -195,18 +212,21 @@ class HeadsInstaller:
             heads.load_trainable_state(load_state(installed.path))
         return heads, installed.version if installed else 0
 
-    # ---- parts --------------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # --------------------------------------------------------------------------------------------------------------
 
     def _go_back(self, heads: PublishedHeads | None, failure: str) -> bool:
-        """Install these heads, or those of the start where there are none. False when that failed, or those aren't known."""
+        """Install these heads, or those of the start where there are none. False when that failed,
+        or those aren't known.
+        """
         if heads is None and self._first is None:
             return False
         try:
             with (
                 first_heads(self._first)
                 if heads is None and self._first is not None
-                else contextlib.nullcontext(heads) as wanted
-            ):
+                else contextlib.nullcontext(heads)
+            ) as wanted:
                 assert wanted is not None, "one of both is known"
                 self._swap(wanted)
         except SwapError as error:
@@ -223,11 +243,16 @@ class HeadsInstaller:
                 "The engine holds other heads than those it was given.",
                 given=f"checksum {receipt.checksum[:16]}",
                 expected=published.checksum[:16],
-                do="Look for a second writer of the published files; the heads before are put back.",
+                do=(
+                    "Look for a second writer of the published files; the heads before are put"
+                    " back."
+                ),
             )
 
     def _put_back(self) -> None:
-        """Install the heads before a failed swap again: what the engine holds now isn't known. Drafts stay lossless either way."""
+        """Install the heads before a failed swap again: what the engine holds now isn't known.
+        Drafts stay lossless either way.
+        """
         if self.installed is None or not Path(self.installed.path).is_file():
             return
         try:

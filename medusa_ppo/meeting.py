@@ -1,6 +1,8 @@
-"""Where processes meet: a store at an address that one of them opens, and the group of those that came.
+"""Where processes meet: a store at an address that one of them opens, and the group of those that
+came.
 
-A group is gloo's, through the host's memory, or NCCL's between GPUs; torch's global one is left alone. No Ray: vLLM's workers come too.
+A group is gloo's, through the host's memory, or NCCL's between GPUs; torch's global one is left
+alone. No Ray: vLLM's workers come too.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Backend = Literal["gloo", "nccl"]
 
 
 class PeerLostError(Exception):
-    """Another process is gone, or did not answer in time. Nothing that was summed since the last step can be trusted."""
+    """Another process is gone, or did not answer in time. Nothing that was summed since the last
+    step can be trusted.
+    """
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Place:
 
 
 class Meeting:
-    """One process's end. Rank 0 makes it with `open`, the others of its `place`; after `join` all are there.
+    """One process's end. Rank 0 makes it with `open`, the others of its `place`; after `join` all
+    are there.
 
     Attributes:
         place: where, and as what.
@@ -108,12 +113,15 @@ class Meeting:
             self._group = (_nccl if self.place.backend == "nccl" else _gloo)(self.store, self.place)
         except RuntimeError as error:
             raise self.lost(self.place, "The processes did not meet.", error) from error
-        # Who went on and left before all are connected would be waited for, five times as long. (NCCL connects when it is first used.)
+        # Who went on and left before all are connected would be waited for, five times as long.
+        # (NCCL connects when it is first used.)
         self.add_up(torch.zeros(1, device=self.device))
         return self
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Fill the tensor with rank 0's. PeerLostError, as for all that follow, when a process is gone or does not answer in time."""
+        """Fill the tensor with rank 0's. PeerLostError, as for all that follow, when a process is
+        gone or does not answer in time.
+        """
         options: Any = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._wait(lambda: self._group.broadcast([tensor], options))
@@ -132,7 +140,9 @@ class Meeting:
         return int(found)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All processes' rows, those of the first one first. A sum in which every row has one summand."""
+        """All processes' rows, those of the first one first. A sum in which every row has one
+        summand.
+        """
         counts = torch.zeros(self.place.size, dtype=torch.int64)
         counts[self.place.rank] = rows.shape[0]
         self.add_up(counts)
@@ -152,7 +162,9 @@ class Meeting:
         return group
 
     def leave(self) -> None:
-        """Close the connections: whoever waits for this process gets an error at once. Harmless when called again."""
+        """Close the connections: whoever waits for this process gets an error at once. Harmless
+        when called again.
+        """
         group, self._group = (
             self._group,
             None,
@@ -180,7 +192,9 @@ def _gloo(store: dist.Store, place: Place) -> Any:
 
 
 def _nccl(store: dist.Store, place: Place) -> Any:
-    """Not run yet: no machine with GPUs. Without the blocking wait torch ends the whole process when a rank is lost, PPO's own too."""
+    """Not run yet: no machine with GPUs. Without the blocking wait torch ends the whole process
+    when a rank is lost, PPO's own too.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = place.timeout
     before = os.environ.get(BLOCKING_WAIT)

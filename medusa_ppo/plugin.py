@@ -1,4 +1,5 @@
-"""MedusaPlugin: the few hooks that a PPO loop calls. They read; the loop's own tensors and random numbers stay what they are.
+"""MedusaPlugin: the few hooks that a PPO loop calls. They read; the loop's own tensors and random
+numbers stay what they are.
 
     plugin.before_generation()                                  installs newer heads in the engine
     plugin.rollout_ready(rollouts)                              remembers tokens and behaviour log-probs
@@ -59,11 +60,13 @@ class _Step:
 
 
 class MedusaPlugin:
-    """Joins a PPO loop, a rollout engine and a companion. With `companion=None` it only reports the engine's acceptance.
+    """Joins a PPO loop, a rollout engine and a companion. With `companion=None` it only reports the
+    engine's acceptance.
 
     Attributes:
         empty_responses: responses without a token so far; they teach nothing.
-        account: what training costs the loop and saves it, and so how much is trained; None: it is trained on every batch.
+        account: what training costs the loop and saves it, and so how much is trained; None: it is
+            trained on every batch.
         installer: what it has installed in the engine, and how often.
     """
 
@@ -83,11 +86,14 @@ class MedusaPlugin:
         Args:
             engine: where the responses come from.
             companion: where heads are trained; None: nowhere.
-            wait: let before_generation wait until the companion has trained all it was given (repeatable runs).
+            wait: let before_generation wait until the companion has trained all it was given
+                (repeatable runs).
             on_error: `raise` or `disable`: what heads that don't reach the engine do to the loop.
             heads: the heads that the engine started with, for `save_heads`.
-            passes: the most over a batch, where as much is trained as pays; None: what the companion is configured for.
-            choices: the engine may choose the number of drafts, and is asked what it chose when the rollouts are there.
+            passes: the most over a batch, where as much is trained as pays; None: what the
+                companion is configured for.
+            choices: the engine may choose the number of drafts, and is asked what it chose when the
+                rollouts are there.
             clock: seconds.
         """
         self._asks_choices = choices
@@ -113,7 +119,9 @@ class MedusaPlugin:
 
     @staticmethod
     def prepare_heads(config: RunConfig, model: Actor, folder: str | Path) -> Path:
-        """Write the heads that a run starts with into `folder` (native format), for the engine to load. See `initial_heads`."""
+        """Write the heads that a run starts with into `folder` (native format), for the engine to
+        load. See `initial_heads`.
+        """
         save_heads(
             folder,
             initial_heads(config, model),
@@ -132,7 +140,8 @@ class MedusaPlugin:
         *,
         resume_from: str | Path = "",
     ) -> MedusaPlugin:
-        """Start the companion (if wanted) with the same heads that `prepare_heads` wrote for the engine.
+        """Start the companion (if wanted) with the same heads that `prepare_heads` wrote for the
+        engine.
 
         Args:
             config: the run's configuration.
@@ -157,7 +166,9 @@ class MedusaPlugin:
         *,
         resume_from: str | Path = "",
     ) -> MedusaPlugin:
-        """As `start`, where the actor lives in another process. `tables_VD`: its lm_head and its embedding."""
+        """As `start`, where the actor lives in another process. `tables_VD`: its lm_head and its
+        embedding.
+        """
         companion = None
         if config.companion.enabled:
             companion = CompanionClient(
@@ -188,10 +199,12 @@ class MedusaPlugin:
         plugin._tables = tables_VD
         return plugin
 
-    # ---- the hooks --------------------------------------------------------------------------------------------------------
+    # ---- the hooks
+    # --------------------------------------------------------------------------------------------------------
 
     def before_generation(self) -> None:
-        """Install newer heads, if the companion has any, and give an engine that lost its heads some. The engine must be idle.
+        """Install newer heads, if the companion has any, and give an engine that lost its heads
+        some. The engine must be idle.
 
         Raises:
             SwapError: the engine did not take newer heads, and `on_error` is `raise`.
@@ -223,7 +236,9 @@ class MedusaPlugin:
         return published
 
     def rollout_ready(self, rollouts: Rollouts) -> BatchCollector | None:
-        """Remember this batch's tokens and log-probs; its states come through `actor_forward`, into what is returned. None: not wanted."""
+        """Remember this batch's tokens and log-probs; its states come through `actor_forward`, into
+        what is returned. None: not wanted.
+        """
         with self._exposed():
             self._flush()
             self._step.rollouts = rollouts
@@ -250,14 +265,17 @@ class MedusaPlugin:
         response_mask_BT: torch.Tensor,
         sequences: Sequence[int | None] | torch.Tensor,
     ) -> Iterator[None]:
-        """Context around one forward pass of the actor that the loop makes anyway. Any micro-batches, any order of rows, any padding.
+        """Context around one forward pass of the actor that the loop makes anyway. Any
+        micro-batches, any order of rows, any padding.
 
-        When every response has been seen, the batch goes to the companion, so that it trains while the loop updates.
+        When every response has been seen, the batch goes to the companion, so that it trains while
+        the loop updates.
 
         Args:
             model: the actor, a transformers model or a `MegatronActor`.
             response_mask_BT: true where token t of the row is a response token.
-            sequences: for each row, the index of its response in `rollouts.responses`; None: the row is none of them.
+            sequences: for each row, the index of its response in `rollouts.responses`; None: the
+                row is none of them.
 
         Raises:
             DataError: no single forward pass happened inside, or the rows do not fit the rollouts.
@@ -274,17 +292,21 @@ class MedusaPlugin:
                 self._flush()
 
     def batch_ready(self, batch: RolloutBatch) -> None:
-        """In the place of `actor_forward`, where the actor lives in another process that has tapped its own pass."""
+        """In the place of `actor_forward`, where the actor lives in another process that has tapped
+        its own pass.
+        """
         with self._exposed():
             self._collector = None
             if self._companion is not None and self._wants_states:
                 self._submit(batch)
 
     def policy_updated(self, model: Actor | None, policy_version: int) -> None:
-        """The actor has changed: its lm_head goes to the companion. A batch of which only a part was scored goes now.
+        """The actor has changed: its lm_head goes to the companion. A batch of which only a part
+        was scored goes now.
 
         Args:
-            model: the actor; None: its tables are what they were (adapters that leave them alone, say), and are not sent again.
+            model: the actor; None: its tables are what they were (adapters that leave them alone,
+                say), and are not sent again.
         """
         tables = (
             None if model is None else _tables(model, self._heads.config if self._heads else None)
@@ -301,7 +323,9 @@ class MedusaPlugin:
                 self._send_tables(policy_version)
 
     def metrics(self) -> dict[str, Any]:
-        """Figures of the step since the last call, under the names of medusa_ppo/metrics.py. A figure that isn't known is left out."""
+        """Figures of the step since the last call, under the names of medusa_ppo/metrics.py. A
+        figure that isn't known is left out.
+        """
         with self._exposed():
             status = self._companion.status() if self._companion is not None else None
         step, self._step = self._step, _Step()
@@ -349,13 +373,17 @@ class MedusaPlugin:
         )
 
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
-        """Wait until the companion has trained all it was given, outside of any step. False when it did not in time."""
+        """Wait until the companion has trained all it was given, outside of any step. False when it
+        did not in time.
+        """
         return self._companion is None or self._companion.drain(timeout_s)
 
     def save(self, folder: str | Path) -> bool:
-        """Write the companion's whole state, to go on from with `start(resume_from=...)`. False when there is none to write.
+        """Write the companion's whole state, to go on from with `start(resume_from=...)`. False
+        when there is none to write.
 
-        With `wait` it comes after the training on everything that was handed over; else after the batch in training.
+        With `wait` it comes after the training on everything that was handed over; else after the
+        batch in training.
         """
         if self._wait:
             self.drain()
@@ -389,16 +417,20 @@ class MedusaPlugin:
         if self._companion is not None:
             self._companion.close()
 
-    # ---- parts --------------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # --------------------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Hand over what was tapped. A batch of which nothing was scored is only told in the log: the loop may skip steps."""
+        """Hand over what was tapped. A batch of which nothing was scored is only told in the log:
+        the loop may skip steps.
+        """
         collector, self._collector = self._collector, None
         if collector is None or self._companion is None:
             return
         if not collector.seen and not collector.complete:
             logger.warning(
-                "No response of the last rollouts was scored inside plugin.actor_forward; the companion gets nothing."
+                "No response of the last rollouts was scored inside plugin.actor_forward; the"
+                " companion gets nothing."
             )
             return
         self._submit(collector.batch())
@@ -437,7 +469,8 @@ class MedusaPlugin:
 
 
 def initial_heads(config: RunConfig, model: Actor) -> MedusaHeads:
-    """The heads that a run starts with, the same at every call: those of `config.heads.path`, or a zero start (each equals lm_head).
+    """The heads that a run starts with, the same at every call: those of `config.heads.path`, or a
+    zero start (each equals lm_head).
 
     Raises:
         CheckpointError: the directory is damaged or of another actor.

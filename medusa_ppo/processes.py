@@ -1,4 +1,6 @@
-"""Other processes: a local Ray, room on its nodes, the signals that stop a run, and what a killed process leaves behind."""
+"""Other processes: a local Ray, room on its nodes, the signals that stop a run, and what a killed
+process leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,22 @@ CLUSTERS = "ENABLE_RAY_CLUSTER"
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_free_objects_period_milliseconds": "100",  # Batches that nobody holds leave shared memory at once, not after a second.
+    # Batches that nobody holds leave shared memory at once, not after a second.
+    "RAY_free_objects_period_milliseconds": "100",
 }
-OWN_RAY_ENVIRONMENT = (
-    RAY_ENVIRONMENT
-    | {
-        "RAY_task_events_report_interval_ms": "0",  # Else Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
-        "RAY_worker_niceness": "0",  # Ray's own 15 and the companion's 5 are 19 together: beside a busy loop it would get next to nothing.
-    }
-)
+OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
+    # Else Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
+    "RAY_task_events_report_interval_ms": "0",
+    # Ray's own 15 and the companion's 5 are 19 together: beside a busy loop it would get next
+    # to nothing.
+    "RAY_worker_niceness": "0",
+}
 
 
 def quiet_libraries() -> None:
-    """No progress bars of transformers between our own; for commands, which show their progress themselves."""
+    """No progress bars of transformers between our own; for commands, which show their progress
+    themselves.
+    """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -53,12 +58,15 @@ def quiet_libraries() -> None:
 
 @contextlib.contextmanager
 def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
-    """Ray for the time of the block: the caller's when it is initialised, RAY_ADDRESS's when that is set, else a local one of ours.
+    """Ray for the time of the block: the caller's when it is initialised, RAY_ADDRESS's when that
+    is set, else a local one of ours.
 
-    Only what was started here is shut down. A local Ray's folder is removed with it, unless the block failed: then its logs stay.
+    Only what was started here is shut down. A local Ray's folder is removed with it, unless the
+    block failed: then its logs stay.
 
     Args:
-        cpus: CPUs that the processes of the block ask for; the machine's own number when that is larger.
+        cpus: CPUs that the processes of the block ask for; the machine's own number when that is
+            larger.
         queue_bytes: what is on its way to the companion at most.
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
@@ -94,7 +102,8 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
 def _start(folder: Path, cpus: int, store_bytes: int) -> None:
     """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError.
 
-    Whoever Ray listens to runs code in it: here that is this machine alone, and on it only who has this process's token.
+    Whoever Ray listens to runs code in it: here that is this machine alone, and on it only who has
+    this process's token.
     """
     os.environ.setdefault(
         "RAY_AUTH_TOKEN", secrets.token_hex(32)
@@ -125,7 +134,9 @@ def _start(folder: Path, cpus: int, store_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """A Ray that is started in the block listens on 127.0.0.1, as it does by itself where it supports no clusters (Windows, macOS)."""
+    """A Ray that is started in the block listens on 127.0.0.1, as it does by itself where it
+    supports no clusters (Windows, macOS).
+    """
     before = getattr(ray_constants, CLUSTERS, None)
     setattr(ray_constants, CLUSTERS, False)
     try:
@@ -135,13 +146,16 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _object_store_bytes(queue_bytes: int) -> int:
-    """Room for what is on its way to the companion, and a little for everything else; never more than a quarter of the free memory."""
+    """Room for what is on its way to the companion, and a little for everything else; never more
+    than a quarter of the free memory.
+    """
     wanted = queue_bytes + 128 * MIB
     return max(128 * MIB, min(wanted, psutil.virtual_memory().available // 4))
 
 
 class StopSignals:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt once in the block; from then on they are ignored, so that the clean-up is not cut short.
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt once in the block; from then on they are ignored,
+    so that the clean-up is not cut short.
 
     Outside of the main thread it does nothing (Python allows handlers only there).
     """
@@ -181,7 +195,9 @@ class StopSignals:
 
 @contextlib.contextmanager
 def ray_errors(kind: type[MedusaError], who: str, do: str) -> Iterator[None]:
-    """Our own errors as they are; whatever else Ray says of a process in the block as one of `kind`."""
+    """Our own errors as they are; whatever else Ray says of a process in the block as one of
+    `kind`.
+    """
     try:
         yield
     except RayError as error:
@@ -207,7 +223,9 @@ TOKEN = 0.001  # Of a node's resource: it says where, not how many.
 
 
 def bundle(gpus: float, resource: str | None) -> dict[str, float]:
-    """What one process asks of its node. CPUs are shared, not reserved; Ray wants a token of something in each bundle."""
+    """What one process asks of its node. CPUs are shared, not reserved; Ray wants a token of
+    something in each bundle.
+    """
     asked = {name: amount for name, amount in (("GPU", gpus), (resource, TOKEN)) if name and amount}
     return asked or {"CPU": TOKEN}
 
@@ -219,7 +237,8 @@ def reserve(
 
     Args:
         what: whose room it is, for the error.
-        layout: of Ray's. `PACK`, as near to each other as it goes, is right for all who send each other much, and costs the others nothing.
+        layout: of Ray's. `PACK`, as near to each other as it goes, is right for all who send each
+            other much, and costs the others nothing.
 
     Raises:
         RunError: there is no such room in the cluster.
@@ -229,9 +248,15 @@ def reserve(
         remove_placement_group(group)
         raise RunError(
             f"The Ray cluster has no room for the {what}.",
-            given=f"{', '.join(f'{count} x {kind}' for kind, count in Counter(map(str, bundles)).items())}, {layout}; free: {_free()}",
+            given=(
+                f"{', '.join(f'{count} x {kind}' for kind, count in Counter(map(str, bundles)).items())},"
+                f" {layout}; free: {_free()}"
+            ),
             expected=f"room for all of them within {timeout_s:.0f} s",
-            do="Add nodes, start Ray with the resources named, or ask for fewer processes or another placement.",
+            do=(
+                "Add nodes, start Ray with the resources named, or ask for fewer processes or"
+                " another placement."
+            ),
         )
     return group
 
@@ -262,7 +287,9 @@ def _free() -> str:
 
 @contextlib.contextmanager
 def without_line(words: str) -> Iterator[None]:
-    """Leave a line with these words out of what this process writes to stderr in the block, by C++ too; the rest comes at its end."""
+    """Leave a line with these words out of what this process writes to stderr in the block, by C++
+    too; the rest comes at its end.
+    """
     sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as kept:

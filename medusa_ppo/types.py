@@ -1,10 +1,12 @@
 """The frozen data that crosses a seam: between loop, plugin, companion and engine.
 
-Shape letters: S sequences, M response tokens of all sequences one after the other, D hidden, K heads.
+Shape letters: S sequences, M response tokens of all sequences one after the other, D hidden, K
+heads.
 
-A rollout batch is packed in *response coordinates*: row m belongs to one response token. `hidden_MD[m]` is the state that
-lm_head reads to predict `response_ids_M[m]` (so the first row of a sequence is the state of its last prompt token), and
-head k at row m predicts `response_ids_M[m + k]` of the same sequence. Prompts are not needed for that and do not travel.
+A rollout batch is packed in *response coordinates*: row m belongs to one response token.
+`hidden_MD[m]` is the state that lm_head reads to predict `response_ids_M[m]` (so the first row of a
+sequence is the state of its last prompt token), and head k at row m predicts `response_ids_M[m +
+k]` of the same sequence. Prompts are not needed for that and do not travel.
 """
 
 from __future__ import annotations
@@ -19,11 +21,17 @@ import torch
 from heads.errors import DataError
 
 HOLDOUT_TOKENS = 32_768
-"""Response tokens that heads are judged on, of one batch: several times what an interval of one percent asks for."""
+"""Response tokens that heads are judged on, of one batch: several times what an interval of one
+percent asks for.
+"""
 HOLDOUT_PROMPTS = 6
-"""Held-out prompts that a decision about heads asks for. A batch that would hold out fewer holds out more of its own (`held_out`)."""
+"""Held-out prompts that a decision about heads asks for. A batch that would hold out fewer holds
+out more of its own (`held_out`).
+"""
 FEW_PROMPTS_SHARE = 5 / 3
-"""Times as many prompts are held out where they are few: two batches of a dozen prompts then decide, and not three."""
+"""Times as many prompts are held out where they are few: two batches of a dozen prompts then
+decide, and not three.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class Sampling:
 
 
 class ImagePrompt(tuple[int, ...]):
-    """Token ids of a prompt with images, as the actor reads them: an image's token stands there once for each of its features.
+    """Token ids of a prompt with images, as the actor reads them: an image's token stands there
+    once for each of its features.
 
     Attributes:
         images: the images in their order, as files hold them (PNG, JPEG, ...).
@@ -107,9 +116,12 @@ class Response:
     Attributes:
         prompt_index: which of the prompts it answers.
         token_ids: sampled tokens, the end token included when it was sampled.
-        logprobs: behaviour log-probs, one per token: of the distribution that was really sampled from.
-        finish_reason: `stop` (end token), `length`, or `unfinished` where the call has ended before it.
-        versions: of the actor that wrote each token, where calls went on with it; empty: all are of the rollouts' version.
+        logprobs: behaviour log-probs, one per token: of the distribution that was really sampled
+            from.
+        finish_reason: `stop` (end token), `length`, or `unfinished` where the call has ended before
+            it.
+        versions: of the actor that wrote each token, where calls went on with it; empty: all are of
+            the rollouts' version.
     """
 
     prompt_index: int
@@ -155,8 +167,9 @@ class EngineShare:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What one generate call returned, responses in prompt order. `engines`: each one's part, where a pool answered; `written_tokens`: what
-    the call wrote, where that is not its responses' tokens."""
+    """What one generate call returned, responses in prompt order. `engines`: each one's part, where
+    a pool answered; `written_tokens`: what the call wrote, where that is not its responses' tokens.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     responses: tuple[Response, ...]
@@ -193,13 +206,17 @@ class RolloutBatch:
         lengths_S: int64, response tokens of each sequence; they sum to M.
         policy_version: version of the actor that wrote the responses and gave the states.
         temperature: temperature the behaviour log-probs were taken at.
-        prompts_S: int64, which prompt each sequence answers; None: each its own. Answers to one prompt are much alike.
+        prompts_S: int64, which prompt each sequence answers; None: each its own. Answers to one
+            prompt are much alike.
         top_k, top_p: how the responses were cut when they were sampled; 0 and 1: not at all.
-        weights_M: float32, how much each row counts in training, 0: its state only serves its neighbours, below 0: it has no state here;
-            None: 1 each. Where `hidden_MD` has fewer than M rows, it holds the states that there are, in their order.
-        held_S: bool, sequences to judge heads on, chosen where rows were left out; all their rows have a state. None: `hold_out` chooses.
+        weights_M: float32, how much each row counts in training, 0: its state only serves its
+            neighbours, below 0: it has no state here; None: 1 each. Where `hidden_MD` has fewer
+            than M rows, it holds the states that there are, in their order.
+        held_S: bool, sequences to judge heads on, chosen where rows were left out; all their rows
+            have a state. None: `hold_out` chooses.
         passes: how often to train on it; None: as the companion is configured.
-        lm_head_VD, embedding_VD: the tables of the actor that wrote it, where these are no longer the newest.
+        lm_head_VD, embedding_VD: the tables of the actor that wrote it, where these are no longer
+            the newest.
     """
 
     hidden_MD: torch.Tensor
@@ -234,14 +251,22 @@ class RolloutBatch:
         if not rows == self.logprobs_M.shape[0] == total or states not in (rows, weighted):
             raise DataError(
                 "The parts of a rollout batch do not fit together.",
-                given=f"hidden {states}, ids {rows}, logprobs {self.logprobs_M.shape[0]}, lengths sum to {total}, weighted rows {weighted}",
-                expected="one row per response token; states of all of them, or of those whose weight is not below 0",
+                given=(
+                    f"hidden {states}, ids {rows}, logprobs {self.logprobs_M.shape[0]}, lengths sum"
+                    f" to {total}, weighted rows {weighted}"
+                ),
+                expected=(
+                    "one row per response token; states of all of them, or of those whose weight is"
+                    " not below 0"
+                ),
                 do="Hand in one hidden state and one log-prob for each response token.",
             )
         if self.prompts_S is not None and self.prompts_S.shape != self.lengths_S.shape:
             raise DataError(
                 "Each sequence needs its prompt.",
-                given=f"{self.prompts_S.numel()} prompt numbers, {self.lengths_S.numel()} sequences",
+                given=(
+                    f"{self.prompts_S.numel()} prompt numbers, {self.lengths_S.numel()} sequences"
+                ),
                 expected="one for each sequence, or None",
                 do="Leave prompts_S out.",
             )
@@ -283,7 +308,8 @@ class RolloutBatch:
         return replace(self, hidden_MD=self.hidden_MD[states[states >= 0]], **chosen)
 
     def hold_out(self, fraction: float, seed: int) -> tuple[RolloutBatch, RolloutBatch | None]:
-        """Split into training and holdout by prompts, so that no held-out response answers a prompt that was trained on.
+        """Split into training and holdout by prompts, so that no held-out response answers a prompt
+        that was trained on.
 
         Returns:
             (training, holdout); the holdout is None where there is one prompt only.
@@ -330,10 +356,11 @@ class RolloutBatch:
 def held_out(
     lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, fraction: float, seed: int
 ) -> torch.Tensor:
-    """Which sequences heads are judged on, bool: all answers to a part of the prompts; none where there is one prompt only.
+    """Which sequences heads are judged on, bool: all answers to a part of the prompts; none where
+    there is one prompt only.
 
-    Where that is fewer than HOLDOUT_PROMPTS, up to FEW_PROMPTS_SHARE times as many. The first of them always, the next ones as long as
-    HOLDOUT_TOKENS have room for their answers.
+    Where that is fewer than HOLDOUT_PROMPTS, up to FEW_PROMPTS_SHARE times as many. The first of
+    them always, the next ones as long as HOLDOUT_TOKENS have room for their answers.
     """
     prompts_S = torch.arange(lengths_S.numel()) if prompts_S is None else prompts_S
     groups, group_S = prompts_S.unique(return_inverse=True)
@@ -360,7 +387,8 @@ class PublishedHeads:
 
     Attributes:
         version: grows by one with every publish; 0 are the heads the run started with.
-        path: safetensors file (shared memory) with the trainable tensors, keys as in heads/FORMAT.md.
+        path: safetensors file (shared memory) with the trainable tensors, keys as in
+            heads/FORMAT.md.
         checksum: hex digest over names and bytes, the same that the engine reports after the swap.
         policy_version: version of the actor whose rollouts were trained on last.
         mean_acceptance_length: replay estimate of these heads on the holdout.
@@ -385,10 +413,12 @@ class ReplayRow:
 class CompanionStatus:
     """What the companion has done so far. Totals since its start unless a name says otherwise.
 
-    `train_s` runs while it trains, `worked_s` is what that takes from others: on a CPU the seconds of a core that it had. `passes` and
-    `positions_frac` are of the last batch; `rate` is the share of the configured step size for the next one. The gate has judged `judged`
-    batches, `gain` is what the candidate had more than the serving heads then. `versions_followed` were compared with the one before on
-    later batches, `versions_worse` were surely worse. `upper` is the last upper mark, of batch `upper_batch`. `incarnation`: which process.
+    `train_s` runs while it trains, `worked_s` is what that takes from others: on a CPU the seconds
+    of a core that it had. `passes` and `positions_frac` are of the last batch; `rate` is the share
+    of the configured step size for the next one. The gate has judged `judged` batches, `gain` is
+    what the candidate had more than the serving heads then. `versions_followed` were compared with
+    the one before on later batches, `versions_worse` were surely worse. `upper` is the last upper
+    mark, of batch `upper_batch`. `incarnation`: which process.
     """
 
     alive: bool = True
@@ -428,11 +458,13 @@ class CompanionStatus:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found of a file of weights by someone who read all of it: sound, finite, and these sums.
+    """What was found of a file of weights by someone who read all of it: sound, finite, and these
+    sums.
 
     Attributes:
         checksum: of heads `checksum`, of an actor `tensorwise_checksum` of `heads.tensorfile`.
-        crc: as `heads.tensorfile.crc`; who takes the file confirms its bytes with it, several times as quickly.
+        crc: as `heads.tensorfile.crc`; who takes the file confirms its bytes with it, several times
+            as quickly.
     """
 
     checksum: str

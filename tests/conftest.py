@@ -15,16 +15,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CHAIN_WIDTH = 64
 
-# Must stand before anything imports vLLM or Ray: engines in this process, no token file, no calls home.
+# Must stand before anything imports vLLM or Ray: engines in this process, no token file, no calls
+# home.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# torch asks a name server who 127.0.0.1 is whenever somebody joins a TCPStore; one that answers so many a second holds it for 5 s.
+# torch asks a name server who 127.0.0.1 is whenever somebody joins a TCPStore; one that answers so
+# many a second holds it for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# Models here are tiny: threads that wait for each other took three times the processor time, and many times that beside another program.
+# Models here are tiny: threads that wait for each other took three times the processor time, and
+# many times that beside another program.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -39,7 +42,9 @@ def shared_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def chain_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An actor whose next token mostly follows from the last one by a fixed permutation: heads have something to learn at once."""
+    """An actor whose next token mostly follows from the last one by a fixed permutation: heads have
+    something to learn at once.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -84,16 +89,19 @@ IMAGE_WORDS = [
     "<|video_pad|>",
 ]
 CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}"
-    "{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}"
-    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type =="
+    " 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{%"
+    " endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{%"
+    " endif %}"
 )
 
 
 @pytest.fixture(scope="session")
 def vision_actor(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """vision_actor(family="qwen2_5_vl") -> folder of a tiny vision-language actor with its processor; its next token mostly follows from
-    the last one, as `chain_actor`'s. An image token is a word that it may write."""
+    """vision_actor(family="qwen2_5_vl") -> folder of a tiny vision-language actor with its
+    processor; its next token mostly follows from the last one, as `chain_actor`'s. An image token
+    is a word that it may write.
+    """
     made: dict[str, Path] = {}
 
     def folder(family: str = "qwen2_5_vl") -> Path:
@@ -212,7 +220,9 @@ def picture() -> Callable[..., bytes]:
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., str]:
-    """run_ranks(script, ranks, *arguments): `python SCRIPT RANK RANKS ARGUMENTS...` for each rank; all are ended, whatever happens."""
+    """run_ranks(script, ranks, *arguments): `python SCRIPT RANK RANKS ARGUMENTS...` for each rank;
+    all are ended, whatever happens.
+    """
     return _run_ranks
 
 

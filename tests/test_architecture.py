@@ -1,4 +1,6 @@
-"""The structure that CONTRIBUTING promises: where foreign libraries are imported, cold imports, sizes, no stray prints."""
+"""The structure that CONTRIBUTING promises: where foreign libraries are imported, cold imports,
+sizes, no stray prints.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,10 @@ def test_no_module_is_called_utils() -> None:
     ],
 )
 def test_cold_imports_stay_free_of_torch(module: str) -> None:
-    code = f"import {module}, sys; sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'ray', 'transformers')))"
+    code = (
+        f"import {module}, sys; sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'ray',"
+        " 'transformers')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, (
         f"import {module} loads a heavy library"
     )

@@ -1,4 +1,6 @@
-"""Every preset parses, says in its header what it needs and gives, and holds only what differs from the defaults."""
+"""Every preset parses, says in its header what it needs and gives, and holds only what differs from
+the defaults.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The manifest for Kubernetes: fields that KubeRay knows, a command that exists, and nodes as the preset wants them.
+"""The manifest for Kubernetes: fields that KubeRay knows, a command that exists, and nodes as the
+preset wants them.
 
-Field names are those of KubeRay's own types, ray-operator/apis/ray/v1/{rayjob,raycluster}_types.go; the operator refuses others.
+Field names are those of KubeRay's own types, ray-operator/apis/ray/v1/{rayjob,raycluster}_types.go;
+the operator refuses others.
 """
 
 from __future__ import annotations

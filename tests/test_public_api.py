@@ -1,4 +1,6 @@
-"""The public API is a list (docs/site/public_api.yaml): each name is there, says what it is, and nothing that documents show is missing."""
+"""The public API is a list (docs/site/public_api.yaml): each name is there, says what it is, and
+nothing that documents show is missing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ GROUPS: list[dict[str, Any]] = yaml.safe_load(
     (ROOT / "docs" / "site" / "public_api.yaml").read_text()
 )
 NAMES = [(group["module"], name) for group in GROUPS for name in group["names"]]
-# Modules whose foreign library not every machine has (or takes half a minute to load): imported by the slow tests alone.
+# Modules whose foreign library not every machine has (or takes half a minute to load): imported by
+# the slow tests alone.
 OPTIONAL = ("medusa_ppo.actors.megatron", "medusa_ppo.loops.trl", "medusa_ppo.loops.trl_ppo")
 LOADED = [pair for pair in NAMES if pair[0] not in OPTIONAL]
 # Documents show how these are used; they are no promise.
@@ -113,7 +116,9 @@ def test_names_are_defined_where_they_are_imported_from(module: str, name: str) 
 
 
 def test_public_names_use_the_words_of_the_glossary() -> None:
-    """docs/glossary.md names, beside each word, others for the same thing: none of those stands in a public name, a key or a metric."""
+    """docs/glossary.md names, beside each word, others for the same thing: none of those stands in
+    a public name, a key or a metric.
+    """
     rows = re.findall(
         r"^\| ([^|]+) \| [^|]+ \| ([^|]*) \|$",
         (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"),

@@ -1,4 +1,6 @@
-"""The wheel holds all that the product needs, and its commands run outside of a checkout; the audit reads licences."""
+"""The wheel holds all that the product needs, and its commands run outside of a checkout; the audit
+reads licences.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ def test_its_commands_run_outside_of_a_checkout(wheel: Path, tmp_path: Path) -> 
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*words: str) -> str:
-        code = "import medusa_ppo, sys; sys.stderr.write(medusa_ppo.__file__); from medusa_ppo.cli import main; main()"
+        code = (
+            "import medusa_ppo, sys; sys.stderr.write(medusa_ppo.__file__); from medusa_ppo.cli"
+            " import main; main()"
+        )
         done = subprocess.run(
             [home / "bin" / "python", "-c", code, *words],
             cwd=tmp_path,

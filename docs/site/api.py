@@ -1,4 +1,6 @@
-"""The page of the public API: the names of public_api.yaml, which mkdocstrings fills with their docstrings and signatures."""
+"""The page of the public API: the names of public_api.yaml, which mkdocstrings fills with their
+docstrings and signatures.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def api_page() -> str:
     for title, names in public_names().items():
         lines += [f"## {title}", "", "```python", import_line(names), "```", ""]
         for name in names:
-            # The class is re-exported by a lazy import that a reader of the source alone can't follow.
+            # The class is re-exported by a lazy import that a reader of the source alone can't
+            # follow.
             target = "medusa_ppo.plugin.MedusaPlugin" if name == "medusa_ppo.MedusaPlugin" else name
             lines += [f"::: {target}", ""]
     return "\n".join(lines)

@@ -1,8 +1,9 @@
-"""The pages that `make docs` hands to mkdocs: the written ones, and those made from the code so that they can't fall behind it.
+"""The pages that `make docs` hands to mkdocs: the written ones, and those made from the code so
+that they can't fall behind it.
 
-`python docs/site/build_pages.py build/docs` writes `pages/` and `mkdocs.yml` there; nothing of it is kept in git. Made from the code are
-one page for each command, the configuration keys, the public API and the list of files; the documents of the repository are copied, and
-their links follow.
+`python docs/site/build_pages.py build/docs` writes `pages/` and `mkdocs.yml` there; nothing of it
+is kept in git. Made from the code are one page for each command, the configuration keys, the public
+API and the list of files; the documents of the repository are copied, and their links follow.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def written_page(source: str) -> str:
 
 
 def linked(text: str, source: str) -> str:
-    """The text of a page that lies at `source`: links to other pages follow; links to files without a page become their names.
+    """The text of a page that lies at `source`: links to other pages follow; links to files without
+    a page become their names.
 
     Raises:
         UsageError: a link to a file that does not exist.
@@ -125,7 +127,9 @@ def page_of(command: str) -> str:
 
 
 def build(out: Path) -> None:
-    """Write all pages and the configuration of mkdocs into `out`, which is emptied first if it was made by this program."""
+    """Write all pages and the configuration of mkdocs into `out`, which is emptied first if it was
+    made by this program.
+    """
     mark = out / ".medusa-ppo-docs"
     if out.exists() and any(out.iterdir()) and not mark.exists():
         raise UsageError(

@@ -1,4 +1,6 @@
-"""Does the built site load anything from elsewhere? `python docs/site/check_site.py build/site` fails when a page does."""
+"""Does the built site load anything from elsewhere? `python docs/site/check_site.py build/site`
+fails when a page does.
+"""
 
 from __future__ import annotations
 

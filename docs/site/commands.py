@@ -1,4 +1,6 @@
-"""One page for each command, read from the typer app itself: what it does, its arguments, its options with their defaults."""
+"""One page for each command, read from the typer app itself: what it does, its arguments, its
+options with their defaults.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def command_names() -> list[str]:
 
 
 def help_text(name: str) -> tuple[str, str]:
-    """What a command does, and its example ("" for none): its docstring, without the marks for the terminal."""
+    """What a command does, and its example ("" for none): its docstring, without the marks for the
+    terminal.
+    """
     text = inspect.getdoc(leaves()[name]) or ""
     example = EXAMPLE.search(text)
     words = EXAMPLE.sub("", text).strip()
@@ -87,7 +91,8 @@ def command_page(name: str) -> str:
         if part:
             lines += [f"## {title}", "", f"| {kind} | default | what it is |", "|---|---|---|"]
             lines += [
-                f"| `{row['name']}` | {default_cell(row['default'])} | {cell(escape(row['help']))} |"
+                f"| `{row['name']}` | {default_cell(row['default'])} |"
+                f" {cell(escape(row['help']))} |"
                 for row in part
             ]
             lines.append("")
@@ -104,7 +109,10 @@ def commands_page(pages: Mapping[str, str]) -> str:
         [
             *lines,
             "",
-            "`--help` after any of them prints its options. `--debug` anywhere shows the whole traceback of an error. Exit codes: 0 done,",
+            (
+                "`--help` after any of them prints its options. `--debug` anywhere shows the whole"
+                " traceback of an error. Exit codes: 0 done,"
+            ),
             "1 failed, 2 wrong usage, 130 interrupted (what was finished is on disk).",
             "",
         ]
@@ -114,7 +122,8 @@ def commands_page(pages: Mapping[str, str]) -> str:
 def _option(key: str, kind: Any, info: Any) -> str:
     """An option as one types it, with what goes behind it."""
     plain, words = _without_none(kind), key.replace("_", "-")
-    # Inside Annotated the first name stands where a default would (typer puts it right when it builds the parser).
+    # Inside Annotated the first name stands where a default would (typer puts it right when it
+    # builds the parser).
     names = " ".join(
         str(name)
         for name in (info.default, *(info.param_decls or ()))

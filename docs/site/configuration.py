@@ -1,4 +1,6 @@
-"""The page of configuration keys: key, type, default and meaning, from the fields of medusa_ppo/config.py and their docstrings."""
+"""The page of configuration keys: key, type, default and meaning, from the fields of
+medusa_ppo/config.py and their docstrings.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +67,17 @@ def configuration_page() -> str:
         for key, field in fields:
             dotted = f"{section}.{key}" if section else key
             lines.append(
-                f"| `{dotted}` | {cell(type_words(field))} | `{default_words(field)}` | {cell(escape(field.description or ''))} |"
+                f"| `{dotted}` | {cell(type_words(field))} | `{default_words(field)}` |"
+                f" {cell(escape(field.description or ''))} |"
             )
         lines.append("")
     return "\n".join(lines)
 
 
 def type_words(field: FieldInfo) -> str:
-    """The type as words: the choices of a Literal, or a name with its bounds; `or null` where there may be none."""
+    """The type as words: the choices of a Literal, or a name with its bounds; `or null` where there
+    may be none.
+    """
     name, optional, _ = _name(field.annotation).partition(OR_NULL)
     return f"{name} {_bounds(field.metadata)}".strip() + optional
 

@@ -1,7 +1,8 @@
-"""A hook of mkdocs: TeX between dollar signs becomes MathML while the site is built, so that pages load no script for it.
+"""A hook of mkdocs: TeX between dollar signs becomes MathML while the site is built, so that pages
+load no script for it.
 
-The documents keep TeX, which GitHub shows as it is. Formulas are taken out before Markdown sees them (it would read their stars and
-underscores) and put back as MathML afterwards.
+The documents keep TeX, which GitHub shows as it is. Formulas are taken out before Markdown sees
+them (it would read their stars and underscores) and put back as MathML afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The tables of docs/metrics.md, made from metrics.describe() and SUMMARY_KEYS so that the page can't fall behind the code.
+"""The tables of docs/metrics.md, made from metrics.describe() and SUMMARY_KEYS so that the page
+can't fall behind the code.
 
 `python docs/site/metric_tables.py docs/metrics.md` writes them anew between the page's markers.
 """
@@ -46,7 +47,9 @@ def unit(name: str) -> str:
 
 
 def fill(text: str) -> str:
-    """The page with both tables as the code has them now. Raises UsageError when a marker is missing."""
+    """The page with both tables as the code has them now. Raises UsageError when a marker is
+    missing.
+    """
     for name, table in (("metrics", metrics_table()), ("summary", summary_table())):
         begin, end = MARKERS[name]
         if text.count(begin) != 1 or text.count(end) != 1:

@@ -1,4 +1,6 @@
-"""The page that says where things are: every source file and preset with what it says about itself, so that no row falls behind."""
+"""The page that says where things are: every source file and preset with what it says about itself,
+so that no row falls behind.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def sources(place: str) -> dict[Path, str]:
 
 
 def purpose(file: Path) -> str:
-    """What a file says first about itself, whole: the first paragraph of a docstring, the first sentence of a preset's comment."""
+    """What a file says first about itself, whole: the first paragraph of a docstring, the first
+    sentence of a preset's comment.
+    """
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         return " ".join((ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0].split())

@@ -1,4 +1,6 @@
-"""The actor as the plug-in sees it, whatever trains it: its final hidden states, and the two tables that heads read."""
+"""The actor as the plug-in sees it, whatever trains it: its final hidden states, and the two tables
+that heads read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Tapped(Protocol):
 
 
 class ActorView(ABC):
-    """One actor, in one process. `medusa_ppo.actors.hf` and `medusa_ppo.actors.megatron` have one each."""
+    """One actor, in one process. `medusa_ppo.actors.hf` and `medusa_ppo.actors.megatron` have one
+    each.
+    """
 
     @abstractmethod
     def tap(self) -> AbstractContextManager[Tapped]:
@@ -45,4 +49,6 @@ class SpreadActor(ActorView):
 
     @abstractmethod
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """These tensors as they are now, on the CPU, one after the other; only some of them are in memory at a time."""
+        """These tensors as they are now, on the CPU, one after the other; only some of them are in
+        memory at a time.
+        """

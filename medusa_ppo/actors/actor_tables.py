@@ -1,10 +1,12 @@
-"""The two tables that heads read, of a transformers actor that may be wrapped, adapted or cut over ranks.
+"""The two tables that heads read, of a transformers actor that may be wrapped, adapted or cut over
+ranks.
 
     wrapped    DistributedDataParallel, FSDP, a DeepSpeed engine, torch.compile, PEFT: `plain_model` finds the model inside
     adapted    LoRA on a table: the table as the adapter makes it; a table of PEFT's `modules_to_save`: the active one
     cut        FSDP1, FSDP2 and tensor parallelism (DTensor), DeepSpeed's ZeRO-3: gathered by all ranks, in `Table.gather`
 
-Which two they are the model says itself (`get_output_embeddings`, `get_input_embeddings`). Shape letters: V vocabulary, D hidden.
+Which two they are the model says itself (`get_output_embeddings`, `get_input_embeddings`). Shape
+letters: V vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ BEYOND_LM_HEAD = {
     "logits_scaling": 1,
     "lm_head_multiplier": 1,
 }
-"""What some families do to the product of lm_head (Gemma-2, Cohere, Granite, Falcon-H1), by its name in their config, and the value that
-does nothing. The engine does it; training, the gate and replay would not."""
+"""What some families do to the product of lm_head (Gemma-2, Cohere, Granite, Falcon-H1), by its
+name in their config, and the value that does nothing. The engine does it; training, the gate and
+replay would not.
+"""
 LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """Where PEFT's LoRA layers keep their factors, by adapter."""
 
@@ -45,7 +49,10 @@ def plain_model(model: nn.Module) -> Any:
             raise ModelError(
                 "This is not a transformers model.",
                 given=type(inner).__name__,
-                expected="a transformers model (PreTrainedModel), bare or under DDP, FSDP, DeepSpeed, torch.compile or PEFT",
+                expected=(
+                    "a transformers model (PreTrainedModel), bare or under DDP, FSDP, DeepSpeed,"
+                    " torch.compile or PEFT"
+                ),
                 do="Load the actor with medusa_ppo.actors.hf.load_actor.",
             )
         inner = below
@@ -53,7 +60,9 @@ def plain_model(model: nn.Module) -> Any:
 
 
 def adapters_in_use(model: nn.Module) -> tuple[Any, ...]:
-    """Which of PEFT's adapters a forward pass goes through; the same pass without them is another policy's."""
+    """Which of PEFT's adapters a forward pass goes through; the same pass without them is another
+    policy's.
+    """
     layers: list[Any] = [
         part
         for part in model.modules()
@@ -72,7 +81,8 @@ class Table:
     def __init__(self, model: nn.Module, name: str) -> None:
         """
         Args:
-            model: the actor as the loop holds it, wrappers included: FSDP1 is only seen from outside.
+            model: the actor as the loop holds it, wrappers included: FSDP1 is only seen from
+                outside.
             name: `output` or `input`.
 
         Raises:
@@ -110,7 +120,8 @@ class Table:
         if self._unit is not None:
             return list(_own_parameters(self._unit))
         if self._sharding is not None:
-            self._sharding.reshard()  # After a forward pass the outermost unit has whole weights for a while.
+            # After a forward pass the outermost unit has whole weights for a while.
+            self._sharding.reshard()
         factors = [
             part.weight if isinstance(part, nn.Module) else part
             for kind in LORA
@@ -129,7 +140,9 @@ class Table:
         return tuple(_bits(_local(part)) for part in self.parameters)
 
     def live(self) -> torch.Tensor:
-        """`[V, D]` without a copy where it is plain, and as its adapters make it where they do. For a whole table."""
+        """`[V, D]` without a copy where it is plain, and as its adapters make it where they do. For
+        a whole table.
+        """
         return self._checked(self._merged())
 
     def is_that_of(self, other: Table) -> bool:
@@ -140,7 +153,9 @@ class Table:
 
     @torch.no_grad()
     def gather(self, *, keep: bool) -> tuple[torch.Tensor | None, int]:
-        """The whole table on the CPU, a copy, and its bytes. All ranks call it. None in its place where it is not to be kept."""
+        """The whole table on the CPU, a copy, and its bytes. All ranks call it. None in its place
+        where it is not to be kept.
+        """
         with self._together():
             weight_VD = self._checked(self._merged())
             return (weight_VD.detach().to("cpu", copy=True) if keep else None), weight_VD.nbytes
@@ -195,8 +210,14 @@ class Table:
         return ModelError(
             "The model lacks a matrix that the heads need.",
             given=f"{self._model_name}: {found}",
-            expected=f"{self._what} with floating-point numbers: whole, or cut by FSDP1, FSDP2, DTensor or ZeRO-3",
-            do="Pass the actor with its wrappers, a causal LM of transformers; leave these two tables out of quantization.",
+            expected=(
+                f"{self._what} with floating-point numbers: whole, or cut by FSDP1, FSDP2, DTensor"
+                " or ZeRO-3"
+            ),
+            do=(
+                "Pass the actor with its wrappers, a causal LM of transformers; leave these two"
+                " tables out of quantization."
+            ),
         )
 
 
@@ -222,7 +243,10 @@ def _check_logits(model: Any, lm_head: Any) -> None:
         raise ModelError(
             "The actor's logits are not the product of its lm_head alone.",
             given=f"{type(model).__name__}: {', '.join(found)}",
-            expected="neither a scale, nor a soft cap, nor a bias: heads would be trained and judged for other logits than the engine's",
+            expected=(
+                "neither a scale, nor a soft cap, nor a bias: heads would be trained and judged for"
+                " other logits than the engine's"
+            ),
             do="Use an actor without it.",
         )
 
@@ -233,7 +257,9 @@ def _lora_adapters(module: Any) -> list[str]:
 
 
 def _unit_of(module: nn.Module, kind: type[Any], model: nn.Module) -> Any:
-    """The innermost module of this kind that holds this one; with FSDP1 and 2 what is gathered together, and its rank has a piece of."""
+    """The innermost module of this kind that holds this one; with FSDP1 and 2 what is gathered
+    together, and its rank has a piece of.
+    """
     units = [
         unit
         for unit in model.modules()

@@ -1,9 +1,11 @@
-"""Actors from transformers: load one safely, and tap its final hidden states from a forward pass that happens anyway.
+"""Actors from transformers: load one safely, and tap its final hidden states from a forward pass
+that happens anyway.
 
 Shape letters: B batch rows, T tokens, D hidden, V vocabulary.
 
-"Final hidden state" is what lm_head reads: after the last norm. transformers' base model (`model.model`, `model.transformer`, ...)
-returns exactly that as `last_hidden_state`, whatever the family, so the tap is one hook on the base model's output.
+"Final hidden state" is what lm_head reads: after the last norm. transformers' base model
+(`model.model`, `model.transformer`, ...) returns exactly that as `last_hidden_state`, whatever the
+family, so the tap is one hook on the base model's output.
 """
 
 from __future__ import annotations
@@ -44,14 +46,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_actor(
     path: str | os.PathLike[str], dtype: str | torch.dtype = "float32"
 ) -> PreTrainedModel:
-    """Load a causal LM, or a vision-language model, from a folder or by its hub name; nothing is ever unpickled and no remote code runs.
+    """Load a causal LM, or a vision-language model, from a folder or by its hub name; nothing is
+    ever unpickled and no remote code runs.
 
     Args:
         path: folder of a transformers checkpoint, or a hub name.
         dtype: name or torch dtype of all weights.
 
     Raises:
-        ModelError: no such folder, unreachable hub name, not a causal LM, no usable weights, weights that are missing.
+        ModelError: no such folder, unreachable hub name, not a causal LM, no usable weights,
+            weights that are missing.
         ConfigError: unknown dtype.
     """
     name, torch_dtype, kind = os.fspath(path), _dtype(dtype), _auto_class(actor_config(path))
@@ -69,11 +73,17 @@ def load_actor(
     if missing:
         raise ModelError(
             "The actor's checkpoint lacks weights.",
-            given=f"{name}: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''} ({len(missing)} missing)",
-            expected="every weight of the model; transformers would fill the gaps with random numbers",
+            given=(
+                f"{name}: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"
+                f" ({len(missing)} missing)"
+            ),
+            expected=(
+                "every weight of the model; transformers would fill the gaps with random numbers"
+            ),
             do="Save the whole causal LM with save_pretrained, lm_head included.",
         )
-    # Drafting stays lossless, but shared heads compute plain lm_head(h) and draft a little worse than they could.
+    # Drafting stays lossless, but shared heads compute plain lm_head(h) and draft a little worse
+    # than they could.
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         logger.warning(
             "The actor's lm_head has a bias, which draft heads with a shared lm_head leave out."
@@ -97,7 +107,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 
 def table_names(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Names of lm_head and embedding in the actor's own checkpoint, by the model itself; the same name twice where they are one.
+    """Names of lm_head and embedding in the actor's own checkpoint, by the model itself; the same
+    name twice where they are one.
 
     Raises:
         ModelError: no causal LM of transformers.
@@ -106,13 +117,15 @@ def table_names(path: str | os.PathLike[str]) -> tuple[str, str]:
     with torch.device("meta"):
         model = _auto_class(config).from_config(config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return names[id(model.get_output_embeddings().weight)], names[
-        id(model.get_input_embeddings().weight)
-    ]
+    return (
+        names[id(model.get_output_embeddings().weight)],
+        names[id(model.get_input_embeddings().weight)],
+    )
 
 
 def lm_head_weight(model: nn.Module) -> torch.Tensor:
-    """The actor's output matrix `lm_head_VD`: live (a Parameter, not a copy) where no adapter changes it, tied or untied.
+    """The actor's output matrix `lm_head_VD`: live (a Parameter, not a copy) where no adapter
+    changes it, tied or untied.
 
     Raises:
         ModelError: the model has no output embedding that can be read.
@@ -129,13 +142,15 @@ def embedding_weight(model: nn.Module) -> torch.Tensor:
 class HiddenTap:
     """Context manager that remembers the final hidden states of the forward pass run inside it.
 
-    The hook only reads: it returns nothing, and what it keeps is detached, so outputs and gradients are those of a model without it.
+    The hook only reads: it returns nothing, and what it keeps is detached, so outputs and gradients
+    are those of a model without it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """
         Args:
-            model: causal LM of transformers, bare or wrapped (`medusa_ppo.actors.actor_tables` has the forms).
+            model: causal LM of transformers, bare or wrapped (`medusa_ppo.actors.actor_tables` has
+                the forms).
 
         Raises:
             ModelError: the model has no base model under its lm_head.
@@ -182,7 +197,8 @@ class HiddenTap:
 
     @property
     def hidden_BTD(self) -> torch.Tensor:
-        """Detached states of the one forward pass inside the context, in the actor's dtype and on its device.
+        """Detached states of the one forward pass inside the context, in the actor's dtype and on
+        its device.
 
         Raises:
             DataError: no forward pass happened, or more than one.
@@ -201,7 +217,10 @@ class HiddenTap:
                     "The final hidden states are cut over ranks.",
                     given=f"placements {hidden_BTD.placements}",
                     expected="whole rows on each rank",
-                    do="Switch sequence parallelism off, or gather the states before the base model returns.",
+                    do=(
+                        "Switch sequence parallelism off, or gather the states before the base"
+                        " model returns."
+                    ),
                 )
             return hidden_BTD.to_local()
         return hidden_BTD
@@ -236,7 +255,9 @@ def _is_compiled(*modules: nn.Module) -> bool:
 
 
 def _traced_hook(base: nn.Module) -> _Hook:
-    """One hook for good: torch.compile bakes hooks in when it first sees the model, and does not look for others later."""
+    """One hook for good: torch.compile bakes hooks in when it first sees the model, and does not
+    look for others later.
+    """
     if base not in _TRACED:
         _TRACED[base] = hook = _Hook()
         hook.reset(open_=False)
@@ -246,7 +267,8 @@ def _traced_hook(base: nn.Module) -> _Hook:
 
 
 class HFActor(ActorView):
-    """A transformers actor, one process's end. Where its weights are cut over ranks, every rank has one and calls `refresh`.
+    """A transformers actor, one process's end. Where its weights are cut over ranks, every rank has
+    one and calls `refresh`.
 
     Attributes:
         reports: this rank keeps the whole tables; the plug-in is here.
@@ -263,7 +285,8 @@ class HFActor(ActorView):
     ) -> None:
         """
         Args:
-            model: causal LM of transformers, bare or wrapped; see `medusa_ppo.actors.actor_tables` for what is understood.
+            model: causal LM of transformers, bare or wrapped; see `medusa_ppo.actors.actor_tables`
+                for what is understood.
             reports: as the attribute.
             with_embedding: `refresh` also brings the input embedding (heads of kind hydra).
             group: the ranks that hold this actor together; None: all.
@@ -279,8 +302,9 @@ class HFActor(ActorView):
         return HiddenTap(self._model)
 
     def refresh(self) -> bool:
-        """Bring the tables to the ranks that report, if a rank has seen them change. Every rank calls it, before the first use and after
-        the weights changed, at the same point of its work: with or without a plug-in, or the others wait for it.
+        """Bring the tables to the ranks that report, if a rank has seen them change. Every rank
+        calls it, before the first use and after the weights changed, at the same point of its work:
+        with or without a plug-in, or the others wait for it.
 
         Returns:
             Whether a table may be another than at the last call; the same on every rank.
@@ -317,7 +341,9 @@ class HFActor(ActorView):
 
     @property
     def lm_head_VD(self) -> torch.Tensor:
-        """Live, as `lm_head_weight`; where it is cut over ranks as of the last `refresh`, on the CPU."""
+        """Live, as `lm_head_weight`; where it is cut over ranks as of the last `refresh`, on the
+        CPU.
+        """
         return self._table("output")
 
     @property
@@ -333,9 +359,18 @@ class HFActor(ActorView):
         if gathered_VD is None:
             raise DataError(
                 "This process has a piece of the actor's table only.",
-                given=f"{type(self._model).__name__}, refresh() {'called' if self._gathered else 'not called'}, reports={self.reports}",
-                expected="an HFActor on every rank, and refresh() called on all of them at the same point",
-                do="Make HFActor(model, reports=rank == 0) on every rank, call its refresh(), and give it to the plug-in (docs/hooks.md).",
+                given=(
+                    f"{type(self._model).__name__}, refresh()"
+                    f" {'called' if self._gathered else 'not called'}, reports={self.reports}"
+                ),
+                expected=(
+                    "an HFActor on every rank, and refresh() called on all of them at the same"
+                    " point"
+                ),
+                do=(
+                    "Make HFActor(model, reports=rank == 0) on every rank, call its refresh(), and"
+                    " give it to the plug-in (docs/hooks.md)."
+                ),
             )
         return gathered_VD
 
@@ -344,7 +379,9 @@ Actor = nn.Module | ActorView
 
 
 def as_view(model: Actor) -> ActorView:
-    """What the plug-in was given, as it sees it: a transformers model, or the view of another kind of actor."""
+    """What the plug-in was given, as it sees it: a transformers model, or the view of another kind
+    of actor.
+    """
     return model if isinstance(model, ActorView) else HFActor(model)
 
 
@@ -391,7 +428,9 @@ def _check_exists(name: str) -> None:
 
 
 def actor_config(path: str | os.PathLike[str]) -> Any:
-    """The configuration of a model that can be an actor. ModelError, also for a causal LM by name that attends to both sides."""
+    """The configuration of a model that can be an actor. ModelError, also for a causal LM by name
+    that attends to both sides.
+    """
     name = os.fspath(path)
     _check_exists(name)
     with _loading(name, "The model's configuration can't be read."):
@@ -417,7 +456,9 @@ def _auto_class(config: Any) -> Any:
 
 
 def _use_safetensors(name: str) -> bool | None:
-    """True when the folder has safetensors, False when it has only .bin (then loaded with weights_only); a hub name decides by itself."""
+    """True when the folder has safetensors, False when it has only .bin (then loaded with
+    weights_only); a hub name decides by itself.
+    """
     folder = Path(name)
     if not folder.is_dir():
         return None
@@ -435,14 +476,19 @@ def _use_safetensors(name: str) -> bool | None:
 
 @contextlib.contextmanager
 def _loading(name: str, problem: str) -> Iterator[None]:
-    """Whatever is raised for a bad checkpoint (OSError, ValueError, KeyError, SafetensorError, ...), in one sentence."""
+    """Whatever is raised for a bad checkpoint (OSError, ValueError, KeyError, SafetensorError,
+    ...), in one sentence.
+    """
     try:
         yield
     except Exception as error:
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         do = "Check the spelling and the network, or download the model first and give its folder."
         if _is_folder_like(name):
-            do = "Check that the folder was written completely by save_pretrained, and by a transformers version that is not newer."
+            do = (
+                "Check that the folder was written completely by save_pretrained, and by a"
+                " transformers version that is not newer."
+            )
         given, expected = (
             f"{name} ({type(error).__name__}: {reason})",
             "a transformers causal LM in a folder or on the hub",

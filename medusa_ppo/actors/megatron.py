@@ -1,10 +1,13 @@
-"""Actors from megatron-core: final hidden states of a GPTModel, tapped where they are, whatever its parallelism.
+"""Actors from megatron-core: final hidden states of a GPTModel, tapped where they are, whatever its
+parallelism.
 
 Shape letters: B batch rows, T tokens, S tokens of one rank, D hidden, V vocabulary.
 
-"Final hidden state" is what `output_layer` reads: after the final norm, on the last pipeline stage. A hook in front of that layer sees it
-before anything is copied. What a rank does not have whole (sequence and context parallelism) goes to the first rank of its groups, beside
-the forward pass; nothing is asked of other replicas: each data-parallel replica has one rank that `reports`, and hands in its own share.
+"Final hidden state" is what `output_layer` reads: after the final norm, on the last pipeline stage.
+A hook in front of that layer sees it before anything is copied. What a rank does not have whole
+(sequence and context parallelism) goes to the first rank of its groups, beside the forward pass;
+nothing is asked of other replicas: each data-parallel replica has one rank that `reports`, and
+hands in its own share.
 
     actor = MegatronActor(model, vocab_size)         # every rank
     plugin = ... if actor.reports else None
@@ -45,9 +48,11 @@ class MegatronActor(ActorView):
     """One rank's part of a GPTModel.
 
     Attributes:
-        model: the GPTModel itself; of virtual pipeline stages the one that holds the output layer, or the last.
+        model: the GPTModel itself; of virtual pipeline stages the one that holds the output layer,
+            or the last.
         groups: this rank's process groups.
-        reports: this rank hands in its replica's hidden states: first tensor and context rank of the last pipeline stage.
+        reports: this rank hands in its replica's hidden states: first tensor and context rank of
+            the last pipeline stage.
     """
 
     def __init__(
@@ -60,7 +65,8 @@ class MegatronActor(ActorView):
     ) -> None:
         """
         Args:
-            model: GPTModel, bare or wrapped (DistributedDataParallel, Float16Module), or the list of its virtual pipeline stages.
+            model: GPTModel, bare or wrapped (DistributedDataParallel, Float16Module), or the list
+                of its virtual pipeline stages.
             vocab_size: rows of lm_head without Megatron's padding.
             groups: this rank's process groups; None: those that the model was built with.
             with_embedding: `refresh` also brings the input embedding (heads of kind hydra).
@@ -99,13 +105,17 @@ class MegatronActor(ActorView):
         tied = self.model.share_embeddings_and_output_weights
         return cast(
             torch.Tensor,
-            self.model.shared_embedding_or_output_weight()
-            if tied
-            else self.model.output_layer.weight,
+            (
+                self.model.shared_embedding_or_output_weight()
+                if tied
+                else self.model.output_layer.weight
+            ),
         )
 
     def refresh(self) -> None:
-        """Bring the whole tables to the ranks that report. Every rank calls it, before the first use and after the weights changed."""
+        """Bring the whole tables to the ranks that report. Every rank calls it, before the first
+        use and after the weights changed.
+        """
         table = (
             gather_rows(self.output_weight, self.groups.tensor, self._vocab_size)
             if self.model.post_process
@@ -127,7 +137,9 @@ class MegatronActor(ActorView):
 
     @property
     def embedding_VD(self) -> torch.Tensor:
-        """As of the last `refresh`, on the CPU; on ranks that report, when `with_embedding` was asked for."""
+        """As of the last `refresh`, on the CPU; on ranks that report, when `with_embedding` was
+        asked for.
+        """
         return self._table("embedding")
 
     def _table(self, name: str) -> torch.Tensor:
@@ -160,9 +172,11 @@ class MegatronActor(ActorView):
 
 
 class MegatronTap:
-    """Context manager that remembers the final hidden states of all forward passes inside it, on the rank that reports.
+    """Context manager that remembers the final hidden states of all forward passes inside it, on
+    the rank that reports.
 
-    The hooks only read: they return nothing, and what they keep is detached. Every rank of a replica must enter it, or none.
+    The hooks only read: they return nothing, and what they keep is detached. Every rank of a
+    replica must enter it, or none.
     """
 
     def __init__(self, model: GPTModel, groups: Groups) -> None:
@@ -200,7 +214,8 @@ class MegatronTap:
         self._packing = Packing.read(named.get("packed_seq_params"))
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        # With multi-token prediction the layer is called for those tokens first; the last call is the model's own.
+        # With multi-token prediction the layer is called for those tokens first; the last call is
+        # the model's own.
         self._latest = (args[0] if args else named["input_"]).detach()
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -232,9 +247,11 @@ class MegatronTap:
 
     @property
     def hidden_BTD(self) -> torch.Tensor:
-        """Detached states of all micro-batches inside the context, in their order, one row for each sequence; zeros fill short ones.
+        """Detached states of all micro-batches inside the context, in their order, one row for each
+        sequence; zeros fill short ones.
 
-        A packed micro-batch has as many tokens as its longest sequence. In the actor's dtype and on its device.
+        A packed micro-batch has as many tokens as its longest sequence. In the actor's dtype and on
+        its device.
 
         Raises:
             DataError: no forward pass happened inside, or this rank does not report.
@@ -242,7 +259,10 @@ class MegatronTap:
         if not self._rows:
             raise DataError(
                 "No final hidden state came together on this rank.",
-                given=f"last stage: {bool(self._model.post_process)}, leads its groups: {self._groups.leads}",
+                given=(
+                    f"last stage: {bool(self._model.post_process)}, leads its groups:"
+                    f" {self._groups.leads}"
+                ),
                 expected="a rank that reports, and at least one forward pass inside the context",
                 do="Ask the actor's `reports` first, and put the context around the forward call.",
             )
@@ -251,7 +271,9 @@ class MegatronTap:
 
 
 def groups_of(model: GPTModel) -> Groups:
-    """The groups that the model was built with; older versions of megatron-core keep them globally only."""
+    """The groups that the model was built with; older versions of megatron-core keep them globally
+    only.
+    """
     collection = getattr(model, "pg_collection", None)
     if collection is not None:
         return Groups(collection.tp, collection.cp, collection.pp)

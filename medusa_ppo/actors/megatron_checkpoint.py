@@ -1,12 +1,13 @@
-"""A distributed checkpoint of megatron-core (`torch_dist`) as a folder of transformers; neither Megatron nor its ranks are needed.
+"""A distributed checkpoint of megatron-core (`torch_dist`) as a folder of transformers; neither
+Megatron nor its ranks are needed.
 
 FOLDER/latest_checkpointed_iteration.txt     which iteration: FOLDER/iter_0000100 (an iteration's own folder may be named as well)
 FOLDER/iter_0000100/.metadata                which tensors there are, and in which file each part of them stands
 FOLDER/iter_0000100/*.distcp                 the parts, whatever ranks wrote them
 config.json, tokenizer                       in either folder, as transformers has them: Megatron's own settings are not read
 
-`.metadata` is a pickle: nothing but the records that describe tensors is looked up for it, all else is left blank. Parts are read by
-torch's loader of weights.
+`.metadata` is a pickle: nothing but the records that describe tensors is looked up for it, all else
+is left blank. Parts are read by torch's loader of weights.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Under these names the file has norms, whether or not the model had them inside the layers that follow."""
+"""Under these names the file has norms, whether or not the model had them inside the layers that
+follow.
+"""
 _RECORDS: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind
     for kind in (
@@ -66,7 +69,9 @@ _RECORDS: dict[tuple[str, str], Any] = {
 
 
 def folder_of(path: str) -> Path | None:
-    """The folder of the iteration that a path means, where it means a distributed checkpoint. ModelError: it says one that is not there."""
+    """The folder of the iteration that a path means, where it means a distributed checkpoint.
+    ModelError: it says one that is not there.
+    """
     folder = Path(path)
     if (folder / INDEX).is_file():
         return folder
@@ -84,21 +89,27 @@ def folder_of(path: str) -> Path | None:
 
 
 def described_by(path: str) -> str:
-    """The folder with a model's config.json and tokenizer: of a distributed checkpoint it or the one above; any other path as it is."""
+    """The folder with a model's config.json and tokenizer: of a distributed checkpoint it or the
+    one above; any other path as it is.
+    """
     folder = folder_of(path)
     if folder is None:
         return path
     for home in (folder, folder.parent):
         if (home / CONFIG).is_file():
             return str(home)
-    do = "Copy config.json and the tokenizer's files of the model that it was trained from into the folder."
+    do = (
+        "Copy config.json and the tokenizer's files of the model that it was trained from into the"
+        " folder."
+    )
     raise _unusable(
         f"{folder} without {CONFIG}", "config.json and a tokenizer, as transformers has them", do
     )
 
 
 def as_transformers(path: str, out: Path) -> str:
-    """The path itself, or of a distributed checkpoint `out`, into which it is written as transformers has it, once.
+    """The path itself, or of a distributed checkpoint `out`, into which it is written as
+    transformers has it, once.
 
     Raises:
         ModelError: something lacks, or the tensors do not fit config.json.
@@ -198,7 +209,9 @@ class Stored:
         return whole
 
     def _find(self, name: str) -> tuple[Any, str, int | None]:
-        """What is said of a tensor, its name in the file, and which of the layers in it is meant."""
+        """What is said of a tensor, its name in the file, and which of the layers in it is
+        meant.
+        """
         for key, layer in _names_in_file(name):
             about = self._tensors.get(key)
             if isinstance(about, metadata.TensorStorageMetadata) and (
@@ -246,7 +259,9 @@ class Stored:
 
 
 class _Blank:
-    """In the place of whatever else an index names, Megatron's plans of saving among it: made of anything, and does nothing."""
+    """In the place of whatever else an index names, Megatron's plans of saving among it: made of
+    anything, and does nothing.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

@@ -1,4 +1,6 @@
-"""Where things are in a Megatron actor: names of its tensors against those of a checkpoint, and rows over its ranks."""
+"""Where things are in a Megatron actor: names of its tensors against those of a checkpoint, and
+rows over its ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """What the table and the model need of a checkpoint's configuration. `rope_factor` 0: plain rotary positions."""
+    """What the table and the model need of a checkpoint's configuration. `rope_factor` 0: plain
+    rotary positions.
+    """
 
     layers: int
     hidden: int
@@ -128,7 +132,9 @@ def _unknown(config: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of Megatron's: the checkpoint's tensors that it is made of, their whole shapes, and how it is cut."""
+    """One parameter of Megatron's: the checkpoint's tensors that it is made of, their whole shapes,
+    and how it is cut.
+    """
 
     sources: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -141,7 +147,8 @@ def key_table(sizes: LlamaSizes) -> dict[str, Entry]:
     table = {
         "embedding.word_embeddings.weight": Entry((EMBEDDING,), ((sizes.vocab, d),), "vocabulary"),
         "decoder.final_layernorm.weight": Entry(("model.norm.weight",), ((d,),), "whole"),
-        # Of tied tables the checkpoint has the embedding only; Megatron's last stage has a copy of its own.
+        # Of tied tables the checkpoint has the embedding only; Megatron's last stage has a copy of
+        # its own.
         "output_layer.weight": Entry(
             (EMBEDDING if sizes.tied else LM_HEAD,), ((sizes.vocab, d),), "vocabulary"
         ),
@@ -273,7 +280,8 @@ class Packing:
     """Which rows of a packed micro-batch belong to which sequence.
 
     Attributes:
-        bounds: where the sequences begin, their padding counted; context parallelism cuts between these.
+        bounds: where the sequences begin, their padding counted; context parallelism cuts between
+            these.
         starts: first row of each sequence that has a token.
         lengths: its tokens, padding left out.
     """
@@ -316,7 +324,8 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 def context_positions(
     rank: int, ranks: int, total: int, bounds: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """Positions `P` (of T) of the rows that a context-parallel rank holds, in the order in which it holds them.
+    """Positions `P` (of T) of the rows that a context-parallel rank holds, in the order in which it
+    holds them.
 
     Args:
         rank, ranks: within the context-parallel group.
@@ -345,7 +354,9 @@ def context_positions(
 
 
 class Gathering:
-    """One tensor of each rank of a group on its way to the first rank; begun at once, so that it goes on beside the forward pass."""
+    """One tensor of each rank of a group on its way to the first rank; begun at once, so that it
+    goes on beside the forward pass.
+    """
 
     def __init__(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         self._values = values.contiguous()
@@ -374,7 +385,9 @@ class Gathering:
 def gather_rows(
     rows_VD: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int
 ) -> torch.Tensor | None:
-    """A whole table without its padding on the group's first rank, on the CPU; None elsewhere. Every rank of the group must call it."""
+    """A whole table without its padding on the group's first rank, on the CPU; None elsewhere.
+    Every rank of the group must call it.
+    """
     parts = Gathering(rows_VD.detach(), group).wait()
     return torch.cat([part.cpu() for part in parts])[:vocab_size] if parts else None
 
@@ -382,7 +395,9 @@ def gather_rows(
 def join_context(
     local_PBD: torch.Tensor, groups: Groups, packing: Packing | None
 ) -> torch.Tensor | None:
-    """All tokens of a micro-batch `TBD` from context-parallel ranks that hold `PBD`, on the first rank; None elsewhere."""
+    """All tokens of a micro-batch `TBD` from context-parallel ranks that hold `PBD`, on the first
+    rank; None elsewhere.
+    """
     ranks = size_of(groups.context)
     parts = Gathering(local_PBD, groups.context).wait()
     if not parts:

@@ -1,8 +1,11 @@
-"""One rank's part of a Llama-type actor as a GPTModel of megatron-core: built, filled from a checkpoint, run, and joined again.
+"""One rank's part of a Llama-type actor as a GPTModel of megatron-core: built, filled from a
+checkpoint, run, and joined again.
 
-Layers are those that megatron-core has without TransformerEngine: they run wherever torch runs. Two are our own, because its own ask for
-TransformerEngine: the norm (for sequence parallelism) and the attention over tokens that several ranks share (for context parallelism).
-Shape letters: B batch rows, T tokens, P tokens of one context-parallel rank, V vocabulary, D hidden, N heads, W width of a head, M rows.
+Layers are those that megatron-core has without TransformerEngine: they run wherever torch runs. Two
+are our own, because its own ask for TransformerEngine: the norm (for sequence parallelism) and the
+attention over tokens that several ranks share (for context parallelism). Shape letters: B batch
+rows, T tokens, P tokens of one context-parallel rank, V vocabulary, D hidden, N heads, W width of a
+head, M rows.
 """
 
 from __future__ import annotations
@@ -45,11 +48,15 @@ LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 Inputs = Mapping[str, torch.Tensor]
 """A micro-batch as `forward` of a GPTModel takes it: input_ids, position_ids, attention_mask."""
 OnOutput = Callable[[int, torch.Tensor], torch.Tensor | None]
-"""What the last stage does with a micro-batch's logits `BTV` (this rank's columns): a loss to go back from, or None."""
+"""What the last stage does with a micro-batch's logits `BTV` (this rank's columns): a loss to go
+back from, or None.
+"""
 
 
 def start_parallel(meeting: Meeting, section: ActorConfig) -> None:
-    """Meet the other ranks and form Megatron's groups, which are torch's global ones; what is left of the ranks is data parallel."""
+    """Meet the other ranks and form Megatron's groups, which are torch's global ones; what is left
+    of the ranks is data parallel.
+    """
     backend, place = "nccl" if torch.cuda.is_available() else "gloo", meeting.place
     dist.init_process_group(
         backend, store=meeting.store, rank=place.rank, world_size=place.size, timeout=place.timeout
@@ -74,7 +81,8 @@ class RankModel:
         model: the GPTModel.
         ddp: Megatron's wrapper around it, with the buffers of its gradients; None: not trained.
         replica, replicas: which data-parallel replica this rank belongs to, and how many there are.
-        first: this rank has a part of the first replica, and the first part of each sequence: what all of those have, it gives out.
+        first: this rank has a part of the first replica, and the first part of each sequence: what
+            all of those have, it gives out.
     """
 
     def __init__(
@@ -117,7 +125,8 @@ class RankModel:
             // section.pipeline_parallel
             * parallel_state.get_pipeline_model_parallel_rank()
         )
-        # A sequence's tokens are cut into equal parts: two for each context-parallel rank, and for sequence parallelism each part again.
+        # A sequence's tokens are cut into equal parts: two for each context-parallel rank, and for
+        # sequence parallelism each part again.
         self._multiple = section.tensor_parallel if section.sequence_parallel else 1
         self._multiple *= 2 * section.context_parallel if section.context_parallel > 1 else 1
         model = _build(
@@ -143,7 +152,8 @@ class RankModel:
             self._whole_name(name): parameter for name, parameter in self.model.named_parameters()
         }
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # ----------------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path) -> None:
         """Fill the parameters from a folder with safetensors, or from one such file."""
@@ -186,10 +196,12 @@ class RankModel:
     def whole_tensors(
         self, value: Callable[[nn.Parameter], torch.Tensor], dtype: torch.dtype, bucket_bytes: int
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """The checkpoint's tensors that this stage's shards make up, on the CPU, some at a time; nothing on ranks that don't give out.
+        """The checkpoint's tensors that this stage's shards make up, on the CPU, some at a time;
+        nothing on ranks that don't give out.
 
-        All tensor-parallel ranks of the first replica call it, and all others that `value` needs. A bucket of shards, as many as fit into
-        `bucket_bytes` and one at least, crosses in one gather.
+        All tensor-parallel ranks of the first replica call it, and all others that `value` needs. A
+        bucket of shards, as many as fit into `bucket_bytes` and one at least, crosses in one
+        gather.
 
         Args:
             value: what is wanted of a parameter, in its shape.
@@ -212,7 +224,9 @@ class RankModel:
             yield {name: tensor.contiguous() for name, tensor in joined.items()}
 
     def given_out(self) -> dict[str, Any]:
-        """The parameters of this stage that the checkpoint has; not the last stage's copy of a tied embedding."""
+        """The parameters of this stage that the checkpoint has; not the last stage's copy of a tied
+        embedding.
+        """
         return {
             name: parameter
             for name, parameter in self.parameters().items()
@@ -222,17 +236,22 @@ class RankModel:
     def _whole_name(self, name: str) -> str:
         return LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + self._first_layer}.", name)
 
-    # ---- passes ---------------------------------------------------------------------------------------------------------------
+    # ---- passes
+    # ---------------------------------------------------------------------------------------------------------------
 
     def columns(self, width: int) -> torch.Tensor:
-        """Which of a micro-batch's tokens this rank holds, in the order in which it holds them (P); those from `width` on are padding."""
+        """Which of a micro-batch's tokens this rank holds, in the order in which it holds them (P);
+        those from `width` on are padding.
+        """
         padded = -(-width // self._multiple) * self._multiple
         return context_positions(
             dist.get_rank(self._context), dist.get_world_size(self._context), padded
         ).to(self.device)
 
     def inputs(self, input_ids_BT: torch.Tensor) -> Inputs:
-        """This rank's part of a micro-batch, padded on the right, as a GPTModel takes it: plain positions, a causal mask."""
+        """This rank's part of a micro-batch, padded on the right, as a GPTModel takes it: plain
+        positions, a causal mask.
+        """
         (rows, width), columns_P = input_ids_BT.shape, self.columns(input_ids_BT.shape[1])
         padded_BT = F.pad(input_ids_BT, (0, max(0, int(columns_P.max()) + 1 - width), 0, 0))
         hidden = torch.ones(
@@ -247,13 +266,17 @@ class RankModel:
     def of_all_columns(
         self, values_P: torch.Tensor, places_P: torch.Tensor, total: int
     ) -> torch.Tensor:
-        """Numbers that context-parallel ranks have for rows of their own, on all of them: M. Gradients go back to one's own rows."""
+        """Numbers that context-parallel ranks have for rows of their own, on all of them: M.
+        Gradients go back to one's own rows.
+        """
         if dist.get_world_size(self._context) == 1:
             return values_P
         return _AllRows.apply(values_P, places_P, total, self._context)
 
     def run(self, micros: list[Inputs], on_output: OnOutput, *, backward: bool = False) -> None:
-        """All micro-batches through the pipeline; `on_output` is called on the last stage, for one after the other."""
+        """All micro-batches through the pipeline; `on_output` is called on the last stage, for one
+        after the other.
+        """
         if not micros:
             return
 
@@ -286,11 +309,14 @@ class RankModel:
     def clear_gradients(self) -> None:
         assert self.ddp is not None, "only trained models have gradients"
         for parameter in self.model.parameters():
-            parameter.grad = None  # It may be the buffer itself, which the wrapper fills: backward would add to it twice.
+            # It may be the buffer itself, which the wrapper fills: backward would add to it twice.
+            parameter.grad = None
         self.ddp.zero_grad_buffer()
 
     def gather_gradients(self) -> None:
-        """Sum the gradients over replicas and shared copies; with a distributed optimizer this replica has those of its part then."""
+        """Sum the gradients over replicas and shared copies; with a distributed optimizer this
+        replica has those of its part then.
+        """
         finalize_model_grads([self.ddp])
 
 
@@ -357,8 +383,10 @@ def _settings(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=section.pipeline_parallel > 1,
-        moe_token_dispatcher_type="alltoall",  # Not used; the default refuses sequences of several lengths.
-        # Losses are divided by the tokens of the whole minibatch before they come here: sums, never means of means.
+        # Not used; the default refuses sequences of several lengths.
+        moe_token_dispatcher_type="alltoall",
+        # Losses are divided by the tokens of the whole minibatch before they come here: sums, never
+        # means of means.
         calculate_per_token_loss=True,
         **again,
     )
@@ -390,7 +418,9 @@ def _build(sizes: LlamaSizes, settings: TransformerConfig, section: ActorConfig)
 
 
 class SharedNorm(nn.RMSNorm):
-    """A norm that all tensor-parallel ranks have. With sequence parallelism each sees some tokens, and Megatron adds the gradients up."""
+    """A norm that all tensor-parallel ranks have. With sequence parallelism each sees some tokens,
+    and Megatron adds the gradients up.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -400,7 +430,9 @@ class SharedNorm(nn.RMSNorm):
 
 
 class ContextAttention(nn.Module):
-    """Causal attention of this rank's queries over the keys and values of all context-parallel ranks, which are gathered for it."""
+    """Causal attention of this rank's queries over the keys and values of all context-parallel
+    ranks, which are gathered for it.
+    """
 
     def __init__(self, config: TransformerConfig, **named: Any) -> None:
         super().__init__()
@@ -424,7 +456,9 @@ class ContextAttention(nn.Module):
 
 
 class _AllTokens(torch.autograd.Function):
-    """Rows of all ranks, one rank's behind the other's. Each rank gets the sum of what all found for its own."""
+    """Rows of all ranks, one rank's behind the other's. Each rank gets the sum of what all found
+    for its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,10 +1,13 @@
-"""Images for a vision-language actor: prompts with their image tokens, and the frozen tower's features, computed once an image.
+"""Images for a vision-language actor: prompts with their image tokens, and the frozen tower's
+features, computed once an image.
 
-The tower is the actor's own, and PPO leaves it frozen: its features of an image never change, so actor, critic and reference all read
-those that were computed once (`FeatureStore`), and only the actor has a tower. The engine is another program and computes its own.
+The tower is the actor's own, and PPO leaves it frozen: its features of an image never change, so
+actor, critic and reference all read those that were computed once (`FeatureStore`), and only the
+actor has a tower. The engine is another program and computes its own.
 
-Shape letters: B rows, T tokens, I images, N features of an image (as many as it has tokens), D hidden, L further levels of features that
-some families add to their first layers, X = D times (1 + L).
+Shape letters: B rows, T tokens, I images, N features of an image (as many as it has tokens), D
+hidden, L further levels of features that some families add to their first layers, X = D times (1 +
+L).
 """
 
 from __future__ import annotations
@@ -46,30 +49,40 @@ PILLOW_MODULE = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 FEATURES_KEY = "mm_encoder_outputs"
 """What transformers calls features that a forward pass is given in the place of pixels."""
 FEATURE_BYTES = 2 * 1024**3
-"""Features that are kept on the host, in bytes; beyond them those of the image that was asked for longest ago are forgotten."""
+"""Features that are kept on the host, in bytes; beyond them those of the image that was asked for
+longest ago are forgotten.
+"""
 
 
 class Features(NamedTuple):
-    """Of one image, on the host. `rows_NX` float; `grid_3` int64: patches in time, height and width."""
+    """Of one image, on the host. `rows_NX` float; `grid_3` int64: patches in time, height and
+    width.
+    """
 
     rows_NX: Tensor
     grid_3: Tensor
 
 
 def tower_of(model: Any) -> Any:
-    """The vision tower of a transformers model of the families that are known here; None where there is none."""
+    """The vision tower of a transformers model of the families that are known here; None where
+    there is none.
+    """
     known = isinstance(model, PreTrainedModel) and model.config.model_type in VISION_FAMILIES
     return getattr(model.base_model, "visual", None) if known else None
 
 
 def copy_without_tower(model: PreTrainedModel, part: nn.Module) -> Any:
-    """A deep copy of the model, or of a part of it. It gets features, and so has no tower of its own."""
+    """A deep copy of the model, or of a part of it. It gets features, and so has no tower of its
+    own.
+    """
     tower = tower_of(model)
     return copy.deepcopy(part, {} if tower is None else {id(tower): nn.Identity()})
 
 
 class _ImageProcessor:
-    """Stands where a processor has its part for videos, for whoever asks that one for sizes (vLLM, of Qwen3-VL)."""
+    """Stands where a processor has its part for videos, for whoever asks that one for sizes (vLLM,
+    of Qwen3-VL).
+    """
 
     def __get__(self, processor: Any, kind: type) -> Any:
         return self if processor is None else processor.image_processor
@@ -77,10 +90,12 @@ class _ImageProcessor:
 
 @functools.cache
 def spare_torchvision() -> None:
-    """Let a processor of transformers that reads videos too be loaded for images alone where torchvision is missing.
+    """Let a processor of transformers that reads videos too be loaded for images alone where
+    torchvision is missing.
 
-    transformers 5.19 has image processors for Pillow as well, but loads a processor whole, and its part for videos needs torchvision. vLLM
-    0.32 imports a function of the other kind's module; Pillow's has it too.
+    transformers 5.19 has image processors for Pillow as well, but loads a processor whole, and its
+    part for videos needs torchvision. vLLM 0.32 imports a function of the other kind's module;
+    Pillow's has it too.
     """
     if importlib.util.find_spec("torchvision") is None and hasattr(
         ProcessorMixin, "get_attributes"
@@ -101,7 +116,9 @@ def open_image(content: bytes) -> Image.Image:
 
 
 class ImageReader:
-    """How an actor reads images: its chat template says where they stand in a prompt, its image processor what of them the tower sees."""
+    """How an actor reads images: its chat template says where they stand in a prompt, its image
+    processor what of them the tower sees.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, processor: Any, image_id: int) -> None:
         """
@@ -113,7 +130,9 @@ class ImageReader:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> ImageReader:
-        """Raises ModelError: a model without a vision tower that is known here, or without an image processor."""
+        """Raises ModelError: a model without a vision tower that is known here, or without an image
+        processor.
+        """
         name, config = os.fspath(path), actor_config(path)
         if config.model_type not in VISION_FAMILIES:
             raise ModelError(
@@ -139,7 +158,9 @@ class ImageReader:
     def prompts(
         self, texts: Sequence[str], images: Sequence[tuple[bytes, ...]]
     ) -> list[tuple[int, ...]]:
-        """One prompt for each row. Raises DataError: an image can't be read, or the template does not place the row's images."""
+        """One prompt for each row. Raises DataError: an image can't be read, or the template does
+        not place the row's images.
+        """
         return [
             self._prompt(row, text, files)
             for row, (text, files) in enumerate(zip(texts, images, strict=True))
@@ -156,7 +177,10 @@ class ImageReader:
                 "The prompt does not hold the row's images.",
                 given=f"row {row}: {short.count(self.image_id)} places, {len(images)} images",
                 expected="as many places as images",
-                do=f"Correct the row, the model's chat template, or {self.image_token} in data.template.",
+                do=(
+                    f"Correct the row, the model's chat template, or {self.image_token} in"
+                    " data.template."
+                ),
             )
         if not images:
             return short
@@ -167,7 +191,9 @@ class ImageReader:
         return ImagePrompt(ids, images, short)
 
     def _rendered(self, text: str, images: int) -> str:
-        """As a user's message behind its images; a text that has places for images already is left as it is."""
+        """As a user's message behind its images; a text that has places for images already is left
+        as it is.
+        """
         if self.image_token in text:
             return text
         content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
@@ -183,7 +209,10 @@ class ImageReader:
                 "The actor's chat template can't be used.",
                 given=f"{type(error).__name__}: {str(error)[:200]}",
                 expected="a template that takes a list of images and texts",
-                do=f"Add the model's chat_template.jinja, or write {self.image_token} into data.template.",
+                do=(
+                    f"Add the model's chat_template.jinja, or write {self.image_token} into"
+                    " data.template."
+                ),
             ) from error
 
     @property
@@ -216,7 +245,9 @@ class ImageReader:
 
 
 def features_of(actor: PreTrainedModel, reader: ImageReader, image: bytes) -> Features:
-    """One run of the tower, on one image: what comes out does not depend on which images are computed together."""
+    """One run of the tower, on one image: what comes out does not depend on which images are
+    computed together.
+    """
     pixels, grid_I3 = reader.pixels(image)
     device = next(tower_of(actor).parameters()).device
     model: Any = actor
@@ -232,8 +263,9 @@ def spread(
     compute: Callable[[bytes], Features],
     group: dist.ProcessGroup,
 ) -> list[Features]:
-    """The features of all images on every rank of a group, each image computed by one of them: data parallel, whatever the ranks share
-    otherwise. All ranks call it with the same images; each next largest image goes to whoever has least to do.
+    """The features of all images on every rank of a group, each image computed by one of them: data
+    parallel, whatever the ranks share otherwise. All ranks call it with the same images; each next
+    largest image goes to whoever has least to do.
 
     Args:
         sizes: features of each image.
@@ -291,7 +323,8 @@ def spread(
 
 
 class FeatureStore:
-    """Features of the images that were seen last; each is computed once, in a thread of its own, before or when it is first asked for.
+    """Features of the images that were seen last; each is computed once, in a thread of its own,
+    before or when it is first asked for.
 
     Attributes:
         reader: what reads the images.
@@ -308,8 +341,10 @@ class FeatureStore:
         """
         Args:
             actor: the model with the tower.
-            most_bytes: budget of what is kept. Where it is smaller than a step's images they are computed more than once, and counted.
-            group: ranks that share the tower's work, each with a store that is asked for the same images in the same order; None: none.
+            most_bytes: budget of what is kept. Where it is smaller than a step's images they are
+                computed more than once, and counted.
+            group: ranks that share the tower's work, each with a store that is asked for the same
+                images in the same order; None: none.
 
         Raises:
             ModelError: the model takes no features in the place of pixels.
@@ -332,11 +367,15 @@ class FeatureStore:
         self._runs, self._seconds, self._told = 0, 0.0, (0, 0.0)
 
     def prefetch(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Begin with the images of these prompts. What fails will fail again, and be raised, when they are asked for."""
+        """Begin with the images of these prompts. What fails will fail again, and be raised, when
+        they are asked for.
+        """
         self._thread.submit(self._fill, by_content(images_of(prompts)))
 
     def look(self, prompts: Sequence[Sequence[int]], input_ids_BT: Tensor) -> Seen | None:
-        """What a model is given beside the token ids of these rows, each of which begins with its prompt; None without images."""
+        """What a model is given beside the token ids of these rows, each of which begins with its
+        prompt; None without images.
+        """
         images = images_of(prompts)
         if not images:
             return None
@@ -359,7 +398,9 @@ class FeatureStore:
         )
 
     def figures(self) -> dict[str, float]:
-        """Different images that were looked at since the last call, and runs and seconds of the tower, which may be ahead of them."""
+        """Different images that were looked at since the last call, and runs and seconds of the
+        tower, which may be ahead of them.
+        """
         (runs, seconds), now = self._told, (self._runs, self._seconds)
         found = {
             names.IMAGES: len(self._asked),
@@ -370,7 +411,9 @@ class FeatureStore:
         return found
 
     def _fill(self, images: dict[bytes, bytes]) -> dict[bytes, Features]:
-        """In the store's thread: the features of these images, by content, those that are missing computed and kept."""
+        """In the store's thread: the features of these images, by content, those that are missing
+        computed and kept.
+        """
         found = {key: self._kept.pop(key) for key in images if key in self._kept}
         missing = {key: image for key, image in images.items() if key not in found}
         began = time.perf_counter()
@@ -413,7 +456,8 @@ class Seen:
     Attributes:
         features: of each image, row after row.
         placed_BT: bool, a feature's place.
-        written_BT: bool, the actor has written the image token itself, as a word like any other: no feature belongs there.
+        written_BT: bool, the actor has written the image token itself, as a word like any other: no
+            feature belongs there.
         other_id: any other token.
     """
 
@@ -423,7 +467,9 @@ class Seen:
     other_id: int
 
     def arguments(self, embedding_VD: Tensor) -> dict[str, Any]:
-        """What the forward pass of a model with these token embeddings takes in the place of pixels."""
+        """What the forward pass of a model with these token embeddings takes in the place of
+        pixels.
+        """
         rows = [part.rows_NX.to(embedding_VD.device, embedding_VD.dtype) for part in self.features]
         levels = list(
             zip(*(part_NX.split(embedding_VD.shape[1], dim=1) for part_NX in rows), strict=True)
@@ -440,8 +486,8 @@ class Seen:
 def forward(model: Any, input_ids_BT: Tensor, seen: Seen | None, **more: Any) -> Any:
     """A model's pass over token ids, and over the images beside them.
 
-    transformers takes every image token for the place of a feature. One that the actor has written is hidden from it under another id, and
-    has its own embedding all the same.
+    transformers takes every image token for the place of a feature. One that the actor has written
+    is hidden from it under another id, and has its own embedding all the same.
     """
     if seen is None:
         return model(input_ids=input_ids_BT, use_cache=False, **more)

@@ -1,4 +1,5 @@
-"""`medusa-ppo bench`: what each bench can be told, how all measure (in turn, as ratios within one run), and the files they write.
+"""`medusa-ppo bench`: what each bench can be told, how all measure (in turn, as ratios within one
+run), and the files they write.
 
 No torch in this file: the command line reads the options from here.
 """
@@ -74,7 +75,10 @@ class RolloutBench:
     others: Annotated[
         tuple[str, ...],
         Option(
-            help="vLLM's own ways to draft that get arms: ngram, suffix (needs arctic-inference), none."
+            help=(
+                "vLLM's own ways to draft that get arms: ngram, suffix (needs arctic-inference),"
+                " none."
+            )
         ),
     ] = ("ngram",)
     memory_bytes: Annotated[
@@ -181,7 +185,8 @@ class PairedRates:
 def run_rounds(
     arms: Mapping[str, Callable[[int], float]], base: str, rounds: int, warmup: int = 1
 ) -> PairedRates:
-    """Run every arm once per round; the order rotates, so that no arm always finds the machine as another left it.
+    """Run every arm once per round; the order rotates, so that no arm always finds the machine as
+    another left it.
 
     Args:
         arms: name -> function of the round's number that does the work and returns its rate.
@@ -201,7 +206,9 @@ def run_rounds(
 
 
 def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Header and rows for people. `columns`: title -> format of the row's figures; a cell whose figure is None stays empty."""
+    """Header and rows for people. `columns`: title -> format of the row's figures; a cell whose
+    figure is None stays empty.
+    """
 
     def cell(form: str, row: Mapping[str, Any]) -> str:
         return (
@@ -262,7 +269,10 @@ def _markdown(
     )
     lines += [
         "",
-        f"Machine: {machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_gib']} GiB, GPUs: {gpus}.",
+        (
+            f"Machine: {machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_gib']}"
+            f" GiB, GPUs: {gpus}."
+        ),
     ]
     lines += [
         f"Versions: {', '.join(f'{key} {value}' for key, value in versions.items())}.",
@@ -308,12 +318,16 @@ def draw_ratios(
             _text(middle, MARGIN + PLOT_HEIGHT + 16, f"{group} {unit}", ' text-anchor="middle"')
         )
     parts.append(
-        f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y(1):.1f}" y2="{y(1):.1f}" stroke="#333" stroke-dasharray="4 3"/>'
+        f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y(1):.1f}" y2="{y(1):.1f}" stroke="#333"'
+        ' stroke-dasharray="4 3"/>'
     )
     for place, (colour, name) in enumerate(zip(COLOURS, series, strict=False)):
         x, row = MARGIN + (place % 3) * 130, MARGIN + PLOT_HEIGHT + 36 + (place // 3) * 16
         parts += [_box(x, row - 9, 10, 10, colour), _text(x + 15, row, name)]
-    frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11" role="img">'
+    frame = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        ' font-family="sans-serif" font-size="11" role="img">'
+    )
     return f"{frame}{_box(0, 0, width, height, '#fff')}{''.join(parts)}</svg>\n"
 
 

@@ -1,11 +1,13 @@
-"""`medusa-ppo bench heads`: kinds and losses of heads on the same tokens, and the speed of training against the original recipe of Medusa.
+"""`medusa-ppo bench heads`: kinds and losses of heads on the same tokens, and the speed of training
+against the original recipe of Medusa.
 
 Shape letters: B sequences, T positions, K heads, D hidden, V vocabulary.
 
-The original recipe runs the frozen backbone over every padded batch in every epoch, gives each head a linear layer of its own onto the
-vocabulary, makes the logits of all heads at all positions, prompt and padding included, and takes one AdamW step for each batch. The arm
-`shared lm_head` is the same without the layers of its own: what is left is what the pipeline alone gains. Ours reads hidden states once
-(that pass is part of its time) and trains heads of the same kind on them.
+The original recipe runs the frozen backbone over every padded batch in every epoch, gives each head
+a linear layer of its own onto the vocabulary, makes the logits of all heads at all positions,
+prompt and padding included, and takes one AdamW step for each batch. The arm `shared lm_head` is
+the same without the layers of its own: what is left is what the pipeline alone gains. Ours reads
+hidden states once (that pass is part of its time) and trains heads of the same kind on them.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ def race(
     tokens: int = TOKENS,
     rounds: int = ROUNDS,
 ) -> dict[str, Any]:
-    """Let the arms take turns at two epochs over the same samples; rates are written tokens, each counted in every epoch, per second."""
+    """Let the arms take turns at two epochs over the same samples; rates are written tokens, each
+    counted in every epoch, per second.
+    """
     chosen = first_tokens(samples, tokens)
     written = sum(sample.written for sample in chosen)
     recipe = (actor, chosen, num_heads, batch_positions, seed)
@@ -139,7 +143,9 @@ def train_originally(
     seed: int,
     lm_head: Literal["own", "shared"],
 ) -> MedusaHeads:
-    """The original recipe; batches hold about `batch_positions` written tokens, so that both recipes take as many optimizer steps."""
+    """The original recipe; batches hold about `batch_positions` written tokens, so that both
+    recipes take as many optimizer steps.
+    """
     lm_head_VD = lm_head_weight(actor).detach()
     heads = MedusaHeads(
         HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads, lm_head=lm_head)
@@ -163,7 +169,9 @@ def train_originally(
 def original_loss(
     actor: PreTrainedModel, heads: MedusaHeads, lm_head_VD: torch.Tensor, samples: Sequence[Sample]
 ) -> torch.Tensor:
-    """Sum over heads of the mean cross-entropy on written tokens, from the full logits of every position."""
+    """Sum over heads of the mean cross-entropy on written tokens, from the full logits of every
+    position.
+    """
     width = max(len(sample.ids) for sample in samples)
     ids_BT = torch.zeros(len(samples), width, dtype=torch.int64)
     labels_BT = torch.full_like(ids_BT, IGNORED)
@@ -192,15 +200,18 @@ def throughput_sentence(figures: Mapping[str, Any]) -> str:
     """The race in one sentence."""
     speeds = figures["tokens_per_s"]
     return (
-        f"Training {figures['epochs']} epochs over {figures['tokens']} tokens: {speeds[OURS]:.0f} tokens/s, x{figures['ratio']:.2f} "
-        f"({figures['ratio_low']:.2f} to {figures['ratio_high']:.2f}) of the original recipe's {speeds[ORIGINAL]:.0f}; x"
-        f"{figures['ratio_to_shared']:.2f} of what that recipe does with a shared lm_head."
+        f"Training {figures['epochs']} epochs over {figures['tokens']} tokens: {speeds[OURS]:.0f}"
+        f" tokens/s, x{figures['ratio']:.2f} ({figures['ratio_low']:.2f} to"
+        f" {figures['ratio_high']:.2f}) of the original recipe's {speeds[ORIGINAL]:.0f};"
+        f" x{figures['ratio_to_shared']:.2f} of what that recipe does with a shared lm_head."
     )
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What all combinations are trained and judged on. No held-out response answers a prompt that was trained on."""
+    """What all combinations are trained and judged on. No held-out response answers a prompt that
+    was trained on.
+    """
 
     actor: PreTrainedModel
     samples: list[Sample]
@@ -241,7 +252,9 @@ def collect(bench: HeadsBench, progress: OfflineProgress) -> Collected:
 
 
 def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
-    """Train every combination on the same tokens and replay it on the same held-out responses; then race the original recipe."""
+    """Train every combination on the same tokens and replay it on the same held-out responses; then
+    race the original recipe.
+    """
     found = collect(bench, progress)
     rows = []
     pairs = [(kind, loss) for kind in bench.kinds for loss in bench.losses]
@@ -334,6 +347,7 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     for drafts, key in (("one-hot", "one_hot"), ("sampled", "sampled")):
         best = max(result["rows"], key=lambda row: row[key])
         sentences.append(
-            f"Best with {drafts} drafts: {best['kind']} with {best['loss']}, {best[key]:.3f} tokens a step."
+            f"Best with {drafts} drafts: {best['kind']} with {best['loss']}, {best[key]:.3f} tokens"
+            " a step."
         )
     return sentences

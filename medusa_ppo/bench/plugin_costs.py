@@ -1,4 +1,6 @@
-"""`medusa-ppo bench companion` and `swap`: what the companion costs a PPO step, and how soon new heads draft in a running engine."""
+"""`medusa-ppo bench companion` and `swap`: what the companion costs a PPO step, and how soon new
+heads draft in a running engine.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,11 @@ SWAP_COLUMNS = {
 
 
 def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str, Any]:
-    """Write rollouts once, then time each of them twice: plain, and with all of the plugin's hooks and a training companion.
+    """Write rollouts once, then time each of them twice: plain, and with all of the plugin's hooks
+    and a training companion.
 
-    PPO and the companion get a core each where there are two. The companion has finished its batch before the plain step begins.
+    PPO and the companion get a core each where there are two. The companion has finished its batch
+    before the plain step begins.
 
     Raises:
         ModelError, DataError: unusable model, data or template.
@@ -196,13 +200,14 @@ def companion_table(result: Mapping[str, Any]) -> Table:
 def companion_verdict(result: Mapping[str, Any]) -> list[str]:
     """The sentences that a reader wants first."""
     return [
-        f"A PPO step (score and update) with the companion takes x{result['cost']:.3f} of one without; the loop spends "
-        f"{result['exposed_share']:.1%} of it in the plugin."
+        f"A PPO step (score and update) with the companion takes x{result['cost']:.3f} of one"
+        f" without; the loop spends {result['exposed_share']:.1%} of it in the plugin."
     ]
 
 
 def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
-    """Swap two states of the heads in turn; after each swap the engine drafts on fixed hidden states.
+    """Swap two states of the heads in turn; after each swap the engine drafts on fixed hidden
+    states.
 
     Raises:
         ModelError, CheckpointError: unusable model or heads.
@@ -274,6 +279,7 @@ def swap_table(result: Mapping[str, Any]) -> Table:
 def swap_verdict(result: Mapping[str, Any]) -> list[str]:
     """The sentences that a reader wants first."""
     return [
-        f"{result['parameters'] / 1e6:.1f}M parameters swap in {result['median_s']:.3f} s, x{result['ratio_to_read']:.1f} of reading and "
-        f"checking their file; the drafts changed after {result['swaps_that_changed_the_drafts']} of {result['swaps_compared']} swaps."
+        f"{result['parameters'] / 1e6:.1f}M parameters swap in {result['median_s']:.3f} s,"
+        f" x{result['ratio_to_read']:.1f} of reading and checking their file; the drafts changed"
+        f" after {result['swaps_that_changed_the_drafts']} of {result['swaps_compared']} swaps."
     ]

@@ -1,4 +1,6 @@
-"""`medusa-ppo bench rollout`: tokens per second of every way to draft, in turn, at several numbers of running sequences."""
+"""`medusa-ppo bench rollout`: tokens per second of every way to draft, in turn, at several numbers
+of running sequences.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 MIN_SEQUENCES = 6
 """A round has at least so many sequences, so that a small batch is not judged by one response."""
 LEARNING_ROUNDS = 4
-"""Rounds before those that count in which an engine that chooses K learns what its steps take, as it has after a run's first rollouts."""
+"""Rounds before those that count in which an engine that chooses K learns what its steps take, as
+it has after a run's first rollouts.
+"""
 COLUMNS = {
     "sequences": "{batch}",
     "arm": "{arm}",
@@ -74,12 +78,15 @@ def running_arms(
     others: Sequence[str] = ("ngram",),
     fixed: Sequence[int] = (),
 ) -> Iterator[list[Arm]]:
-    """All arms, started one after the other; `ray.init` is the caller's. Every engine is closed at the end.
+    """All arms, started one after the other; `ray.init` is the caller's. Every engine is closed at
+    the end.
 
     Args:
         heads: folder of our heads, any kind.
-        stock_heads: folder of heads of kind medusa for vLLM's own Medusa; empty: that arm is left out.
-        config: settings that all engines share; `draft_temperature` and `num_drafts` are of our arms.
+        stock_heads: folder of heads of kind medusa for vLLM's own Medusa; empty: that arm is left
+            out.
+        config: settings that all engines share; `draft_temperature` and `num_drafts` are of our
+            arms.
         scratch: folder for the stock arm's copy of its heads.
         others: of OTHERS, each an arm.
         fixed: numbers of drafts that have arms of their own; none: all heads.
@@ -133,7 +140,9 @@ def _with_speculation(plan: LaunchPlan, settings: dict[str, Any]) -> LaunchPlan:
 
 
 def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path) -> LaunchPlan:
-    """vLLM's own Medusa module and lm_head products. The mends of the CPU build stay: without them its samples are wrong."""
+    """vLLM's own Medusa module and lm_head products. The mends of the CPU build stay: without them
+    its samples are wrong.
+    """
     kind = read_heads_config(stock_heads, 0, 0).kind
     if kind != "medusa":
         raise ConfigError(
@@ -206,7 +215,9 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
 def _count_tokens(
     bench: RolloutBench, arm: Arm, prompts: Sequence[Sequence[int]], width: int
 ) -> None:
-    """Let the engine see enough tokens to pick its draft vocabulary, as it has in a run after the first step."""
+    """Let the engine see enough tokens to pick its draft vocabulary, as it has in a run after the
+    first step.
+    """
     counted, start = 0, 0
     while counted < MIN_TOKENS_PER_ENTRY * width:
         picked = take_prompts(prompts, start, max(bench.batches))

@@ -1,4 +1,6 @@
-"""The command line: each command parses its options and hands over; heavy libraries load only inside a command."""
+"""The command line: each command parses its options and hands over; heavy libraries load only
+inside a command.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ Overrides = Annotated[
 
 app = typer.Typer(
     name="medusa-ppo",
-    help="Medusa draft heads for the actor of a PPO loop: trained while it runs, served by vLLM, nothing that is learned changes.",
+    help=(
+        "Medusa draft heads for the actor of a PPO loop: trained while it runs, served by vLLM,"
+        " nothing that is learned changes."
+    ),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -68,9 +73,11 @@ def demo(
         int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")
     ] = None,
 ) -> None:
-    """Run the whole job on an embedded example: about 7 minutes on two cores and 4 more on first use, nothing to prepare.
+    """Run the whole job on an embedded example: about 7 minutes on two cores and 4 more on first
+    use, nothing to prepare.
 
-    Trains a tiny actor on first use, then PPO with drafting and the companion, then takes the same steps with and without the plugin.
+    Trains a tiny actor on first use, then PPO with drafting and the companion, then takes the same
+    steps with and without the plugin.
 
     Example:  [bold]medusa-ppo demo --steps 16[/bold]
     """
@@ -85,7 +92,8 @@ def demo(
     if cpu_has_bfloat16() and not find_hardware().gpus:
         name = "demo-bf16"
         say(
-            "This CPU multiplies bfloat16 itself: configs/demo-bf16.yaml. In float32: medusa-ppo ppo --config demo"
+            "This CPU multiplies bfloat16 itself: configs/demo-bf16.yaml. In float32: medusa-ppo"
+            " ppo --config demo"
         )
     _ppo(load_config(preset(name), overrides), resume=False)
 
@@ -108,7 +116,8 @@ def ppo(
 ) -> None:
     """Run the reference PPO loop on any model folder and any dataset.
 
-    Example:  [bold]medusa-ppo ppo --config configs/gsm8k.yaml model.path=DIR ppo.steps=20 companion.enabled=false[/bold]
+    Example:  [bold]medusa-ppo ppo --config configs/gsm8k.yaml model.path=DIR ppo.steps=20
+    companion.enabled=false[/bold]
     """
     from medusa_ppo.config import load_config
 
@@ -234,9 +243,11 @@ def doctor(
         ),
     ] = 20_000,
 ) -> None:
-    """Check this machine: Python, packages, memory, Ray, and vLLM with our plug-in really loaded and sampling honestly.
+    """Check this machine: Python, packages, memory, Ray, and vLLM with our plug-in really loaded
+    and sampling honestly.
 
-    Example:  [bold]medusa-ppo doctor --distribution --model models/actor --heads heads-gsm8k sampling.top_p=0.9[/bold]
+    Example:  [bold]medusa-ppo doctor --distribution --model models/actor --heads heads-gsm8k
+    sampling.top_p=0.9[/bold]
     """
     from medusa_ppo.cli.machine_checks import check_distribution, run_checks
     from medusa_ppo.config import load_config
@@ -258,7 +269,8 @@ def check_loop(
         Path | None, typer.Option(help="YAML file; default: small heads that learn fast.")
     ] = None,
 ) -> None:
-    """Ten checks of an adapter for a loop of your own: hooks, rows, states, versions, heads in the engine, gradients to the bit.
+    """Ten checks of an adapter for a loop of your own: hooks, rows, states, versions, heads in the
+    engine, gradients to the bit.
 
     Example:  [bold]medusa-ppo check-loop my_module:make_trainer[/bold]
     """
@@ -301,7 +313,8 @@ def check_setup(
         str, typer.Option(help="File with questions and answers, as GSM8K's.")
     ] = "data/train.jsonl",
 ) -> None:
-    """Print the five commands that show that a setup with GPUs works: what each needs and must print. Starts nothing.
+    """Print the five commands that show that a setup with GPUs works: what each needs and must
+    print. Starts nothing.
 
     Example:  [bold]medusa-ppo check-setup --model models/my-actor --data data/train.jsonl[/bold]
     """

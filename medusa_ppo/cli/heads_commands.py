@@ -1,4 +1,6 @@
-"""`medusa-ppo train`, `eval`, `serve`, `convert`, `push` and `bench`: heads without PPO, on anyone's model and data."""
+"""`medusa-ppo train`, `eval`, `serve`, `convert`, `push` and `bench`: heads without PPO, on
+anyone's model and data.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from medusa_ppo.standalone import EvalOptions, TrainOptions
 
 
 def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For a command that is given one `kind`, a dataclass, first: its fields become options, where `Annotated` says how they are typed.
+    """For a command that is given one `kind`, a dataclass, first: its fields become options, where
+    `Annotated` says how they are typed.
 
     A tuple is typed with commas. What else the command is given comes from options of its own.
     """
@@ -60,7 +63,9 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 
 
 def _parts(field: dataclasses.Field[Any], text: str, hint: Any) -> tuple[Any, ...]:
-    """Words, or numbers above 0 (from 0 on, where the option has min=0), with commas between them. ConfigError when one is none."""
+    """Words, or numbers above 0 (from 0 on, where the option has min=0), with commas between them.
+    ConfigError when one is none.
+    """
     default: tuple[Any, ...] = field.default  # type: ignore[assignment]
     kind, zero = get_args(get_args(hint)[0])[0], hint.__metadata__[0].min == 0
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -102,7 +107,8 @@ def convert(
         ),
     ] = "",
 ) -> None:
-    """Convert heads of kind medusa from any Medusa format to another. What can't be held is refused by name.
+    """Convert heads of kind medusa from any Medusa format to another. What can't be held is refused
+    by name.
 
     Example:  [bold]medusa-ppo convert heads-gsm8k heads-vllm --to vllm --model models/actor[/bold]
     """
@@ -112,7 +118,8 @@ def convert(
     done = convert_heads(local_heads(source), target, to, model, say)
     sizes = done.config
     say(
-        f"{done.source} -> {done.target}: {sizes.num_heads} heads of {sizes.num_layers} layers, {sizes.lm_head} lm_head, in {target}"
+        f"{done.source} -> {done.target}: {sizes.num_heads} heads of {sizes.num_layers} layers,"
+        f" {sizes.lm_head} lm_head, in {target}"
     )
     for note in done.notes:
         say(f"  note: {note}")
@@ -157,8 +164,8 @@ def train(
         bool, typer.Option("--dry-run", help="Print sizes, memory and time, start nothing.")
     ] = False,
 ) -> None:
-    """Train heads for any causal LM on any dataset: the model's own responses, a PPO run's rollouts, full texts, or chats.
-    Interrupted, it goes on.
+    """Train heads for any causal LM on any dataset: the model's own responses, a PPO run's
+    rollouts, full texts, or chats. Interrupted, it goes on.
 
     Example:  [bold]medusa-ppo train --model models/actor --data data/train.jsonl
     --template 'Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
@@ -189,7 +196,8 @@ def evaluate(
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of its own to this file.")] = None,
 ) -> None:
-    """Measure what heads are worth: mean acceptance length, per position, with a confidence interval.
+    """Measure what heads are worth: mean acceptance length, per position, with a confidence
+    interval.
 
     Example:  [bold]medusa-ppo eval --model models/actor --heads heads-gsm8k
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:' --engine vllm[/bold]
@@ -226,7 +234,8 @@ def serve(
         str, typer.Option(help="Address to listen on; others than this one need MEDUSA_PPO_TOKEN.")
     ] = "127.0.0.1",
 ) -> None:
-    """Become a vLLM server that drafts and takes new heads, for a loop's server mode. More options are vLLM's own.
+    """Become a vLLM server that drafts and takes new heads, for a loop's server mode. More options
+    are vLLM's own.
 
     Example:  [bold]medusa-ppo serve --model models/actor --heads heads/ --port 8000[/bold]
     """
@@ -238,7 +247,10 @@ def serve(
 
 bench = typer.Typer(
     name="bench",
-    help="Measure on this machine: arms take turns within one run, and only ratios within a round are compared.",
+    help=(
+        "Measure on this machine: arms take turns within one run, and only ratios within a round"
+        " are compared."
+    ),
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -255,7 +267,8 @@ Out = Annotated[
 @command
 @takes(RolloutBench)
 def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> None:
-    """Tokens/s of no speculation, stock vLLM Medusa, n-gram drafts and ours, with K fixed and K chosen at every step.
+    """Tokens/s of no speculation, stock vLLM Medusa, n-gram drafts and ours, with K fixed and K
+    chosen at every step.
 
     Example:  [bold]medusa-ppo bench rollout --model models/actor --heads heads-gsm8k
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
@@ -269,7 +282,8 @@ def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> Non
 @command
 @takes(HeadsBench)
 def heads(options: HeadsBench, out: Out = Path("bench/heads.json")) -> None:
-    """Kinds x losses of heads on the same on-policy tokens, judged by replay; and the speed of training against the original recipe's.
+    """Kinds x losses of heads on the same on-policy tokens, judged by replay; and the speed of
+    training against the original recipe's.
 
     Example:  [bold]medusa-ppo bench heads --model models/actor
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
@@ -283,7 +297,8 @@ def heads(options: HeadsBench, out: Out = Path("bench/heads.json")) -> None:
 @command
 @takes(SwapBench)
 def swap(options: SwapBench, out: Out = Path("bench/swap.json")) -> None:
-    """Seconds to put new heads into a running engine, beside the seconds that reading their file takes.
+    """Seconds to put new heads into a running engine, beside the seconds that reading their file
+    takes.
 
     Example:  [bold]medusa-ppo bench swap --model models/actor --heads heads-gsm8k[/bold]
     """
@@ -296,7 +311,8 @@ def swap(options: SwapBench, out: Out = Path("bench/swap.json")) -> None:
 @command
 @takes(CompanionBench)
 def companion(options: CompanionBench, out: Out = Path("bench/companion.json")) -> None:
-    """What the companion costs PPO: the same score and update with and without it, in turn, each process on its own core.
+    """What the companion costs PPO: the same score and update with and without it, in turn, each
+    process on its own core.
 
     Example:  [bold]medusa-ppo bench companion --model models/actor
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]

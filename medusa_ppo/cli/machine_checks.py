@@ -1,4 +1,6 @@
-"""`medusa-ppo doctor` and `check-setup`: what this machine has and whether engines sample honestly; what shows that GPUs work."""
+"""`medusa-ppo doctor` and `check-setup`: what this machine has and whether engines sample honestly;
+what shows that GPUs work.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ with local_ray(cpus=1):
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: `do` is the next step for the reader and only shown when `ok` is false; `warn` marks what may turn out well."""
+    """One finding: `do` is the next step for the reader and only shown when `ok` is false; `warn`
+    marks what may turn out well.
+    """
 
     name: str
     ok: bool
@@ -60,7 +64,9 @@ class Check:
 
 
 def run_checks(quick: bool = False) -> Iterator[Check]:
-    """Yield the findings one by one, cheap ones first; `quick` leaves out those that start Ray, vLLM and an engine."""
+    """Yield the findings one by one, cheap ones first; `quick` leaves out those that start Ray,
+    vLLM and an engine.
+    """
     found = ".".join(str(part) for part in sys.version_info[:3])
     yield Check(
         "Python",
@@ -138,14 +144,19 @@ def _vllm() -> Check:
     found = (
         f"{version} ({'CPU' if is_cpu_build() else 'GPU'} build)" if version else "not installed"
     )
-    do = f"Install vLLM {' or '.join(TESTED)}: make setup VLLM={TESTED[-1]} (it picks the CPU or the CUDA build)"
+    do = (
+        f"Install vLLM {' or '.join(TESTED)}: make setup VLLM={TESTED[-1]} (it picks the CPU or the"
+        " CUDA build)"
+    )
     if version and is_allowed(version) and not is_tested(version):
         return Check("vLLM", True, f"{found}, not tested; tested: {', '.join(TESTED)}", warn=True)
     return Check("vLLM", bool(version) and is_allowed(version), found, do)
 
 
 def _hooks() -> Iterator[Check]:
-    """The names inside vLLM that we rely on, one finding each; looked for in a process of their own, which imports vLLM."""
+    """The names inside vLLM that we rely on, one finding each; looked for in a process of their
+    own, which imports vLLM.
+    """
     module = "medusa_ppo.vllm_plugin.registration"
     ok, answer = _python("-m", module)
     if not ok:
@@ -192,10 +203,15 @@ def _ray() -> Check:
 
 
 def _engine() -> Iterator[Check]:
-    """Start a tiny engine in a process of its own; it says which plug-in it loaded and how it samples."""
+    """Start a tiny engine in a process of its own; it says which plug-in it loaded and how it
+    samples.
+    """
     ok, answer = _python("-m", "medusa_ppo.engines.probe")
     if not ok:
-        do = "Free memory and cores, then run `python -m medusa_ppo.engines.probe` and read what it prints."
+        do = (
+            "Free memory and cores, then run `python -m medusa_ppo.engines.probe` and read what it"
+            " prints."
+        )
         yield Check("Engine starts", False, answer, do)
         return
     report = json.loads(answer)
@@ -207,15 +223,18 @@ def _engine() -> Iterator[Check]:
     yield Check(
         "Honest sampling",
         abs(report["z"]) < report["limit"],
-        f"{report['tokens']} tokens drafted at temperature {report['temperature']}: {report['z']:+.2f} standard errors off",
-        "Do not trust any figure at temperature > 0 here: the sampler is wrong. Report this with the lines above.",
+        f"{report['tokens']} tokens drafted at temperature {report['temperature']}:"
+        f" {report['z']:+.2f} standard errors off",
+        "Do not trust any figure at temperature > 0 here: the sampler is wrong. Report this with"
+        " the lines above.",
     )
 
 
 def check_distribution(
     config: RunConfig, tokens: int, progress: OfflineProgress, *, data: bool
 ) -> Iterator[Check]:
-    """Sample with a run's model, heads, engine and sampling settings, and compare with the model's own distribution (randomised PIT).
+    """Sample with a run's model, heads, engine and sampling settings, and compare with the model's
+    own distribution (randomised PIT).
 
     Args:
         tokens: sampled with drafts, and again without.
@@ -273,7 +292,10 @@ def check_distribution(
         drafting, plain = probe.judge(on_device(model), runs, advance)
     for name, test in (("With drafts", drafting), ("Without", plain)):
         if test is not None:
-            figures = f"p = {test.chi_square_p:.3g} and {test.kolmogorov_p:.3g}, z = {test.z:+.2f}, {test.outside} outside of the support"
+            figures = (
+                f"p = {test.chi_square_p:.3g} and {test.kolmogorov_p:.3g}, z = {test.z:+.2f},"
+                f" {test.outside} outside of the support"
+            )
             yield Check(
                 name, test.honest, f"{test.tokens:,} tokens: {figures}", "Read the verdict."
             )
@@ -288,7 +310,9 @@ def check_distribution(
 
 
 def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple[bool, str]:
-    """Whether a Python process ended well, and the last line of what it printed (or of its errors)."""
+    """Whether a Python process ended well, and the last line of what it printed (or of its
+    errors).
+    """
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -333,7 +357,8 @@ def setup_steps(model: str, data: str) -> tuple[Step, ...]:
     )
     return (
         Step(
-            "the packages fit the machine, vLLM loads our plug-in, and drafts do not change what is sampled",
+            "the packages fit the machine, vLLM loads our plug-in, and drafts do not change what is"
+            " sampled",
             "one GPU",
             "medusa-ppo doctor",
             ("GPUs", "GPU build", "Honest sampling", "All checks passed."),
@@ -348,25 +373,32 @@ def setup_steps(model: str, data: str) -> tuple[Step, ...]:
         ),
         Step(
             "PPO, engine and companion share a GPU, and new heads reach the engine",
-            "one GPU with 80 GiB; the model; data whose rows have a question, and an answer after #### as GSM8K's",
-            f"medusa-ppo ppo --config configs/one-gpu.yaml name=check-setup {given} ppo.steps=20 report.speed_every=5",
+            "one GPU with 80 GiB; the model; data whose rows have a question, and an answer after"
+            " #### as GSM8K's",
+            f"medusa-ppo ppo --config configs/one-gpu.yaml name=check-setup {given} ppo.steps=20"
+            " report.speed_every=5",
             ("Tokens per engine step, first published heads -> last steps", "Report: "),
-            "The second number of that line is above the first, and the report (in runs/check-setup) has no warning.",
+            "The second number of that line is above the first, and the report (in"
+            " runs/check-setup) has no warning.",
         ),
         Step(
             "drafting pays on this GPU",
             "the same GPU; what the command before left behind",
-            "medusa-ppo bench rollout --model runs/check-setup/actor --heads runs/check-setup/heads-final "
-            f"--data {data} --template 'Question: {{question}}\\nAnswer:' --dtype bfloat16 --batches 1,16,64",
+            "medusa-ppo bench rollout --model runs/check-setup/actor --heads"
+            f" runs/check-setup/heads-final --data {data} --template 'Question:"
+            " {question}\\nAnswer:' --dtype bfloat16 --batches 1,16,64",
             ("Ours against no speculation: ",),
-            "Above x1.00 drafting pays; at numbers of sequences where it is below, set engine.choose_drafts=true or draft less.",
+            "Above x1.00 drafting pays; at numbers of sequences where it is below, set"
+            " engine.choose_drafts=true or draft less.",
         ),
         Step(
             "a run finds its nodes through Ray",
-            "two nodes, 8 GPUs in the first (where this is run) and two in the second, the checkout under the same path on both, Ray with "
-            "its job server (ray[default]) started on both as configs/two-nodes.yaml says",
-            "ray job submit --address=http://127.0.0.1:8265 --entrypoint-num-gpus=1 --entrypoint-resources='{\"engines\": 0.001}' -- "
-            f"medusa-ppo ppo --config two-nodes out=$PWD/runs name=check-cluster {there} ppo.steps=5",
+            "two nodes, 8 GPUs in the first (where this is run) and two in the second, the checkout"
+            " under the same path on both, Ray with its job server (ray[default]) started on both"
+            " as configs/two-nodes.yaml says",
+            "ray job submit --address=http://127.0.0.1:8265 --entrypoint-num-gpus=1"
+            " --entrypoint-resources='{\"engines\": 0.001}' -- medusa-ppo ppo --config two-nodes"
+            f" out=$PWD/runs name=check-cluster {there} ppo.steps=5",
             ("Report: ", "succeeded"),
             "Ray's last line says that the job succeeded.",
         ),

@@ -1,7 +1,9 @@
-"""`medusa-ppo plan`: who runs where, what moves in a step, and what memory it takes, before anything starts (no torch).
+"""`medusa-ppo plan`: who runs where, what moves in a step, and what memory it takes, before
+anything starts (no torch).
 
-Counted: weights, gradients, optimizer states, keys and values, tables, queues, and what a micro-batch keeps for its backward pass. Not
-counted: what kernels, Python, torch and vLLM take for themselves.
+Counted: weights, gradients, optimizer states, keys and values, tables, queues, and what a
+micro-batch keeps for its backward pass. Not counted: what kernels, Python, torch and vLLM take for
+themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from medusa_ppo.hardware import BFLOAT16, FLOAT32, Choice, Hardware, ModelSizes,
 from medusa_ppo.reports.store import without_secrets
 
 ADAM_COPIES = 4  # Weights, gradients and two moments, all float32.
-HEADS_COPIES = 4  # The companion keeps the running mean, the serving heads and the frozen control beside those that it trains.
+# The companion keeps the running mean, the serving heads and the frozen control beside those that
+# it trains.
+HEADS_COPIES = 4
 TOKEN_BYTES = 8 + 4  # An id (int64) and a log-prob (float32).
 
 
@@ -27,13 +31,17 @@ def heads_parameters(config: HeadsConfig) -> int:
 
 
 def companion_bytes(config: HeadsConfig, model: ModelSizes) -> int:
-    """Memory of the companion without its queue: heads with their optimizer, the versions beside them, and the actor's tables."""
+    """Memory of the companion without its queue: heads with their optimizer, the versions beside
+    them, and the actor's tables.
+    """
     tables = (1 + int(config.needs_embedding)) * model.vocab * model.hidden
     return FLOAT32 * ((ADAM_COPIES + HEADS_COPIES - 1) * heads_parameters(config) + tables)
 
 
 def hidden_bytes(model: ModelSizes, tokens: int, element: int = FLOAT32) -> int:
-    """Final hidden states, token ids and log-probs of so many response tokens, as they go to the companion."""
+    """Final hidden states, token ids and log-probs of so many response tokens, as they go to the
+    companion.
+    """
     return tokens * (model.hidden * element + TOKEN_BYTES)
 
 
@@ -84,8 +92,9 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `medusa-ppo plan` prints. `peaks`: bytes of tensors in the process that trains the actor, the most in each phase; not
-    known of a Megatron actor."""
+    """Everything that `medusa-ppo plan` prints. `peaks`: bytes of tensors in the process that
+    trains the actor, the most in each phase; not known of a Megatron actor.
+    """
 
     model: ModelSizes
     heads: HeadsConfig
@@ -154,7 +163,9 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
 
 
 def model_config(path: str) -> dict[str, Any]:
-    """config.json of the actor; that of an embedded one from its recipe, since its folder may not exist yet."""
+    """config.json of the actor; that of an embedded one from its recipe, since its folder may not
+    exist yet.
+    """
     if path not in EMBEDDED_ACTORS:
         return read_model_config(path)
     from medusa_ppo.demo import RECIPES
@@ -220,7 +231,9 @@ def _micro_tokens(config: RunConfig) -> int:
 
 
 def kept_bytes(config: RunConfig, model: ModelSizes) -> int:
-    """Of a micro-batch, for the backward pass; with ppo.recompute the inputs of all layers and one layer that is made again."""
+    """Of a micro-batch, for the backward pass; with ppo.recompute the inputs of all layers and one
+    layer that is made again.
+    """
     each, ends = model.layer_bytes(config.model.dtype == "bfloat16"), 4 * FLOAT32 * model.hidden
     layers = (
         model.layers * FLOAT32 * model.hidden + each
@@ -243,7 +256,9 @@ def _chunk_bytes(config: RunConfig, model: ModelSizes, gpus: bool) -> int:
 
 
 def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, int]:
-    """Bytes of tensors in the process that trains the actor: the most while a batch is scored, and in the update."""
+    """Bytes of tensors in the process that trains the actor: the most while a batch is scored, and
+    in the update.
+    """
     if config.actor.backend != "transformers":
         return {}
     critic, reference = _critic(config, model), _actor_parts(config, model)["reference"]
@@ -291,7 +306,9 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
 
 
 def _rank_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
-    """What stands in each: with bfloat16 products weights are there twice, and a distributed optimizer keeps a part of what is stepped."""
+    """What stands in each: with bfloat16 products weights are there twice, and a distributed
+    optimizer keeps a part of what is stepped.
+    """
     section, copies = config.actor, config.model.dtype == "bfloat16"
     parameters, weight = (
         model.parameters // (section.tensor_parallel * section.pipeline_parallel),
@@ -412,7 +429,9 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
 
 
 def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
-    """What roles that take turns copy in a step: each comes to score, actor and critic come to learn and leave as they became then."""
+    """What roles that take turns copy in a step: each comes to score, actor and critic come to
+    learn and leave as they became then.
+    """
     critic, parts = _critic(config, model), _actor_parts(config, model)
     learning = FLOAT32 * (model.parameters + (critic.parameters if critic else 0))
     return [
@@ -431,7 +450,9 @@ def _element(config: RunConfig) -> int:
 
 
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
-    """A rollout batch on its way to the companion, at most: of one that is too large, or where that is asked for, a sample."""
+    """A rollout batch on its way to the companion, at most: of one that is too large, or where that
+    is asked for, a sample.
+    """
     section = config.companion
     kept = round(
         tokens
@@ -445,7 +466,9 @@ def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
 
 
 def _sums(config: RunConfig, tokens: int) -> int:
-    """Times that gradients cross between the companion's workers: each optimizer step's sum takes two rounds of all but one of them."""
+    """Times that gradients cross between the companion's workers: each optimizer step's sum takes
+    two rounds of all but one of them.
+    """
     section = config.companion
     steps = section.epochs * -(-tokens // section.batch_positions)
     return 2 * (section.workers - 1) * steps
@@ -454,7 +477,10 @@ def _sums(config: RunConfig, tokens: int) -> int:
 def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
     """What would go wrong in silence."""
     batch, room = _batch_bytes(config, model, tokens), config.companion.queue_bytes
-    too_large = f"A step's hidden states may come to {size_text(batch)}, more than companion.queue_bytes={room}: such batches are dropped."
+    too_large = (
+        f"A step's hidden states may come to {size_text(batch)}, more than"
+        f" companion.queue_bytes={room}: such batches are dropped."
+    )
     return (
         [f"{too_large} Set companion.queue_bytes={2 * batch} or more."]
         if config.companion.enabled and batch > room
@@ -472,8 +498,14 @@ def lines(plan: Plan) -> list[str]:
     """The plan as text."""
     model, heads = plan.model, plan.heads
     out = [
-        f"Actor      {model.parameters / 1e6:,.1f} M parameters (hidden {model.hidden}, {model.layers} layers, vocabulary {model.vocab})",
-        f"Heads      {heads.num_heads} x {heads.kind}, {heads_parameters(heads) / 1e6:,.2f} M parameters",
+        (
+            f"Actor      {model.parameters / 1e6:,.1f} M parameters (hidden {model.hidden},"
+            f" {model.layers} layers, vocabulary {model.vocab})"
+        ),
+        (
+            f"Heads      {heads.num_heads} x {heads.kind}, {heads_parameters(heads) / 1e6:,.2f} M"
+            " parameters"
+        ),
         f"Step       up to {plan.response_tokens:,} response tokens",
         "",
         "Who runs where",
@@ -496,6 +528,9 @@ def lines(plan: Plan) -> list[str]:
     out += [f"\nWarning: {warning}" for warning in plan.warnings]
     out += [
         "",
-        f"Altogether {size_text(plan.memory)} and {asked}; Python, torch and vLLM themselves come on top.",
+        (
+            f"Altogether {size_text(plan.memory)} and {asked}; Python, torch and vLLM themselves"
+            " come on top."
+        ),
     ]
     return out

@@ -1,4 +1,6 @@
-"""What is on its way to the companion and back: tapped rows in their places, tensors as NumPy arrays, arguments, answers, a signal."""
+"""What is on its way to the companion and back: tapped rows in their places, tensors as NumPy
+arrays, arguments, answers, a signal.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class PackedRecord:
 
 
 def pack(value: Any) -> Any:
-    """The same with its tensors, in dataclasses, dictionaries and tuples too, as NumPy arrays, which Ray carries without a copy.
+    """The same with its tensors, in dataclasses, dictionaries and tuples too, as NumPy arrays,
+    which Ray carries without a copy.
 
     Nothing is copied here either where a tensor is contiguous and on the CPU.
     """
@@ -91,12 +94,15 @@ class ServiceArguments:
         companion: the companion's section of the configuration.
         seed: seed of everything random in it.
         initial_state: trainable tensors to start from, packed; None: zero start.
-        run_dir: the run's folder (native checkpoints, state for a restart); empty: nothing is written there.
+        run_dir: the run's folder (native checkpoints, state for a restart); empty: nothing is
+            written there.
         publish_dir: folder in shared memory for published versions.
         resume_from: folder with a saved state to go on from; empty: begin anew.
-        draft_temperature: of the drafts that heads are judged by, times the rollouts' own; 0: one-hot.
+        draft_temperature: of the drafts that heads are judged by, times the rollouts' own; 0:
+            one-hot.
         hang_s: a worker that answers nothing for so long is ended and started again.
-        num_drafts, draft_vocab: drafts of a step at most, and how many of the most frequent tokens they come from; None: all.
+        num_drafts, draft_vocab: drafts of a step at most, and how many of the most frequent tokens
+            they come from; None: all.
     """
 
     heads: HeadsConfig
@@ -134,10 +140,12 @@ class Answer:
 
 
 class BatchQueue:
-    """First in, first out, for any number of threads that put and one that gets. Nobody ever waits to put something in.
+    """First in, first out, for any number of threads that put and one that gets. Nobody ever waits
+    to put something in.
 
-    It is bounded in bytes and in age: the oldest batch (whatever knows its `nbytes` and `policy_version`) goes, and is counted. One that
-    was taken out is in use until `done`, or until the next one is asked for; so long its bytes count.
+    It is bounded in bytes and in age: the oldest batch (whatever knows its `nbytes` and
+    `policy_version`) goes, and is counted. One that was taken out is in use until `done`, or until
+    the next one is asked for; so long its bytes count.
 
     Attributes:
         dropped: batches dropped so far.
@@ -148,7 +156,8 @@ class BatchQueue:
         """
         Args:
             max_bytes: most bytes of all batches that wait or are in use together.
-            max_lag: policy versions that a waiting batch may be behind the newest. Who is slow would learn an ever older policy.
+            max_lag: policy versions that a waiting batch may be behind the newest. Who is slow
+                would learn an ever older policy.
         """
         self.max_bytes, self.max_lag = max_bytes, max_lag
         self.nbytes = self.dropped = self._in_use = 0
@@ -157,11 +166,13 @@ class BatchQueue:
         self._changed = threading.Condition()
 
     def put(self, batch: Any, room: int = 0) -> int:
-        """Append a batch; the oldest ones go until it fits. One that does not fit beside the batch in use is dropped itself.
+        """Append a batch; the oldest ones go until it fits. One that does not fit beside the batch
+        in use is dropped itself.
 
         Args:
             batch: what comes.
-            room: bytes to keep free for what may be on its way, as long as older batches can go for it.
+            room: bytes to keep free for what may be on its way, as long as older batches can go for
+                it.
 
         Returns:
             Number of batches dropped by this call.
@@ -184,7 +195,9 @@ class BatchQueue:
             return dropped
 
     def get(self, timeout_s: float | None = None) -> Any | None:
-        """Take the oldest batch; None when the time is up or the queue is closed and empty. Without a timeout it waits for either."""
+        """Take the oldest batch; None when the time is up or the queue is closed and empty. Without
+        a timeout it waits for either.
+        """
         with self._changed:
             self._in_use = 0
             self._changed.wait_for(lambda: self._batches or self._closed, timeout_s)
@@ -216,7 +229,8 @@ class BatchQueue:
 
 
 class Pace:
-    """A byte in shared memory by which the loop says that it needs the cores now, and the companion lets it have them.
+    """A byte in shared memory by which the loop says that it needs the cores now, and the companion
+    lets it have them.
 
     Where the companion runs on another node it has a byte of its own, which nobody sets.
 
@@ -257,7 +271,8 @@ class Pace:
 class BatchCollector:
     """Collects the final hidden states of every response of one `Rollouts`.
 
-    One CPU tensor is filled in place, so a state is copied once here. With a sample only the states of its rows leave the actor's device.
+    One CPU tensor is filled in place, so a state is copied once here. With a sample only the states
+    of its rows leave the actor's device.
 
     Attributes:
         empty_responses: responses without a token.
@@ -310,9 +325,11 @@ class BatchCollector:
         """Take the rows of one micro-batch. Responses that were taken before are passed over.
 
         Args:
-            hidden_BTD: final hidden states, on any device; T may be one less than the mask's (a forward without the last token).
+            hidden_BTD: final hidden states, on any device; T may be one less than the mask's (a
+                forward without the last token).
             response_mask_BT: true where token t of the row is a response token.
-            sequences: for each row, the index of its response in `rollouts.responses`, or None: it is none of them and is passed over.
+            sequences: for each row, the index of its response in `rollouts.responses`, or None: it
+                is none of them and is passed over.
 
         Returns:
             Number of responses taken.
@@ -358,9 +375,15 @@ class BatchCollector:
         if self._hidden_MD is None:
             raise DataError(
                 "No response of the rollout batch has a hidden state.",
-                given=f"{len(self._lengths)} responses, {self.empty_responses} of them empty, {self.seen} scored inside the tap",
+                given=(
+                    f"{len(self._lengths)} responses, {self.empty_responses} of them empty,"
+                    f" {self.seen} scored inside the tap"
+                ),
                 expected="at least one response with a token, scored inside plugin.actor_forward",
-                do="Check the rollouts' end tokens, and wrap the actor's log-prob forward in plugin.actor_forward.",
+                do=(
+                    "Check the rollouts' end tokens, and wrap the actor's log-prob forward in"
+                    " plugin.actor_forward."
+                ),
             )
         if self._copied is not None:
             self._copied.synchronize()
@@ -406,7 +429,10 @@ class BatchCollector:
         ):
             raise DataError(
                 "The tapped forward pass and its response mask do not fit together.",
-                given=f"hidden {tuple(hidden_BTD.shape)}, mask {tuple(mask_BT.shape)}, {len(order)} sequences",
+                given=(
+                    f"hidden {tuple(hidden_BTD.shape)}, mask {tuple(mask_BT.shape)}, {len(order)}"
+                    " sequences"
+                ),
                 expected="hidden [B, T or T - 1, D], mask [B, T], B sequences",
                 do="Pass the mask of exactly the tokens that go through the actor.",
             )
@@ -426,7 +452,16 @@ class BatchCollector:
             ):
                 raise DataError(
                     "The response mask of a row does not cover its response.",
-                    given=f"row {row} (response {s}): {counts[row]} tokens in {spans[row] + int(mask_BT[row, 0])} stretches",
-                    expected=f"{self._lengths[s]} tokens in one stretch that follows at least one prompt token",
-                    do="Mark every sampled token of the response, the end token included, and nothing else.",
+                    given=(
+                        f"row {row} (response {s}): {counts[row]} tokens in"
+                        f" {spans[row] + int(mask_BT[row, 0])} stretches"
+                    ),
+                    expected=(
+                        f"{self._lengths[s]} tokens in one stretch that follows at least one prompt"
+                        " token"
+                    ),
+                    do=(
+                        "Mark every sampled token of the response, the end token included, and"
+                        " nothing else."
+                    ),
                 )

@@ -1,7 +1,9 @@
-"""The PPO process's end of the companion: hands batches over, asks for versions, and never waits for more than a short poll.
+"""The PPO process's end of the companion: hands batches over, asks for versions, and never waits
+for more than a short poll.
 
-With `on_error="disable"` no call here raises because of the companion: a dead, hanging or failing one shows in `status()` and in the log.
-With `on_error="raise"` the next call after a failure raises CompanionError.
+With `on_error="disable"` no call here raises because of the companion: a dead, hanging or failing
+one shows in `status()` and in the log. With `on_error="raise"` the next call after a failure raises
+CompanionError.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class CompanionClient:
     """Owns the companion's Ray actor and the folder of its published versions.
 
     Attributes:
-        shared: it trains on cores or a device that the loop uses too, and so gives way while responses are generated.
+        shared: it trains on cores or a device that the loop uses too, and so gives way while
+            responses are generated.
     """
 
     def __init__(
@@ -68,7 +71,8 @@ class CompanionClient:
         hang_s: float = HANG_S,
         **served: Any,
     ) -> None:
-        """Start the companion in a Ray actor and wait until it is ready. `ray.init` is the caller's.
+        """Start the companion in a Ray actor and wait until it is ready. `ray.init` is the
+        caller's.
 
         Args:
             heads: sizes and kind of the heads.
@@ -148,13 +152,19 @@ class CompanionClient:
                 "The companion did not start.",
                 given=_reason(error),
                 expected=f"a ready Ray actor within {START_TIMEOUT_S:.0f} s",
-                do="Look at the message above; check free memory, companion.num_gpus and companion.cores.",
+                do=(
+                    "Look at the message above; check free memory, companion.num_gpus and"
+                    " companion.cores."
+                ),
             ) from error
 
-    # ---- what the plugin calls ------------------------------------------------------------------------------------------
+    # ---- what the plugin calls
+    # ------------------------------------------------------------------------------------------
 
     def collector(self, rollouts: Rollouts) -> BatchCollector:
-        """Where the states of a rollout batch are put together; of a batch that is too large, a sample."""
+        """Where the states of a rollout batch are put together; of a batch that is too large, a
+        sample.
+        """
         collector = BatchCollector(
             rollouts, self._sample(sum(len(response.token_ids) for response in rollouts.responses))
         )
@@ -162,8 +172,9 @@ class CompanionClient:
         return collector
 
     def _sample(self, tokens: int) -> EarlySample | None:
-        """Which share of so many tokens is handed over: what is asked for, what has room beside the batch before, and what the companion
-        has time for. None: all."""
+        """Which share of so many tokens is handed over: what is asked for, what has room beside the
+        batch before, and what the companion has time for. None: all.
+        """
         config = self._config
         shares = [config.position_share, config.queue_bytes / 2 / max(1, tokens * self._row_bytes)]
         if self._position_s and self._step_s and not self.shared and not config.wait:
@@ -173,14 +184,17 @@ class CompanionClient:
         return EarlySample(min(shares), HOLDOUT_SHARE, self._seed, *self._reach)
 
     def give_way(self, wanted: bool) -> None:
-        """Ask the companion to stand still, or to go on, where it shares what it trains on with the loop."""
+        """Ask the companion to stand still, or to go on, where it shares what it trains on with the
+        loop.
+        """
         self._pace.hold(wanted and self.shared)
 
     def submit(self, batch: RolloutBatch) -> None:
-        """Hand a batch over; returns at once. The states are copied into Ray's shared memory, and nowhere else.
+        """Hand a batch over; returns at once. The states are copied into Ray's shared memory, and
+        nowhere else.
 
-        What is on its way and what the companion holds stay within the byte budget together: it drops its oldest ones for new ones, but one
-        that takes nothing in for long gets no more.
+        What is on its way and what the companion holds stay within the byte budget together: it
+        drops its oldest ones for new ones, but one that takes nothing in for long gets no more.
         """
         if self._usable():
             self._reap()
@@ -202,7 +216,9 @@ class CompanionClient:
         self._lost += 1
 
     def _handed(self, batch: RolloutBatch) -> tuple[Any, ...]:
-        """A batch and the tables as the companion takes them: one worker by value, several by reference."""
+        """A batch and the tables as the companion takes them: one worker by value, several by
+        reference.
+        """
         packed = ray.put(pack(batch))
         if self._config.workers == 1:
             return packed, self._tables
@@ -224,7 +240,9 @@ class CompanionClient:
     def newest(
         self, after_version: int, timeout_s: float = POLL_TIMEOUT_S
     ) -> PublishedHeads | None:
-        """The last published version if it is newer than `after_version`; None as well when there is no answer in time."""
+        """The last published version if it is newer than `after_version`; None as well when there
+        is no answer in time.
+        """
         if not self._usable():
             return None
         self._reap()
@@ -245,7 +263,8 @@ class CompanionClient:
             and self._newest is not None
             and Path(self._newest.path).is_file()
         ):
-            # It came back without its state: what it publishes must be newer than what the engine has.
+            # It came back without its state: what it publishes must be newer than what the engine
+            # has.
             self.go_on_from(after_version, load_state(self._newest.path))
         if answer.published is None or answer.published.version <= after_version:
             return None
@@ -253,13 +272,17 @@ class CompanionClient:
         return self._newest
 
     def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
-        """Let training go on from these heads, with which the engine drafts; `version` was the last that it was offered."""
+        """Let training go on from these heads, with which the engine drafts; `version` was the last
+        that it was offered.
+        """
         if self._usable():
             with self._guard("did not take the engine's heads"):
                 self._call("adopt", CONTROL, version, pack(state))
 
     def status(self, timeout_s: float = 2.0) -> CompanionStatus:
-        """What the companion has done; the last known with `alive=False` and an error when it does not answer."""
+        """What the companion has done; the last known with `alive=False` and an error when it does
+        not answer.
+        """
         if self._usable():
             with self._guard("does not answer"):
                 before, self._last = (
@@ -280,7 +303,9 @@ class CompanionClient:
         )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything submitted is trained. False when the time is up or the companion is gone."""
+        """Wait until everything submitted is trained. False when the time is up or the companion is
+        gone.
+        """
         if not self._usable():
             return False
         self.give_way(False)
@@ -321,7 +346,8 @@ class CompanionClient:
             release(self._group)
         self._folder.close()
 
-    # ---- parts ------------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ------------------------------------------------------------------------------------------------------------
 
     def _call(self, method: str, group: str, *arguments: object) -> ray.ObjectRef:
         return getattr(self._actor, method).options(concurrency_group=group).remote(*arguments)
@@ -334,7 +360,9 @@ class CompanionClient:
         )
 
     def _shares(self) -> bool:
-        """Several workers don't: they would wait for each other. On a machine with GPUs the loop needs few of the cores."""
+        """Several workers don't: they would wait for each other. On a machine with GPUs the loop
+        needs few of the cores.
+        """
         config = self._config
         if config.workers > 1 or config.resource or config.cores:
             return False
@@ -344,7 +372,9 @@ class CompanionClient:
         return not self._closed and ray.is_initialized()
 
     def _ask(self, after_version: int, timeout_s: float) -> Answer | None:
-        """One poll. An answer that is late is picked up by the next poll, which then does not wait."""
+        """One poll. An answer that is late is picked up by the next poll, which then does not
+        wait.
+        """
         if self._poll is None:
             self._poll, self._poll_since = (
                 self._call("newest", CONTROL, after_version),
@@ -392,7 +422,9 @@ class CompanionClient:
             self._lost += 1
 
     def _local(self, published: PublishedHeads) -> PublishedHeads | None:
-        """The same with a file on this node: when the companion runs on another one, its tensors are fetched."""
+        """The same with a file on this node: when the companion runs on another one, its tensors
+        are fetched.
+        """
         if Path(published.path).is_file():
             return published
         with self._guard("could not send its heads"):
@@ -407,7 +439,9 @@ class CompanionClient:
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[None]:
-        """Turns Ray's errors in its block into the client's failure policy: goes on behind the block, or raises CompanionError."""
+        """Turns Ray's errors in its block into the client's failure policy: goes on behind the
+        block, or raises CompanionError.
+        """
         try:
             yield
         except RayError as error:
@@ -427,12 +461,17 @@ class CompanionClient:
                 "The companion failed.",
                 given=error,
                 expected="a companion that trains",
-                do="Correct the cause, or set companion.on_error=disable to go on with the heads at hand.",
+                do=(
+                    "Correct the cause, or set companion.on_error=disable to go on with the heads"
+                    " at hand."
+                ),
             )
 
 
 class _HostedService(CompanionService):
-    """The service, with its arguments fetched from the object store: there the client keeps them, and no constructor call does."""
+    """The service, with its arguments fetched from the object store: there the client keeps them,
+    and no constructor call does.
+    """
 
     def __init__(self, first: list[ray.ObjectRef]) -> None:
         arguments, tables = ray.get(first[0])
@@ -441,7 +480,9 @@ class _HostedService(CompanionService):
 
 
 def _with_gpus(config: CompanionConfig) -> CompanionConfig:
-    """With a share of a GPU for each worker, of those that are free now, where nobody said how many."""
+    """With a share of a GPU for each worker, of those that are free now, where nobody said how
+    many.
+    """
     if config.num_gpus is not None:
         return config
     return config.model_copy(
@@ -461,14 +502,17 @@ def _room(config: CompanionConfig) -> Any:
 
 
 def _remote_actor(config: CompanionConfig, first: ray.ObjectRef, group: Any) -> Any:
-    """The service in a Ray actor: batches come in one after the other, questions are answered beside them."""
+    """The service in a Ray actor: batches come in one after the other, questions are answered
+    beside them.
+    """
     kind = ray.remote(  # type: ignore[call-overload]  # Ray's stubs don't know concurrency groups.
         max_restarts=MAX_RESTARTS,
         max_task_retries=0,
         concurrency_groups={INTAKE: 1, CONTROL: 4},
         **actor_options(config, group, 0),
     )(_HostedService if config.workers == 1 else Leader)
-    # Ray warns that `first` may be gone when it starts the actor again; the client keeps it for as long as it has the actor.
+    # Ray warns that `first` may be gone when it starts the actor again; the client keeps it for as
+    # long as it has the actor.
     with without_line("has constructor arguments in the object store"):
         return kind.remote([first]) if config.workers == 1 else kind.remote([first], group)
 
@@ -478,4 +522,7 @@ def _reason(error: RayError) -> str:
     if isinstance(error, GetTimeoutError):
         return "no answer in time"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if 'Traceback' in str(error) and lines else (lines or ['no message'])[0]}"
+    return (
+        f"{type(error).__name__}:"
+        f" {lines[-1] if 'Traceback' in str(error) and lines else (lines or ['no message'])[0]}"
+    )

@@ -1,4 +1,6 @@
-"""One batch in, a better version out, perhaps: split, train, judge, publish or not. No threads, no files, one flat state."""
+"""One batch in, a better version out, perhaps: split, train, judge, publish or not. No threads, no
+files, one flat state.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ SLOWER, SLOWEST = (
     1 / 64,
 )  # Factor on the step size after a rollback, taken back by a publish; and its least share.
 EASED = 1.05  # Factor after any other verdict: what was too fast once need not be for ever.
-LAG = 0.1  # Share of the extra tokens; serving heads that lost so much since they were published are to be trained at full speed.
+# Share of the extra tokens; serving heads that lost so much since they were published are to be
+# trained at full speed.
+LAG = 0.1
 CERTAIN = (
     0.975  # At each end of the interval by which a version is called worse than the one before.
 )
@@ -63,7 +67,9 @@ COUNTERS = (
     "batches_seen",
 )
 SINCE_0_3 = ("judged", "followed", "fell_back")
-"""Counters that states of commit 09356bd don't have, nor more of the schedule than its first two numbers that mean anything here."""
+"""Counters that states of commit 09356bd don't have, nor more of the schedule than its first two
+numbers that mean anything here.
+"""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class CycleReport:
 
 
 class Cycle:
-    """Candidate, serving and frozen heads, and the rule by which the candidate becomes the serving ones.
+    """Candidate, serving and frozen heads, and the rule by which the candidate becomes the serving
+    ones.
 
     Attributes:
         candidate: running mean of the heads in training; the serving ones of tomorrow.
@@ -95,17 +102,22 @@ class Cycle:
         frozen: the first published heads, never trained again; None before.
         version: number of the serving heads; grows by one with every publish.
         fresh: the last judged candidate is what is serving now.
-        team: processes that learn the same from the same batches, and share the work; None: there are none.
+        team: processes that learn the same from the same batches, and share the work; None: there
+            are none.
         evidence: candidates against the serving heads, on holdouts.
-        before: the heads that served before these ones, until `after` (these against those, on holdouts of later batches) can tell.
-        followed: versions that were compared with the one before on later batches; `fell_back`: those that were surely worse there.
-        rows: replay estimates `serving`, `candidate`, `frozen` on the last judged holdout, and of the last upper mark `upper` and, on the
-            same holdout, `upper_serving`.
+        before: the heads that served before these ones, until `after` (these against those, on
+            holdouts of later batches) can tell.
+        followed: versions that were compared with the one before on later batches; `fell_back`:
+            those that were surely worse there.
+        rows: replay estimates `serving`, `candidate`, `frozen` on the last judged holdout, and of
+            the last upper mark `upper` and, on the same holdout, `upper_serving`.
         upper_batch: number of the batch that the upper mark is of; 0: none was taken.
         trainer: trains, and has the actor's tables.
-        passes, positions_frac: passes over the last batch, and the share of its positions that were trained on.
+        passes, positions_frac: passes over the last batch, and the share of its positions that were
+            trained on.
         judged: batches that a candidate was judged on.
-        gain: what the candidate had more than the serving heads when it was judged last, by all evidence.
+        gain: what the candidate had more than the serving heads when it was judged last, by all
+            evidence.
     """
 
     def __init__(
@@ -159,13 +171,16 @@ class Cycle:
         self.batches_seen = self.judged = self.followed = self.fell_back = 0
         self.before: MedusaHeads | None = None
         self.after = Evidence()
-        self._level = 0.0  # Extra tokens that the serving heads reached when they were published, or fell to since.
+        # Extra tokens that the serving heads reached when they were published, or fell to since.
+        self._level = 0.0
         self.upper_batch = 0
         self.team: Meeting | None = None
         self.evidence = Evidence()
 
     def join(self, team: Meeting) -> None:
-        """From now on, learn together with these processes, which hold the same state and are given the same batches."""
+        """From now on, learn together with these processes, which hold the same state and are given
+        the same batches.
+        """
         self.team = team
         self.trainer.join(team, alike=True)
         self.replay.load_state_dict({})  # Not in the state that the others were given.
@@ -173,7 +188,8 @@ class Cycle:
     def run(self, batch: RolloutBatch) -> CycleReport:
         """Train on most of the batch's responses and judge the result on the others.
 
-        A batch of one prompt leaves no others: all of it judges what earlier batches have made, and is trained on afterwards.
+        A batch of one prompt leaves no others: all of it judges what earlier batches have made, and
+        is trained on afterwards.
 
         Raises:
             DataError: the batch does not fit the heads.
@@ -214,7 +230,10 @@ class Cycle:
             problem = (
                 ""
                 if verdict
-                else "A batch of one prompt, of which only a sample of positions is here, leaves nothing to judge on."
+                else (
+                    "A batch of one prompt, of which only a sample of positions is here, leaves"
+                    " nothing to judge on."
+                )
             )
             return CycleReport(report, verdict, problem)
         verdict = self._judge(holdout)
@@ -227,7 +246,9 @@ class Cycle:
         return CycleReport(report, verdict)
 
     def _count(self, batch: RolloutBatch) -> None:
-        """Keep up with the engine's draft vocabulary, which follows its responses by the same rule; heads train and are judged on it."""
+        """Keep up with the engine's draft vocabulary, which follows its responses by the same rule;
+        heads train and are judged on it.
+        """
         if self._draft_vocab is not None:
             self._counts_V += torch.bincount(batch.response_ids_M, minlength=self._counts_V.numel())
             ids_W = most_frequent(self._counts_V, self._draft_vocab)
@@ -263,7 +284,9 @@ class Cycle:
             verdict = judge(
                 of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence
             )
-        if verdict.publish:  # Judged with the temperatures that it came with: what is fitted to the holdout has no say in that.
+        # Judged with the temperatures that it came with: what is fitted to the holdout has no say
+        # in that.
+        if verdict.publish:
             tables: dict[str, Any] = {
                 "embedding_VD": self.trainer.embedding_VD,
                 "served": self._served,
@@ -277,7 +300,9 @@ class Cycle:
     def _follow(
         self, of_serving: ReplayResult, of_frozen: ReplayResult, holdout: RolloutBatch
     ) -> None:
-        """Compare the serving heads with those before them, on rollouts that came after the swap, until there are enough of these."""
+        """Compare the serving heads with those before them, on rollouts that came after the swap,
+        until there are enough of these.
+        """
         if self.before is not None:
             same = self.frozen is not None and equal(self.before, self.frozen)
             self.after.add(
@@ -307,10 +332,12 @@ class Cycle:
         )
 
     def _upper_mark(self, training: RolloutBatch, holdout: RolloutBatch) -> ReplayRow:
-        """The most that this very batch could give: a copy of the candidate is fitted to it on and on, and its best replay counts.
+        """The most that this very batch could give: a copy of the candidate is fitted to it on and
+        on, and its best replay counts.
 
-        Fitted on the responses that are not judged. Heads fitted on those that are reach much more, by learning them by heart: what they
-        gain there they lose on other responses of the same policy (docs/companion.md has the figures).
+        Fitted on the responses that are not judged. Heads fitted on those that are reach much more,
+        by learning them by heart: what they gain there they lose on other responses of the same
+        policy (docs/companion.md has the figures).
         """
         trainer, mean = self.trainer, RunningMean(_copy(self.candidate), steps=WARM)
         fitted = HeadsTrainer(
@@ -341,7 +368,9 @@ class Cycle:
                 heads.to(device)
 
     def adopt(self, version: int, state: dict[str, torch.Tensor]) -> None:
-        """Serve a version that was published after the state now loaded was saved; training goes on from that state."""
+        """Serve a version that was published after the state now loaded was saved; training goes on
+        from that state.
+        """
         self.serving.load_trainable_state(state)
         self.evidence.clear()
         self.before = None
@@ -382,10 +411,13 @@ class Cycle:
         elif verdict.difference is not None:
             self.trainer.rate = min(1.0, self.trainer.rate * EASED)
 
-    # ---- state ------------------------------------------------------------------------------------------------------------
+    # ---- state
+    # ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of everything that later batches depend on (replayed batches only with `saves_replay`). Flat, tensors only."""
+        """A copy of everything that later batches depend on (replayed batches only with
+        `saves_replay`). Flat, tensors only.
+        """
         state = {f"trainer.{name}": value for name, value in self.trainer.state_dict().items()}
         served = (
             None if equal(self.serving, self.candidate) else self.serving
@@ -475,7 +507,9 @@ class Cycle:
 def _new_heads(
     config: HeadsConfig, lm_head_VD: torch.Tensor, seed: int, state: dict[str, torch.Tensor] | None
 ) -> MedusaHeads:
-    """New heads whose random parts depend on the seed alone; the process's own generator is left as it is."""
+    """New heads whose random parts depend on the seed alone; the process's own generator is left as
+    it is.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # And no GPU's, which nobody would put back.
         heads = MedusaHeads(config)

@@ -1,8 +1,9 @@
-"""The candidate (a running mean of the heads in training) and the gate: it is published only when it beats the serving heads on rollouts
-that it was not trained on.
+"""The candidate (a running mean of the heads in training) and the gate: it is published only when
+it beats the serving heads on rollouts that it was not trained on.
 
-Answers to one prompt are much alike, so what is counted is prompts: the counts of a prompt's answers are one observation, and nothing is
-decided before there are enough of them. A small batch holds out too few; then the counts of several batches stand together.
+Answers to one prompt are much alike, so what is counted is prompts: the counts of a prompt's
+answers are one observation, and nothing is decided before there are enough of them. A small batch
+holds out too few; then the counts of several batches stand together.
 
 Shape letters: M rows of the holdout, S its responses, G prompts, K heads, V vocabulary, D hidden.
 """
@@ -39,20 +40,25 @@ from medusa_ppo.types import HOLDOUT_PROMPTS, ReplayRow, RolloutBatch
 LEAST_PROMPTS, LEAST_TOKENS = HOLDOUT_PROMPTS, 64
 """Held-out prompts and response tokens before anything is decided."""
 PIECE_TOKENS = 8192  # Of the holdout, replayed at once.
-STRICTER = 0.9  # Share of the errors that are allowed which the interval aims at: ratios of few, uneven prompts are not quite normal.
-MAX_WEIGHT = 1e4  # Trained heads stay below 10; beyond this, products overflow in 16-bit engines although argmax may look sound here.
+# Share of the errors that are allowed which the interval aims at: ratios of few, uneven prompts are
+# not quite normal.
+STRICTER = 0.9
+# Trained heads stay below 10; beyond this, products overflow in 16-bit engines although argmax may
+# look sound here.
+MAX_WEIGHT = 1e4
 
 
 @dataclass(frozen=True)
 class Served:
-    """How the engine drafts, where that decides what heads are worth; temperature, top-k and top-p of the rollouts stand in the batch.
+    """How the engine drafts, where that decides what heads are worth; temperature, top-k and top-p
+    of the rollouts stand in the batch.
 
     Attributes:
         draft_temperature: times the rollouts' own; 0: one-hot drafts.
         num_drafts: drafts of a step at most; None: one of each head.
         ids_W: tokens that drafts come from, int64; None: all.
-        mix: makes the heads' log q of the rollouts' tokens `[M, K]` that of what is drawn from (sampled drafts; a piece of the batch, that
-            log q, and the largest log q of any token).
+        mix: makes the heads' log q of the rollouts' tokens `[M, K]` that of what is drawn from
+            (sampled drafts; a piece of the batch, that log q, and the largest log q of any token).
     """
 
     draft_temperature: float = 0.0
@@ -69,8 +75,10 @@ class Verdict:
         publish: the candidate may be served.
         worse: the candidate is surely worse than the serving heads.
         reason: one sentence.
-        serving, candidate, frozen: replay estimates on the same holdout; None when a set of heads could not be judged.
-        difference: candidate minus serving, mean acceptance length, with its interval; None where there is too little to decide on.
+        serving, candidate, frozen: replay estimates on the same holdout; None when a set of heads
+            could not be judged.
+        difference: candidate minus serving, mean acceptance length, with its interval; None where
+            there is too little to decide on.
     """
 
     publish: bool
@@ -93,7 +101,9 @@ def replay(
     team: Meeting | None = None,
     give_way: Callable[[], None] = lambda: None,
 ) -> ReplayResult:
-    """Replay estimate of heads on a batch, on the device of the heads. A team shares the responses; each process gets all counts."""
+    """Replay estimate of heads on a batch, on the device of the heads. A team shares the responses;
+    each process gets all counts.
+    """
     all_S = torch.arange(holdout.lengths_S.numel())
     shares = [all_S[rank :: team.place.size] for rank in range(team.place.size)] if team else []
     here = (
@@ -146,8 +156,10 @@ def fit_temperatures(
     served: Served,
     team: Meeting | None = None,
 ) -> None:
-    """Give each head the draft temperature with which most of its drafts are accepted on the first PIECE_TOKENS of a holdout, as far as
-    that is sure (`better_temperatures`). In a team the first process finds them."""
+    """Give each head the draft temperature with which most of its drafts are accepted on the first
+    PIECE_TOKENS of a holdout, as far as that is sure (`better_temperatures`). In a team the first
+    process finds them.
+    """
     if served.draft_temperature <= 0:
         return
     if team is None or team.place.rank == 0:
@@ -173,8 +185,9 @@ def _acceptance(
     served: Served,
     factors: Sequence[float] = (1.0,),
 ) -> torch.Tensor:
-    """Probability that the draft of each head at each row is accepted, given that those before it were, float64 `QMK`: for each factor of
-    sampled drafts' temperature."""
+    """Probability that the draft of each head at each row is accepted, given that those before it
+    were, float64 `QMK`: for each factor of sampled drafts' temperature.
+    """
     config, device, ids_W = heads.config, lm_head_VD.device, served.ids_W
     segment_M = segments_from_lengths(batch.lengths_S)
     hidden_MD = batch.hidden_MD.to(device, torch.float32)
@@ -233,10 +246,12 @@ def _acceptance(
 
 
 class Evidence:
-    """How a first set of heads did against a second one on held-out prompts, of one batch or of several that follow each other.
+    """How a first set of heads did against a second one on held-out prompts, of one batch or of
+    several that follow each other.
 
     Attributes:
-        counts_G5: of each prompt: its batch's number, accepted drafts and draft steps of the first heads, the same of the second. float64.
+        counts_G5: of each prompt: its batch's number, accepted drafts and draft steps of the first
+            heads, the same of the second. float64.
         tokens: response tokens of each batch's holdout, by the batch's number.
     """
 
@@ -251,7 +266,9 @@ class Evidence:
     def add(
         self, batch: int, first: ReplayResult, second: ReplayResult, holdout: RolloutBatch
     ) -> None:
-        """Counts on one more holdout. The oldest ones go as soon as there are enough without them: heads and policy have moved on since."""
+        """Counts on one more holdout. The oldest ones go as soon as there are enough without them:
+        heads and policy have moved on since.
+        """
         group_S = _prompts(holdout)
         a, b = first.by_group(group_S), second.by_group(group_S)
         columns = [
@@ -276,9 +293,11 @@ class Evidence:
         return _enough(self.counts_G5.shape[0], sum(self.tokens.values()))
 
     def difference(self, confidence: float) -> Interval:
-        """Mean acceptance length of the first heads minus that of the second; `confidence` is for each of the interval's ends by itself.
+        """Mean acceptance length of the first heads minus that of the second; `confidence` is for
+        each of the interval's ends by itself.
 
-        The linear form of a ratio of sums, with Student's quantile: a bootstrap over few prompts is too narrow.
+        The linear form of a ratio of sums, with Student's quantile: a bootstrap over few prompts is
+        too narrow.
         """
         _, *columns = self.counts_G5.unbind(1)
         (first, first_G), (second, second_G) = _extra(*columns[:2]), _extra(*columns[2:])
@@ -300,7 +319,9 @@ class Evidence:
 
 
 def extra_tokens(result: ReplayResult, holdout: RolloutBatch, confidence: float) -> Interval:
-    """Accepted drafts a step (mean acceptance length less 1), with an interval over prompts as in `Evidence.difference`."""
+    """Accepted drafts a step (mean acceptance length less 1), with an interval over prompts as in
+    `Evidence.difference`.
+    """
     counts = result.by_group(_prompts(holdout))
     return _interval(*_extra(counts.accepted_SK.sum(1), counts.drafts_S), confidence)
 
@@ -334,7 +355,9 @@ def _enough(prompts: int, tokens: int) -> bool:
 
 
 def student_quantile(share: float, freedom: int) -> float:
-    """Student's t below which this share lies: the expansion of Abramowitz and Stegun 26.7.5, right to 1 % from 4 degrees of freedom on."""
+    """Student's t below which this share lies: the expansion of Abramowitz and Stegun 26.7.5, right
+    to 1 % from 4 degrees of freedom on.
+    """
     z = NormalDist().inv_cdf(share)
     terms = (
         (z**3 + z) / 4,
@@ -354,7 +377,8 @@ def judge(
     """What becomes of a candidate, by all evidence; the three replays are of the newest holdout.
 
     Args:
-        candidate, serving, frozen: of the newly trained heads, of what the engine drafts with, and of the frozen control.
+        candidate, serving, frozen: of the newly trained heads, of what the engine drafts with, and
+            of the frozen control.
         evidence: candidates against these serving heads, the newest holdout included.
         confidence: probability (one-sided) that a difference has the sign it shows.
     """
@@ -375,14 +399,19 @@ def judge(
             *rows,
         )
     difference = evidence.difference(confidence)
-    seen = f"{difference.value:+.4f} (interval {difference.low:+.4f} to {difference.high:+.4f}) against the serving heads"
+    seen = (
+        f"{difference.value:+.4f} (interval {difference.low:+.4f} to {difference.high:+.4f})"
+        " against the serving heads"
+    )
     if difference.low > 0:
         return Verdict(True, False, f"Better: {seen}.", *rows, difference)
     return Verdict(False, difference.high < 0, f"Not surely better: {seen}.", *rows, difference)
 
 
 def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
-    """Why these heads may not even be replayed: other sizes, values that are not finite, or huge. Empty when nothing is wrong."""
+    """Why these heads may not even be replayed: other sizes, values that are not finite, or huge.
+    Empty when nothing is wrong.
+    """
     if candidate.config != serving.config:
         return f"The candidate has other sizes than the serving heads: {candidate.config}."
     for name, tensor in candidate.trainable_state().items():
@@ -408,23 +437,31 @@ def replay_row(result: ReplayResult) -> ReplayRow:
     return ReplayRow(result.mean_acceptance_length, result.acceptance_per_position)
 
 
-# ---- the candidate ----------------------------------------------------------------------------------------------------------------
+# ---- the candidate
+# ----------------------------------------------------------------------------------------------------------------
 
 AVERAGE = 0.97
-"""Share of a running mean that stays with each optimizer step (`benchmarks/companion_defaults.py` compares others)."""
+"""Share of a running mean that stays with each optimizer step (`benchmarks/companion_defaults.py`
+compares others).
+"""
 WARM = 1_000_000
-"""Steps that heads count as having made which begin trained: their mean keeps its full length from the first step on."""
+"""Steps that heads count as having made which begin trained: their mean keeps its full length from
+the first step on.
+"""
 
 
 class RunningMean:
-    """A running mean of the heads' weights over optimizer steps: what is judged and served, while the heads themselves go on learning.
+    """A running mean of the heads' weights over optimizer steps: what is judged and served, while
+    the heads themselves go on learning.
 
-    A rollout batch is small, so each step moves the heads by its noise as much as by what there is to learn; the mean keeps the latter.
-    (Polyak and Juditsky 1992; exponential form as in Tarvainen and Valpola 2017, arXiv 1703.01780.)
+    A rollout batch is small, so each step moves the heads by its noise as much as by what there is
+    to learn; the mean keeps the latter. (Polyak and Juditsky 1992; exponential form as in Tarvainen
+    and Valpola 2017, arXiv 1703.01780.)
 
     Attributes:
         heads: the mean, never trained.
-        steps: optimizer steps that it has seen. The first ones weigh more, so that heads that begin at nothing are left behind at once.
+        steps: optimizer steps that it has seen. The first ones weigh more, so that heads that begin
+            at nothing are left behind at once.
     """
 
     def __init__(self, heads: MedusaHeads, decay: float = AVERAGE, *, steps: int = 0) -> None:
@@ -457,7 +494,9 @@ class RunningMean:
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over what is under such keys. Raises KeyError, CheckpointError when something is missing."""
+        """Take over what is under such keys. Raises KeyError, CheckpointError when something is
+        missing.
+        """
         self.heads.load_trainable_state(under(state, "mean."))
         self.steps = int(state["mean_steps"])
 

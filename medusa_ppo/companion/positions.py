@@ -1,4 +1,6 @@
-"""Which positions heads are trained on: of a batch, and of the batches of the last policy versions."""
+"""Which positions heads are trained on: of a batch, and of the batches of the last policy
+versions.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ class TrainingRows:
     Attributes:
         batch: it.
         state_rows_M: row of its `hidden_MD` that holds each row's state.
-        targets_MK, mask_MK: what head 1..K predicts at each row, and where there is something to train on: bool, or float weights.
+        targets_MK, mask_MK: what head 1..K predicts at each row, and where there is something to
+            train on: bool, or float weights.
         condition_MK: tokens since h_t (conditioned kinds), else None.
         logprobs_MK: behaviour log-probs of the targets.
         teacher_rows_MK: row whose state gives the actor's own distribution of the target.
         usable_N: rows with at least one target that counts.
-        context_Mn: rows of the pairs that each row attends to (heads with a context), else None. A row without a state is missing.
+        context_Mn: rows of the pairs that each row attends to (heads with a context), else None. A
+            row without a state is missing.
     """
 
     batch: RolloutBatch
@@ -55,7 +59,8 @@ class TrainingRows:
 
         Args:
             place_V: each token's place among these, -1 for the others.
-            keep: positions whose token is none of them count all the same: the actor's own distribution says something there too.
+            keep: positions whose token is none of them count all the same: the actor's own
+                distribution says something there too.
         """
         places_MK = place_V[self.targets_MK]
         mask_MK = self.mask_MK if keep else self.mask_MK * (places_MK >= 0)
@@ -78,18 +83,26 @@ class TrainingRows:
         )
 
     def check_neighbours(self, loss: str) -> None:
-        """Raise DataError when a row that is trained on lacks the states from which the actor's own distributions follow."""
+        """Raise DataError when a row that is trained on lacks the states from which the actor's own
+        distributions follow.
+        """
         if bool((self.state_rows_M[self.teacher_rows_MK[self.mask_MK > 0]] < 0).any()):
             raise DataError(
-                "This loss reads the actor's own distribution, which needs the states of the rows that follow.",
-                given=f"companion.loss={loss}, {self.batch.hidden_MD.shape[0]} states of {self.state_rows_M.numel()} positions",
+                "This loss reads the actor's own distribution, which needs the states of the rows"
+                " that follow.",
+                given=(
+                    f"companion.loss={loss}, {self.batch.hidden_MD.shape[0]} states of"
+                    f" {self.state_rows_M.numel()} positions"
+                ),
                 expected="all states, or blocks of them with enough rows at their ends",
                 do="Sample positions with EarlySample, or use another loss.",
             )
 
 
 def context_of(batch: RolloutBatch, pairs: int) -> torch.Tensor | None:
-    """`heads.targets.context_rows` of a batch, without the rows that have no state; None for 0 pairs."""
+    """`heads.targets.context_rows` of a batch, without the rows that have no state; None for 0
+    pairs.
+    """
     if not pairs:
         return None
     rows_Mn = context_rows(segments_from_lengths(batch.lengths_S), pairs)
@@ -104,7 +117,9 @@ def in_blocks(count: int, block: int, generator: torch.Generator) -> torch.Tenso
 
 
 def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool, pairs: int = 0) -> TrainingRows:
-    """Targets, conditions, contexts of so many pairs, and log-probs of every row of a batch; rows without a weight have no target."""
+    """Targets, conditions, contexts of so many pairs, and log-probs of every row of a batch; rows
+    without a weight have no target.
+    """
     segment_M = segments_from_lengths(batch.lengths_S)
     targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, num_heads)
     if batch.weights_M is not None:
@@ -126,7 +141,9 @@ def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool, pairs: int =
 
 
 def fraction_weights(lengths_S: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """A weight of 1 at a random share of the positions with a target, 0 at all others: float32 `M`."""
+    """A weight of 1 at a random share of the positions with a target, 0 at all others: float32
+    `M`.
+    """
     usable_N = _with_target(lengths_S).nonzero().squeeze(1)
     order_N = torch.randperm(usable_N.numel(), generator=torch.Generator().manual_seed(seed))
     chosen_N = usable_N[order_N[: round(share * usable_N.numel())]]
@@ -142,7 +159,9 @@ def sampled_share(batch: RolloutBatch) -> float:
 
 
 def _with_target(lengths_S: torch.Tensor) -> torch.Tensor:
-    """Rows at which the first head has something to predict: all but the last of each response. Bool `M`."""
+    """Rows at which the first head has something to predict: all but the last of each response.
+    Bool `M`.
+    """
     with_target_M = torch.ones(int(lengths_S.sum()), dtype=torch.bool)
     with_target_M[lengths_S.cumsum(0) - 1] = False
     return with_target_M
@@ -150,14 +169,17 @@ def _with_target(lengths_S: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class EarlySample:
-    """How positions are sampled before their states are copied out of the actor's memory: in blocks of BLOCK rows of one response.
+    """How positions are sampled before their states are copied out of the actor's memory: in blocks
+    of BLOCK rows of one response.
 
-    The heads at a row learn from the actor's own distribution up to `ahead` rows further on, and may read the states of `behind` rows
-    before it. So the rows at the edges of a block are there for the others, and are not trained on themselves.
+    The heads at a row learn from the actor's own distribution up to `ahead` rows further on, and
+    may read the states of `behind` rows before it. So the rows at the edges of a block are there
+    for the others, and are not trained on themselves.
 
     Attributes:
         share: of the rows whose states are kept.
-        holdout_fraction: share of the prompts whose answers are judged on; of a sample so much less, and all of their states are kept.
+        holdout_fraction: share of the prompts whose answers are judged on; of a sample so much
+            less, and all of their states are kept.
         seed: of both draws.
         ahead, behind: rows.
     """
@@ -171,7 +193,9 @@ class EarlySample:
     def draw(
         self, lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, policy_version: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights of all rows, float32 `M`, as in `RolloutBatch`; which responses heads are judged on, bool `S`. No response is empty."""
+        """Weights of all rows, float32 `M`, as in `RolloutBatch`; which responses heads are judged
+        on, bool `S`. No response is empty.
+        """
         seed = self.seed * 1_000_003 + policy_version
         held_S = held_out(lengths_S, prompts_S, self.holdout_fraction * self.share, seed)
         segment_M = segments_from_lengths(lengths_S)
@@ -243,10 +267,11 @@ REPLAY_DECAY = 0.5
 
 
 class ReplayBuffer:
-    """Keeps batches of the last `versions` policy versions, within a byte budget; the oldest go first.
+    """Keeps batches of the last `versions` policy versions, within a byte budget; the oldest go
+    first.
 
-    Each batch carries the version of the policy that its hidden states are of, and that policy's tables. A batch that is `a` versions old
-    joins with the share `decay ** a` of its positions.
+    Each batch carries the version of the policy that its hidden states are of, and that policy's
+    tables. A batch that is `a` versions old joins with the share `decay ** a` of its positions.
     """
 
     def __init__(self, versions: int, max_bytes: int, decay: float = REPLAY_DECAY) -> None:
@@ -270,7 +295,9 @@ class ReplayBuffer:
             self._batches.popleft()
 
     def older(self, policy_version: int) -> list[tuple[RolloutBatch, float]]:
-        """Batches and shares that join a training on rollouts of `policy_version`; what is too old for it is forgotten."""
+        """Batches and shares that join a training on rollouts of `policy_version`; what is too old
+        for it is forgotten.
+        """
         self._batches = deque(
             b for b in self._batches if policy_version - b.policy_version <= self._versions
         )
@@ -305,7 +332,8 @@ class ReplayBuffer:
         self._batches = deque()
         for index in sorted({name.split(".")[0] for name in state}):
             version, temperature, top_k, top_p = state[f"{index}.meta"].tolist()
-            # Copies: products round otherwise where a tensor begins at an odd place, as it does in a file.
+            # Copies: products round otherwise where a tensor begins at an odd place, as it does in
+            # a file.
             found = {name: state.get(f"{index}.{name}") for name in FIELDS}
             tensors: dict[str, Any] = {
                 name: None if value is None else value.clone() for name, value in found.items()

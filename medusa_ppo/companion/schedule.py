@@ -1,15 +1,18 @@
-"""How much the heads are trained: as much as pays for the loop, in seconds, measured step by step (no torch).
+"""How much the heads are trained: as much as pays for the loop, in seconds, measured step by step
+(no torch).
 
 A step costs and brings
     lost     the seconds that the loop's own work took longer because the companion trained beside it, and those inside the plugin's hooks
     saved    the seconds that the same tokens took with the heads that the run began with (the quickest of those steps), less those of now
 
-What a second of training costs the loop is estimated from the steps: seconds outside generation = a x response tokens + b x seconds of
-training. It begins at b = 1 and is 0 where the companion has cores or a device of its own.
+What a second of training costs the loop is estimated from the steps: seconds outside generation = a
+x response tokens + b x seconds of training. It begins at b = 1 and is 0 where the companion has
+cores or a device of its own.
 
-The rule, for each batch before its states are collected. What training is worth is what the candidate has more than the serving heads,
-over the next HORIZON steps; what it costs is all that was lost since the last version was published. What one pass *more* brings is about
-half of what those before it brought on average (MORE), so as many passes pay as are worth twice what they cost.
+The rule, for each batch before its states are collected. What training is worth is what the
+candidate has more than the serving heads, over the next HORIZON steps; what it costs is all that
+was lost since the last version was published. What one pass *more* brings is about half of what
+those before it brought on average (MORE), so as many passes pay as are worth twice what they cost.
 
     alone      the companion takes nothing from the loop                                        the most passes
     behind     a batch waits already, because training takes longer than a step                 none: the batch is not even collected
@@ -29,7 +32,9 @@ from dataclasses import dataclass, field
 START = 8
 LEAST = 0.25
 HORIZON = 10.0  # Steps for which a gain in acceptance is counted.
-MORE = 0.5  # What a pass more brings, of the mean of those before it: doubled passes brought a tenth more (benchmarks/RESULTS.md).
+# What a pass more brings, of the mean of those before it: doubled passes brought a tenth more
+# (benchmarks/RESULTS.md).
+MORE = 0.5
 GROWTH = (0.25, 2.0)  # Least and most passes after a verdict, as factors on those before.
 LAG = 0.03  # Share of the extra tokens below which a fall is noise.
 PROBE_STEPS = (8, 64)  # Steps of rest before a probe: at first, and at most.
@@ -55,13 +60,16 @@ class StepSeen:
     """What a finished step of the loop took, and what the companion had done at its end.
 
     Attributes:
-        generate_s, other_s, hooks_s: seconds of generation, of all else, and inside the plugin's hooks.
+        generate_s, other_s, hooks_s: seconds of generation, of all else, and inside the plugin's
+            hooks.
         tokens: response tokens.
         length: mean acceptance length by the engine's counters.
-        trained_s: seconds of a core (or of the device that is shared) that the companion's training had meanwhile.
+        trained_s: seconds of a core (or of the device that is shared) that the companion's training
+            had meanwhile.
         judged: batches that the gate has judged so far.
         gain: candidate minus serving heads, mean acceptance length, when it judged last.
-        published, serving: versions of the heads that were published last, and that the responses were drafted with.
+        published, serving: versions of the heads that were published last, and that the responses
+            were drafted with.
         waiting: a batch waits behind the one in training.
     """
 
@@ -80,7 +88,9 @@ class StepSeen:
 
 @dataclass
 class SharedSeconds:
-    """Least squares for other_s = a x tokens + b x trained_s, with forgetting, and with b pulled a little towards 1."""
+    """Least squares for other_s = a x tokens + b x trained_s, with forgetting, and with b pulled a
+    little towards 1.
+    """
 
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
@@ -105,7 +115,8 @@ class SharedSeconds:
 
 
 class Account:
-    """Keeps the books and decides. `step` after each step of the loop, `decide` before each batch is collected.
+    """Keeps the books and decides. `step` after each step of the loop, `decide` before each batch
+    is collected.
 
     Attributes:
         saved_s, lost_s: of the last step.

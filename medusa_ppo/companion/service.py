@@ -1,9 +1,12 @@
-"""The companion's own process: a queue of batches, one training thread, and published versions. Ray hosts it; it knows nothing of Ray.
+"""The companion's own process: a queue of batches, one training thread, and published versions. Ray
+hosts it; it knows nothing of Ray.
 
-All methods may be called from any thread; `submit` by one at a time, so that batches keep their order (the client sees to it).
+All methods may be called from any thread; `submit` by one at a time, so that batches keep their
+order (the client sees to it).
 
-After a crash Ray builds the service again from the same arguments, perhaps on another node. It finds the marker that the first one left
-in the run's folder, and goes on from the last saved state and, on the same node, the last published version.
+After a crash Ray builds the service again from the same arguments, perhaps on another node. It
+finds the marker that the first one left in the run's folder, and goes on from the last saved state
+and, on the same node, the last published version.
 """
 
 from __future__ import annotations
@@ -45,19 +48,24 @@ MARKER = "started"
 NICENESS = 5  # PPO goes first where both want a core; where nobody else does it changes nothing.
 KEPT_VERSIONS = 3
 SAVED_EVERY = 8
-"""Batches without a version after which the state is written all the same: at a width of 4,096 it has some 10 GiB."""
+"""Batches without a version after which the state is written all the same: at a width of 4,096 it
+has some 10 GiB.
+"""
 HOST = torch.device("cpu")
 EXIT_CODE = 70  # Of a process that ends itself to be started again.
 
 
 class CompanionService:
-    """Trains on submitted batches in a thread of its own and publishes what the gate lets through."""
+    """Trains on submitted batches in a thread of its own and publishes what the gate lets
+    through.
+    """
 
     def __init__(self, arguments: ServiceArguments, tables: Any) -> None:
         """
         Args:
             arguments: what it is built from.
-            tables: the actor's lm_head and, for kinds that read it, its embedding (else None), packed.
+            tables: the actor's lm_head and, for kinds that read it, its embedding (else None),
+                packed.
         """
         config = arguments.companion
         self._arguments, self._config = arguments, config
@@ -80,21 +88,25 @@ class CompanionService:
         self._beat = 0.0  # When the training thread was last seen at work.
         self._error = ""  # What failed with the last batch.
         self._note = self._found = (
-            ""  # Why the last batch was of no use, though nothing failed; what was wrong at the start, until told.
+            # Why the last batch was of no use, though nothing failed; what was wrong at the start,
+            # until told.
+            ""
         )
         self._begin(arguments)
         self._rest()
         self._thread = threading.Thread(target=self._run, name="companion-training", daemon=True)
         self._thread.start()
 
-    # ---- what the client calls ------------------------------------------------------------------------------------------
+    # ---- what the client calls
+    # ------------------------------------------------------------------------------------------
 
     def ready(self) -> str:
         """Name of this incarnation of the process; changes when it was started again."""
         return self._incarnation
 
     def submit(self, packed: Any, tables: Any = None) -> int:
-        """Queue a batch. Never blocks; the oldest that wait go when they are too old or too many bytes (the next one counted).
+        """Queue a batch. Never blocks; the oldest that wait go when they are too old or too many
+        bytes (the next one counted).
 
         Args:
             packed: the batch, packed.
@@ -131,14 +143,18 @@ class CompanionService:
         )
 
     def adopt(self, version: int, state: dict[str, PackedTensor]) -> None:
-        """The engine drafts with these heads, and `version` was the last it was offered: training goes on from them, after this batch."""
+        """The engine drafts with these heads, and `version` was the last it was offered: training
+        goes on from them, after this batch.
+        """
         with self._state_lock:
             cycle = self._cycle
             cycle.adopt(max(version, cycle.version), unpack(state))
             cycle.trainer.reset_to(cycle.serving.trainable_state(), moments=False)
 
     def published_state(self, version: int) -> dict[str, PackedTensor] | None:
-        """Packed tensors of the last published version, for a client on another node; None when `version` is not the last any more."""
+        """Packed tensors of the last published version, for a client on another node; None when
+        `version` is not the last any more.
+        """
         published = self._published
         if published is None or published.version != version:
             return None
@@ -181,9 +197,11 @@ class CompanionService:
             versions_worse=cycle.fell_back,
             positions_frac=cycle.positions_frac,
             rate=trainer.rate,
-            gpu_gib=torch.cuda.memory_reserved(self._device) / 1024**3
-            if self._device.type == "cuda"
-            else None,
+            gpu_gib=(
+                torch.cuda.memory_reserved(self._device) / 1024**3
+                if self._device.type == "cuda"
+                else None
+            ),
         )
 
     def drain(self, timeout_s: float) -> bool:
@@ -192,7 +210,9 @@ class CompanionService:
             return self._idle.wait_for(lambda: self._outstanding <= 0, timeout_s)
 
     def save(self, folder: str) -> str:
-        """Write the whole state, after the batch in training, into `folder`, atomically. Returns the file's path."""
+        """Write the whole state, after the batch in training, into `folder`, atomically. Returns
+        the file's path.
+        """
         with self._state_lock:
             path = Path(folder) / STATE_FILE
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +224,8 @@ class CompanionService:
         self._queue.close()
         self._thread.join(timeout=10)
 
-    # ---- the training thread ----------------------------------------------------------------------------------------------
+    # ---- the training thread
+    # ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
@@ -219,7 +240,8 @@ class CompanionService:
                 self._error, self._note = "", report.problem
                 self._unsaved += 1
                 if report.published or self._unsaved >= SAVED_EVERY:
-                    # Before the version is shown: a crash in between must not lose it. A full disk keeps no heads from the engine.
+                    # Before the version is shown: a crash in between must not lose it. A full disk
+                    # keeps no heads from the engine.
                     self._tried("The companion's state could not be saved", self._checkpoint)
                 if report.published:
                     self._publish()
@@ -246,7 +268,9 @@ class CompanionService:
                     self._idle.notify_all()
 
     def _work_s(self, took_s: float) -> float:
-        """Of what was taken by the batch in training, what others could have had: on a CPU not the time in which these had the cores."""
+        """Of what was taken by the batch in training, what others could have had: on a CPU not the
+        time in which these had the cores.
+        """
         return took_s if self._device.type == "cuda" else time.process_time() - self._cpu_since_s
 
     def _give_way(self) -> None:
@@ -265,7 +289,9 @@ class CompanionService:
         os._exit(EXIT_CODE)
 
     def _rest(self) -> None:
-        """Leave the GPU to others while no batch waits; what was computed there is in the host's memory then."""
+        """Leave the GPU to others while no batch waits; what was computed there is in the host's
+        memory then.
+        """
         if not self._config.offload or len(self._queue):
             return
         with self._state_lock:
@@ -274,14 +300,18 @@ class CompanionService:
             torch.cuda.empty_cache()
 
     def _use_tables(self) -> None:
-        """The newest tables that came; with a backlog they are a little newer than the batch's states."""
+        """The newest tables that came; with a backlog they are a little newer than the batch's
+        states.
+        """
         with self._idle:
             tables, self._tables = self._tables, None
         if tables is not None:
             self._cycle.trainer.set_tables(*unpack(tables))
 
     def _publish(self) -> None:
-        """The serving heads as a file in shared memory for the engine to swap in, and as a native checkpoint in the run's folder."""
+        """The serving heads as a file in shared memory for the engine to swap in, and as a native
+        checkpoint in the run's folder.
+        """
         cycle = self._cycle
         state, version = cycle.serving.trainable_state(), cycle.version
         row = cycle.rows.get("candidate" if cycle.fresh else "serving")
@@ -313,7 +343,9 @@ class CompanionService:
         forget_oldest(folder, "v[0-9]*")
 
     def _tried(self, what: str, write: Callable[[], None]) -> None:
-        """A file that can't be written (a full or a read-only disk) is told in the status; training goes on."""
+        """A file that can't be written (a full or a read-only disk) is told in the status; training
+        goes on.
+        """
         try:
             write()
         except OSError as error:
@@ -355,7 +387,8 @@ class CompanionService:
         )
 
     def _take_over_saved(self, file: Path, again: bool) -> None:
-        """The last saved state. After a crash a damaged one is passed over: the heads that were published are there all the same.
+        """The last saved state. After a crash a damaged one is passed over: the heads that were
+        published are there all the same.
 
         Raises:
             CheckpointError: a run that is resumed would begin with other heads than it ended with.
@@ -365,7 +398,10 @@ class CompanionService:
         except CheckpointError as error:
             if not again:
                 raise
-            self._found = f"The companion's saved state is damaged; it goes on from the last published heads. {error}"
+            self._found = (
+                "The companion's saved state is damaged; it goes on from the last published heads."
+                f" {error}"
+            )
             logger.warning(self._found)
 
     def _adopt_newest(self) -> None:
@@ -380,7 +416,9 @@ class CompanionService:
                 logger.warning("Published heads are damaged; those before are taken. %s", error)
 
     def _own_saved_state(self, resumed: bool) -> None:
-        """What an earlier run, or the part of this one that is done again, left here must not be what a crash goes back to."""
+        """What an earlier run, or the part of this one that is done again, left here must not be
+        what a crash goes back to.
+        """
         if self._run_dir is None:
             return
         if resumed:
@@ -438,19 +476,23 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
 
 
 def _ends_process(error: Exception) -> bool:
-    """After an error of CUDA itself every call fails; only a new process helps. Memory that was too small is no such error."""
+    """After an error of CUDA itself every call fails; only a new process helps. Memory that was too
+    small is no such error.
+    """
     return isinstance(error, torch.AcceleratorError) and not isinstance(
         error, torch.OutOfMemoryError
     )
 
 
 def forget_oldest(newest: Path, pattern: str) -> None:
-    """Keep `newest` and the few versions before it, so that an engine that still reads an older one finds it."""
+    """Keep `newest` and the few versions before it, so that an engine that still reads an older one
+    finds it.
+    """
     written = newest.stat().st_mtime_ns
 
     def age(path: Path) -> tuple[bool, int, str]:
-        # Not by number: an earlier run in this folder may have left higher ones. What is newer than the newest was written before the
-        # clock was put back.
+        # Not by number: an earlier run in this folder may have left higher ones. What is newer than
+        # the newest was written before the clock was put back.
         modified = path.stat().st_mtime_ns
         return modified <= written, modified, path.name
 

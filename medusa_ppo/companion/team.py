@@ -1,13 +1,15 @@
-"""The companion on several workers: torch's DDP over the group in which they meet, in actors of a Ray placement group.
+"""The companion on several workers: torch's DDP over the group in which they meet, in actors of a
+Ray placement group.
 
     PPO process -- a reference to the batch --> leader: queue, versions, files (service.py)
          |                                         |  learn
          |   the batch, through Ray's store        v
          +-------------------------------------> members
-    all: the same order of positions, each with its share of every optimizer step; gradients are summed, so all hold the same state
+    all: the same order of positions, each with its share of every optimizer step; gradients are
+        summed, so all hold the same state
 
-Whatever breaks the group (a worker that dies, hangs or fails by itself) ends the leader's process. Ray starts it again, and it goes on from
-the last saved state with the members that come up in time.
+Whatever breaks the group (a worker that dies, hangs or fails by itself) ends the leader's process.
+Ray starts it again, and it goes on from the last saved state with the members that come up in time.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ MAX_RESTARTS = 100  # Of a companion whose process ended.
 
 @dataclass(frozen=True)
 class HandedBatch:
-    """A batch as it lies in the leader's queue: references (in lists, so that Ray does not fetch them) to it and to the tables, packed."""
+    """A batch as it lies in the leader's queue: references (in lists, so that Ray does not fetch
+    them) to it and to the tables, packed.
+    """
 
     batch: list[ray.ObjectRef]
     tables: list[ray.ObjectRef]
@@ -103,7 +107,9 @@ class Member:
         self._cycle.join(Meeting(place).join())
 
     def learn(self, handed: HandedBatch) -> None:
-        """As `Worker.learn`. A batch that fits nobody is the leader's to tell; any other failure ends this worker, which all notice."""
+        """As `Worker.learn`. A batch that fits nobody is the leader's to tell; any other failure
+        ends this worker, which all notice.
+        """
         with contextlib.suppress(DataError):
             self._worker.learn(handed)
 
@@ -131,7 +137,9 @@ class Leader(CompanionService):
             self._assemble()
 
     def submit(self, batch: HandedBatch, tables: Any = None) -> int:
-        """As `CompanionService.submit`; batch and tables stay in Ray's store until they are trained on."""
+        """As `CompanionService.submit`; batch and tables stay in Ray's store until they are trained
+        on.
+        """
         return self._enqueue(batch, None)
 
     def status(self) -> CompanionStatus:
@@ -191,7 +199,8 @@ class Leader(CompanionService):
 def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:
     """Those of the members that come up in time, by name; the others are ended.
 
-    One that dies on the way is started once more: Ray may have placed it on a node that was lost, which it misses after some time only.
+    One that dies on the way is started once more: Ray may have placed it on a node that was lost,
+    which it misses after some time only.
     """
     found, ends = {}, time.monotonic() + START_TIMEOUT_S
     for again in (True, False):
@@ -211,7 +220,8 @@ def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:
                 logger.warning("A worker of the companion did not start; %s. %s", what, error)
         for call in late:
             logger.warning(
-                "A worker of the companion did not come up within %.0f s; the others go on without it.",
+                "A worker of the companion did not come up within %.0f s; the others go on"
+                " without it.",
                 START_TIMEOUT_S,
             )
             ray.kill(calls[call][1], no_restart=True)

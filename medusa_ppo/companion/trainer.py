@@ -1,9 +1,12 @@
-"""Trains the heads on rollout batches: the heads only, with an optimizer, a gradient clip and a random generator of their own.
+"""Trains the heads on rollout batches: the heads only, with an optimizer, a gradient clip and a
+random generator of their own.
 
-They are trained on blocks of consecutive positions in random order, which share most of what they attend to and most of the rows that say
-what they should predict. With a context, a tenth of the positions sees a random part of it only, because an engine can't always give all.
+They are trained on blocks of consecutive positions in random order, which share most of what they
+attend to and most of the rows that say what they should predict. With a context, a tenth of the
+positions sees a random part of it only, because an engine can't always give all.
 
-Shape letters: M rows of a batch (one per response token), N rows of one optimizer step, K heads, D hidden, V vocabulary.
+Shape letters: M rows of a batch (one per response token), N rows of one optimizer step, K heads, D
+hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class TrainReport:
         tokens: positions trained on, each counted once however many epochs.
         rows: positions of all passes, those of replayed batches included: the work that was done.
         optimizer_steps: steps taken.
-        problem: why the batch was skipped and everything put back as it was before; empty: it was not.
+        problem: why the batch was skipped and everything put back as it was before; empty: it was
+            not.
     """
 
     loss: float = math.nan
@@ -59,7 +63,8 @@ class TrainReport:
 
 
 class HeadsTrainer:
-    """AdamW on the heads, gradients clipped for each head by itself, positions shuffled by a seeded generator.
+    """AdamW on the heads, gradients clipped for each head by itself, positions shuffled by a seeded
+    generator.
 
     The heads' parameters are float32, the actor's tables constants.
 
@@ -68,8 +73,10 @@ class HeadsTrainer:
         team: processes that take every optimizer step together; None: alone.
         generator: of the order of the positions.
         give_way: called between two pieces of work; may wait.
-        lm_head_VD, embedding_VD: the actor's tables; on a CPU in float32 unless a dtype of the products was said.
-        ids_W: tokens that drafts come from, which alone are multiplied by; None: all. The caller's to set.
+        lm_head_VD, embedding_VD: the actor's tables; on a CPU in float32 unless a dtype of the
+            products was said.
+        ids_W: tokens that drafts come from, which alone are multiplied by; None: all. The caller's
+            to set.
     """
 
     def __init__(
@@ -94,10 +101,12 @@ class HeadsTrainer:
             seed: of the order of the positions.
             device: where to train; None: the CPU.
             schedule: factor of the step size by number of the optimizer step; None: always 1.
-            dtype: of the products; None: float32 on a CPU, on a GPU that of lm_head for those with it and float32 for all others.
-                Parameters, moments and sums stay float32.
-            micro_positions: positions whose gradients are computed at once; None: as many as LOGITS_BYTES have room for.
-            mean: takes in the heads after each optimizer step, and is part of the state; None: nothing does.
+            dtype: of the products; None: float32 on a CPU, on a GPU that of lm_head for those with
+                it and float32 for all others. Parameters, moments and sums stay float32.
+            micro_positions: positions whose gradients are computed at once; None: as many as
+                LOGITS_BYTES have room for.
+            mean: takes in the heads after each optimizer step, and is part of the state; None:
+                nothing does.
         """
         self.rate = 1.0
         self.give_way: Callable[[], None] = lambda: None
@@ -119,11 +128,13 @@ class HeadsTrainer:
         self.batches_trained = self.batches_skipped = self.trained_tokens = self.optimizer_steps = 0
 
     def join(self, team: Meeting | None, *, alike: bool = False) -> None:
-        """From now on, take every optimizer step together with these processes, which hold the same state: torch's DDP sums the gradients.
+        """From now on, take every optimizer step together with these processes, which hold the same
+        state: torch's DDP sums the gradients.
 
         Args:
             team: they; None: nobody.
-            alike: all are given the same batches, and each takes its share of the positions of a step; else each trains on its own.
+            alike: all are given the same batches, and each takes its share of the positions of a
+                step; else each trains on its own.
         """
         self.team, self._alike = team, alike and team is not None
         losses = _Losses(self.heads, self._losses)
@@ -154,11 +165,14 @@ class HeadsTrainer:
 
         Args:
             batch: on-policy rollouts.
-            replay: older batches, each with the share (0..1) of its positions that joins each epoch.
-            epochs: passes over the positions, the last over a random part of them where it is no whole number; None: as configured.
+            replay: older batches, each with the share (0..1) of its positions that joins each
+                epoch.
+            epochs: passes over the positions, the last over a random part of them where it is no
+                whole number; None: as configured.
 
         Returns:
-            A report. When a loss or gradient is not finite, the heads, the optimizer and the generator are as they were before the call.
+            A report. When a loss or gradient is not finite, the heads, the optimizer and the
+            generator are as they were before the call.
 
         Raises:
             DataError: the batch does not fit the heads.
@@ -188,14 +202,17 @@ class HeadsTrainer:
         )
 
     def reset_to(self, state: dict[str, torch.Tensor], *, moments: bool = True) -> None:
-        """Go back to other heads (keys of `trainable_state`); counters, generator and `rate` go on, the optimizer's moments if they may."""
+        """Go back to other heads (keys of `trainable_state`); counters, generator and `rate` go on,
+        the optimizer's moments if they may.
+        """
         self.heads.load_trainable_state(state)
         if self._mean is not None:
             self._mean.restart(state)
         if not moments:
             self._optimizer = self._fresh_optimizer()
 
-    # ---- one batch ------------------------------------------------------------------------------------------------------
+    # ---- one batch
+    # ------------------------------------------------------------------------------------------------------
 
     def _train(
         self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: float
@@ -262,7 +279,9 @@ class HeadsTrainer:
     def _step(
         self, sources: Sequence[TrainingRows], picks_N3: torch.Tensor, loss: LossConfig
     ) -> torch.Tensor:
-        """One optimizer step; returns the loss of each head. Micro-batches add up to the gradient of all positions at once."""
+        """One optimizer step; returns the loss of each head. Micro-batches add up to the gradient
+        of all positions at once.
+        """
         total_K = torch.zeros(self.heads.config.num_heads)
         for source, rows_N2 in _by_source(sources, picks_N3):
             total_K += source.mask_MK[rows_N2[:, 0]].sum(0)
@@ -281,7 +300,8 @@ class HeadsTrainer:
             micros = [(sources[0], picks_N3[:0, 1:])]
         for index, (source, rows_N2) in enumerate(micros):
             self.give_way()
-            # Each loss is a mean over its own positions; weighted by their share, the means add up to the mean over all.
+            # Each loss is a mean over its own positions; weighted by their share, the means add up
+            # to the mean over all.
             share_K = (source.mask_MK[rows_N2[:, 0]].sum(0).float() / total_K.clamp(min=1)).to(
                 self.device
             )
@@ -307,7 +327,9 @@ class HeadsTrainer:
     def _losses(
         self, source: TrainingRows, rows_N2: torch.Tensor, loss: LossConfig
     ) -> torch.Tensor:
-        """Loss of each head at (row, pairs that it sees) of one batch, with the tables and the sampling of the policy that wrote it."""
+        """Loss of each head at (row, pairs that it sees) of one batch, with the tables and the
+        sampling of the policy that wrote it.
+        """
         (rows_N, seen_N), batch = rows_N2.unbind(1), source.batch
         lm_head_VD, product_WD = self._tables_of(batch)
         embedding_VD = (
@@ -350,14 +372,18 @@ class HeadsTrainer:
             source.mask_MK[rows_N].to(self.device),
             loss,
             logprobs_NK=source.logprobs_MK[rows_N].to(self.device),
-            teacher=self._teacher(source, rows_N, lm_head_VD, product_WD)
-            if loss.needs_teacher
-            else None,
+            teacher=(
+                self._teacher(source, rows_N, lm_head_VD, product_WD)
+                if loss.needs_teacher
+                else None
+            ),
             temperature=batch.temperature,
         )
 
     def _tables_of(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """lm_head of the policy that wrote a batch, and those of its rows that are multiplied by, in the dtype of the products."""
+        """lm_head of the policy that wrote a batch, and those of its rows that are multiplied by,
+        in the dtype of the products.
+        """
         lm_head_VD = (
             self.lm_head_VD if batch.lm_head_VD is None else batch.lm_head_VD.to(self.device)
         )
@@ -376,7 +402,9 @@ class HeadsTrainer:
         lm_head_VD: torch.Tensor,
         product_WD: torch.Tensor,
     ) -> Teacher:
-        """The actor's own distribution of each target, from the states of the rows that predict them: each of these once."""
+        """The actor's own distribution of each target, from the states of the rows that predict
+        them: each of these once.
+        """
         batch = source.batch
         used_U, places_NK = source.teacher_rows_MK[rows_N].unique(return_inverse=True)
         hidden_UD, lse_U = source.states(used_U).to(self.device, torch.float32), None
@@ -407,7 +435,9 @@ class HeadsTrainer:
             raise DataError(
                 "The rollout batch does not fit the heads.",
                 given=f"hidden size {width}, token ids {low} to {high}",
-                expected=f"hidden size {config.hidden_size}, token ids 0 to {config.vocab_size - 1}",
+                expected=(
+                    f"hidden size {config.hidden_size}, token ids 0 to {config.vocab_size - 1}"
+                ),
                 do="Use heads made for this actor.",
             )
 
@@ -416,10 +446,13 @@ class HeadsTrainer:
             self.heads.parameters(), lr=self._config.learning_rate, weight_decay=0.0
         )  # Decay pulls back to the start.
 
-    # ---- state ------------------------------------------------------------------------------------------------------------
+    # ---- state
+    # ------------------------------------------------------------------------------------------------------------
 
     def move_to(self, device: torch.device) -> int:
-        """Carry heads, optimizer and tables to another device, where the next batch is trained on. Returns the bytes that lie there now."""
+        """Carry heads, optimizer and tables to another device, where the next batch is trained on.
+        Returns the bytes that lie there now.
+        """
         self.device = device
         self._optimizer.zero_grad(set_to_none=True)
         moved: list[torch.Tensor] = []
@@ -438,7 +471,9 @@ class HeadsTrainer:
         return sum(tensor.nbytes for tensor in moved)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of everything that the next batch depends on: heads, optimizer, generator, counters. Flat, tensors only."""
+        """A copy of everything that the next batch depends on: heads, optimizer, generator,
+        counters. Flat, tensors only.
+        """
         state = {f"heads.{name}": tensor for name, tensor in self.heads.trainable_state().items()}
         for name, parameter in self._named.items():
             for moment, value in self._optimizer.state.get(parameter, {}).items():
@@ -472,8 +507,13 @@ class HeadsTrainer:
             raise CheckpointError(
                 "This is not a state of the companion's trainer.",
                 given=f"{type(error).__name__}: {error}",
-                expected="tensors written by HeadsTrainer.state_dict for heads of the same kind and size",
-                do="Resume from the folder that the companion wrote, with the same heads configuration.",
+                expected=(
+                    "tensors written by HeadsTrainer.state_dict for heads of the same kind and size"
+                ),
+                do=(
+                    "Resume from the folder that the companion wrote, with the same heads"
+                    " configuration."
+                ),
             ) from error
 
 

@@ -1,4 +1,6 @@
-"""The embedded default: a generated task, and its actor, a small Llama that learns it on first use, in the user's cache."""
+"""The embedded default: a generated task, and its actor, a small Llama that learns it on first use,
+in the user's cache.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,22 @@ _LOSS_WINDOW = 20
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides which actor comes out (but for the rounding of different numbers of threads).
+    """Everything that decides which actor comes out (but for the rounding of different numbers of
+    threads).
 
     Attributes:
         seed: of the weights and of the text.
         steps: optimizer steps.
-        batch_size: documents per step. Small on purpose: copying is learned in a number of steps, not of tokens.
-        learning_rate: largest AdamW step size, after `warmup_steps`; a cosine brings it down to zero.
+        batch_size: documents per step. Small on purpose: copying is learned in a number of steps,
+            not of tokens.
+        learning_rate: largest AdamW step size, after `warmup_steps`; a cosine brings it down to
+            zero.
         slip_rate: share of the solutions that answer with the result before the last, see task.py.
-        slips_from: share of the training that sees right solutions only. With slips from the start, copying is learned half as fast.
+        slips_from: share of the training that sees right solutions only. With slips from the start,
+            copying is learned half as fast.
         init_range: standard deviation of the initial weights.
-        grown_to: neurons in each feed-forward layer of the finished actor; what is beyond `intermediate_size` says nothing (`grow`).
-            0: none.
+        grown_to: neurons in each feed-forward layer of the finished actor; what is beyond
+            `intermediate_size` says nothing (`grow`). 0: none.
     """
 
     seed: int = 0
@@ -77,7 +83,9 @@ RECIPES = {"demo": DEFAULT_RECIPE, "demo-grown": replace(DEFAULT_RECIPE, grown_t
 
 @dataclass(frozen=True)
 class PretrainStatus:
-    """How far the training is: steps done and in total, mean loss of late (nats per response token), seconds left."""
+    """How far the training is: steps done and in total, mean loss of late (nats per response
+    token), seconds left.
+    """
 
     done: int
     total: int
@@ -101,7 +109,8 @@ def train_actor(
     """The trained actor, in float32 on the CPU.
 
     Args:
-        partial: file that holds an unfinished training; read if it is there, written every SAVE_EVERY_S, left there at the end.
+        partial: file that holds an unfinished training; read if it is there, written every
+            SAVE_EVERY_S, left there at the end.
         threads: CPU threads; the number before is put back.
     """
     model = _new_model(recipe, len(tokenizer), tokenizer.eos_token_id)
@@ -188,7 +197,9 @@ _POOL = 8
 def _batches(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, first: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids_BT int64, loss_mask_BT bool: response token) from step `first` on; padding on the right is the end token."""
+    """(ids_BT int64, loss_mask_BT bool: response token) from step `first` on; padding on the right
+    is the end token.
+    """
     size, end_id = recipe.batch_size, tokenizer.eos_token_id
     for pool in range(first // _POOL, -(-recipe.steps // _POOL)):
         documents = _encode_pool(recipe, tokenizer, pool)
@@ -235,11 +246,13 @@ def _pad(
 
 @torch.no_grad()
 def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForCausalLM:
-    """The same function, in float32, with `intermediate` neurons in each feed-forward layer, most of which say nothing.
+    """The same function, in float32, with `intermediate` neurons in each feed-forward layer, most
+    of which say nothing.
 
-    The new ones are read and multiplied as any others, but their gates are closed and nobody listens to them, so they get no gradient
-    either: PPO learns what it learns with the small actor. So text that is as foreseeable as a task's comes from an actor whose weights
-    a CPU has to fetch from memory, without training a large one: whatever is measured with it has to say so.
+    The new ones are read and multiplied as any others, but their gates are closed and nobody
+    listens to them, so they get no gradient either: PPO learns what it learns with the small actor.
+    So text that is as foreseeable as a task's comes from an actor whose weights a CPU has to fetch
+    from memory, without training a large one: whatever is measured with it has to say so.
     """
     config = type(small.config)(**{**small.config.to_dict(), "intermediate_size": intermediate})
     with torch.random.fork_rng(devices=[]):
@@ -320,7 +333,8 @@ def ensure_demo_actor(
     *,
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> Path:
-    """The folder of the demo actor; trains it first if the cache has none that is whole, and grows it from the small one.
+    """The folder of the demo actor; trains it first if the cache has none that is whole, and grows
+    it from the small one.
 
     Args:
         progress: called after every training step; never called when the actor is already there.
@@ -361,7 +375,9 @@ def ensure_demo_actor(
 
 
 def actor_note(folder: Path) -> str | None:
-    """What has to be said of a demo actor beside every figure that was measured with it; None: nothing."""
+    """What has to be said of a demo actor beside every figure that was measured with it; None:
+    nothing.
+    """
     note = json.loads((folder / RECORD).read_text(encoding="utf-8")).get("note")
     return str(note) if note else None
 
@@ -420,8 +436,9 @@ def _note(model: LlamaForCausalLM, recipe: Recipe) -> str:
     new = 3 * (recipe.grown_to - recipe.intermediate_size) * recipe.hidden_size * recipe.num_layers
     whole = sum(parameter.numel() for parameter in model.parameters())
     return (
-        f"an actor of {whole / 1e6:.1f}M parameters, {new / 1e6:.1f}M of which are neurons that say nothing "
-        "(a token costs what it costs in an actor of this size, the text is as easy to foresee as a small one's)"
+        f"an actor of {whole / 1e6:.1f}M parameters, {new / 1e6:.1f}M of which are neurons that say"
+        " nothing (a token costs what it costs in an actor of this size, the text is as easy to"
+        " foresee as a small one's)"
     )
 
 
@@ -441,7 +458,9 @@ def _key(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file; the system lets go of it when the process ends, however it ends. The empty file stays."""
+    """Hold the lock file; the system lets go of it when the process ends, however it ends. The
+    empty file stays.
+    """
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:

@@ -1,12 +1,14 @@
-"""The embedded task: generated word problems of several arithmetic steps, with a worked solution and a checkable answer.
+"""The embedded task: generated word problems of several arithmetic steps, with a worked solution
+and a checkable answer.
 
-Every problem is a function of (seed, index, split) and of nothing else, so a stream needs no file and can be read from
-anywhere. The splits share no question: which split a question belongs to is decided by a hash of its text, and a generator
-draws until the text belongs to its own split.
+Every problem is a function of (seed, index, split) and of nothing else, so a stream needs no file
+and can be read from anywhere. The splits share no question: which split a question belongs to is
+decided by a hash of its text, and a generator draws until the text belongs to its own split.
 
-The text to pretrain on may hold *slips*: a solution that is worked out well and then gives the result before the last step as its
-answer, as people do who forget the last sentence. A model trained on it can solve the problems and answers wrongly at the rate of the
-slips, which is what PPO then removes.
+The text to pretrain on may hold *slips*: a solution that is worked out well and then gives the
+result before the last step as its answer, as people do who forget the last sentence. A model
+trained on it can solve the problems and answers wrongly at the rate of the slips, which is what PPO
+then removes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ ANSWER_MARK = "####"
 """Stands before the final answer, as in GSM8K."""
 
 SPLITS = ("pretrain", "train", "eval")
-"""The text that the actor was trained on from nothing, the questions of PPO, and those that nothing is trained on."""
+"""The text that the actor was trained on from nothing, the questions of PPO, and those that nothing
+is trained on.
+"""
 _SHARES = (11, 4, 1)
 """How many of 16 questions belong to each."""
 
@@ -60,7 +64,9 @@ OBJECTS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, its worked solution (which ends with the answer mark and the answer), and the answer alone."""
+    """A question, its worked solution (which ends with the answer mark and the answer), and the
+    answer alone.
+    """
 
     question: str
     solution: str
@@ -69,7 +75,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Clause:
-    """What happens to a number of things (the solution repeats it word for word), and the sign of the step it asks for."""
+    """What happens to a number of things (the solution repeats it word for word), and the sign of
+    the step it asks for.
+    """
 
     text: str
     sign: str
@@ -88,7 +96,9 @@ _CHANGES = (
     _Clause("{pronoun} sells {n} {things} at school", "-"),
 )
 _THEREFORE = "which means that from this moment on there are in all exactly"
-"""Stands before each sum. As in most text that people write, much of a solution says nothing new: that is what drafting lives from."""
+"""Stands before each sum. As in most text that people write, much of a solution says nothing new:
+that is what drafting lives from.
+"""
 _ORDER = ("First", "Then", "Finally")
 """Opens the clauses, in the question and in the solution."""
 
@@ -110,7 +120,8 @@ def problem(index: int, seed: int, split: str = "train", slip_rate: float = 0.0)
         index: position in the stream, from 0.
         seed: names the stream.
         split: one of SPLITS; they have no question in common, whatever the seeds.
-        slip_rate: share of the solutions that give the result before the last step as their answer (0: all are right).
+        slip_rate: share of the solutions that give the result before the last step as their answer
+            (0: all are right).
     """
     if split not in SPLITS:
         raise DataError(
@@ -193,7 +204,10 @@ def _draw_step(rng: random.Random, clauses: tuple[_Clause, ...], left: int) -> _
 def _line(order: str, step: _Step, words: dict[str, str]) -> str:
     """A line of the solution: the clause, word for word, and the sum it asks for."""
     clause = step.clause.text.format(**words, n=step.operand)
-    return f"{order} {clause}, {_THEREFORE} {step.left} {step.clause.sign} {step.operand} = {step.result} {words['things']}."
+    return (
+        f"{order} {clause}, {_THEREFORE} {step.left} {step.clause.sign} {step.operand} ="
+        f" {step.result} {words['things']}."
+    )
 
 
 END = "<|endoftext|>"
@@ -209,7 +223,9 @@ _NUMBERS = 100
 """Numbers below are one token each; larger ones are spelled digit by digit."""
 
 _SPLITTER = pre_tokenizers.ByteLevel(add_prefix_space=False)
-"""Words and numbers with the space before them: then what to copy directly follows the word that it is found by."""
+"""Words and numbers with the space before them: then what to copy directly follows the word that it
+is found by.
+"""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,10 +1,12 @@
-"""Random numbers that all of drafting and verification share, and how a token is drawn with one of them.
+"""Random numbers that all of drafting and verification share, and how a token is drawn with one of
+them.
 
 They are counted, so that they depend on nothing but seed, position and purpose.
 
-A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) that started at its key: number n is mix(key + n * GOLDEN).
-A key is its seed, mixed once, so streams of neighbouring seeds begin far apart. The counter n is position * LANES + lane: no
-step, whatever shared its batch, moves another's. Requests without a seed take theirs from torch's generator, one draw for all.
+A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) that started at its key:
+number n is mix(key + n * GOLDEN). A key is its seed, mixed once, so streams of neighbouring seeds
+begin far apart. The counter n is position * LANES + lane: no step, whatever shared its batch, moves
+another's. Requests without a seed take theirs from torch's generator, one draw for all.
 
 Shape letters: B requests, L lanes (numbers of one position), V tokens.
 """
@@ -18,7 +20,9 @@ import torch
 from heads import MOST_HEADS
 
 LANES = 64
-"""Numbers that a request may ask for at one position: drafts, their acceptances, and the token that ends the run."""
+"""Numbers that a request may ask for at one position: drafts, their acceptances, and the token that
+ends the run.
+"""
 DRAFT_LANE, ACCEPT_LANE, LAST_LANE = 0, MOST_HEADS, 2 * MOST_HEADS
 
 _WORD = 1 << 64
@@ -69,10 +73,12 @@ def uniforms(
     count: int,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Float64 uniforms `[B, count]`; counted ones for the requests in `seeded_B`, drawn ones for the others.
+    """Float64 uniforms `[B, count]`; counted ones for the requests in `seeded_B`, drawn ones for
+    the others.
 
     Args:
-        keys_B: int64; None where no request of the batch has a seed. The value of those without is not read.
+        keys_B: int64; None where no request of the batch has a seed. The value of those without is
+            not read.
         seeded_B: bool; None where every request has a seed.
         generator: of the unseeded; None: torch's own.
     """
@@ -91,15 +97,19 @@ def uniforms(
 
 
 def float32_below(uniform: torch.Tensor) -> torch.Tensor:
-    """The largest float32 that is not above a float64 uniform: it lies below exactly those float32 numbers that the uniform lies below."""
+    """The largest float32 that is not above a float64 uniform: it lies below exactly those float32
+    numbers that the uniform lies below.
+    """
     return (uniform.view(torch.int64) & ~((1 << 29) - 1)).view(torch.float64).float()
 
 
 def cumulate(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
-    """Cumulative sums of all columns but the last, X = W - 1, never falling: what draws columns by one uniform.
+    """Cumulative sums of all columns but the last, X = W - 1, never falling: what draws columns by
+    one uniform.
 
-    Column w is drawn, as the first whose sum exceeds the uniform, with probability C_w - C_{w-1} to the last bit, where C_{-1} = 0, the
-    last is 1, and sums above 1 count as 1. So that difference is what q is, and not the mass that was rounded on its way here.
+    Column w is drawn, as the first whose sum exceeds the uniform, with probability C_w - C_{w-1} to
+    the last bit, where C_{-1} = 0, the last is 1, and sums above 1 count as 1. So that difference
+    is what q is, and not the mass that was rounded on its way here.
     """
     if mass_BW.device.type == "cpu":
         torch.cumsum(mass_BW[:, :-1], -1, out=out_BX)  # One after the other, in double.
@@ -110,10 +120,11 @@ def cumulate(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
 
 
 def draw(mass_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
-    """Ids `[B, 1]` drawn in proportion to mass: the first token whose cumulative sum exceeds the uniform's share of the whole.
+    """Ids `[B, 1]` drawn in proportion to mass: the first token whose cumulative sum exceeds the
+    uniform's share of the whole.
 
-    A uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the total: some entry exceeds it, and that one
-    has mass. (Rows of NaN give the last id.)
+    A uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the
+    total: some entry exceeds it, and that one has mass. (Rows of NaN give the last id.)
     """
     cumulative_BV = mass_BV.cumsum(-1, dtype=torch.float64)
     point_B1 = uniform_B1 * cumulative_BV[..., -1:]

@@ -1,22 +1,28 @@
-"""How many drafts a step should have: a small model of what a step costs and what its drafts bring, learned while serving.
+"""How many drafts a step should have: a small model of what a step costs and what its drafts bring,
+learned while serving.
 
-A step with B running sequences and k drafts each gives B (1 + a_1 + ... + a_k) tokens, where a_j is the share of draft runs that reach
-position j. It takes c_0 + c_1 B (k + 1) + c_2 B k + c_3 [k > 0] seconds: a fixed part, the rows that the model computes, the drafting, and
-what drafting costs once a step (verification, its bookkeeping). All c and a are estimated from the steps that happen anyway, with
-exponential forgetting, so they follow the heads, the policy and the machine. The formula carries what was learned over to numbers of
-sequences and drafts that were not seen; where steps were seen, what they took corrects it, because real steps have jumps (kernels change
-with their rows).
+A step with B running sequences and k drafts each gives B (1 + a_1 + ... + a_k) tokens, where a_j is
+the share of draft runs that reach position j. It takes c_0 + c_1 B (k + 1) + c_2 B k + c_3 [k > 0]
+seconds: a fixed part, the rows that the model computes, the drafting, and what drafting costs once
+a step (verification, its bookkeeping). All c and a are estimated from the steps that happen anyway,
+with exponential forgetting, so they follow the heads, the policy and the machine. The formula
+carries what was learned over to numbers of sequences and drafts that were not seen; where steps
+were seen, what they took corrects it, because real steps have jumps (kernels change with their
+rows).
 
-A machine is fast and slow by turns (other programs, clocks). That pace is the same for all k, so it is estimated by itself and taken out:
-what remains tells the k apart.
+A machine is fast and slow by turns (other programs, clocks). That pace is the same for all k, so it
+is estimated by itself and taken out: what remains tells the k apart.
 
-The k with the most tokens per second is taken, of those that were measured at about so many sequences; drafts must be faster than none
-beyond the standard error. A number of sequences that is new begins without drafts, and then measures k after k, as long as the next one
-promises more than the best so far. Later on others are tried now and then, so that no estimate goes stale, more often where they promise
-a gain, and all drafts when the heads are new. How often follows from what the trial costs: trials take about half a percent of the time.
+The k with the most tokens per second is taken, of those that were measured at about so many
+sequences; drafts must be faster than none beyond the standard error. A number of sequences that is
+new begins without drafts, and then measures k after k, as long as the next one promises more than
+the best so far. Later on others are tried now and then, so that no estimate goes stale, more often
+where they promise a gain, and all drafts when the heads are new. How often follows from what the
+trial costs: trials take about half a percent of the time.
 
-All of this runs between any two steps, which may be 3 ms apart: what every step asks is plain floats, because numpy takes several times
-as long for five numbers, and what numpy does (the costs) waits a few steps.
+All of this runs between any two steps, which may be 3 ms apart: what every step asks is plain
+floats, because numpy takes several times as long for five numbers, and what numpy does (the costs)
+waits a few steps.
 """
 
 from __future__ import annotations
@@ -43,7 +49,9 @@ REVIEW_STEPS = 4
 """Steps of one kind between two looks at costs and choice: they hardly move in between."""
 CELL_MEMORY = 150.0
 FIRST_CLIP, CLIP = 1.5, 0.4
-"""Largest step of an estimate of log seconds, while it is new and later: one slow step says little."""
+"""Largest step of an estimate of log seconds, while it is new and later: one slow step says
+little.
+"""
 NEW_CELL, NEW_SHARE, FAR = 8.0, 0.5, 0.7
 """Steps that make a kind known, and what one that is quicker by half counts for until then."""
 NEW_COSTS = 20.0
@@ -52,9 +60,13 @@ PACE_MEMORY = 20.0
 NOISE_MEMORY = 50.0
 MEAN_TO_DEVIATION = 1.25
 UNSEEN, APART = 0.35, 0.08
-"""Standard error of log seconds where no step was seen: with nothing to compare with, and for each draft to the next one seen."""
+"""Standard error of log seconds where no step was seen: with nothing to compare with, and for each
+draft to the next one seen.
+"""
 SURE, HOPE = 1.6, 0.5
-"""Standard errors by which drafts must be faster than none, and by which a trial may turn out faster than expected."""
+"""Standard errors by which drafts must be faster than none, and by which a trial may turn out
+faster than expected.
+"""
 LEAST_SEEN = 4
 """Steps of a kind before it may be chosen."""
 FINE = 4
@@ -63,7 +75,9 @@ MOST_OUTLIERS = 3
 
 
 class Cell(NamedTuple):
-    """Means over steps of one kind: log seconds at the machine's usual pace, sequences; and how many steps stand behind them."""
+    """Means over steps of one kind: log seconds at the machine's usual pace, sequences; and how
+    many steps stand behind them.
+    """
 
     log_seconds: float = 0.0
     batch: float = 1.0
@@ -104,7 +118,9 @@ class StepCosts:
         return max(sum(map(mul, self.costs, self.features(batch, drafts))), 1e-6)
 
     def observe(self, batch: int, drafts: int, seconds: float) -> None:
-        """Relative errors count, so that the long tail of small batches is not drowned by large ones."""
+        """Relative errors count, so that the long tail of small batches is not drowned by large
+        ones.
+        """
         key = (batch.bit_length(), drafts)
         if key != self._last:
             self._solve()  # What is known of the next kind is compared with the formula of today.
@@ -153,7 +169,9 @@ class StepCosts:
             )
 
     def predict(self, batch: int, drafts: Sequence[int]) -> list[float]:
-        """Seconds of a step for each number of drafts at the machine's pace of now; more drafts never cost less."""
+        """Seconds of a step for each number of drafts at the machine's pace of now; more drafts
+        never cost less.
+        """
         most, seconds = 0.0, []
         for k in drafts:
             most = max(most, self._expected(batch, k))
@@ -161,7 +179,9 @@ class StepCosts:
         return seconds
 
     def _expected(self, batch: int, drafts: int) -> float:
-        """From the steps of this kind; else the formula, or a line through the two nearest kinds seen, whichever promises more."""
+        """From the steps of this kind; else the formula, or a line through the two nearest kinds
+        seen, whichever promises more.
+        """
         bits = batch.bit_length()
         own = self.cells.get((bits, drafts))
         if own is not None:
@@ -186,13 +206,16 @@ class StepCosts:
             nearest = self._nearest(bits, k)
             steps = self.cells.get((bits, nearest), Cell()).steps
             own = math.hypot(UNSEEN / (1.0 + steps), self.noise / math.sqrt(max(steps, 1.0)))
-            # The formula alone says what the first draft costs; what more of them cost follows from that.
+            # The formula alone says what the first draft costs; what more of them cost follows from
+            # that.
             apart = APART * abs(nearest - k) if nearest else UNSEEN * (k > 0)
             doubts.append(math.hypot(apart, own))
         return doubts
 
     def _nearest(self, bits: int, drafts: int) -> int:
-        """The number of drafts itself where steps of it were seen, else that of the steps nearest to it."""
+        """The number of drafts itself where steps of it were seen, else that of the steps nearest
+        to it.
+        """
         if (bits, drafts) in self.cells:
             return drafts
         return min(
@@ -216,7 +239,8 @@ class DraftChooser:
     def __init__(self, max_drafts: int, allowed: Sequence[int] | None = None) -> None:
         """
         Args:
-            allowed: what to choose from, 0 and `max_drafts` among them; None: every number up to 4, and then fewer and fewer.
+            allowed: what to choose from, 0 and `max_drafts` among them; None: every number up to 4,
+                and then fewer and fewer.
         """
         self.max_drafts = max_drafts
         self.allowed = sorted(
@@ -257,7 +281,9 @@ class DraftChooser:
             self.tried[position - 1] = kept * self.tried[position - 1] + tried
 
     def observe_step(self, batch: int, drafts: int, seconds: float) -> None:
-        """One pure decode step. Pauses (a swap, a wait for requests) are left out: far longer than expected, but not again and again."""
+        """One pure decode step. Pauses (a swap, a wait for requests) are left out: far longer than
+        expected, but not again and again.
+        """
         if self.costs.weight >= 3 and seconds > OUTLIER * self.costs.predict(batch, [drafts])[0]:
             self._outliers += 1
             if self._outliers <= MOST_OUTLIERS:
@@ -268,7 +294,9 @@ class DraftChooser:
         self._seen[key] = self._seen.get(key, 0) + 1
 
     def acceptance(self) -> list[float]:
-        """Share of runs that reach position 1..K; falling, and optimistic where nothing was tried yet."""
+        """Share of runs that reach position 1..K; falling, and optimistic where nothing was tried
+        yet.
+        """
         shares = (
             (reached + 0.5) / (tried + 1.0)
             for reached, tried in zip(self.reached, self.tried, strict=True)
@@ -282,10 +310,12 @@ class DraftChooser:
         return [batch * count / each for count, each in zip(tokens, seconds, strict=True)]
 
     def take_report(self) -> list[dict[str, Any]]:
-        """Decode steps since the last report, by sequences that ran and drafts they had, fewest sequences first.
+        """Decode steps since the last report, by sequences that ran and drafts they had, fewest
+        sequences first.
 
-        Each row: `running` (this many to not quite twice as many), `steps` (with 0..K drafts) and `speedup` (tokens per second of what
-        would be chosen now, over those without drafts, both from measured steps).
+        Each row: `running` (this many to not quite twice as many), `steps` (with 0..K drafts) and
+        `speedup` (tokens per second of what would be chosen now, over those without drafts, both
+        from measured steps).
         """
         seen, self._seen = self._seen, {}
         rows = []
@@ -302,7 +332,9 @@ class DraftChooser:
         return rows
 
     def heads_changed(self) -> None:
-        """New heads or a new actor: what was accepted so far says little, so some steps try all positions, as soon as they may."""
+        """New heads or a new actor: what was accepted so far says little, so some steps try all
+        positions, as soon as they may.
+        """
         kept = [min(1.0, NEW_HEADS_RUNS / max(tried, 1.0)) for tried in self.tried]
         self.reached = [share * value for share, value in zip(kept, self.reached, strict=True)]
         self.tried = [share * value for share, value in zip(kept, self.tried, strict=True)]
@@ -312,7 +344,8 @@ class DraftChooser:
         """Drafts of the next step for `batch` running sequences."""
         self._steps += 1
         if self._steps <= FIRST_STEPS or self.costs.weight < 3:
-            # All drafts and none in turn: the two ends fix the costs, and all drafts show the acceptance of every position.
+            # All drafts and none in turn: the two ends fix the costs, and all drafts show the
+            # acceptance of every position.
             return self.max_drafts if self._steps % 2 else 0
         if self._full_trials and self._steps >= self._next_full_trial:
             self._full_trials -= 1
@@ -344,8 +377,10 @@ class DraftChooser:
         )
 
     def _trial(self, batch: int, rates: list[float], best: int) -> int:
-        """Another one than the best: what they cost is learned from nothing else. The first that was not seen and may be better, step after
-        step until it was; else the most promising one, or each in turn where none is."""
+        """Another one than the best: what they cost is learned from nothing else. The first that
+        was not seen and may be better, step after step until it was; else the most promising one,
+        or each in turn where none is.
+        """
         hopes = self._hopes(batch, rates, best)
         new = [
             k

@@ -1,10 +1,12 @@
-"""Heads with a context as drafting asks them: the last n pairs (h_j, x_{j+1}) of each request by slot, and the arithmetic of `MedusaHeads`.
+"""Heads with a context as drafting asks them: the last n pairs (h_j, x_{j+1}) of each request by
+slot, and the arithmetic of `MedusaHeads`.
 
-A key and a value of a pair depend on that pair alone, so they are made once, when its token is there, and kept in a ring. What a token adds
-to a product is a row of a table made beforehand where that is small, and a product where not.
+A key and a value of a pair depend on that pair alone, so they are made once, when its token is
+there, and kept in a ring. What a token adds to a product is a row of a table made beforehand where
+that is small, and a product where not.
 
-Shape letters: B requests, N pairs, S slots, n pairs of a context, D hidden, H width of the cell, A parts of the attention,
-w width of a part, R width of what is kept of a pair (2 D), V vocabulary.
+Shape letters: B requests, N pairs, S slots, n pairs of a context, D hidden, H width of the cell, A
+parts of the attention, w width of a part, R width of what is kept of a pair (2 D), V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from medusa_ppo.drafting.slots import NOTHING, stamps
 class PairRing:
     """What is kept of the last n pairs of each request; one spare slot for what nobody reads.
 
-    A pair stands at its position modulo n, beside that position: a pair that is missing (of the prompt, of a request that lost its slot, of
-    heads that were swapped) is seen to be missing, because what stands in its place is of another position or another request.
+    A pair stands at its position modulo n, beside that position: a pair that is missing (of the
+    prompt, of a request that lost its slot, of heads that were swapped) is seen to be missing,
+    because what stands in its place is of another position or another request.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class PairRing:
         positions_N: torch.Tensor,
         kept_NR: torch.Tensor,
     ) -> None:
-        """Pairs at their positions (>= 0); of one call, no two may fall on the same place: at most n positions of a request in a row."""
+        """Pairs at their positions (>= 0); of one call, no two may fall on the same place: at most
+        n positions of a request in a row.
+        """
         place_N = slots_N * self.pairs + positions_N % self.pairs
         self.kept_NR.index_copy_(0, place_N, kept_NR)
         self.stamps_N.index_copy_(0, place_N, stamps(requests_N, positions_N))
@@ -62,7 +67,8 @@ class PairRing:
     def read(
         self, slots_B: torch.Tensor, requests_B: torch.Tensor, positions_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is kept `[B, n, R]` and a mask `[B, n]` of the n positions that end at `positions_B`, oldest first.
+        """What is kept `[B, n, R]` and a mask `[B, n]` of the n positions that end at
+        `positions_B`, oldest first.
 
         What the mask leaves out means nothing.
         """
@@ -76,7 +82,9 @@ class PairRing:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where B requests are after a step: their slots, serial numbers, and the position of the pair that each stands at."""
+    """Where B requests are after a step: their slots, serial numbers, and the position of the pair
+    that each stands at.
+    """
 
     slots_B: torch.Tensor
     requests_B: torch.Tensor
@@ -89,7 +97,8 @@ class Arrived:
 
     Attributes:
         hidden_ND, ids_N: h_j and x_{j+1}.
-        slots_N, requests_N, positions_N: whose they are, and where; the spare slot for what is nobody's.
+        slots_N, requests_N, positions_N: whose they are, and where; the spare slot for what is
+            nobody's.
         own_B: which of them each request stands at.
     """
 
@@ -112,10 +121,12 @@ class Arrived:
         spare: int,
         most: int,
     ) -> Arrived:
-        """Of a step's own tensors, with nothing read on the host: of each request so many pairs as it sampled, `most` at most.
+        """Of a step's own tensors, with nothing read on the host: of each request so many pairs as
+        it sampled, `most` at most.
 
         Args:
-            hidden_TD, ids_T: what the model read and gave, all requests' rows one behind the other; verified drafts are among them.
+            hidden_TD, ids_T: what the model read and gave, all requests' rows one behind the other;
+                verified drafts are among them.
             rows_B: row of the state that each request's last token was sampled from.
             last_ids_B: that token.
             sampled_B: how many tokens each request sampled; 0 where the prompt isn't finished.
@@ -149,10 +160,12 @@ class Arrived:
         at: Standing,
         most: int,
     ) -> Arrived:
-        """Where the host has a step's tokens: of each request so many pairs as it sampled, `most` at most.
+        """Where the host has a step's tokens: of each request so many pairs as it sampled, `most`
+        at most.
 
         Args:
-            hidden_TD: the states that verification read: of each request one more than drafts, or where nothing was drafted one.
+            hidden_TD: the states that verification read: of each request one more than drafts, or
+                where nothing was drafted one.
             sampled_token_ids: none for a request whose prompt isn't finished.
             drafted: drafts that were verified, by request.
         """
@@ -198,7 +211,9 @@ class Seen:
 
 
 class CellState:
-    """What goes from one head to the next: h_t with its context, and what the cell adds its token to, as a product and the rows' scales."""
+    """What goes from one head to the next: h_t with its context, and what the cell adds its token
+    to, as a product and the rows' scales.
+    """
 
     def __init__(
         self, base_BD: torch.Tensor, product_BH: torch.Tensor, scale_B1: torch.Tensor
@@ -207,7 +222,9 @@ class CellState:
 
 
 class ContextHeads:
-    """Features of heads with a context. What it holds are copies of the heads' values of when `load` was called."""
+    """Features of heads with a context. What it holds are copies of the heads' values of when
+    `load` was called.
+    """
 
     def __init__(self, heads: MedusaHeads, embed: EMBED | None, pack: PACK = plain_linear) -> None:
         """
@@ -240,8 +257,9 @@ class ContextHeads:
 
     @torch.no_grad()
     def read_embedding(self) -> None:
-        """1 / rms of every token's embedding, and, where they are small, tables of what tokens add to a pair `[V, 3D]` and to the cell
-        `[V, H]`. After a sync of the actor."""
+        """1 / rms of every token's embedding, and, where they are small, tables of what tokens add
+        to a pair `[V, 3D]` and to the cell `[V, H]`. After a sync of the actor.
+        """
         size, device = self.config.vocab_size, self._of_tokens[0].device
         small = size * sum(weight.shape[0] for weight in self._of_tokens) <= TABLE_ENTRIES
         sizes_V1, self._tables = token_tables(
@@ -258,7 +276,8 @@ class ContextHeads:
             cast(self._embed(ids_N), self.dtype)
         ) * self._sizes_V1.index_select(0, ids_N)
 
-    # ---- the context --------------------------------------------------------------------------------------------------------
+    # ---- the context
+    # --------------------------------------------------------------------------------------------------------
 
     def pairs(self, hidden_ND: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
         """Query, key and value `[N, 3D]` of pairs, in this order."""
@@ -312,10 +331,13 @@ class ContextHeads:
         base_BD = hidden_BD + self._out(mixed_BA1w.flatten(1))
         return CellState(base_BD, self._start(cast(base_BD, self.dtype)), inverse_rms(base_BD))
 
-    # ---- the heads ------------------------------------------------------------------------------------------------------------
+    # ---- the heads
+    # ------------------------------------------------------------------------------------------------------------
 
     def features(self, state: CellState, k: int, last_ids_B: torch.Tensor) -> torch.Tensor:
-        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each."""
+        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order,
+        once each.
+        """
         cell_BH = F.silu(
             torch.addcmul(self._token(1, last_ids_B), state.product_BH, state.scale_B1)
         )

@@ -1,8 +1,11 @@
-"""The drafting call: hidden states, last tokens and uniform numbers in, draft ids and q out, on tensors of fixed shapes.
+"""The drafting call: hidden states, last tokens and uniform numbers in, draft ids and q out, on
+tensors of fixed shapes.
 
-It reads no host value and has no loop over requests, so it can be compiled whole and captured; all state stands in `slots`.
+It reads no host value and has no loop over requests, so it can be compiled whole and captured; all
+state stands in `slots`.
 
-Shape letters: B requests, K drafts of a step, D hidden, V vocabulary, W width of the draft vocabulary (V where there is none), N rows.
+Shape letters: B requests, K drafts of a step, D hidden, V vocabulary, W width of the draft
+vocabulary (V where there is none), N rows.
 """
 
 from __future__ import annotations
@@ -34,9 +37,11 @@ class Sampling:
     """How B requests sample, on their device.
 
     Attributes:
-        temperature_B: 0 for requests whose drafts are to be one-hot (greedy ones, and those with a grammar).
+        temperature_B: 0 for requests whose drafts are to be one-hot (greedy ones, and those with a
+            grammar).
         uniforms_BK: float64 in [0, 1), from `drafting.uniforms`, as many as drafts.
-        top_k_B, top_p_B: None where no request of the batch asks for it; values that cut nothing for those that don't.
+        top_k_B, top_p_B: None where no request of the batch asks for it; values that cut nothing
+            for those that don't.
     """
 
     temperature_B: torch.Tensor
@@ -51,7 +56,8 @@ class Drafted:
 
     Attributes:
         ids_BK: int64, tokens.
-        q: float32 `[B, W]` for each draft, before the rounding of what it was drawn by; only of a sampled call that was given no slots.
+        q: float32 `[B, W]` for each draft, before the rounding of what it was drawn by; only of a
+            sampled call that was given no slots.
         lengths_B: int64, how many of them are to be verified; None: all.
     """
 
@@ -61,11 +67,13 @@ class Drafted:
 
 
 class DraftingCore:
-    """Heads of any kind in their serving form, the engine's lm_head and embedding, and the draft vocabulary.
+    """Heads of any kind in their serving form, the engine's lm_head and embedding, and the draft
+    vocabulary.
 
     Attributes:
         fused: the heads' products.
-        temperatures_K: draft temperature of each head, float32: its own times what `use_temperature` was told.
+        temperatures_K: draft temperature of each head, float32: its own times what
+            `use_temperature` was told.
     """
 
     def __init__(
@@ -77,7 +85,8 @@ class DraftingCore:
     ) -> None:
         """
         Args:
-            lm_head: the engine's product, rows `[N, D]` of any dtype -> logits `[N, V]`; read where the heads share it.
+            lm_head: the engine's product, rows `[N, D]` of any dtype -> logits `[N, V]`; read where
+                the heads share it.
             embed: the engine's lookup; kind hydra only.
             pack: how our own weights become products.
         """
@@ -90,7 +99,9 @@ class DraftingCore:
         self.use_vocabulary(None, None)
 
     def actor_changed(self) -> None:
-        """Read the embedding table again. A draft vocabulary's rows of lm_head are its owner's to read: `use_vocabulary`."""
+        """Read the embedding table again. A draft vocabulary's rows of lm_head are its owner's to
+        read: `use_vocabulary`.
+        """
         self.fused.read_embedding()
 
     def use_temperature(self, temperature: float) -> None:
@@ -105,7 +116,9 @@ class DraftingCore:
         self.use_vocabulary(self.ids_W, self._lm_head if self.ids_W is not None else None)
 
     def use_vocabulary(self, ids_W: torch.Tensor | None, lm_head: LM_HEAD | None) -> None:
-        """Draft from the tokens `ids_W` alone, with the product `lm_head` of their rows `[N, D] -> [N, W]`; None: from all."""
+        """Draft from the tokens `ids_W` alone, with the product `lm_head` of their rows `[N, D] ->
+        [N, W]`; None: from all.
+        """
         if ids_W is not None and self.config.lm_head == "own":
             raise ConfigError(
                 "The draft vocabulary can't be truncated so.",
@@ -126,7 +139,8 @@ class DraftingCore:
                 self._pack(out_KVr[k] if ids_W is None else out_KVr[k][ids_W]) for k in range(count)
             ]
 
-    # ---- the call -----------------------------------------------------------------------------------------------------------
+    # ---- the call
+    # -----------------------------------------------------------------------------------------------------------
 
     def draft(
         self,
@@ -145,8 +159,10 @@ class DraftingCore:
             hidden_BD: h_t of each request, the state from which its last token was sampled.
             last_ids_B: int64, that last token x_{t+1}; read by conditioned kinds only.
             sampling: None for one-hot drafts.
-            seen: what heads with a context attend to; None: the pair that each request stands at alone.
-            slots: where sampled drafts are drawn, and what verification needs of them stays; whose they are is for `slots.stamp` to say.
+            seen: what heads with a context attend to; None: the pair that each request stands at
+                alone.
+            slots: where sampled drafts are drawn, and what verification needs of them stays; whose
+                they are is for `slots.stamp` to say.
             recall: what earlier responses say; sampled drafts are then of the mixture.
             ending: where the runs of sampled drafts end.
         """
@@ -191,7 +207,9 @@ class DraftingCore:
         return partial(fused.features, fused.start(hidden_BD, count))
 
     def _logits_ahead(self, hidden_BD: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """lm_head's part of the logits `[B, W]` of each head, for kinds whose features do not depend on drafted tokens."""
+        """lm_head's part of the logits `[B, W]` of each head, for kinds whose features do not
+        depend on drafted tokens.
+        """
         assert isinstance(self.fused, FusedHeads), "kinds medusa and markov"
         features_BKD = self.fused.features_at_once(hidden_BD, count)
         if self._own:
@@ -245,7 +263,8 @@ class _Drawing:
     def choose(self, logits_BW: torch.Tensor, k: int) -> torch.Tensor:
         """Columns `[B]` drawn from the logits of the head with index k.
 
-        They are cut as the request's own top-k and top-p cut: any q is lossless, but what the target leaves out would only be refused.
+        They are cut as the request's own top-k and top-p cut: any q is lossless, but what the
+        target leaves out would only be refused.
         """
         sampling, sums_BX = self._sampling, self._places.cumulative[k]
         scaled_BW, mass_BW = self._places.scratch
@@ -265,7 +284,9 @@ class _Drawing:
         return column_B1.squeeze(1)
 
     def tell(self, k: int, ids_B: torch.Tensor, column_B: torch.Tensor) -> None:
-        """The draft of the head with index k was drawn: whoever goes by the drafts before the next one learns of it."""
+        """The draft of the head with index k was drawn: whoever goes by the drafts before the next
+        one learns of it.
+        """
         if self._recall is not None or self._ending is not None:
             q_B = self._places.scratch[1].gather(1, column_B.unsqueeze(1)).squeeze(1)
             if self._recall is not None:
@@ -282,9 +303,11 @@ class _Drawing:
 def cut(
     logits_BW: torch.Tensor, top_k_B: torch.Tensor | None, top_p_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """-inf for what each row's top-k, then its top-p, leave out; ties with the k-th are kept, and at least one token.
+    """-inf for what each row's top-k, then its top-p, leave out; ties with the k-th are kept, and
+    at least one token.
 
-    A top-k beyond the width cuts nothing: a draft vocabulary is narrower than what requests count in.
+    A top-k beyond the width cuts nothing: a draft vocabulary is narrower than what requests count
+    in.
     """
     width = logits_BW.shape[-1]
     ascending_BW, order_BW = logits_BW.sort(dim=-1)

@@ -1,15 +1,18 @@
 """A memory of earlier responses to the same prompt, as a second source of drafts.
 
-The heads know the state, the memory knows the wording. Drafts are drawn from one mixture q = (1 - w) q_heads + w q_memory: q_memory are
-counts of what followed suffixes of the text so far (drafts included) wherever they occurred before, in responses to the same prompt that
-have ended or that run beside this one; the longest suffix says most. w stands in a table by the length of that suffix and by how sure the
-heads are, and is learned from what was accepted. All of it is fixed before a draft is drawn, so q is exact and nothing is lost
-(docs/theory.md).
+The heads know the state, the memory knows the wording. Drafts are drawn from one mixture q = (1 -
+w) q_heads + w q_memory: q_memory are counts of what followed suffixes of the text so far (drafts
+included) wherever they occurred before, in responses to the same prompt that have ended or that run
+beside this one; the longest suffix says most. w stands in a table by the length of that suffix and
+by how sure the heads are, and is learned from what was accepted. All of it is fixed before a draft
+is drawn, so q is exact and nothing is lost (docs/theory.md).
 
-What stands in the texts is chosen on the host, between steps; what is looked up and mixed are tensors of fixed shapes.
+What stands in the texts is chosen on the host, between steps; what is looked up and mixed are
+tensors of fixed shapes.
 
-Shape letters: B requests, S slots, K drafts, n tokens of a suffix, P places of a text (tokens that may come next), X = n + P, V vocabulary,
-W width of the draft vocabulary, C cells of the table, G values that w may have.
+Shape letters: B requests, S slots, K drafts, n tokens of a suffix, P places of a text (tokens that
+may come next), X = n + P, V vocabulary, W width of the draft vocabulary, C cells of the table, G
+values that w may have.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ FADE = 0.9
 PLACES = 16_384
 """Most tokens of a text that are searched; newer responses come first."""
 EMPTY, MISSING = -1, -2
-"""Between responses of a text, and before the first token of a short one: equal to no token, nor to each other."""
+"""Between responses of a text, and before the first token of a short one: equal to no token, nor to
+each other.
+"""
 KEY_BYTES = 16
 OVERHEAD = 256
 """Bytes that a response takes beside its tokens, about."""
@@ -47,12 +52,15 @@ SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)
 FIRST_SHARES = (0.6, 0.6, 0.5, 0.5, 0.3, 0.1)
 """w by bin of the heads' top, before anything was learned."""
 PRIOR, MOST_SEEN = 3.0, 2000.0
-"""Accepted drafts that the first w is defended with, and drafts after which older ones are forgotten."""
+"""Accepted drafts that the first w is defended with, and drafts after which older ones are
+forgotten.
+"""
 MOST_OVER = 20.0
 """Bound of what one draft says of another w."""
 
 
-# ---- what was said, on the host --------------------------------------------------------------------------------------------------
+# ---- what was said, on the host
+# --------------------------------------------------------------------------------------------------
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
@@ -69,14 +77,19 @@ class _Said(NamedTuple):
 
 
 Row = tuple[str, int, int | None, list[int]]
-"""A response on its way to another memory: the prompt's key (hex), versions of the policy since it was begun, its seed, its tokens."""
+"""A response on its way to another memory: the prompt's key (hex), versions of the policy since it
+was begun, its seed, its tokens.
+"""
 TOKENS, TABLE, KEYS, NOW, OF = "tokens", "table", "keys", "version", "of."
-"""Names in a saved memory: all tokens; of each response its length, version, whether it has a seed, that seed, and its prompt; the prompts'
-keys; the policy's version; and digests of what it is a memory of."""
+"""Names in a saved memory: all tokens; of each response its length, version, whether it has a seed,
+that seed, and its prompt; the prompts' keys; the policy's version; and digests of what it is a
+memory of.
+"""
 
 
 class ResponseMemory:
-    """Responses by prompt, in `most_bytes` at most; the prompt that was not asked for longest forgets first, its oldest response first.
+    """Responses by prompt, in `most_bytes` at most; the prompt that was not asked for longest
+    forgets first, its oldest response first.
 
     Attributes:
         version: of the policy now.
@@ -94,7 +107,9 @@ class ResponseMemory:
         version: int | None = None,
         seed: int | None = None,
     ) -> None:
-        """One response that has ended, to the prompt with this key; `version` of the policy that began it (None: of now)."""
+        """One response that has ended, to the prompt with this key; `version` of the policy that
+        began it (None: of now).
+        """
         tokens = np.asarray(response, dtype=np.int32)
         size = tokens.nbytes + OVERHEAD
         if not len(tokens) or size > self.most_bytes:
@@ -161,7 +176,10 @@ class ResponseMemory:
                     f"The saved responses are of another {name}.",
                     given=f"{name} {found.hex()[:16] or 'unknown'}",
                     expected=f"{name} {digest.hex()[:16]}, that of this run",
-                    do=f"Go on with the {name} that the run had, or without memory: engine.memory_bytes=null --allow engine.memory_bytes.",
+                    do=(
+                        f"Go on with the {name} that the run had, or without memory:"
+                        " engine.memory_bytes=null --allow engine.memory_bytes."
+                    ),
                 )
         tokens_T, table_R5, keys_P = (
             state.get(name, torch.zeros(0, dtype=torch.int64)) for name in (TOKENS, TABLE, KEYS)
@@ -198,14 +216,16 @@ class ResponseMemory:
         places: int,
         seed: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What was said to a prompt, the newest first, in `places` tokens at most: tokens `X` (int32) and weights `P` (float32).
+        """What was said to a prompt, the newest first, in `places` tokens at most: tokens `X`
+        (int32) and weights `P` (float32).
 
         A token that may not come next (of the prompt, or none) weighs 0.
 
         Args:
             tail: the prompt's last tokens; they stand before each response.
             beside: what responses that have not ended have said so far.
-            seed: of who will read it: what was drawn with the same random numbers is left out, because q may not depend on them.
+            seed: of who will read it: what was drawn with the same random numbers is left out,
+                because q may not depend on them.
         """
         said = self._said.get(key, [])
         if said:
@@ -238,19 +258,23 @@ class ResponseMemory:
 
 
 def tail_of(prompt: Sequence[int], said: Sequence[int] = ()) -> list[int]:
-    """The last `SUFFIX` tokens of a prompt and what was said to it; `MISSING` where there are fewer."""
+    """The last `SUFFIX` tokens of a prompt and what was said to it; `MISSING` where there are
+    fewer.
+    """
     tail = [*prompt[-SUFFIX:], *said[-SUFFIX:]][-SUFFIX:]
     return [MISSING] * (SUFFIX - len(tail)) + tail
 
 
-# ---- what followed a suffix ------------------------------------------------------------------------------------------------------
+# ---- what followed a suffix
+# ------------------------------------------------------------------------------------------------------
 
 
 class Votes(NamedTuple):
     """What followed the suffixes of a text.
 
     Attributes:
-        share_BP: float32, how much of q_memory each place of the text has; all 0 where nothing fits.
+        share_BP: float32, how much of q_memory each place of the text has; all 0 where nothing
+            fits.
         length_B: int64, tokens of the longest suffix, 0: none fits.
     """
 
@@ -259,7 +283,9 @@ class Votes(NamedTuple):
 
 
 def match(texts_BX: torch.Tensor, tails_Bn: torch.Tensor) -> torch.Tensor:
-    """How many tokens before each place are those of the tail, from its last one backwards: int32 `[B, P]`."""
+    """How many tokens before each place are those of the tail, from its last one backwards: int32
+    `[B, P]`.
+    """
     places = texts_BX.shape[1] - SUFFIX
     alike_BP = torch.ones(texts_BX.shape[0], places, dtype=torch.bool, device=texts_BX.device)
     run_BP = torch.zeros(alike_BP.shape, dtype=torch.int32, device=texts_BX.device)
@@ -287,7 +313,9 @@ def vote(run_BP: torch.Tensor, weight_BP: torch.Tensor) -> Votes:
 
 
 def cells_of(length_B: torch.Tensor, top_B: torch.Tensor) -> torch.Tensor:
-    """The cell of a suffix's length and the largest probability of the heads' q; -1 without a suffix."""
+    """The cell of a suffix's length and the largest probability of the heads' q; -1 without a
+    suffix.
+    """
     bins_B = sum((length_B > bound).long() for bound in LENGTH_BOUNDS) * TOPS + (
         top_B * TOPS
     ).long().clamp(0, TOPS - 1)
@@ -301,7 +329,8 @@ class Drawn(NamedTuple):
         cells: int64, -1: the memory had no part in it.
         heads, memory: float32, q of each source.
         p: float32, the policy's probability.
-        weight: float32, for each of them 1 / (the probability with which it came here); 0: it does not count.
+        weight: float32, for each of them 1 / (the probability with which it came here); 0: it does
+            not count.
     """
 
     cells: torch.Tensor
@@ -312,10 +341,11 @@ class Drawn(NamedTuple):
 
 
 class Trust:
-    """How much of a draft's q is the memory's, by cell: the w that would have had most drafts accepted.
+    """How much of a draft's q is the memory's, by cell: the w that would have had most drafts
+    accepted.
 
-    With any w the chance of acceptance is the sum over tokens of min(p, q), so a token that came with probability c says min(p, q) / c of
-    it, for every w at once, whichever was served.
+    With any w the chance of acceptance is the sum over tokens of min(p, q), so a token that came
+    with probability c says min(p, q) / c of it, for every w at once, whichever was served.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -335,7 +365,8 @@ class Trust:
         """
         Args:
             drawn: flat.
-            offered_N, taken_N: float32, 0 to 1: whether it was verified with all before it accepted, and whether it was accepted.
+            offered_N, taken_N: float32, 0 to 1: whether it was verified with all before it
+                accepted, and whether it was accepted.
         """
         there_N = (drawn.cells >= 0).float()
         cells_N = drawn.cells.clamp_min(0)
@@ -365,11 +396,14 @@ class Trust:
         ]
 
 
-# ---- one step --------------------------------------------------------------------------------------------------------------------
+# ---- one step
+# --------------------------------------------------------------------------------------------------------------------
 
 
 class Waiting:
-    """What is known of the drafts of each slot until they are verified: their cells, and q of the heads, of the memory and of both."""
+    """What is known of the drafts of each slot until they are verified: their cells, and q of the
+    heads, of the memory and of both.
+    """
 
     def __init__(self, slots: int, drafts: int, device: torch.device) -> None:
         self.q_KS3 = torch.zeros(drafts, slots, 3, device=device)
@@ -415,7 +449,9 @@ class Recall:
         mass_BW.mul_(1 - self._w_B1).scatter_add_(1, self._columns_BP, self._share_BP * self._w_B1)
 
     def follow(self, k: int, ids_B: torch.Tensor, q_B: torch.Tensor) -> None:
-        """Draft k was drawn, with probability `q_B`: what is to be learned from it, and what the next one stands behind."""
+        """Draft k was drawn, with probability `q_B`: what is to be learned from it, and what the
+        next one stands behind.
+        """
         next_BP = self._texts_BX[:, SUFFIX:] == ids_B.int().unsqueeze(1)
         memory_B, w_B = (self._share_BP * next_BP).sum(1), self._w_B1.squeeze(1)
         heads_B = ((q_B - w_B * memory_B) / (1 - w_B)).clamp_min(0)

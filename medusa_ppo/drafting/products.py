@@ -1,17 +1,22 @@
-"""The products that drafts are made of: the heads' own in few of them, and lm_head's rows of the tokens that rollouts really use.
+"""The products that drafts are made of: the heads' own in few of them, and lm_head's rows of the
+tokens that rollouts really use.
 
-The heads (`FusedHeads`) are the arithmetic of `MedusaHeads`, prepared once per swap. What reads h_t alone is one product for all heads.
-What a token adds to the heads after it is one row of a table made beforehand where that is small, and one product for all of these heads
-where not. The first residual block reads its input's two parts by themselves, W (h + out s) = W h + (W out) s, so that it needs no product
-of its own. Sums are kept in float32.
+The heads (`FusedHeads`) are the arithmetic of `MedusaHeads`, prepared once per swap. What reads h_t
+alone is one product for all heads. What a token adds to the heads after it is one row of a table
+made beforehand where that is small, and one product for all of these heads where not. The first
+residual block reads its input's two parts by themselves, W (h + out s) = W h + (W out) s, so that
+it needs no product of its own. Sums are kept in float32.
 
-lm_head's product is the largest, and most of a vocabulary never occurs in the responses of one task. So a map (`TokenMap`) holds the `size`
-most frequent tokens of the prompts and of what was sampled so far (with forgetting); it begins by itself when enough was counted, and is
-picked anew whenever heads or actor change. Drafts come from it alone; q is zero elsewhere, which verification is told, so nothing is lost
-but the acceptance of rare tokens. FR-Spec (Zhao et al., 2025) fixes such a map beforehand; here it follows the policy.
+lm_head's product is the largest, and most of a vocabulary never occurs in the responses of one
+task. So a map (`TokenMap`) holds the `size` most frequent tokens of the prompts and of what was
+sampled so far (with forgetting); it begins by itself when enough was counted, and is picked anew
+whenever heads or actor change. Drafts come from it alone; q is zero elsewhere, which verification
+is told, so nothing is lost but the acceptance of rare tokens. FR-Spec (Zhao et al., 2025) fixes
+such a map beforehand; here it follows the policy.
 
-Shape letters: B requests, N rows, K heads, C of them asked, D hidden, H inner width of the hydra MLP, R inner rows of several heads,
-E = D (K + 1) what the last head reads, V vocabulary, W width of the map.
+Shape letters: B requests, N rows, K heads, C of them asked, D hidden, H inner width of the hydra
+MLP, R inner rows of several heads, E = D (K + 1) what the last head reads, V vocabulary, W width of
+the map.
 """
 
 from __future__ import annotations
@@ -34,15 +39,21 @@ FORGET = 0.5
 SMALL_ENTRIES = 1 << 24
 """Numbers in an lm_head up to which a copy of all its rows may be held."""
 LINEAR_TOLERANCE = 0.05
-"""Largest root mean square of the difference between our product and the engine's, as a share of the logits' own."""
+"""Largest root mean square of the difference between our product and the engine's, as a share of
+the logits' own.
+"""
 MIN_TOKENS_PER_ENTRY = 2
-"""The map begins when so many tokens for each of its places were counted; before, drafts use the whole vocabulary."""
+"""The map begins when so many tokens for each of its places were counted; before, drafts use the
+whole vocabulary.
+"""
 ROWS_AT_ONCE = 256
 ROWS_TRIED = 4
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Ids int64 `[B]` -> rows `[B, D]` of the actor's embedding table."""
 TABLE_ENTRIES = 1 << 24
-"""Most numbers in the tables of what tokens add: memory, and the time that every sync takes to make them."""
+"""Most numbers in the tables of what tokens add: memory, and the time that every sync takes to make
+them.
+"""
 TABLE_ROWS_AT_ONCE = 4096
 
 logger = logging.getLogger(__name__)
@@ -54,7 +65,9 @@ def plain_linear(weight: torch.Tensor) -> LINEAR:
 
 
 def most_frequent(counts_V: torch.Tensor, size: int) -> torch.Tensor | None:
-    """The tokens that drafts come from, int64 `W`, ascending, and half of the counts forgotten; None before enough was counted."""
+    """The tokens that drafts come from, int64 `W`, ascending, and half of the counts forgotten;
+    None before enough was counted.
+    """
     if float(counts_V.sum()) < MIN_TOKENS_PER_ENTRY * size:
         return None
     # By count, ties by id: the same counts give the same map.
@@ -68,7 +81,8 @@ class TokenMap:
 
     Attributes:
         ids_W: int64, ids in the map, ascending; None while there is none.
-        product: features -> logits of the map's tokens, or of all where there is no map; None: the engine's own product.
+        product: features -> logits of the map's tokens, or of all where there is no map; None: the
+            engine's own product.
     """
 
     def __init__(
@@ -79,7 +93,8 @@ class TokenMap:
             size: W; 0 or `vocab_size` and more: never a map.
             vocab_size: V.
             pack: how its rows become a product.
-            whole: hold all rows where there is no map and lm_head is small: the engine's own product may be slower than `pack`'s.
+            whole: hold all rows where there is no map and lm_head is small: the engine's own
+                product may be slower than `pack`'s.
         """
         self.size = size if 0 < size < vocab_size else 0
         self.ids_W: torch.Tensor | None = None
@@ -110,10 +125,12 @@ class TokenMap:
         device: torch.device,
         weight_VD: torch.Tensor | None = None,
     ) -> None:
-        """Pick the map anew and read its rows of lm_head; after every change of the actor or the heads. Nothing before enough was counted.
+        """Pick the map anew and read its rows of lm_head; after every change of the actor or the
+        heads. Nothing before enough was counted.
 
-        The rows are those of `weight_VD` where the engine's own product agrees; else they are read through it (of the unit vectors), so
-        that they are what it serves, however it is packed, scaled or sharded.
+        The rows are those of `weight_VD` where the engine's own product agrees; else they are read
+        through it (of the unit vectors), so that they are what it serves, however it is packed,
+        scaled or sharded.
         """
         ids_W = most_frequent(self._counts_V, self.size) if self.size else None
         if ids_W is not None:
@@ -151,7 +168,8 @@ class TokenMap:
         tried = self._tried(product, lm_head, hidden_size, dtype, device)
         if tried is None:
             logger.warning(
-                "The engine's lm_head is not a plain product (a soft cap?); drafts come from the whole vocabulary."
+                "The engine's lm_head is not a plain product (a soft cap?); drafts come from the"
+                " whole vocabulary."
             )
         return tried
 
@@ -178,24 +196,30 @@ class TokenMap:
 
 
 def spread(values_NW: torch.Tensor, ids_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Probabilities of the map's tokens in their places of the whole vocabulary `[N, V]`, zero elsewhere."""
+    """Probabilities of the map's tokens in their places of the whole vocabulary `[N, V]`, zero
+    elsewhere.
+    """
     whole_NV = torch.zeros(
         values_NW.shape[0], vocab_size, dtype=values_NW.dtype, device=values_NW.device
     )
     return whole_NV.index_copy_(1, ids_W, values_NW)
 
 
-# ---- the heads -----------------------------------------------------------------------------------------------------------------
+# ---- the heads
+# -----------------------------------------------------------------------------------------------------------------
 
 
 class FusedHeads:
-    """The features of all kinds; `heads.config` says which. Parameters of hydra heads become views of what is multiplied with here."""
+    """The features of all kinds; `heads.config` says which. Parameters of hydra heads become views
+    of what is multiplied with here.
+    """
 
     def __init__(self, heads: MedusaHeads, embed: EMBED | None, pack: PACK = plain_linear) -> None:
         """
         Args:
             embed: the engine's own lookup, whatever shards the table; kind hydra only.
-            pack: how a weight becomes a product, in a dtype of its own choice; what it was given stays where it is.
+            pack: how a weight becomes a product, in a dtype of its own choice; what it was given
+                stays where it is.
         """
         self.config = heads.config
         self.heads = heads
@@ -206,7 +230,9 @@ class FusedHeads:
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Lay the MLPs of all heads side by side: one product reads what several heads have in common, and nothing is held twice."""
+        """Lay the MLPs of all heads side by side: one product reads what several heads have in
+        common, and nothing is held twice.
+        """
         heads, K, D = self.heads, self.config.num_heads, self.config.hidden_size
         self._H = H = D * self.config.mlp_ratio
         self._in_RE = heads.mlp_out.new_zeros(K * H, D * (K + 1))
@@ -230,8 +256,10 @@ class FusedHeads:
 
     @torch.no_grad()
     def read_embedding(self) -> None:
-        """1 / rms of every token's embedding, and, where they are small: what a token at each place j after h_t adds to the inner rows of
-        heads j.. (from 0), `[V, (K - j) H]`. After a sync of the actor."""
+        """1 / rms of every token's embedding, and, where they are small: what a token at each place
+        j after h_t adds to the inner rows of heads j.. (from 0), `[V, (K - j) H]`. After a sync of
+        the actor.
+        """
         if self.config.kind != "hydra":
             return
         assert self._embed is not None, "hydra heads read embeddings"
@@ -272,7 +300,8 @@ class FusedHeads:
         """The first residual blocks of `count` heads, before SiLU, `[B, C, D]`."""
         return self._product("blocks", 0, count)(base_BD).view(-1, count, base_BD.shape[-1])
 
-    # ---- kinds whose features need no tokens ------------------------------------------------------------------------------
+    # ---- kinds whose features need no tokens
+    # ------------------------------------------------------------------------------
 
     def features_at_once(self, hidden_BD: torch.Tensor, count: int) -> torch.Tensor:
         """What lm_head reads for the first `count` heads, `[B, C, D]`; kinds medusa and markov."""
@@ -285,7 +314,8 @@ class FusedHeads:
             features_BCD = features_BCD + F.silu(inner_CBD.transpose(0, 1))
         return features_BCD
 
-    # ---- hydra --------------------------------------------------------------------------------------------------------------
+    # ---- hydra
+    # --------------------------------------------------------------------------------------------------------------
 
     def start(self, hidden_BD: torch.Tensor, count: int) -> HydraState:
         """What h_t alone says to the first `count` heads."""
@@ -296,7 +326,9 @@ class FusedHeads:
         )
 
     def features(self, state: HydraState, k: int, last_ids_B: torch.Tensor) -> torch.Tensor:
-        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each."""
+        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order,
+        once each.
+        """
         inner_BR, H = state.inner_BR, self._H
         left = inner_BR.shape[1]
         if self._tables:
@@ -318,7 +350,9 @@ class FusedHeads:
 
 
 class HydraState:
-    """What goes from one head to the next: inner rows of the heads not asked yet, float32, before SiLU; and the bases `B2D` of all."""
+    """What goes from one head to the next: inner rows of the heads not asked yet, float32, before
+    SiLU; and the bases `B2D` of all.
+    """
 
     def __init__(self, inner_BR: torch.Tensor, base: tuple[torch.Tensor, ...]) -> None:
         self.inner_BR, self.base = inner_BR, base
@@ -327,8 +361,9 @@ class HydraState:
 def token_tables(
     embed: EMBED, size: int, weights: list[torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """1 / rms of every token's embedding, float32 `[V, 1]`, and what each weight `[R, D]` makes of it after its normalisation, `[V, R]` in
-    `dtype`."""
+    """1 / rms of every token's embedding, float32 `[V, 1]`, and what each weight `[R, D]` makes of
+    it after its normalisation, `[V, R]` in `dtype`.
+    """
     sizes_V1 = torch.empty((size, 1), device=device)
     tables = [torch.empty((size, len(weight)), dtype=dtype, device=device) for weight in weights]
     weights = [weight.to(dtype) for weight in weights]
@@ -348,7 +383,9 @@ def inverse_rms(rows_ND: torch.Tensor) -> torch.Tensor:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Without asking torch where there is nothing to do: a call costs as much as a small product."""
+    """Without asking torch where there is nothing to do: a call costs as much as a small
+    product.
+    """
     return values if values.dtype == dtype else values.to(dtype)
 
 

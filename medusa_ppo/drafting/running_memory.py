@@ -1,4 +1,5 @@
-"""The memory of an engine: it remembers each request when that has ended, and lays out texts for those that run.
+"""The memory of an engine: it remembers each request when that has ended, and lays out texts for
+those that run.
 
 Shape letters as in `memory`; T drafts of all requests one after the other, N rows of logits.
 """
@@ -30,8 +31,9 @@ REFRESH = 8
 
 @dataclass(frozen=True)
 class _Met:
-    """A request that has not ended: vLLM's state of it, the key and the last tokens of its prompt, the version of the policy that it began
-    with, and its seed."""
+    """A request that has not ended: vLLM's state of it, the key and the last tokens of its prompt,
+    the version of the policy that it began with, and its seed.
+    """
 
     request: Any
     key: bytes
@@ -45,7 +47,8 @@ class _Met:
 
 
 class RunningMemory:
-    """The memory of an engine: it remembers each request when that has ended, and lays out texts for those that run.
+    """The memory of an engine: it remembers each request when that has ended, and lays out texts
+    for those that run.
 
     Attributes:
         store: what was said.
@@ -87,7 +90,8 @@ class RunningMemory:
         counts: Sequence[int],
         temperature_B: torch.Tensor | None,
     ) -> None:
-        """What the policy says of the drafts that are verified now, before top-k and top-p; to be learned from when that is done.
+        """What the policy says of the drafts that are verified now, before top-k and top-p; to be
+        learned from when that is done.
 
         Args:
             rows_T: of the logits, one for each draft, request after request.
@@ -188,7 +192,9 @@ class RunningMemory:
             self._free.append(self._slots.pop(waiting))
 
     def _lay_out(self, request_ids: Sequence[str]) -> None:
-        """Write the texts of some requests: what was said to their prompts, of those beside them what they have said by now."""
+        """Write the texts of some requests: what was said to their prompts, of those beside them
+        what they have said by now.
+        """
         beside: dict[bytes, list[_Met]] = {}
         for met in self._met.values() if request_ids else ():
             beside.setdefault(met.key, []).append(met)

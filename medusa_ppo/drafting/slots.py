@@ -1,12 +1,13 @@
 """What drafting keeps by slot: who has which slot, and q of the drafts that the next step verifies.
 
-All of it stands in tensors that stay where they are. A draft is verified one step after it was drawn, against the q that it was drawn
-from. In between its request may have been preempted, its drafts replaced by placeholders, its slot given to another. So beside q stands a
-stamp of who drafted and at which position: what does not bear the stamp that verification expects was not drawn from this q, and is
-verified as a one-hot draft, which is right for any draft.
+All of it stands in tensors that stay where they are. A draft is verified one step after it was
+drawn, against the q that it was drawn from. In between its request may have been preempted, its
+drafts replaced by placeholders, its slot given to another. So beside q stands a stamp of who
+drafted and at which position: what does not bear the stamp that verification expects was not drawn
+from this q, and is verified as a one-hot draft, which is right for any draft.
 
-Shape letters: B requests, R rows of a batch, S slots, K drafts, W width of the draft vocabulary, X = W - 1, T drafts of all requests one
-after the other, V vocabulary.
+Shape letters: B requests, R rows of a batch, S slots, K drafts, W width of the draft vocabulary, X
+= W - 1, T drafts of all requests one after the other, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def stamps(requests_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
     return requests_B * POSITIONS + positions_B
 
 
-# ---- who has which slot --------------------------------------------------------------------------------------------------------------
+# ---- who has which slot
+# --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Traits:
 
     Attributes:
         seed: None without one.
-        one_hot: its drafts are cut by their own values (a grammar removes what it forbids), so none may be verified against a q.
+        one_hot: its drafts are cut by their own values (a grammar removes what it forbids), so none
+            may be verified against a q.
     """
 
     seed: int | None = None
@@ -55,7 +58,8 @@ class Seats:
         requests_B: int64, serial numbers; none is ever given twice.
         keys_B: int64 noise keys; None where no request has a seed.
         seeded_B: bool; None where all requests have a seed, or none.
-        drawn_B: float32, 0 for requests whose drafts must be one-hot, 1 for the others; None where there are only others.
+        drawn_B: float32, 0 for requests whose drafts must be one-hot, 1 for the others; None where
+            there are only others.
     """
 
     slots_B: torch.Tensor
@@ -73,9 +77,11 @@ class _Seat:
 
 
 class Seating:
-    """Slots for `size` requests at a time. One that waits (preempted, not scheduled) keeps its slot until a running one needs it.
+    """Slots for `size` requests at a time. One that waits (preempted, not scheduled) keeps its slot
+    until a running one needs it.
 
-    A batch that is the one of the step before costs nothing; a request that is new costs a few numbers that are copied to the device.
+    A batch that is the one of the step before costs nothing; a request that is new costs a few
+    numbers that are copied to the device.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -126,17 +132,22 @@ class Seating:
         return Seats(
             tensor([seat.slot for seat in seats]),
             tensor([seat.serial for seat in seats]),
-            keys_of([seed or 0 for seed in seeds]).to(self._device, non_blocking=True)
-            if any(seeded)
-            else None,
+            (
+                keys_of([seed or 0 for seed in seeds]).to(self._device, non_blocking=True)
+                if any(seeded)
+                else None
+            ),
             tensor(seeded, torch.bool) if any(seeded) and not all(seeded) else None,
-            tensor([not seat.traits.one_hot for seat in seats], torch.float32)
-            if any(seat.traits.one_hot for seat in seats)
-            else None,
+            (
+                tensor([not seat.traits.one_hot for seat in seats], torch.float32)
+                if any(seat.traits.one_hot for seat in seats)
+                else None
+            ),
         )
 
 
-# ---- q of the drafts -----------------------------------------------------------------------------------------------------------------
+# ---- q of the drafts
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -160,13 +171,16 @@ class KeptDrafts:
         return self.q_BK
 
     def rows(self, at_B1: torch.Tensor) -> torch.Tensor:
-        """q `[B, W]` of the draft at index `at_B1` of each request; only to be read where that was sampled."""
+        """q `[B, W]` of the draft at index `at_B1` of each request; only to be read where that was
+        sampled.
+        """
         return self.slots.q(self.rows_B, at_B1.squeeze(1))
 
     def residual(
         self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
     ) -> torch.Tensor:
-        """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is below 0.
+        """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is
+        below 0.
 
         q is one-hot, and p without the draft is left, where it was not sampled.
         """
@@ -183,7 +197,9 @@ class KeptDrafts:
 
 
 class Places(NamedTuple):
-    """Where a batch is drawn: cumulative sums `[B, X]` and columns `[B, 1]` of each head, and room `[B, W]` for two things."""
+    """Where a batch is drawn: cumulative sums `[B, X]` and columns `[B, 1]` of each head, and room
+    `[B, W]` for two things.
+    """
 
     cumulative: Sequence[torch.Tensor]
     columns: Sequence[torch.Tensor]
@@ -191,13 +207,15 @@ class Places(NamedTuple):
 
 
 class DraftSlots:
-    """What the drafts of the last step were drawn by, row by row of its batch, and stamps; `rows_S` says which row a slot had.
+    """What the drafts of the last step were drawn by, row by row of its batch, and stamps; `rows_S`
+    says which row a slot had.
 
-    A request that sits out a step finds its row overwritten, and its stamp with it. One row and one slot more than requests are for
-    padding of a batch.
+    A request that sits out a step finds its row overwritten, and its stamp with it. One row and one
+    slot more than requests are for padding of a batch.
 
     Attributes:
-        cumulative_KRX: float32, the W - 1 sums that `drafting.cumulate` makes; what q is follows from them.
+        cumulative_KRX: float32, the W - 1 sums that `drafting.cumulate` makes; what q is follows
+            from them.
         columns_KR: int64, what was drawn.
         ids_W: the tokens of the columns; None: all of them.
     """
@@ -237,15 +255,18 @@ class DraftSlots:
         return self._views[count, batch]
 
     def forget(self) -> None:
-        """Whatever was drafted is one-hot from here on (a draft vocabulary that changes; never because of what was drafted)."""
+        """Whatever was drafted is one-hot from here on (a draft vocabulary that changes; never
+        because of what was drafted).
+        """
         self.stamps_R.fill_(NOTHING)
 
     def stamp(self, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int) -> None:
         """Say whose the drafts are that were just drawn, `count` each.
 
         Args:
-            stamps_B: from `stamps`; NOTHING for requests whose drafts are one-hot. (Where all of a step are, nothing needs to be said: what
-                stands here bears the stamp of an earlier position.)
+            stamps_B: from `stamps`; NOTHING for requests whose drafts are one-hot. (Where all of a
+                step are, nothing needs to be said: what stands here bears the stamp of an earlier
+                position.)
         """
         batch = slots_B.shape[0]
         self.rows_S.index_copy_(0, slots_B, self._numbers_R[:batch])
@@ -287,7 +308,8 @@ class DraftSlots:
         draft_ids_T: torch.Tensor,
         vocab_size: int,
     ) -> torch.Tensor:
-        """q of all drafts `[T, V]` as vLLM's kernels read it: rows of zeros for placeholders (ids below 0), one-hot where not sampled.
+        """q of all drafts `[T, V]` as vLLM's kernels read it: rows of zeros for placeholders (ids
+        below 0), one-hot where not sampled.
 
         Args:
             requests_T: int64, the index in the batch of each draft's request.

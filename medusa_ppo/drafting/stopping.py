@@ -1,10 +1,12 @@
 """Where a draft run ends, request by request: before a draft that will hardly be accepted.
 
-What a draft's chance is, is estimated from q, from which it is about to be drawn, and from the drafts before it: how often drafts were
-accepted whose q had about so large a top, and whose own share of it was about so large. Neither the draft itself nor anything that verifies
-it has a part in that, so the end of a run is a stopping time and nothing is lost (docs/theory.md).
+What a draft's chance is, is estimated from q, from which it is about to be drawn, and from the
+drafts before it: how often drafts were accepted whose q had about so large a top, and whose own
+share of it was about so large. Neither the draft itself nor anything that verifies it has a part in
+that, so the end of a run is a stopping time and nothing is lost (docs/theory.md).
 
-Shape letters: B requests, S slots, K drafts, W width of the draft vocabulary, T bins of q's top, P bins of a draft's share of it, X = T P.
+Shape letters: B requests, S slots, K drafts, W width of the draft vocabulary, T bins of q's top, P
+bins of a draft's share of it, X = T P.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from __future__ import annotations
 import torch
 
 TOPS, PARTS = 16, 4
-"""Bins; of a draft's probability as a share of the largest: the largest itself, more than a third, more than a tenth, less."""
+"""Bins; of a draft's probability as a share of the largest: the largest itself, more than a third,
+more than a tenth, less.
+"""
 PRIOR, MOST_SEEN = 10.0, 2000.0
 """Drafts that the first estimate counts for, and after which older ones are forgotten."""
 EXPLORE = 32

@@ -1,15 +1,18 @@
-"""Lossless verification of draft tokens in plain torch, for the CPU, where vLLM's own kernels sample wrongly.
+"""Lossless verification of draft tokens in plain torch, for the CPU, where vLLM's own kernels
+sample wrongly.
 
-Shape letters: B requests, K most drafts of a request in this step, N rows of logits (for each request its drafts, then one
-more), T rows of drafts, V vocabulary.
+Shape letters: B requests, K most drafts of a request in this step, N rows of logits (for each
+request its drafts, then one more), T rows of drafts, V vocabulary.
 
-Request i owns the rows `starts[i] .. starts[i] + counts[i]`: row j < counts[i] judges draft j, the last one is the bonus
-row. A draft x is accepted with probability min(1, p(x) / q(x)); q is 1 for a one-hot draft. The run of accepted drafts
-ends at one row per request, and only there a token is sampled: from p when that is the bonus row, otherwise from the
-residual max(p - q, 0), which for a one-hot draft is p without x. That is the rule of speculative sampling, so every token
-has the distribution p, whatever was drafted (Leviathan et al. 2023, Theorem 1).
+Request i owns the rows `starts[i] .. starts[i] + counts[i]`: row j < counts[i] judges draft j, the
+last one is the bonus row. A draft x is accepted with probability min(1, p(x) / q(x)); q is 1 for a
+one-hot draft. The run of accepted drafts ends at one row per request, and only there a token is
+sampled: from p when that is the bonus row, otherwise from the residual max(p - q, 0), which for a
+one-hot draft is p without x. That is the rule of speculative sampling, so every token has the
+distribution p, whatever was drafted (Leviathan et al. 2023, Theorem 1).
 
-Sampling inverts the cumulative sum in float64 with one uniform number per request: B x V work and no noise of size V.
+Sampling inverts the cumulative sum in float64 with one uniform number per request: B x V work and
+no noise of size V.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class DraftRows:
         draft_ids_BK: int64, -1 where a request has no draft j, or one that must be refused.
         counts_B: int64, drafts of each request.
         starts_B: int64, first row of logits of each request.
-        rows_BK: int64, row of logits that judges draft j (clamped inside the request where there is none).
+        rows_BK: int64, row of logits that judges draft j (clamped inside the request where there is
+            none).
     """
 
     draft_ids_BK: torch.Tensor
@@ -63,7 +67,9 @@ class DraftRows:
 def _places(
     counts: tuple[int, ...], extra: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """counts_B, starts_B and rows_BK of `DraftRows`. Most steps have the counts of the step before; nobody writes into these."""
+    """counts_B, starts_B and rows_BK of `DraftRows`. Most steps have the counts of the step before;
+    nobody writes into these.
+    """
     counts_B = torch.tensor(counts, dtype=torch.int64, device=device)
     starts_B = torch.cumsum(counts_B + extra, 0) - (counts_B + extra)
     steps_K = torch.arange(max(counts), device=device)
@@ -77,7 +83,8 @@ def uniform_numbers(
     generators: Mapping[int, torch.Generator],
     device: torch.device,
 ) -> torch.Tensor:
-    """Float64 uniforms `[B, width]`; a seeded request draws from its own generator, as many as its drafts plus one.
+    """Float64 uniforms `[B, width]`; a seeded request draws from its own generator, as many as its
+    drafts plus one.
 
     The last column is for the token that ends the run.
     """
@@ -99,7 +106,9 @@ class DraftQ(Protocol):
     def residual(
         self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
     ) -> torch.Tensor:
-        """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is below 0."""
+        """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is
+        below 0.
+        """
         ...
 
 
@@ -136,7 +145,8 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class Proposed:
-    """What our own drafting hands to verification, in the place of vLLM's tensor of draft probabilities.
+    """What our own drafting hands to verification, in the place of vLLM's tensor of draft
+    probabilities.
 
     Attributes:
         q: of the drafts; None when none was sampled.
@@ -150,7 +160,9 @@ class Proposed:
 def accepted_run(
     logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_q: DraftQ
 ) -> torch.Tensor:
-    """Length of the run of accepted drafts, int64 `[B]`. logprobs are of the distribution to sample from."""
+    """Length of the run of accepted drafts, int64 `[B]`. logprobs are of the distribution to sample
+    from.
+    """
     ids_BK = drafts.draft_ids_BK.clamp_min(0)
     ratio_BK = logprobs_NV[drafts.rows_BK, ids_BK].double().exp()
     q_BK = draft_q.of(ids_BK).double()
@@ -173,7 +185,9 @@ def residual_sample(
     uniform_B: torch.Tensor,
     draft_q: DraftQ,
 ) -> torch.Tensor:
-    """The token that ends each run, int64 `[B]`. logprobs_BV: the row of each request where its run ended."""
+    """The token that ends each run, int64 `[B]`. logprobs_BV: the row of each request where its run
+    ended.
+    """
     probs_BV = logprobs_BV.exp()
     width = drafts.draft_ids_BK.shape[1]
     if width:
@@ -208,8 +222,9 @@ def verify_rows(
     Args:
         proposed: what our drafting handed on; or q of all drafts `[T, V]`; None: all are one-hot.
 
-    Where no row exists after a full run (there are no bonus rows), that token means nothing. Both inputs are after temperature, top-k
-    and top-p; logprobs_NV may be left out. Greedy requests read the logits themselves, because the rounding of a softmax can make ties.
+    Where no row exists after a full run (there are no bonus rows), that token means nothing. Both
+    inputs are after temperature, top-k and top-p; logprobs_NV may be left out. Greedy requests read
+    the logits themselves, because the rounding of a softmax can make ties.
     """
 
     def end_rows(run_B: torch.Tensor) -> torch.Tensor:
@@ -266,9 +281,11 @@ def expand_to_rows(
     replace_from: float = 0,
     replace_to: float = 0,
 ) -> torch.Tensor:
-    """One value per request -> one per row; `cumulative_B` counts the rows up to and including each request.
+    """One value per request -> one per row; `cumulative_B` counts the rows up to and including each
+    request.
 
-    Has the arguments of vLLM's expand_batch_to_tokens, whose CPU form leaves the result uninitialised.
+    Has the arguments of vLLM's expand_batch_to_tokens, whose CPU form leaves the result
+    uninitialised.
     """
     counts_B = torch.diff(cumulative_B, prepend=cumulative_B.new_zeros(1)).to(torch.int64)
     if replace_from != replace_to:

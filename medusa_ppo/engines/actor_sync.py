@@ -1,4 +1,6 @@
-"""Carrying the actor into the engines: one safetensors file in shared memory, or one broadcast to all of them at once."""
+"""Carrying the actor into the engines: one safetensors file in shared memory, or one broadcast to
+all of them at once.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class BroadcastPool(EnginePool):
         super().__init__(*args, **kwargs)
 
     def stream_actor(self, stream: ActorStream, version: int) -> SwapReceipt:
-        """Send an actor to all engines. It must stay as it is until the next one: engines that come late get it from `stream.write`.
+        """Send an actor to all engines. It must stay as it is until the next one: engines that come
+        late get it from `stream.write`.
 
         Raises:
             SwapError: no engine has it.
@@ -107,7 +110,9 @@ class BroadcastPool(EnginePool):
         super()._catch_up(seat)
 
     def _write(self, stream: ActorStream) -> None:
-        """The actor that was sent last, as the file that a pool keeps. RunError when it has changed since."""
+        """The actor that was sent last, as the file that a pool keeps. RunError when it has changed
+        since.
+        """
         file = self._new_file(f"actor-{self.policy_version}")
         stream.write(file)
         found = base.check_state(file, "the actor's weights", tensorwise_checksum)
@@ -124,7 +129,9 @@ class BroadcastPool(EnginePool):
         }  # Others may be reading it.
 
     def _check(self, header: dict[str, Any]) -> tuple[list[Seat], list[list[str]]]:
-        """The engines that can take it, and where their ranks have their weights. SwapError when one refuses, or is lost over it."""
+        """The engines that can take it, and where their ranks have their weights. SwapError when
+        one refuses, or is lost over it.
+        """
         answers = self._ask_all(
             self._seated(), lambda engine: engine.check_actor(header), patience_s=self.timeout_s
         )
@@ -167,7 +174,9 @@ class BroadcastPool(EnginePool):
     def _together(
         self, seats: list[Seat], call: Callable[[base.RolloutEngine], Any], own: Callable[[], Any]
     ) -> tuple[Any, list[tuple[Seat, Any]]]:
-        """What `own` gives while the engines are in `call`, and their answers. Its error leaves the group, which ends their waiting."""
+        """What `own` gives while the engines are in `call`, and their answers. Its error leaves the
+        group, which ends their waiting.
+        """
         found: list[Any] = []
         errors: list[BaseException] = []
 
@@ -201,22 +210,28 @@ def _lost(error: Exception) -> SwapError:
 
 
 BUCKET_BYTES = 256 * 1024**2
-"""Bytes of weights that a pipeline stage joins, or a broadcast sends, at a time; one tensor at least."""
+"""Bytes of weights that a pipeline stage joins, or a broadcast sends, at a time; one tensor at
+least.
+"""
 
 
 class ActorSync:
-    """Writes the actor's weights where the engine reads them, or sends them to a `BroadcastPool`. A context manager; or call close().
+    """Writes the actor's weights where the engine reads them, or sends them to a `BroadcastPool`. A
+    context manager; or call close().
 
     Attributes:
         nbytes: bytes of weights that each engine got the last time.
-        collect_s: seconds until they were written, or that the broadcast waited for them; the engine's own seconds are in its receipt.
+        collect_s: seconds until they were written, or that the broadcast waited for them; the
+            engine's own seconds are in its receipt.
     """
 
     def __init__(self, engine: Any, dtype: str = "auto", bucket_bytes: int = BUCKET_BYTES) -> None:
         """
         Args:
-            engine: where the weights go: a RolloutEngine, or what stands in its place (DraftingEngine).
-            dtype: dtype of the engine's copy; weights are written or sent in it (`auto`: the actor's own).
+            engine: where the weights go: a RolloutEngine, or what stands in its place
+                (DraftingEngine).
+            dtype: dtype of the engine's copy; weights are written or sent in it (`auto`: the
+                actor's own).
             bucket_bytes: bytes that a broadcast sends at a time.
         """
         self._engine, self._bucket_bytes = engine, bucket_bytes
@@ -225,7 +240,8 @@ class ActorSync:
         self._folder = OwnedFolder("medusa-ppo-actor-", shared_memory=True)
 
     def __call__(self, actor: Actor, version: int) -> SwapReceipt:
-        """Put the actor's current weights into the engine; the engine is idle between two generate calls.
+        """Put the actor's current weights into the engine; the engine is idle between two generate
+        calls.
 
         Raises:
             SwapError: the engine did not take them.
@@ -274,7 +290,9 @@ class ActorSync:
 def actor_stream(
     actor: Actor, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> ActorStream:
-    """The actor's checkpoint as something that can be written and sent; in `dtype` (None: its own), at no time whole in memory."""
+    """The actor's checkpoint as something that can be written and sent; in `dtype` (None: its own),
+    at no time whole in memory.
+    """
     tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     if isinstance(actor, SpreadActor):
         kind = dtype or torch.float32
@@ -300,7 +318,9 @@ def actor_stream(
 
 
 def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The actor's live weights by their names in its checkpoint; a tied lm_head is left out, as in files of tied models."""
+    """The actor's live weights by their names in its checkpoint; a tied lm_head is left out, as in
+    files of tied models.
+    """
     output, tied = actor.get_output_embeddings(), lm_head_weight(actor) is embedding_weight(actor)
     alias = {
         f"{name}.weight" for name, module in actor.named_modules() if tied and module is output

@@ -1,4 +1,6 @@
-"""vLLM behind a function call: in this very process (the engine that the Ray actor hosts), or started and driven by another loop."""
+"""vLLM behind a function call: in this very process (the engine that the Ray actor hosts), or
+started and driven by another loop.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ DEEP_SLEEP = 2
 
 
 class ColocatedEngine(base.WorkerEngine):
-    """`vllm.LLM` in this process, with our worker extension and (with a heads folder) our proposer."""
+    """`vllm.LLM` in this process, with our worker extension and (with a heads folder) our
+    proposer.
+    """
 
     def __init__(
         self,
@@ -53,10 +57,12 @@ class ColocatedEngine(base.WorkerEngine):
         *,
         plan: LaunchPlan | None = None,
     ) -> None:
-        """Start vLLM. Raises what `plan_launch` raises, and EngineError when vLLM itself fails to start.
+        """Start vLLM. Raises what `plan_launch` raises, and EngineError when vLLM itself fails to
+        start.
 
         Args:
-            plan: a start that was planned elsewhere, in the place of what the other arguments would give.
+            plan: a start that was planned elsewhere, in the place of what the other arguments would
+                give.
         """
         self.plan = plan or plan_launch(model_path, heads_path, config, seed)
         self._llm: LLM | None = _start(self.plan)
@@ -90,8 +96,10 @@ class ColocatedEngine(base.WorkerEngine):
     def generate_in_steps(
         self, prompts: base.Prompts, sampling: Sampling
     ) -> Iterator[Ended | Rollouts]:
-        """The responses of each engine step in which some ended, and at last the whole. All requests are in the engine from the first step
-        on, as in `generate`, so every step is the same; who does not want the rest closes the generator."""
+        """The responses of each engine step in which some ended, and at last the whole. All
+        requests are in the engine from the first step on, as in `generate`, so every step is the
+        same; who does not want the rest closes the generator.
+        """
         from vllm.sampling_params import RequestOutputKind
 
         params, engine = self._params(prompts, sampling), self._running().llm_engine
@@ -131,8 +139,10 @@ class ColocatedEngine(base.WorkerEngine):
     def generate_partly(
         self, prompts: base.Prompts, sampling: Sampling, partly: Partly
     ) -> Rollouts:
-        """A request that goes on has a new seed, and what there is of its response stands behind its prompt. When enough have ended is
-        looked at after each step of the engine, so it does not depend on the clock."""
+        """A request that goes on has a new seed, and what there is of its response stands behind
+        its prompt. When enough have ended is looked at after each step of the engine, so it does
+        not depend on the clock.
+        """
         from vllm.sampling_params import RequestOutputKind
 
         params, engine, repeat = (
@@ -225,7 +235,8 @@ class ColocatedEngine(base.WorkerEngine):
     def _forget_prompts(self) -> bool:
         llm = self._running()
         if "limit_mm_per_prompt" in self.plan.engine_args:
-            # Its workers forget the features of images when weights are loaded, and vLLM's scheduler does not know.
+            # Its workers forget the features of images when weights are loaded, and vLLM's
+            # scheduler does not know.
             llm.llm_engine.reset_encoder_cache()
         return llm.reset_prefix_cache(reset_running_requests=True)
 
@@ -316,8 +327,8 @@ class Text:
 class AttachedEngine(base.WorkerEngine):
     """Reaches our worker extension in a foreign engine through one function.
 
-    Some loops put their engine to sleep and throw its weights away. What was fed last is kept in a file of our own, so that `feed_again`
-    can bring it back.
+    Some loops put their engine to sleep and throw its weights away. What was fed last is kept in a
+    file of our own, so that `feed_again` can bring it back.
     """
 
     def __init__(
@@ -332,7 +343,8 @@ class AttachedEngine(base.WorkerEngine):
         """
         Args:
             call: (method, arguments) -> every worker's answer, e.g. of `LLM.collective_rpc`.
-            kept_state: state file (heads.checkpoint.save_state) of the heads that the engine started with; swaps write over it.
+            kept_state: state file (heads.checkpoint.save_state) of the heads that the engine
+                started with; swaps write over it.
             counters: vLLM's acceptance counters since the engine started.
             forget_prompts: resets the prefix cache; only `sync_actor` needs it.
             drafting: what it is configured to begin with; drafts for all heads if that is left out.
@@ -415,7 +427,9 @@ def _engine_errors(doing: str) -> Iterator[None]:
 
 
 def _request(prompt: Sequence[int]) -> dict[str, Any]:
-    """A prompt as vLLM takes it: images beside the ids, each of them one token, whose features vLLM computes itself."""
+    """A prompt as vLLM takes it: images beside the ids, each of them one token, whose features vLLM
+    computes itself.
+    """
     if not isinstance(prompt, ImagePrompt):
         return {"prompt_token_ids": list(prompt)}
     return {
@@ -432,7 +446,10 @@ def _check_images(prompts: base.Prompts, read: Sequence[Sequence[int] | None]) -
                 "The engine reads a prompt's images in another way than the trainer.",
                 given=f"{len(ids or ())} tokens",
                 expected=f"{len(prompt)} tokens",
-                do="Leave mm_processor_kwargs out of engine.extra; the size of images is said in the model's preprocessor_config.json.",
+                do=(
+                    "Leave mm_processor_kwargs out of engine.extra; the size of images is said in"
+                    " the model's preprocessor_config.json."
+                ),
             )
 
 
@@ -447,7 +464,9 @@ def _response(prompt_index: int, completion: Any) -> Response:
 
 
 def process_counters() -> Counters:
-    """vLLM's acceptance counters of the engine that was started in this process, however it was started."""
+    """vLLM's acceptance counters of the engine that was started in this process, however it was
+    started.
+    """
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
     return read_counters(get_metrics_snapshot())

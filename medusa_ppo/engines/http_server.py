@@ -1,4 +1,6 @@
-"""vLLM as an HTTP server on this node: started here, or attached to. Swaps go through the same worker extension."""
+"""vLLM as an HTTP server on this node: started here, or attached to. Swaps go through the same
+worker extension.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ CALL_TIMEOUT_S = 600.0
 TOKEN_S = 1.0
 """A sequence of a running engine that is slower than this for each token counts as hanging."""
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-"""A connection for each request: what a server says twice would be taken for the answer to the next one."""
+"""A connection for each request: what a server says twice would be taken for the answer to the next
+one.
+"""
 MOST_ANSWER_BYTES = 256 << 20
 MOST_POSITIONS = 1024
 COUNTER = "vllm:spec_decode_num_"
@@ -65,18 +69,22 @@ class ServerEngine(base.WorkerEngine):
         config: EngineConfig,
         seed: int = 0,
     ) -> None:
-        """Start a server, or attach to the one at `config.backend`. Raises as `plan_launch`, and EngineError when no server answers."""
+        """Start a server, or attach to the one at `config.backend`. Raises as `plan_launch`, and
+        EngineError when no server answers.
+        """
         self.plan = plan_launch(model_path, heads_path, config, seed)
         self._process: subprocess.Popen[bytes] | None = None
         self._log = Path(os.devnull)
-        # On a node with other users loopback is no door: a server that is started here answers nobody else.
+        # On a node with other users loopback is no door: a server that is started here answers
+        # nobody else.
         token = None if config.addresses else secrets.token_urlsafe(32)
         self._client = httpx.Client(
             base_url=self._start(config, token) if token else config.addresses[0],
             headers=token_header(token),
             timeout=CALL_TIMEOUT_S,
             limits=LIMITS,
-            trust_env=not token,  # A proxy of the environment has no business on loopback, and would be told the token.
+            # A proxy of the environment has no business on loopback, and would be told the token.
+            trust_env=not token,
         )
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
@@ -89,7 +97,8 @@ class ServerEngine(base.WorkerEngine):
             self.close()
             raise
 
-    # ---- the engine's methods ---------------------------------------------------------------------------------------------
+    # ---- the engine's methods
+    # ---------------------------------------------------------------------------------------------
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         return self.generate_as_finished(prompts, sampling, lambda place, response: None)
@@ -124,13 +133,15 @@ class ServerEngine(base.WorkerEngine):
     def swap_heads(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        # Running requests stand still while the engine is at it: the file is read and summed up here, where they don't wait for that.
+        # Running requests stand still while the engine is at it: the file is read and summed up
+        # here, where they don't wait for that.
         return super().swap_heads(path, version, checked or base.check_state(path, "new heads"))
 
     def sync_actor(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        # Other clients may have requests running: they wait, and their cached keys and values are computed anew.
+        # Other clients may have requests running: they wait, and their cached keys and values are
+        # computed anew.
         file = base.check_file(path, "the actor's weights")
         checked = checked or base.check_state(file, "the actor's weights", tensorwise_checksum)
         self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
@@ -148,7 +159,9 @@ class ServerEngine(base.WorkerEngine):
         self._settings = self._settings | settings
 
     def counters(self) -> Counters:
-        """As of RolloutEngine. Loops ask before and after each generation: here a server is noticed that somebody has started again."""
+        """As of RolloutEngine. Loops ask before and after each generation: here a server is noticed
+        that somebody has started again.
+        """
         if self._met:
             self._meet_again()
         page = self._request("GET", "/metrics").text if self.max_drafts else ""
@@ -167,17 +180,20 @@ class ServerEngine(base.WorkerEngine):
         )
 
     def _meet_again(self) -> None:
-        """A server that was started again drafts as it was told to, and waits for its heads (`heads_version` is -1).
+        """A server that was started again drafts as it was told to, and waits for its heads
+        (`heads_version` is -1).
 
         Raises:
-            EngineError: it was started again and not synced since: it writes with the actor of its folder.
+            EngineError: it was started again and not synced since: it writes with the actor of its
+                folder.
         """
         process, version = self._who_answers()
         if process == self._met:
             return
         if version != self.policy_version:
             raise EngineError(
-                "The vLLM server was started again, and what it answered since then may be another actor's.",
+                "The vLLM server was started again, and what it answered since then may be another"
+                " actor's.",
                 given=f"actor version {version} at {self._address}",
                 expected=f"version {self.policy_version}, which was synced into it",
                 do="Sync the actor, or go on from a checkpoint.",
@@ -207,7 +223,8 @@ class ServerEngine(base.WorkerEngine):
         if self._log.is_file():  # Not the device that stands for no log: root could remove it.
             self._log.unlink()
 
-    # ---- the process ------------------------------------------------------------------------------------------------------
+    # ---- the process
+    # ------------------------------------------------------------------------------------------------------
 
     def _start(self, config: EngineConfig, token: str) -> str:
         port = free_port()
@@ -219,7 +236,8 @@ class ServerEngine(base.WorkerEngine):
             | self.plan.environment
         )
         env |= {"VLLM_SERVER_DEV_MODE": "1", TOKEN: token, "VLLM_API_KEY": token}
-        # The server keeps its API in one process and the model in another; the setting for in-process engines is not its own.
+        # The server keeps its API in one process and the model in another; the setting for
+        # in-process engines is not its own.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         command = [
             sys.executable,
@@ -274,7 +292,8 @@ class ServerEngine(base.WorkerEngine):
         """As it may stand in a log: without the user and password of engine.backend."""
         return self._client.base_url.copy_with(userinfo=b"")
 
-    # ---- HTTP ---------------------------------------------------------------------------------------------------------------
+    # ---- HTTP
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _complete(
         self,
@@ -303,7 +322,8 @@ class ServerEngine(base.WorkerEngine):
             ]
             if strange or len(token_ids) > sampling.max_new_tokens:
                 raise ValueError(
-                    f"{len(token_ids)} tokens for max_tokens {sampling.max_new_tokens}, {len(strange)} outside the vocabulary"
+                    f"{len(token_ids)} tokens for max_tokens {sampling.max_new_tokens},"
+                    f" {len(strange)} outside the vocabulary"
                 )
             return base.checked_response(
                 prompt_index, token_ids, logprobs, str(choice["finish_reason"])
@@ -357,7 +377,9 @@ class ServerEngine(base.WorkerEngine):
         return answer
 
     def _fetch(self, verb: str, path: str, within_s: float, **kwargs: Any) -> httpx.Response:
-        """The whole answer, within so many seconds and within MOST_ANSWER_BYTES, however it comes; httpx's error where there is none."""
+        """The whole answer, within so many seconds and within MOST_ANSWER_BYTES, however it comes;
+        httpx's error where there is none.
+        """
         deadline, content = time.monotonic() + within_s, bytearray()
         with self._client.stream(verb, path, timeout=within_s, **kwargs) as stream:
             for part in stream.iter_bytes():
@@ -368,7 +390,9 @@ class ServerEngine(base.WorkerEngine):
 
 
 def last_words(log: str) -> str:
-    """The end of a log, below the first exception in it: a server ends long after its engine, with "See root cause above"."""
+    """The end of a log, below the first exception in it: a server ends long after its engine, with
+    "See root cause above".
+    """
     lines = log.splitlines()
     first = next((number for number, line in enumerate(lines) if RAISED.search(line)), len(lines))
     return "\n".join(
@@ -378,7 +402,9 @@ def last_words(log: str) -> str:
 
 
 def patience_s(count: int, sampling: Sampling, slots: int) -> float:
-    """Seconds after which an engine that still answers so many requests counts as hanging; those beyond its slots wait for a turn."""
+    """Seconds after which an engine that still answers so many requests counts as hanging; those
+    beyond its slots wait for a turn.
+    """
     return CALL_TIMEOUT_S + TOKEN_S * sampling.max_new_tokens * -(-count // max(1, slots))
 
 

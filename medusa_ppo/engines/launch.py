@@ -1,4 +1,5 @@
-"""How a vLLM engine is started: checks that need no vLLM, its arguments, and the process of a server (`python -m` this module).
+"""How a vLLM engine is started: checks that need no vLLM, its arguments, and the process of a
+server (`python -m` this module).
 
 What can't be combined is refused by name.
 """
@@ -46,7 +47,9 @@ logger = logging.getLogger(__name__)
 CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
 LARGE_VOCABULARY, DRAFT_VOCABULARY = 32_768, 8_192
-"""From so many tokens on drafts come from the most frequent ones alone, where nobody says otherwise; and so many of them."""
+"""From so many tokens on drafts come from the most frequent ones alone, where nobody says
+otherwise; and so many of them.
+"""
 LOSSLESS_METHODS = ("standard",)
 HOST = "127.0.0.1"  # Of a server that is started here: only this process asks it.
 ENVIRONMENT = {
@@ -134,7 +137,8 @@ def plan_launch(
         "use_tqdm_on_load": False,
     }
     if model.get("model_type") in VISION_FAMILIES:
-        # vLLM finds the places of images by the tokenizer, and looks for the vocabulary of Medusa heads in the outermost config.
+        # vLLM finds the places of images by the tokenizer, and looks for the vocabulary of Medusa
+        # heads in the outermost config.
         args |= {
             "skip_tokenizer_init": False,
             "limit_mm_per_prompt": {"video": 0},
@@ -181,7 +185,9 @@ def plan_launch(
 
 
 def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
-    """`engine.runner`. UnsupportedVersionError or ConfigError when it is V2 and something here can't have it."""
+    """`engine.runner`. UnsupportedVersionError or ConfigError when it is V2 and something here
+    can't have it.
+    """
     if config.runner == "v1":
         return "v1"
     version, first = vllm_version(), text_of(FIRST_V2)
@@ -236,7 +242,9 @@ def _drafting(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> D
 
 
 def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> int | None:
-    """Of how many tokens drafts come, and what heads are trained for; 0: of all; None: nobody says, and so of all."""
+    """Of how many tokens drafts come, and what heads are trained for; 0: of all; None: nobody says,
+    and so of all.
+    """
     if config.draft_vocab is not None:
         return config.draft_vocab
     large = heads is not None and heads.vocab_size >= LARGE_VOCABULARY and heads.lm_head == "shared"
@@ -246,8 +254,9 @@ def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None, runner: st
 def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:
     """Bytes that hold the keys and values of `max_num_seqs` sequences of full length.
 
-    vLLM's CPU build takes a share of the NUMA node's memory less what the process already holds; on machines that report a small
-    node (virtual machines with hot-plugged memory) that is negative, so the size is said outright.
+    vLLM's CPU build takes a share of the NUMA node's memory less what the process already holds; on
+    machines that report a small node (virtual machines with hot-plugged memory) that is negative,
+    so the size is said outright.
     """
     layers = int(text_config.get("num_hidden_layers", text_config.get("n_layer", 1)))
     heads = int(text_config.get("num_attention_heads", text_config.get("n_head", 1)))
@@ -261,7 +270,9 @@ def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:
 
 
 def read_model_config(model_path: str | Path) -> dict[str, Any]:
-    """The model's config.json, from its folder or (for a hub name) from the hub's cache. ModelError when there is none."""
+    """The model's config.json, from its folder or (for a hub name) from the hub's cache. ModelError
+    when there is none.
+    """
     folder = Path(model_path)
     if folder.is_dir():
         path = folder / "config.json"
@@ -295,7 +306,9 @@ def read_model_config(model_path: str | Path) -> dict[str, Any]:
 
 
 def read_heads_config(heads_path: str | Path, hidden_size: int, vocab_size: int) -> HeadsConfig:
-    """Sizes of native heads, compared with the actor's; the tensors are checked when vLLM loads them."""
+    """Sizes of native heads, compared with the actor's; the tensors are checked when vLLM loads
+    them.
+    """
     path = Path(heads_path) / "config.json"
     native = "a folder written by heads.checkpoint.save_heads"
     try:
@@ -348,7 +361,9 @@ def _refused(name: str, value: object, why: str, expected: object = "unset") -> 
 
 
 def refuse_lossy(extra: dict[str, Any]) -> None:
-    """LossyError for settings that change the distribution of the tokens; ConfigError for those that the engine sets itself."""
+    """LossyError for settings that change the distribution of the tokens; ConfigError for those
+    that the engine sets itself.
+    """
     for name, reason in SET_BY_THE_ENGINE.items():
         if name in extra:
             raise _refused(name, extra[name], f"changed: {reason}")
@@ -369,10 +384,13 @@ def refuse_lossy(extra: dict[str, Any]) -> None:
     )
     if method not in LOSSLESS_METHODS or lossy or typical:
         raise LossyError(
-            "This acceptance rule would change the distribution of the sampled tokens, and PPO would learn from wrong log-probs.",
-            given=f"rejection_sample_method={method}"
-            if method not in LOSSLESS_METHODS
-            else ", ".join(lossy) or "typical acceptance",
+            "This acceptance rule would change the distribution of the sampled tokens, and PPO"
+            " would learn from wrong log-probs.",
+            given=(
+                f"rejection_sample_method={method}"
+                if method not in LOSSLESS_METHODS
+                else ", ".join(lossy) or "typical acceptance"
+            ),
             expected="rejection_sample_method=standard, which is lossless",
             do="Remove the setting.",
         )
@@ -407,7 +425,9 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
 
 
 def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-text ids of generation_config.json, config.json and the tokenizer: a response ends at whatever any of them calls an end."""
+    """End-of-text ids of generation_config.json, config.json and the tokenizer: a response ends at
+    whatever any of them calls an end.
+    """
     found: list[int] = []
     path = Path(model_path) / "generation_config.json"
     first = [_read_json(path).get("eos_token_id")] if path.is_file() else []
@@ -429,7 +449,8 @@ def _tokenizer_end(folder: Path) -> list[int]:
     return [i for i, token in listed.items() if end is not None and token.get("content") == end]
 
 
-# ---- the process -------------------------------------------------------------------------------------------------------------
+# ---- the process
+# -------------------------------------------------------------------------------------------------------------
 
 
 def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:
@@ -443,8 +464,9 @@ def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str
     }
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.is_file():
-        # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before torch, and in the place of GNU's:
-        # that is what vLLM leaves here once it ran in this process, and with both it does not start.
+        # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before
+        # torch, and in the place of GNU's: that is what vLLM leaves here once it ran in this
+        # process, and with both it does not start.
         others = [
             part
             for part in re.split("[: ]", os.environ.get("LD_PRELOAD", ""))
@@ -491,9 +513,11 @@ def engine_flags(engine_args: dict[str, Any]) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Ask Linux for SIGTERM when the parent dies, so that a killed run leaves no server behind. Elsewhere: nothing.
+    """Ask Linux for SIGTERM when the parent dies, so that a killed run leaves no server behind.
+    Elsewhere: nothing.
 
-    Linux means the parent's thread: the engine has to be made in a thread that lives as long as it is used.
+    Linux means the parent's thread: the engine has to be made in a thread that lives as long as it
+    is used.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,6 @@
-"""The pieces of a generate call: how a pool cuts it for its engines, their seeds, who hears of responses, and calls that end early."""
+"""The pieces of a generate call: how a pool cuts it for its engines, their seeds, who hears of
+responses, and calls that end early.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Partly:
     """A call that goes on with responses of earlier ones, and may end before all have ended.
 
     Attributes:
-        begun: of each response of the call what there is of it already; those that have ended are not asked for again.
+        begun: of each response of the call what there is of it already; those that have ended are
+            not asked for again.
         enough: prompts to which all responses have ended; with so many the call ends.
         due: indices of prompts that it waits for in any case.
     """
@@ -37,7 +40,9 @@ class Partly:
     due: frozenset[int] = frozenset()
 
     def over(self, unfinished: Mapping[int, int]) -> bool:
-        """The call may end. `unfinished`: responses that have not ended, of each prompt by its index."""
+        """The call may end. `unfinished`: responses that have not ended, of each prompt by its
+        index.
+        """
         open_prompts = {prompt for prompt, count in unfinished.items() if count}
         return len(unfinished) - len(open_prompts) >= self.enough and not open_prompts & self.due
 
@@ -64,20 +69,25 @@ def tell(parts: Iterable[Ended | Rollouts], finished: Finished) -> Rollouts:
 
 
 def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
-    """Tokens that a prompt may come to: it is read once, and each response may be as long as it is allowed to be."""
+    """Tokens that a prompt may come to: it is read once, and each response may be as long as it is
+    allowed to be.
+    """
     return len(prompt) + sampling.responses_per_prompt * sampling.max_new_tokens
 
 
 def cut(
     prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smallest: int = 1
 ) -> list[Piece]:
-    """The call's pieces in the order in which they are given out; a function of the prompts alone, not of who is quick.
+    """The call's pieces in the order in which they are given out; a function of the prompts alone,
+    not of who is quick.
 
-    Each piece takes a 1 / (2 x engines) share of the tokens that are left: the first ones are large, so that an engine batches well, the
-    last ones small, so that none waits long for the others. One engine gets everything at once, in its own order.
+    Each piece takes a 1 / (2 x engines) share of the tokens that are left: the first ones are
+    large, so that an engine batches well, the last ones small, so that none waits long for the
+    others. One engine gets everything at once, in its own order.
 
     Args:
-        smallest: fewest prompts of a piece, the last one excepted; as many as keep an engine's slots full.
+        smallest: fewest prompts of a piece, the last one excepted; as many as keep an engine's
+            slots full.
     """
     if engines <= 1:
         return [tuple(range(len(prompts)))]
@@ -95,7 +105,9 @@ def cut(
 
 
 def in_call(finished: Finished, piece: Piece, repeat: int) -> Finished:
-    """Tells of a piece's responses by their places in the whole call, in which a prompt has `repeat` of them."""
+    """Tells of a piece's responses by their places in the whole call, in which a prompt has
+    `repeat` of them.
+    """
 
     def told(place: int, response: Response) -> None:
         index = piece[response.prompt_index]
@@ -119,7 +131,8 @@ def request_seed(sampling: Sampling, index: int) -> int | None:
 
 
 class SharedMemory(ResponseMemory):
-    """What all engines of a pool have said, kept by whoever speaks for them. With `most_bytes` 0 nothing is. Any thread may ask.
+    """What all engines of a pool have said, kept by whoever speaks for them. With `most_bytes` 0
+    nothing is. Any thread may ask.
 
     Attributes:
         news: of the call that runs: who wrote something, and what.
@@ -154,7 +167,9 @@ class SharedMemory(ResponseMemory):
         return [row for author, rows in self.news if author is not engine for row in rows]
 
     def rows(self, version: int | None = None) -> list[Row]:
-        """As of a memory; `version`: of the policy now, where it has moved since something was heard."""
+        """As of a memory; `version`: of the policy now, where it has moved since something was
+        heard.
+        """
         with self._lock:
             self.version = self.version if version is None else version
             return super().rows()

@@ -1,12 +1,14 @@
-"""Many engines behind the interface of one: work balanced between them, every version on all of them, lost ones started again.
+"""Many engines behind the interface of one: work balanced between them, every version on all of
+them, lost ones started again.
 
     generate      pieces of the call (`cut`) go to the engine with the fewest running tokens that is free
     swap, sync    all engines at once, from one file that is checked once; it is kept until the next one, for engines that come late
     memory        what one engine has said goes to all others, and to those that are started again
     lost engine   its piece goes to another; it is started anew in the background, catches up, and takes pieces again
 
-An engine answers only with the versions that the pool says: one that missed a swap or sync gets it before its next piece.
-A pool of one is an engine that is started again when it is lost; what it samples is what the bare engine would.
+An engine answers only with the versions that the pool says: one that missed a swap or sync gets it
+before its next piece. A pool of one is an engine that is started again when it is lost; what it
+samples is what the bare engine would.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ SUMS = {"heads": checksum, "actor": tensorwise_checksum}
 
 @dataclass
 class Seat:
-    """One engine's place in the pool. `engine` is None while it is started again, and for good after too many starts in a row."""
+    """One engine's place in the pool. `engine` is None while it is started again, and for good
+    after too many starts in a row.
+    """
 
     index: int
     engine: base.RolloutEngine | None
@@ -82,7 +86,8 @@ class EnginePool(base.RolloutEngine):
     Attributes:
         shares: what each engine did in the last `generate`.
         restarts: engines that were started again so far.
-        memory: what all of them have said, once more beside theirs; of as many bytes as they have (0 until someone says so).
+        memory: what all of them have said, once more beside theirs; of as many bytes as they have
+            (0 until someone says so).
     """
 
     def __init__(
@@ -93,7 +98,8 @@ class EnginePool(base.RolloutEngine):
         smallest_piece: int = 1,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start `count` engines, all at once. Raises what the first one that fails raises, after ending the others.
+        """Start `count` engines, all at once. Raises what the first one that fails raises, after
+        ending the others.
 
         Args:
             factory: starts the engine with a given index; called again for one that is lost.
@@ -132,7 +138,8 @@ class EnginePool(base.RolloutEngine):
     def shares(self) -> tuple[EngineShare, ...]:
         return tuple(seat.share for seat in self._seats)
 
-    # ---- the engine's methods ---------------------------------------------------------------------------------------------
+    # ---- the engine's methods
+    # ---------------------------------------------------------------------------------------------
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         """As `RolloutEngine.generate`. EngineError when no engine is left."""
@@ -307,7 +314,9 @@ class EnginePool(base.RolloutEngine):
         self._everywhere(lambda engine: engine.sleep(level))
 
     def wake(self) -> None:
-        """As `RolloutEngine.wake`. Heads that an engine lost in its sleep come back before its next piece, if the pool has their file."""
+        """As `RolloutEngine.wake`. Heads that an engine lost in its sleep come back before its next
+        piece, if the pool has their file.
+        """
         self._everywhere(lambda engine: engine.wake())
         self._note_lost_heads()
 
@@ -335,7 +344,8 @@ class EnginePool(base.RolloutEngine):
             self._folder.close()
         self._on_close()
 
-    # ---- asking -------------------------------------------------------------------------------------------------------------
+    # ---- asking
+    # -------------------------------------------------------------------------------------------------------------
 
     def _ask(
         self, seat: Seat, piece: Piece, prompts: base.Prompts, sampling: Sampling, ask: Ask
@@ -392,12 +402,15 @@ class EnginePool(base.RolloutEngine):
         )
         return base.with_versions(rollouts, self)
 
-    # ---- the same on all engines ----------------------------------------------------------------------------------------------
+    # ---- the same on all engines
+    # ----------------------------------------------------------------------------------------------
 
     def _deliver(
         self, what: str, path: str | Path, version: int, checked: Checked | None
     ) -> SwapReceipt:
-        """Heads or actor to all engines at once; the slowest one's seconds. The file is checked here, once, and not by each engine."""
+        """Heads or actor to all engines at once; the slowest one's seconds. The file is checked
+        here, once, and not by each engine.
+        """
         started = time.perf_counter()
         file = self._keep(base.check_file(path, NAMES[what]), f"{what}-{version}")
         try:
@@ -413,7 +426,8 @@ class EnginePool(base.RolloutEngine):
                 (seat, answer) for seat, answer in answers if isinstance(answer, SwapReceipt)
             ]
             if receipts or any(isinstance(answer, SwapError) for _, answer in answers):
-                break  # Otherwise all were lost over it; those that are started again are asked again.
+                # Otherwise all were lost over it; those that are started again are asked again.
+                break
         self._note_lost_heads()
         if not receipts:
             file.unlink(missing_ok=True)
@@ -434,7 +448,9 @@ class EnginePool(base.RolloutEngine):
         return SwapReceipt(version, receipts[0][1].checksum, time.perf_counter() - started)
 
     def _keep(self, path: str, name: str) -> Path:
-        """The file under a name of the pool's own: writers remove or replace theirs. A hard link where that is possible, else a copy."""
+        """The file under a name of the pool's own: writers remove or replace theirs. A hard link
+        where that is possible, else a copy.
+        """
         file = self._new_file(name)
         try:
             os.link(path, file)
@@ -452,11 +468,15 @@ class EnginePool(base.RolloutEngine):
             self._kept.pop(what)[0].unlink(missing_ok=True)
 
     def _everywhere(self, call: Call) -> list[tuple[Seat, Any]]:
-        """Every engine's answer or error, asked at once. Engines that are lost are started again; a wrong request is raised."""
+        """Every engine's answer or error, asked at once. Engines that are lost are started again; a
+        wrong request is raised.
+        """
         return self._ask_all(self._seated(), call)
 
     def _seated(self) -> list[Seat]:
-        """The seats that have an engine; waits for one that starts where none has. EngineError when none will."""
+        """The seats that have an engine; waits for one that starts where none has. EngineError when
+        none will.
+        """
         self._revive()
         while not self._ready():
             starting = [seat.starting for seat in self._seats if seat.starting is not None]
@@ -473,7 +493,9 @@ class EnginePool(base.RolloutEngine):
         meanwhile: Callable[[], None] = lambda: None,
         patience_s: float | None = None,
     ) -> list[tuple[Seat, Any]]:
-        """Their engines' answers; `meanwhile` is done here, and who is silent for so long after it is lost."""
+        """Their engines' answers; `meanwhile` is done here, and who is silent for so long after it
+        is lost.
+        """
         jobs = [
             (seat, self._threads.submit(call, seat.engine))
             for seat in seats
@@ -495,10 +517,13 @@ class EnginePool(base.RolloutEngine):
             answers.append((seat, error or job.result()))
         return answers
 
-    # ---- lost engines -----------------------------------------------------------------------------------------------------------
+    # ---- lost engines
+    # -----------------------------------------------------------------------------------------------------------
 
     def _lost(self, seat: Seat, error: BaseException) -> None:
-        """Start a lost engine again in the background. An error that isn't the engine's is raised."""
+        """Start a lost engine again in the background. An error that isn't the engine's is
+        raised.
+        """
         if not isinstance(error, EngineError) or self._closing:
             raise error
         logger.warning("Engine %d is lost. %s", seat.index, error)

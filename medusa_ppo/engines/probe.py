@@ -1,12 +1,15 @@
-"""Are an engine's tokens samples of the model's own distribution? One test for any prompts, settings and drafts, and this machine's proof
-(`python -m medusa_ppo.engines.probe` serves a tiny random model with drafts and prints one line of JSON).
+"""Are an engine's tokens samples of the model's own distribution? One test for any prompts,
+settings and drafts, and this machine's proof (`python -m medusa_ppo.engines.probe` serves a tiny
+random model with drafts and prints one line of JSON).
 
-The randomised PIT: for a token x that was sampled from p (tokens in p's order, likeliest first), u = (mass before x) + U(0, 1) p(x) is
-uniform on (0, 1), whatever the prefix (Czado, Gneiting, Held 2009, Biometrics 65). So all tokens of all prompts go into one chi-square and
-one Kolmogorov-Smirnov test. Besides, log p(x) + H(p) has mean 0 given the past, so its sum over all tokens, divided by the root of the
-summed variances, is a standard normal z: it shows a shift of log-probs (vLLM's CPU build without our mend gives |z| above 50 here). Drafts
-that are verified against another q than they were drawn from, or against one that is a step old, show in all three. Tokens to which p
-gives no mass are counted by themselves: there may be none.
+The randomised PIT: for a token x that was sampled from p (tokens in p's order, likeliest first), u
+= (mass before x) + U(0, 1) p(x) is uniform on (0, 1), whatever the prefix (Czado, Gneiting, Held
+2009, Biometrics 65). So all tokens of all prompts go into one chi-square and one Kolmogorov-Smirnov
+test. Besides, log p(x) + H(p) has mean 0 given the past, so its sum over all tokens, divided by the
+root of the summed variances, is a standard normal z: it shows a shift of log-probs (vLLM's CPU
+build without our mend gives |z| above 50 here). Drafts that are verified against another q than
+they were drawn from, or against one that is a step old, show in all three. Tokens to which p gives
+no mass are counted by themselves: there may be none.
 
 Shape letters: B rows, T positions, M sampled tokens, V vocabulary.
 """
@@ -46,7 +49,9 @@ PROMPTS, NEW_TOKENS = 64, 32
 
 @dataclass
 class Uniformity:
-    """What was seen of the tokens so far. `add` takes more; the p-values and z are of all of them."""
+    """What was seen of the tokens so far. `add` takes more; the p-values and z are of all of
+    them.
+    """
 
     seed: int = 0
     outside: int = 0
@@ -61,7 +66,8 @@ class Uniformity:
         """Take in sampled tokens.
 
         Args:
-            logits_MV: the reference model's raw logits at each sampled position; -inf where a grammar forbids the token.
+            logits_MV: the reference model's raw logits at each sampled position; -inf where a
+                grammar forbids the token.
             ids_M: int64, what was sampled there.
             sampling: temperature (above 0), top-k and top-p they were sampled with.
         """
@@ -107,7 +113,9 @@ class Uniformity:
 
     @property
     def kolmogorov_p(self) -> float:
-        """Of the largest distance to the uniform distribution function; its limiting law, exact enough from a hundred tokens on."""
+        """Of the largest distance to the uniform distribution function; its limiting law, exact
+        enough from a hundred tokens on.
+        """
         u = torch.cat(self._u).sort().values
         steps = torch.arange(len(u) + 1, dtype=torch.float64) / len(u)
         distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
@@ -135,7 +143,9 @@ class Uniformity:
 
     @property
     def honest(self) -> bool:
-        """Nothing outside of the support, both p-values over 0.001, z within 3: by chance 1 honest engine in about 250 fails."""
+        """Nothing outside of the support, both p-values over 0.001, z within 3: by chance 1 honest
+        engine in about 250 fails.
+        """
         return (
             not self.outside
             and min(self.chi_square_p, self.kolmogorov_p) > LEAST_P
@@ -176,13 +186,23 @@ def add_response(
 
 
 def sentence(drafting: Uniformity, plain: Uniformity | None) -> str:
-    """The verdict. `plain` is of the same engine without drafts: what it fails too is not the drafts' doing. It is read only where
-    those with drafts fail."""
+    """The verdict. `plain` is of the same engine without drafts: what it fails too is not the
+    drafts' doing. It is read only where those with drafts fail.
+    """
     if drafting.honest:
-        return f"Honest: {drafting.tokens:,} tokens sampled with drafts fit the model's own distribution."
+        return (
+            f"Honest: {drafting.tokens:,} tokens sampled with drafts fit the model's own"
+            " distribution."
+        )
     if plain is not None and not plain.honest:
-        return "Not the drafts: without them the engine's tokens differ from the reference as well (its dtype, kernels or sampling settings)."
-    return "WRONG: with drafts the tokens do not have the model's distribution, without them they do. Do not train on them; report this."
+        return (
+            "Not the drafts: without them the engine's tokens differ from the reference as well"
+            " (its dtype, kernels or sampling settings)."
+        )
+    return (
+        "WRONG: with drafts the tokens do not have the model's distribution, without them they do."
+        " Do not train on them; report this."
+    )
 
 
 def tiny_model(folder: Path) -> LlamaForCausalLM:
@@ -212,7 +232,9 @@ def sample(
     tokens: int,
     advance: Callable[[float], object],
 ) -> tuple[list[Rollouts], list[Rollouts]]:
-    """At least so many tokens with the engine's drafts, and as many without, call by call in turn. It drafts afterwards as before."""
+    """At least so many tokens with the engine's drafts, and as many without, call by call in turn.
+    It drafts afterwards as before.
+    """
     drafts = engine.num_drafts
     runs: tuple[list[Rollouts], list[Rollouts]] = ([], [])
     try:
@@ -229,7 +251,9 @@ def sample(
 def judge(
     model: Any, runs: tuple[list[Rollouts], list[Rollouts]], advance: Callable[[float], object]
 ) -> tuple[Uniformity, Uniformity | None]:
-    """What `sample` gave, against the model's own distribution; those without drafts only where those with drafts fail."""
+    """What `sample` gave, against the model's own distribution; those without drafts only where
+    those with drafts fail.
+    """
     found = []
     for run in runs:
         found.append(Uniformity())
@@ -242,7 +266,9 @@ def judge(
 
 
 def beginnings(config: Any) -> list[list[int]]:
-    """Prompts for any model: the token that begins its texts, or one that ends them, and one at random."""
+    """Prompts for any model: the token that begins its texts, or one that ends them, and one at
+    random.
+    """
     config = config.get_text_config()
     begin = next(
         token for token in (config.bos_token_id, config.eos_token_id, 0) if token is not None

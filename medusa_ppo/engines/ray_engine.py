@@ -1,7 +1,9 @@
-"""The colocated engine inside a Ray actor (its own process, threads and environment, ended with the run), and `make_engine`, which chooses.
+"""The colocated engine inside a Ray actor (its own process, threads and environment, ended with the
+run), and `make_engine`, which chooses.
 
-An engine on this node reads new weights from the file in shared memory. One on another node gets the file's bytes through Ray's object
-store: they are put there once, and nodes that have them pass them on, so that many engines don't queue at one.
+An engine on this node reads new weights from the file in shared memory. One on another node gets
+the file's bytes through Ray's object store: they are put there once, and nodes that have them pass
+them on, so that many engines don't queue at one.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ Answer = tuple[Any, dict[str, int]]
 
 
 class EngineHost:
-    """Runs in the Ray actor. It answers with a value or an error of ours (returned, to arrive as it is), and the engine's numbers."""
+    """Runs in the Ray actor. It answers with a value or an error of ours (returned, to arrive as it
+    is), and the engine's numbers.
+    """
 
     def __init__(self, *start: Any) -> None:
         """As `ColocatedEngine`, the plan last."""
@@ -90,7 +94,9 @@ class EngineHost:
 
 
 def gpus_asked(config: EngineConfig, ranks: int) -> float:
-    """GPUs that Ray gives to an engine of so many ranks: a share of one, or one for each rank; none in a cluster without."""
+    """GPUs that Ray gives to an engine of so many ranks: a share of one, or one for each rank; none
+    in a cluster without.
+    """
     if not ray.cluster_resources().get("GPU"):
         return 0.0
     return (settled_engine(config).memory_fraction or 0.0) if ranks == 1 else float(ranks)
@@ -100,7 +106,9 @@ _store_lock = threading.Lock()
 
 
 def _file_in_store(path: str, inode: int, modified_ns: int, session: str) -> Any:
-    """Reference to a file's bytes in Ray's object store; put there once, whoever of a pool's engines asks first."""
+    """Reference to a file's bytes in Ray's object store; put there once, whoever of a pool's
+    engines asks first.
+    """
     with _store_lock:
         return _put_file(path, inode, modified_ns, session)
 
@@ -133,11 +141,13 @@ class RayEngine(base.RolloutEngine):
         plan: LaunchPlan | None = None,
         where: dict[str, Any] | None = None,
     ) -> None:
-        """Start the actor and vLLM in it. Raises as `plan_launch` before anything starts, EngineError afterwards.
+        """Start the actor and vLLM in it. Raises as `plan_launch` before anything starts,
+        EngineError afterwards.
 
         Args:
             plan: as for `ColocatedEngine`.
-            where: options of Ray that give the actor its place (`medusa_ppo.processes.place`); None: Ray finds one.
+            where: options of Ray that give the actor its place (`medusa_ppo.processes.place`);
+                None: Ray finds one.
         """
         given, plan = plan, plan or plan_launch(model_path, heads_path, config, seed)
         if not ray.is_initialized():
@@ -148,7 +158,8 @@ class RayEngine(base.RolloutEngine):
                 do="Call ray.init() first.",
             )
         gpus = gpus_asked(config, int(plan.engine_args.get("tensor_parallel_size", 1)))
-        # No CPU is reserved: the engine and the companion share the node's cores, by design of the colocated mode.
+        # No CPU is reserved: the engine and the companion share the node's cores, by design of the
+        # colocated mode.
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": gpus,
@@ -275,7 +286,9 @@ class RayEngine(base.RolloutEngine):
     def _ask(
         self, doing: str, entry: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        """What a method of `EngineHost` answers; Ray's failures as EngineError, and silence for `timeout` seconds too."""
+        """What a method of `EngineHost` answers; Ray's failures as EngineError, and silence for
+        `timeout` seconds too.
+        """
         with self._errors(doing):
             return self._understood(
                 ray.get(
@@ -310,7 +323,8 @@ class RayEngine(base.RolloutEngine):
         return answer
 
 
-# ---- the choice between the forms ----------------------------------------------------------------------------------------------
+# ---- the choice between the forms
+# ----------------------------------------------------------------------------------------------
 
 
 def make_engine(
@@ -323,11 +337,13 @@ def make_engine(
 ) -> base.RolloutEngine:
     """The engine that `config.backend` asks for.
 
-    `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over HTTP, started here; or at its addresses.
-    With `config.replicas` above 1, or an actor that is broadcast: a pool of them.
+    `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over
+    HTTP, started here; or at its addresses. With `config.replicas` above 1, or an actor that is
+    broadcast: a pool of them.
 
     Args:
-        supervised: start one engine again too when it is lost, with the heads and the actor that it had; a pool always does.
+        supervised: start one engine again too when it is lost, with the heads and the actor that it
+            had; a pool always does.
     """
     config = settled_engine(config)
     kind = RayEngine if config.backend == COLOCATED else ServerEngine

@@ -35,11 +35,12 @@ class RolloutEngine(ABC):
     Attributes:
         max_drafts: drafts per step that it was started for; 0 without heads.
         num_drafts: drafts per step now.
-        policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost its heads, and drafts nothing until
-            some are swapped in.
+        policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost
+            its heads, and drafts nothing until some are swapped in.
         restarts: times that it was lost and started again.
         elsewhere: it runs on another node.
-        streams: it takes a broadcast actor too (`stream_actor` of `medusa_ppo.engines.actor_sync.BroadcastPool`).
+        streams: it takes a broadcast actor too (`stream_actor` of
+            `medusa_ppo.engines.actor_sync.BroadcastPool`).
     """
 
     max_drafts: int = 0
@@ -54,16 +55,18 @@ class RolloutEngine(ABC):
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         """Sample `responses_per_prompt` responses to each prompt (token ids), in prompt order.
 
-        The log-probs are those of the distribution that was sampled from; the counters cover this call only.
+        The log-probs are those of the distribution that was sampled from; the counters cover this
+        call only.
         """
 
     def generate_as_finished(
         self, prompts: Prompts, sampling: Sampling, finished: Finished
     ) -> Rollouts:
-        """As `generate`; `finished` hears of each response when it has ended, in any order, while the others are written.
+        """As `generate`; `finished` hears of each response when it has ended, in any order, while
+        the others are written.
 
-        Where an engine is lost on the way, a response may come once more with other tokens: what is returned is what counts. An engine that
-        can't do so tells of all at the end.
+        Where an engine is lost on the way, a response may come once more with other tokens: what is
+        returned is what counts. An engine that can't do so tells of all at the end.
         """
         rollouts = self.generate(prompts, sampling)
         for place, response in enumerate(rollouts.responses):
@@ -71,14 +74,17 @@ class RolloutEngine(ABC):
         return rollouts
 
     def generate_partly(self, prompts: Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
-        """As `generate`, going on with what was begun, until enough have ended. The others come as they are (UNFINISHED)."""
+        """As `generate`, going on with what was begun, until enough have ended. The others come as
+        they are (UNFINISHED).
+        """
         raise self._only_colocated("can't stop a response half-way", "Set ppo.carry_after=null.")
 
     @abstractmethod
     def swap_heads(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        """Install the heads of a state file (heads.checkpoint.save_state) between two steps. SwapError leaves the old ones.
+        """Install the heads of a state file (heads.checkpoint.save_state) between two steps.
+        SwapError leaves the old ones.
 
         Args:
             checked: what `check_state` found of the file; None: it is checked here.
@@ -88,32 +94,43 @@ class RolloutEngine(ABC):
     def sync_actor(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        """Load the actor's weights from a safetensors file of HF names, and forget all cached prompts. `checked`: as for swap_heads."""
+        """Load the actor's weights from a safetensors file of HF names, and forget all cached
+        prompts. `checked`: as for swap_heads.
+        """
 
     def check_actor(self, entries: Header) -> list[str]:
-        """Where each of its ranks has weights: a GPU's id, or `cpu`. SwapError when an actor of these tensors is none for this engine."""
+        """Where each of its ranks has weights: a GPU's id, or `cpu`. SwapError when an actor of
+        these tensors is none for this engine.
+        """
         raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     def join_transfer(self, place: dict[str, Any]) -> None:
         """Enter a group that actors are broadcast in; waits until all its ranks are there.
 
         Args:
-            place: fields of `medusa_ppo.meeting.Place`, `rank` being that of this engine's first rank.
+            place: fields of `medusa_ppo.meeting.Place`, `rank` being that of this engine's first
+                rank.
         """
         raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
-        """`sync_actor` from the group, while rank 0 sends (`medusa_ppo.vllm_plugin.transfer.send`). After a SwapError the engine may
-        hold no whole actor: then it answers nothing until it has one."""
+        """`sync_actor` from the group, while rank 0 sends (`medusa_ppo.vllm_plugin.transfer.send`).
+        After a SwapError the engine may hold no whole actor: then it answers nothing until it has
+        one.
+        """
         raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     @abstractmethod
     def configure(self, **settings: Unpack[Drafting]) -> None:
-        """How it drafts from the next step on; what is left out stays as it is. ConfigError for what is not possible."""
+        """How it drafts from the next step on; what is left out stays as it is. ConfigError for
+        what is not possible.
+        """
 
     @abstractmethod
     def checksums(self) -> dict[str, str]:
-        """`heads` and `actor`: checksums of what was loaded last; `actor` is empty before the first sync."""
+        """`heads` and `actor`: checksums of what was loaded last; `actor` is empty before the first
+        sync.
+        """
 
     @abstractmethod
     def counters(self) -> Counters:
@@ -121,22 +138,28 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def plugin_report(self) -> dict[str, Any]:
-        """Proof that our vLLM plug-in is active where the model runs: process id, versions, mends."""
+        """Proof that our vLLM plug-in is active where the model runs: process id, versions,
+        mends.
+        """
 
     def choices(self) -> list[dict[str, Any]]:
-        """What an engine that chooses the number of drafts chose since the last call: rows of `DraftChooser.take_report`."""
+        """What an engine that chooses the number of drafts chose since the last call: rows of
+        `DraftChooser.take_report`.
+        """
         return []
 
     def remember(self, rows: Sequence[Row]) -> int:
-        """Responses that others have written, into its memory; the bytes that it holds then, 0: it has none (`engine.memory_bytes`)."""
+        """Responses that others have written, into its memory; the bytes that it holds then, 0: it
+        has none (`engine.memory_bytes`).
+        """
         raise self._only_colocated("remembers nothing", "Set engine.memory_bytes=null.")
 
     def sleep(self, level: int) -> None:
         """Give memory back until `wake`; the engine must be idle, and can do nothing meanwhile.
 
         Args:
-            level: 1 keeps the weights on the host; 2 throws actor and heads away: `sync_actor` must follow `wake`, and for drafts
-                `swap_heads`.
+            level: 1 keeps the weights on the host; 2 throws actor and heads away: `sync_actor` must
+                follow `wake`, and for drafts `swap_heads`.
         """
         raise self._only_colocated("can't sleep", "Set engine.sleep_level=null.")
 
@@ -160,7 +183,9 @@ class RolloutEngine(ABC):
         )
 
     def _possible(self, settings: Drafting) -> int:
-        """The number of drafts that holds with these settings. ConfigError when there are not so many heads."""
+        """The number of drafts that holds with these settings. ConfigError when there are not so
+        many heads.
+        """
         count = settings.get("num_drafts", self.num_drafts)
         if not 0 <= count <= self.max_drafts:
             do = "Restart the engine with more heads."
@@ -174,11 +199,15 @@ class RolloutEngine(ABC):
 
 
 class WorkerEngine(RolloutEngine):
-    """What engines have in common that reach our worker extension by a call of their own (`_call`)."""
+    """What engines have in common that reach our worker extension by a call of their own
+    (`_call`).
+    """
 
     @abstractmethod
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of the worker extension on all workers; the first answer, after looking for errors in each."""
+        """Call a method of the worker extension on all workers; the first answer, after looking for
+        errors in each.
+        """
 
     def swap_heads(
         self, path: str | Path, version: int, checked: Checked | None = None
@@ -205,7 +234,9 @@ class WorkerEngine(RolloutEngine):
         )
 
     def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
-        """New weights are in the model; what was cached of prompts was computed with the old ones."""
+        """New weights are in the model; what was cached of prompts was computed with the old
+        ones.
+        """
         if not self._forget_prompts():
             raise EngineError(
                 "The prefix cache could not be reset.",
@@ -218,7 +249,9 @@ class WorkerEngine(RolloutEngine):
 
     @abstractmethod
     def _forget_prompts(self) -> bool:
-        """Reset the prefix cache; keys and values of running requests are computed anew. False when that is not possible now."""
+        """Reset the prefix cache; keys and values of running requests are computed anew. False when
+        that is not possible now.
+        """
 
     def _answered(
         self, prompts: Prompts, sampling: Sampling, answer: Callable[[], Sequence[Response]]
@@ -248,7 +281,9 @@ class WorkerEngine(RolloutEngine):
         self.num_drafts = count
 
     def target_changed(self, version: int) -> None:
-        """Another loop has put new actor weights into the engine: what our proposer read from the old ones is read again."""
+        """Another loop has put new actor weights into the engine: what our proposer read from the
+        old ones is read again.
+        """
         self._call("medusa_target_changed", version)
         self.policy_version = version
 
@@ -348,7 +383,10 @@ def understood(take: Callable[[], Found], answer: object) -> Found:
             "An engine's answer does not hold what was asked for.",
             given=f"{type(error).__name__} {str(error)[:100]} in {reprlib.repr(answer)}",
             expected="vLLM's answer, with our worker extension",
-            do="Check that engine.backend is such a server, or report this with the versions of `medusa-ppo doctor`.",
+            do=(
+                "Check that engine.backend is such a server, or report this with the versions of"
+                " `medusa-ppo doctor`."
+            ),
         ) from error
 
 
@@ -369,7 +407,10 @@ def check_request(
             raise DataError(
                 "A prompt is empty or too long.",
                 given=f"prompt {index} has {len(prompt)} tokens",
-                expected=f"1..{limit} (engine.max_model_len {max_model_len} less max_new_tokens {sampling.max_new_tokens})",
+                expected=(
+                    f"1..{limit} (engine.max_model_len {max_model_len} less max_new_tokens"
+                    f" {sampling.max_new_tokens})"
+                ),
                 do="Raise engine.max_model_len or shorten prompts or responses.",
             )
         if vocab_size and not 0 <= min(prompt) <= max(prompt) < vocab_size:
@@ -405,7 +446,9 @@ def check_file(path: str | Path, what: str) -> str:
 def check_state(
     path: str | Path, what: str, sum_up: Callable[[Mapping[str, Tensor]], str] = checksum
 ) -> Checked:
-    """Read a file of weights, look for NaN and infinity, and sum it up (the actor by `tensorwise_checksum`). SwapError."""
+    """Read a file of weights, look for NaN and infinity, and sum it up (the actor by
+    `tensorwise_checksum`). SwapError.
+    """
     state, digest = read_state(check_file(path, what), what, sum_up)
     return Checked(digest, crc(state))
 
@@ -431,7 +474,10 @@ def checked_response(
     if len(token_ids) != len(logprobs) or not all(map(math.isfinite, logprobs)):
         raise EngineError(
             "vLLM's log-probs do not belong to its tokens.",
-            given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens, {sum(map(math.isfinite, logprobs))} finite",
+            given=(
+                f"{len(logprobs)} log-probs, {len(token_ids)} tokens,"
+                f" {sum(map(math.isfinite, logprobs))} finite"
+            ),
             expected="one number per sampled token",
             do="Report this with the versions of `medusa-ppo doctor`.",
         )

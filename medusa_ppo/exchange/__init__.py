@@ -1,5 +1,6 @@
-"""Heads of other programs. Here `medusa-ppo convert`: from any Medusa format to any other that can hold them, and a sentence for whatever
-is not as it seems."""
+"""Heads of other programs. Here `medusa-ppo convert`: from any Medusa format to any other that can
+hold them, and a sentence for whatever is not as it seems.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ class BaseModel:
 
 
 def open_base_model(name: str) -> BaseModel:
-    """ModelError when there is no such folder or no lm_head in it; CheckpointError for damaged files."""
+    """ModelError when there is no such folder or no lm_head in it; CheckpointError for damaged
+    files.
+    """
     folder = Path(name).absolute()
     if not folder.is_dir():
         expected = "a folder with config.json and weights"
@@ -95,7 +98,8 @@ def write_full_model(
     changes: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> None:
-    """Copy the model into `out` with the heads as one more weight file and `changes` in its config.json; `say` is told of each file.
+    """Copy the model into `out` with the heads as one more weight file and `changes` in its
+    config.json; `say` is told of each file.
 
     Raises:
         ModelError: weights that are no safetensors, or that hold heads already.
@@ -111,7 +115,8 @@ def write_full_model(
     for path in sorted(base.folder.iterdir()):
         if path.is_file() and not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
             shutil.copyfile(file_inside(base.folder, path.name), out / path.name)
-    # transformers takes a lone model.safetensors for the whole model, so the shards are numbered anew with the heads as the last.
+    # transformers takes a lone model.safetensors for the whole model, so the shards are numbered
+    # anew with the heads as the last.
     names = [
         f"model-{number:05d}-of-{len(shards) + 1:05d}.safetensors"
         for number in range(1, len(shards) + 2)
@@ -119,7 +124,8 @@ def write_full_model(
     weight_map: dict[str, str] = {}
     for number, (path, name) in enumerate(zip(shards, names, strict=False), start=1):
         say(
-            f"Copying the model: file {number} of {len(shards)}, {path.stat().st_size / 2**20:.0f} MiB ..."
+            f"Copying the model: file {number} of {len(shards)}, {path.stat().st_size / 2**20:.0f}"
+            " MiB ..."
         )
         shutil.copyfile(path, out / name)
         weight_map.update(dict.fromkeys(read_header(path), name))
@@ -164,7 +170,8 @@ def convert(
         source: a folder, or a file medusa_lm_head.pt or .safetensors.
         target: a new folder.
         to: one of `formats.FORMATS`.
-        model: folder of the model that the heads are for; needed where its lm_head or its whole weights go into the target.
+        model: folder of the model that the heads are for; needed where its lm_head or its whole
+            weights go into the target.
         say: told of what takes long.
 
     Raises:
@@ -220,10 +227,14 @@ def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
     heads, metadata = load_heads(source, **sizes)
     if heads.config.kind != "medusa":
         raise ConfigError(
-            f"Heads of kind {heads.config.kind} exist in no other format: they read the tokens drafted before, and need our vLLM plug-in.",
+            f"Heads of kind {heads.config.kind} exist in no other format: they read the tokens"
+            " drafted before, and need our vLLM plug-in.",
             given=f"--to {to}",
             expected="heads of kind medusa",
-            do="Serve the folder as it is with medusa-ppo, or train heads with --kind medusa --loss ce.",
+            do=(
+                "Serve the folder as it is with medusa-ppo, or train heads with --kind medusa"
+                " --loss ce."
+            ),
         )
     shipped_VD = load_lm_head(source)
     notes = []
@@ -233,7 +244,8 @@ def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
         and not torch.equal(shipped_VD, lm_head_VD.to(shipped_VD.dtype))
     ):
         notes.append(
-            "The lm_head in the source is not the model's (a policy that moved on?): the model's is written."
+            "The lm_head in the source is not the model's (a policy that moved on?): the model's is"
+            " written."
         )
     plain = PlainHeads(
         heads.config, heads.trainable_state(), shipped_VD if lm_head_VD is None else lm_head_VD
@@ -248,7 +260,10 @@ def _write(
     if to == "native":
         return _write_native(read, folder)
     tensors = to_keys(heads, to)
-    left = "The heads' draft temperatures are left out: the format has none, and greedy drafts need none."
+    left = (
+        "The heads' draft temperatures are left out: the format has none, and greedy drafts need"
+        " none."
+    )
     notes = [left] if TEMPERATURES in heads.tensors else []
     if to in FULL_MODELS.values() and base is not None:
         write_full_model(base, folder, tensors, _counts(config, to), say)
@@ -268,13 +283,15 @@ def _write(
         write_json(folder / "config.json", {**_counts(config, to), **sizes, **known, **version})
         if not known:
             notes.append(
-                "Write base_model_name_or_path into config.json: the format's loader asks for it, and the source doesn't say."
+                "Write base_model_name_or_path into config.json: the format's loader asks for it,"
+                " and the source doesn't say."
             )
     if not heads.biased and to != "vllm":
         notes.append("The format wants biases: zeros are written.")
     if config.lm_head == "shared" and to in ("fasterdecoding", "tgi-v1", *FULL_MODELS.values()):
         notes.append(
-            f"The format wants an lm_head for each head: the model's is written {config.num_heads} times."
+            f"The format wants an lm_head for each head: the model's is written {config.num_heads}"
+            " times."
         )
     return notes
 
@@ -292,7 +309,8 @@ def _write_native(read: FoundHeads, folder: Path) -> list[str]:
     save_heads(folder, heads, lm_head_VD=read.heads.lm_head_VD, metadata=metadata, version=version)
     if read.heads.config.lm_head == "shared" and read.heads.lm_head_VD is None:
         return [
-            "There is no lm_head in the folder: our engine needs none, stock vLLM does (give --model)."
+            "There is no lm_head in the folder: our engine needs none, stock vLLM does (give"
+            " --model)."
         ]
     return []
 

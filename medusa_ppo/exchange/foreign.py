@@ -1,4 +1,6 @@
-"""Heads and models of other formats from folder or file: which format it is, and which file holds which tensor."""
+"""Heads and models of other formats from folder or file: which format it is, and which file holds
+which tensor.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from medusa_ppo.exchange.picklefile import read_pickle_header, read_pickle_tenso
 
 MAX_FILES = 1000
 PATTERNS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
-"""Where a model's weights are, the first pattern with any file. Index files are not read: the files' own headers say more."""
+"""Where a model's weights are, the first pattern with any file. Index files are not read: the
+files' own headers say more.
+"""
 EMBEDDINGS = (".embed_tokens.weight", ".wte.weight", ".embed_in.weight")
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 FULL_MODELS = {"medusa_head.": "medusa-1.0", "medusa_heads.": "modelopt"}
@@ -49,7 +53,9 @@ NUMBERED_CLAIMS = ("medusa_num_heads", "medusa_num_layers")
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Some tensors of one or more files: name -> (dtype code, shape), and name -> (file, name in the file)."""
+    """Some tensors of one or more files: name -> (dtype code, shape), and name -> (file, name in
+    the file).
+    """
 
     header: Header
     places: dict[str, tuple[Path, str]]
@@ -70,7 +76,9 @@ class TensorFiles:
 def open_files(
     paths: Iterable[Path], wanted: Callable[[str], bool] = lambda name: True
 ) -> TensorFiles:
-    """The tensors of these files whose names are wanted. CheckpointError for a damaged file, and for a name that stands in two."""
+    """The tensors of these files whose names are wanted. CheckpointError for a damaged file, and
+    for a name that stands in two.
+    """
     header: Header = {}
     places: dict[str, tuple[Path, str]] = {}
     for path in paths:
@@ -117,7 +125,9 @@ def is_output_table(name: str) -> bool:
 
 
 def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor | None:
-    """A causal LM's lm_head: its own, or the embedding table where the configuration says that they are one; None when not found."""
+    """A causal LM's lm_head: its own, or the embedding table where the configuration says that they
+    are one; None when not found.
+    """
     names = [
         name
         for name in files.header
@@ -153,7 +163,8 @@ class FoundHeads:
 
     Attributes:
         format: one of `formats.FORMATS`.
-        base_model: name or path of the model the heads belong to, as the configuration has it, or empty.
+        base_model: name or path of the model the heads belong to, as the configuration has it, or
+            empty.
         notes: what differed from the configuration or was left out, in sentences.
         native: what a native directory says besides.
     """
@@ -191,7 +202,8 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
         lm_head_VD: the lm_head of the model that the heads are for, when it is at hand.
 
     Raises:
-        CheckpointError: nothing that is known, damaged, or something that the format's own reader would misread.
+        CheckpointError: nothing that is known, damaged, or something that the format's own reader
+            would misread.
     """
     if not path.exists():
         raise CheckpointError(
@@ -309,13 +321,16 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
     return Claims(*map(values.get, keys))
 
 
-# ---- stock vLLM ------------------------------------------------------------------------------------------------------------------
+# ---- stock vLLM
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _read_stock(
     files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str
 ) -> FoundHeads:
-    """vLLM's own directory, with its traps: older names, biases without a flag, the two places of a shared lm_head, token maps."""
+    """vLLM's own directory, with its traps: older names, biases without a flag, the two places of a
+    shared lm_head, token maps.
+    """
     shared = config.get("original_lm_head") is True
     names = _vllm_names(files, shared, where)
     notes: list[str] = []
@@ -340,7 +355,8 @@ def _read_stock(
         del names["token_map"]
         names.pop(SHARED, None)
         notes.append(
-            "The truncated vocabulary (token_map) is left out: with our plug-in, engine.draft_vocab does that while it serves."
+            "The truncated vocabulary (token_map) is left out: with our plug-in, engine.draft_vocab"
+            " does that while it serves."
         )
     if not shared and SHARED in names:
         del names[SHARED]
@@ -355,7 +371,8 @@ def _read_stock(
         )
     if any(name.endswith(".bias") for name in names) and config.get("medusa_fc_bias") is not True:
         notes.append(
-            "The file has biases and medusa_fc_bias is not true: vLLM drops them in silence. Here they count."
+            "The file has biases and medusa_fc_bias is not true: vLLM drops them in silence. Here"
+            " they count."
         )
     header = {name: files.header[source] for name, source in names.items()}
     if not shared and header and OWN.format(k=0) not in header:

@@ -1,9 +1,12 @@
-"""Which tensor names and sizes each Medusa format has: key tables to and from heads that are free of any format.
+"""Which tensor names and sizes each Medusa format has: key tables to and from heads that are free
+of any format.
 
-Shape letters: D hidden, V vocabulary. K heads, L residual layers; in names {k} and {l} count from 0, {n} is L.
+Shape letters: D hidden, V vocabulary. K heads, L residual layers; in names {k} and {l} count from
+0, {n} is L.
 
-All formats compute the same for head k: f = h; f = f + SiLU(W_l f + b_l) for each layer l; logits = lm_head f. They differ in names, in
-whether biases are there, in whether each head has an lm_head of its own, and in whether the layers of a head are one and the same.
+All formats compute the same for head k: f = h; f = f + SiLU(W_l f + b_l) for each layer l; logits =
+lm_head f. They differ in names, in whether biases are there, in whether each head has an lm_head of
+its own, and in whether the layers of a head are one and the same.
 """
 
 from __future__ import annotations
@@ -34,11 +37,13 @@ class KeyTable:
     """Names of one format, and what it can hold.
 
     Attributes:
-        block, bias, own: templates of the three kinds of tensors; `own` is empty where heads can't have an lm_head of their own.
+        block, bias, own: templates of the three kinds of tensors; `own` is empty where heads can't
+            have an lm_head of their own.
         shared: name of the copy of the actor's lm_head, where the format has one.
         biases: `optional`, `always` (zeros are written when there are none) or `never`.
         lm_heads: `any`, `own` (a shared one is written once for each head) or `shared`.
-        layers: `any`; `tied` (its own loader builds one layer and repeats it, so different layers would be lost); `one`.
+        layers: `any`; `tied` (its own loader builds one layer and repeats it, so different layers
+            would be lost); `one`.
         needs_lm_head: the copy of a shared lm_head must be there.
     """
 
@@ -74,7 +79,9 @@ FORMATS = tuple(TABLES)
 
 @dataclass(frozen=True)
 class Claims:
-    """What a configuration file says of the heads; None where it says nothing. Tensors are believed more than this."""
+    """What a configuration file says of the heads; None where it says nothing. Tensors are believed
+    more than this.
+    """
 
     num_heads: int | None = None
     num_layers: int | None = None
@@ -87,7 +94,8 @@ class Layout:
     """Heads as a file's header describes them, checked; nothing is read yet.
 
     Attributes:
-        names: name in the file -> name free of any format. Several of the latter for tied layers: {name: (first, second)}.
+        names: name in the file -> name free of any format. Several of the latter for tied layers:
+            {name: (first, second)}.
         hidden_size, num_heads, num_layers: sizes that the tensors have.
         vocab_size: rows of the lm_heads, or None when no tensor says.
         own: every head has an lm_head of its own.
@@ -107,7 +115,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class PlainHeads:
-    """Heads of kind medusa, free of any format: tensors under the names BLOCK, BIAS (all or none), OWN, and perhaps the actor's lm_head."""
+    """Heads of kind medusa, free of any format: tensors under the names BLOCK, BIAS (all or none),
+    OWN, and perhaps the actor's lm_head.
+    """
 
     config: HeadsConfig
     tensors: dict[str, torch.Tensor]
@@ -139,14 +149,16 @@ class PlainHeads:
         return self.tensors[BLOCK.format(k=0, l=0)].dtype
 
 
-# ---- from a format ---------------------------------------------------------------------------------------------------------------
+# ---- from a format
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> Layout:
     """Understand the names of a file that holds heads and nothing else, and check their sizes.
 
     Raises:
-        CheckpointError: a name that the format doesn't have, one that is missing, or sizes that contradict each other.
+        CheckpointError: a name that the format doesn't have, one that is missing, or sizes that
+            contradict each other.
     """
     blocks, biases, own = (
         _indices(template, header) for template in (table.block, table.bias, table.own)
@@ -197,7 +209,9 @@ def _indices(template: str, header: Header) -> list[tuple[int, int]]:
 
 
 def _check_counts(K: int, L: int, present: int, claims: Claims, own: bool, where: str) -> list[str]:
-    """Refuse what can't be, and note where the configuration says something else than the tensors."""
+    """Refuse what can't be, and note where the configuration says something else than the
+    tensors.
+    """
     notes = []
     if K > MAX_HEADS or L > MAX_LAYERS:
         raise _wrong(
@@ -208,7 +222,8 @@ def _check_counts(K: int, L: int, present: int, claims: Claims, own: bool, where
         raise _wrong(where, f"{present} layers, and lm_heads after layer {L}", expected)
     if L > 1 and present == 1:
         notes.append(
-            f"Only the first of {L} layers is in the file: they were one repeated layer (tied), and are written as {L} copies."
+            f"Only the first of {L} layers is in the file: they were one repeated layer (tied), and"
+            f" are written as {L} copies."
         )
     elif claims.num_layers not in (None, L) and present == 1 and not own:
         given = f"1 layer in the tensors, {claims.num_layers} in the configuration"
@@ -233,7 +248,9 @@ def _sized(
     notes: list[str],
     where: str,
 ) -> Layout:
-    """Compare all shapes and dtypes with each other, and with the configuration where it says something."""
+    """Compare all shapes and dtypes with each other, and with the configuration where it says
+    something.
+    """
     by_target = {targets[0]: header[name] for name, targets in names.items()}
     code, first = by_target[BLOCK.format(k=0, l=0)]
     D = first[0] if len(first) == 2 else 0
@@ -262,7 +279,10 @@ def _sized(
     if V is not None and claims.vocab_size not in (None, V):
         notes = [
             *notes,
-            f"The configuration says a vocabulary of {claims.vocab_size}, the tensors have {V}: {V} it is.",
+            (
+                f"The configuration says a vocabulary of {claims.vocab_size}, the tensors have {V}:"
+                f" {V} it is."
+            ),
         ]
     own = OWN.format(k=0) in by_target
     return Layout(names, D, K, L, V, own, FLOAT_DTYPES[code], tuple(notes))
@@ -275,7 +295,8 @@ def plain_heads(
     vocab_size: int,
     where: str,
 ) -> tuple[PlainHeads, list[str]]:
-    """Heads free of any format from the tensors that a layout names; own lm_heads that are all the actor's become a shared one.
+    """Heads free of any format from the tensors that a layout names; own lm_heads that are all the
+    actor's become a shared one.
 
     Args:
         tensors: by their names in the file.
@@ -290,7 +311,8 @@ def plain_heads(
         and not torch.equal(inside.to(layout.dtype), lm_head_VD.to(layout.dtype))
     ):
         notes.append(
-            "The lm_head in the file is not the model's (a policy that moved on?): the model's is used."
+            "The lm_head in the file is not the model's (a policy that moved on?): the model's is"
+            " used."
         )
     lm_head_VD = inside if lm_head_VD is None else lm_head_VD
     biases = [name for name in named if name.endswith(".bias")]
@@ -305,7 +327,8 @@ def plain_heads(
         own = []
     elif same and len(own) > 1:
         notes.append(
-            "All heads have the same lm_head. Give --model to let it be compared with the model's and shared."
+            "All heads have the same lm_head. Give --model to let it be compared with the model's"
+            " and shared."
         )
     config = HeadsConfig(
         layout.hidden_size,
@@ -333,7 +356,8 @@ def _wrong(where: str, given: str, expected: str) -> CheckpointError:
     )
 
 
-# ---- to a format -----------------------------------------------------------------------------------------------------------------
+# ---- to a format
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def refuse_unrepresentable(plain: PlainHeads, target: str) -> None:
@@ -372,7 +396,10 @@ def _obstacle(plain: PlainHeads, target: str) -> str:
     if table.layers == "one" and config.num_layers > 1:
         return f"the heads have {config.num_layers} layers, and the format knows one"
     if table.layers == "tied" and config.num_layers > 1 and not plain.tied:
-        return f"the {config.num_layers} layers differ; the format's loader repeats one layer and would keep the last only"
+        return (
+            f"the {config.num_layers} layers differ; the format's loader repeats one layer and"
+            " would keep the last only"
+        )
     if (
         config.lm_head == "shared"
         and plain.lm_head_VD is None
@@ -383,7 +410,9 @@ def _obstacle(plain: PlainHeads, target: str) -> str:
 
 
 def to_keys(plain: PlainHeads, target: str) -> dict[str, torch.Tensor]:
-    """The tensors under a format's names, in the order head by head. Call `refuse_unrepresentable` first."""
+    """The tensors under a format's names, in the order head by head. Call `refuse_unrepresentable`
+    first.
+    """
     table, config = TABLES[target], plain.config
     biased = plain.biased or table.biases == "always"
     out: dict[str, torch.Tensor] = {}

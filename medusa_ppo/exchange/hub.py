@@ -1,4 +1,6 @@
-"""Heads on the model hub: pulled by name, and pushed with a card that says what was measured, under which settings, and how to use them."""
+"""Heads on the model hub: pulled by name, and pushed with a card that says what was measured, under
+which settings, and how to use them.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ SHOWN_SETTINGS = (
 
 
 def shareable(value: Any) -> Any:
-    """Metadata for others' eyes: of a path of this machine only the last name stays, and no token."""
+    """Metadata for others' eyes: of a path of this machine only the last name stays, and no
+    token.
+    """
     if isinstance(value, Mapping):
         return {str(key): shareable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -90,9 +94,11 @@ def render_card(
         "kind": config.kind,
         "heads": config.num_heads,
         "layers per head": config.num_layers,
-        "lm_head": "shared with the model"
-        if config.lm_head == "shared"
-        else "one of its own for each head",
+        "lm_head": (
+            "shared with the model"
+            if config.lm_head == "shared"
+            else "one of its own for each head"
+        ),
         "hidden size, vocabulary": f"{config.hidden_size}, {config.vocab_size}",
         "parameters": f"{numbers:,} ({metadata.dtype})",
         "version": metadata.version,
@@ -126,13 +132,15 @@ def _measured(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of `eval`, and how they came about."""
     (low, high), settings = figures["confidence_interval"], figures["settings"]
     return {
-        "mean acceptance length": f"**{figures['mean_acceptance_length']:.3f}** (95 % interval {low:.3f} to {high:.3f})",
+        "mean acceptance length": (
+            f"**{figures['mean_acceptance_length']:.3f}** (95 % interval {low:.3f} to {high:.3f})"
+        ),
         "accepted per step, by position": ", ".join(
             f"{value:.3f}" for value in figures["acceptance_per_position"]
         ),
-        "measured by": "vLLM's own counters"
-        if settings.get("engine") == "vllm"
-        else "replay of rollouts",
+        "measured by": (
+            "vLLM's own counters" if settings.get("engine") == "vllm" else "replay of rollouts"
+        ),
         "draft steps, tokens": f"{figures['drafts']:,}, {figures['generated_tokens']:,}",
         **{
             name.replace("_", " "): shareable(settings[name])
@@ -204,7 +212,8 @@ class Hub(Protocol):
 
 
 def local_heads(name: str, hub: Hub | None = None) -> Path:
-    """A folder of heads as it is, or the local copy of `hf://owner/name` or `hf://owner/name@revision`.
+    """A folder of heads as it is, or the local copy of `hf://owner/name` or
+    `hf://owner/name@revision`.
 
     Raises:
         ConfigError: what follows hf:// is no repository.
@@ -307,13 +316,18 @@ def _open(hub: Hub | None) -> Hub:
 
 @contextmanager
 def _hub_errors(doing: str) -> Iterator[None]:
-    """HubError without a cause: huggingface_hub's errors carry requests, and with them the token, into a traceback."""
+    """HubError without a cause: huggingface_hub's errors carry requests, and with them the token,
+    into a traceback.
+    """
     problem = ""
     try:
         yield
     except Exception as error:  # OSError, ValueError and errors of two HTTP libraries; all of them mean the same to the user
         lines = str(error).strip().splitlines()
-        problem = f"{type(error).__name__}: {scrubbed(lines[0] if lines else 'no message', [_token()])[:300]}"
+        problem = (
+            f"{type(error).__name__}:"
+            f" {scrubbed(lines[0] if lines else 'no message', [_token()])[:300]}"
+        )
     if problem:
         raise HubError(
             f"The hub failed while {doing}.",

@@ -1,8 +1,11 @@
-"""What a torch .pt file of tensors holds, read without running it: only then is it given to torch.load(weights_only=True).
+"""What a torch .pt file of tensors holds, read without running it: only then is it given to
+torch.load(weights_only=True).
 
-A .pt file is a zip with one pickle (data.pkl) that describes tensors, and one stored entry of bytes for each storage. Before torch sees
-it, the zip's directory is bounded and checked (no compression, no overlap, no entry twice), and the pickle is followed by a small reader of
-our own: thirty instructions, eleven names, no calls. It accepts what `torch.save` writes for a flat dict of tensors, and nothing else.
+A .pt file is a zip with one pickle (data.pkl) that describes tensors, and one stored entry of bytes
+for each storage. Before torch sees it, the zip's directory is bounded and checked (no compression,
+no overlap, no entry twice), and the pickle is followed by a small reader of our own: thirty
+instructions, eleven names, no calls. It accepts what `torch.save` writes for a flat dict of
+tensors, and nothing else.
 """
 
 from __future__ import annotations
@@ -72,7 +75,9 @@ _MARK = object()
 
 
 def read_pickle_header(path: Path) -> Header:
-    """Tensor name -> (dtype code, shape) of a .pt file. CheckpointError for anything but a flat dict of contiguous tensors."""
+    """Tensor name -> (dtype code, shape) of a .pt file. CheckpointError for anything but a flat
+    dict of contiguous tensors.
+    """
     entries = _checked_entries(path)
     records = {name.split("/", 1)[1]: info for name, info in entries.items()}
     description = records.get("data.pkl")
@@ -88,7 +93,9 @@ def read_pickle_header(path: Path) -> Header:
 
 
 def read_pickle_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    """Copies of some tensors of a file that `read_pickle_header` accepts; the rest of the file stays on disk."""
+    """Copies of some tensors of a file that `read_pickle_header` accepts; the rest of the file
+    stays on disk.
+    """
     header = read_pickle_header(path)
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -106,11 +113,14 @@ def read_pickle_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]
     return state
 
 
-# ---- the zip -------------------------------------------------------------------------------------------------------------------
+# ---- the zip
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Entries by name, after the directory's size and every entry's claims were compared with the file."""
+    """Entries by name, after the directory's size and every entry's claims were compared with the
+    file.
+    """
     size = regular_size(path)
     _check_directory_size(path, size)
     try:
@@ -165,7 +175,9 @@ def _entry(path: Path, info: zipfile.ZipInfo) -> bytes:
 
 
 def _check_directory_size(path: Path, size: int) -> None:
-    """Bound the zip's directory before zipfile reads it whole. torch writes no comment, so the end record ends the file."""
+    """Bound the zip's directory before zipfile reads it whole. torch writes no comment, so the end
+    record ends the file.
+    """
     with path.open("rb") as handle:
         handle.seek(max(0, size - END_BYTES - LOCATOR_BYTES))
         tail = handle.read()
@@ -189,11 +201,14 @@ def _check_directory_size(path: Path, size: int) -> None:
         )
 
 
-# ---- the pickle ------------------------------------------------------------------------------------------------------------------
+# ---- the pickle
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class _Description:
-    """Follows a pickle on a stack of plain values. Nothing is imported, called or allocated by its numbers."""
+    """Follows a pickle on a stack of plain values. Nothing is imported, called or allocated by its
+    numbers.
+    """
 
     def __init__(self, path: Path, records: dict[str, zipfile.ZipInfo]) -> None:
         self._path = path
@@ -311,7 +326,9 @@ class _Description:
         return _Tensor(storage.dtype, shape)
 
     def _build(self) -> None:
-        """The state of an OrderedDict: torch keeps the modules' versions there; nothing of it is read."""
+        """The state of an OrderedDict: torch keeps the modules' versions there; nothing of it is
+        read.
+        """
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):
             raise self._refused("an object with a state")

@@ -1,4 +1,6 @@
-"""Hooks for other people's loops: TRL, verl, OpenRLHF. Which of their versions were checked stands here; all others are refused."""
+"""Hooks for other people's loops: TRL, verl, OpenRLHF. Which of their versions were checked stands
+here; all others are refused.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "verl": ("0.9",),
     "openrlhf": ("0.11",),
 }
-"""Distribution (and which part of it) -> the minor versions whose classes and signatures tests/contracts/ compares with what we rely on."""
+"""Distribution (and which part of it) -> the minor versions whose classes and signatures
+tests/contracts/ compares with what we rely on.
+"""
 
 
 def require_loop(name: str) -> str:
@@ -48,7 +52,9 @@ def require_loop(name: str) -> str:
 
 @contextlib.contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Another object under a module's name for the time of the block: some loops have no seam where their engine is built."""
+    """Another object under a module's name for the time of the block: some loops have no seam where
+    their engine is built.
+    """
     before = getattr(module, name)
     setattr(module, name, value)
     try:

@@ -1,7 +1,8 @@
-"""What a loop in this process holds of ours: heads, companion, plugin, tap, run folder. Imports no framework.
+"""What a loop in this process holds of ours: heads, companion, plugin, tap, run folder. Imports no
+framework.
 
-`Attachment` hangs on a foreign trainer that has its own vLLM. `DraftingEngine` calls the plug-in's hooks by itself, in the place of the
-engine that a loop of one's own had:
+`Attachment` hangs on a foreign trainer that has its own vLLM. `DraftingEngine` calls the plug-in's
+hooks by itself, in the place of the engine that a loop of one's own had:
 
     generate       newer heads go in before; tokens and behaviour log-probs go to the plug-in afterwards
     the actor      tapped by hooks on it wherever the loop scores the last rollouts; rows are known by their tokens
@@ -51,7 +52,9 @@ FINAL_HEADS = "heads-final"
 def as_config(
     medusa: RunConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> RunConfig | None:
-    """The configuration in whatever form it was given; None when it asks for neither drafts nor a companion. Raises ConfigError."""
+    """The configuration in whatever form it was given; None when it asks for neither drafts nor a
+    companion. Raises ConfigError.
+    """
     if medusa is None:
         return None
     if isinstance(medusa, Mapping):
@@ -61,13 +64,16 @@ def as_config(
 
 
 class Attachment:
-    """One trainer's share: engine arguments before it is built, the plugin while it trains, a run folder when it is done.
+    """One trainer's share: engine arguments before it is built, the plugin while it trains, a run
+    folder when it is done.
 
-    Of several processes each has one, and comes to every call. The first has the plugin; each its engine (or part of one), tap and rows.
+    Of several processes each has one, and comes to every call. The first has the plugin; each its
+    engine (or part of one), tap and rows.
 
     Attributes:
         folder: the run's folder, as of `medusa-ppo report`.
-        engine: the trainer's vLLM, of all processes; None until it is attached, and on all processes but the first.
+        engine: the trainer's vLLM, of all processes; None until it is attached, and on all
+            processes but the first.
         plugin: None outside of the training, and on all processes but the first.
         ranks: the training's processes.
     """
@@ -100,10 +106,13 @@ class Attachment:
         self._policy_version = self._steps = 0
         self._began = time.monotonic()
 
-    # ---- the engine ---------------------------------------------------------------------------------------------------------
+    # ---- the engine
+    # ---------------------------------------------------------------------------------------------------------
 
     def engine_arguments(self, model: Any) -> dict[str, Any]:
-        """What the trainer's vLLM needs beside the trainer's own arguments. Writes the heads it starts with. Raises as `plan_launch`."""
+        """What the trainer's vLLM needs beside the trainer's own arguments. Writes the heads it
+        starts with. Raises as `plan_launch`.
+        """
         actor = self._view(model)
 
         def write() -> str:
@@ -118,7 +127,8 @@ class Attachment:
         """Take hold of a `vllm.LLM` that was started with `engine_arguments`, one in each process.
 
         Args:
-            counts: its counters are to be added; of a tensor-parallel engine, which has one in each of several processes, only once.
+            counts: its counters are to be added; of a tensor-parallel engine, which has one in each
+                of several processes, only once.
         """
         assert self._plan is not None, "engine_arguments() comes first"
         self._serve = functools.partial(serve_llm, llm, counts)
@@ -143,7 +153,8 @@ class Attachment:
         self._led(attach)
 
     def attach_server(self, model: Any, url: Callable[[], str]) -> None:
-        """Take hold of a vLLM server that somebody started with our heads (docs/hooks.md has the command). Only the first process does.
+        """Take hold of a vLLM server that somebody started with our heads (docs/hooks.md has the
+        command). Only the first process does.
 
         Raises:
             ConfigError: no heads are named: the server must have been started with the same.
@@ -166,7 +177,9 @@ class Attachment:
         self._led(attach)
 
     def sync_by_file(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Carry the actor into the engine through one file, where the trainer's own way does not work. Every process walks its weights."""
+        """Carry the actor into the engine through one file, where the trainer's own way does not
+        work. Every process walks its weights.
+        """
         own: dict[str, torch.Tensor] = {}
         for (
             name,
@@ -203,7 +216,9 @@ class Attachment:
 
     @contextlib.contextmanager
     def generation(self, sampling: Sampling) -> Iterator[list[Generated]]:
-        """Around one generate call of the trainer. What the block puts into the list goes to the plugin."""
+        """Around one generate call of the trainer. What the block puts into the list goes to the
+        plugin.
+        """
         generated: list[Generated] = []
         if self._tap is None:
             yield generated
@@ -223,7 +238,9 @@ class Attachment:
         self._tap.expect(rollouts, range(first, first + every[self.ranks.rank].known))
 
     def _sample_of(self, rollouts: Rollouts) -> list[EarlySample | None]:
-        """Tells the plugin; which sample of the states it wants (None: all of them). Empty: it wants none."""
+        """Tells the plugin; which sample of the states it wants (None: all of them). Empty: it
+        wants none.
+        """
         assert self.plugin is not None, "between begin() and end()"
         collector = self.plugin.rollout_ready(rollouts)
         return [] if collector is None else [collector.sample]
@@ -245,7 +262,8 @@ class Attachment:
         }
         return {"counters": engine.counters() - before, "seconds": seconds, **versions}
 
-    # ---- the trainer's events -----------------------------------------------------------------------------------------------
+    # ---- the trainer's events
+    # -----------------------------------------------------------------------------------------------
 
     def begin(self, model: nn.Module) -> None:
         """Training begins: Ray (if there is none), companion, plugin, tap, run folder."""
@@ -284,7 +302,9 @@ class Attachment:
         self._led(lambda: self._tell(actor if changed else None, version, parts or []))
 
     def _tell(self, actor: HFActor | None, version: int, parts: list[RolloutBatch | None]) -> None:
-        """The rows of all processes (of one alone the plugin has them), and the tables if they have changed."""
+        """The rows of all processes (of one alone the plugin has them), and the tables if they have
+        changed.
+        """
         assert self.plugin is not None, "between begin() and end()"
         if batches := [batch for batch in parts if batch is not None]:
             self.plugin.batch_ready(RolloutBatch.join(batches))
@@ -312,7 +332,9 @@ class Attachment:
         return figures
 
     def end(self) -> None:
-        """Training is over: the heads are saved, the report is written, and what was started in `begin` is closed."""
+        """Training is over: the heads are saved, the report is written, and what was started in
+        `begin` is closed.
+        """
         if self._tap is None and self._writer is None:
             return
         heads = self.ranks.share(self._led(self._finish))
@@ -342,7 +364,8 @@ class Attachment:
 
 
 class DraftingEngine:
-    """An engine of ours with the plug-in behind its calls. Without drafts and companion it is the plain engine.
+    """An engine of ours with the plug-in behind its calls. Without drafts and companion it is the
+    plain engine.
 
     Attributes:
         engine: the engine itself.
@@ -356,12 +379,15 @@ class DraftingEngine:
 
         Args:
             config: read are `heads`, `companion`, `engine` and `seed`.
-            actor: a transformers causal LM; the loop scores with `actor(input_ids=..., attention_mask=...)`.
+            actor: a transformers causal LM; the loop scores with `actor(input_ids=...,
+                attention_mask=...)`.
             model_path: the actor's folder, for vLLM.
-            run_dir: what the plug-in measures and publishes; the last heads are left in `heads-final`.
+            run_dir: what the plug-in measures and publishes; the last heads are left in
+                `heads-final`.
 
         Raises:
-            UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError, EngineError: what can't be started.
+            UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError,
+            EngineError: what can't be started.
         """
         Ranks.refuse_several("DraftingEngine")
         self.plugin: MedusaPlugin | None = None
@@ -396,7 +422,9 @@ class DraftingEngine:
         return rollouts
 
     def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
-        """As of RolloutEngine; `medusa_ppo.engines.actor_sync.ActorSync` writes the file and calls it."""
+        """As of RolloutEngine; `medusa_ppo.engines.actor_sync.ActorSync` writes the file and calls
+        it.
+        """
         return self._synced(self.engine.sync_actor(path, version))
 
     @property
@@ -415,7 +443,9 @@ class DraftingEngine:
         return receipt
 
     def metrics(self) -> dict[str, Any]:
-        """The plug-in's figures since the last call, under the names of medusa_ppo/metrics.py; none without a plug-in."""
+        """The plug-in's figures since the last call, under the names of medusa_ppo/metrics.py; none
+        without a plug-in.
+        """
         return self.plugin.metrics() if self.plugin is not None else {}
 
     def close(self) -> None:

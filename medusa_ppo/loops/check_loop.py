@@ -1,10 +1,12 @@
 """Ten checks of a loop that we don't know: `medusa-ppo check-loop my_module:make_trainer`.
 
-`make_trainer(medusa)` gives anything with a `train()` of at least four rollout batches and the actor as `model`, a causal LM of
-transformers; `medusa` is a mapping of settings, or None for the loop as it was. For the tenth check it must do the same at every call:
-greedy sampling (top_k=1), seeded data. The process that trains has the plug-in.
+`make_trainer(medusa)` gives anything with a `train()` of at least four rollout batches and the
+actor as `model`, a causal LM of transformers; `medusa` is a mapping of settings, or None for the
+loop as it was. For the tenth check it must do the same at every call: greedy sampling (top_k=1),
+seeded data. The process that trains has the plug-in.
 
-Each training runs in a process of its own. MedusaPlugin's methods are watched, and do what they always do.
+Each training runs in a process of its own. MedusaPlugin's methods are watched, and do what they
+always do.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ SETTINGS = {
         "on_error": "raise",
     },
 }
-"""What the loop is given where the user names no file: small heads that learn quickly, every batch waited for."""
+"""What the loop is given where the user names no file: small heads that learn quickly, every batch
+waited for.
+"""
 TIMEOUT_S = 1800.0
 NEAR_NATS = 0.05
 MOST = 0.9
@@ -171,7 +175,8 @@ class Watch:
             )
 
 
-# ---- one training, in a process of its own -----------------------------------------------------------------------------------
+# ---- one training, in a process of its own
+# -----------------------------------------------------------------------------------
 
 
 def run_arm(spec: str, medusa: Any, out: Path) -> None:
@@ -218,13 +223,17 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
         raise ConfigError(
             "The loop does not run.",
             given=f"{spec}, medusa={'None' if medusa is None else 'settings'}:\n{end}",
-            expected="make_trainer(medusa).train() comes to its end, and the trainer's `model` is a transformers causal LM",
+            expected=(
+                "make_trainer(medusa).train() comes to its end, and the trainer's `model` is a"
+                " transformers causal LM"
+            ),
             do="Run it by itself first.",
         )
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-# ---- the checks --------------------------------------------------------------------------------------------------------------
+# ---- the checks
+# --------------------------------------------------------------------------------------------------------------
 
 
 def check_loop(spec: str, medusa: Any = None) -> Iterator[Finding]:
@@ -257,16 +266,20 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[Finding]:
     yield Finding(
         "gradients",
         same,
-        "the actor's weights are the same to the bit with and without the plug-in"
-        if same
-        else (
-            "other weights with the plug-in"
-            if steady
-            else "the loop learns something else at each call, without the plug-in too"
+        (
+            "the actor's weights are the same to the bit with and without the plug-in"
+            if same
+            else (
+                "other weights with the plug-in"
+                if steady
+                else "the loop learns something else at each call, without the plug-in too"
+            )
         ),
-        "Look for hooks that change what the loop computes or draws."
-        if steady
-        else "Sample greedily, and seed everything.",
+        (
+            "Look for hooks that change what the loop computes or draws."
+            if steady
+            else "Sample greedily, and seed everything."
+        ),
     )
 
 
@@ -295,7 +308,8 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
         "order of hooks",
         not wrong and len(batches) >= 4 and hooks[0] == "before_generation",
         f"{len(batches)} rollout batches; out of order: {wrong[0] if wrong else 'none'}",
-        "before_generation, rollout_ready, the scored passes, policy_updated: in this order, for at least four batches.",
+        "before_generation, rollout_ready, the scored passes, policy_updated: in this order, for at"
+        " least four batches.",
     )
     known = sum(batch["known"] for batch in batches) / max(
         1, sum(batch["responses"] for batch in batches)
@@ -311,14 +325,16 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
         "rows",
         came >= MOST,
         f"the states of {came:.0%} of the responses came, in {len(fits)} batches",
-        "Score the rows as they were generated (padded, whole), inside plugin.actor_forward or with the tap on the model that scores.",
+        "Score the rows as they were generated (padded, whole), inside plugin.actor_forward or with"
+        " the tap on the model that scores.",
     )
     good = min((fit["good"] for fit in fits), default=0.0)
     yield Finding(
         "states",
         good >= MOST,
         f"at least {good:.0%} of each batch's tokens have the log-prob that the states give",
-        "States one token off, another model's, or an engine with older weights than the actor's: compare positions and the sync.",
+        "States one token off, another model's, or an engine with older weights than the actor's:"
+        " compare positions and the sync.",
     )
     yield _versions(batches, versions)
     yield Finding(
@@ -353,8 +369,10 @@ def _drafts(batches: list[dict[str, Any]], swapped: list[Any]) -> Iterator[Findi
     yield Finding(
         "newest heads",
         heads == sorted(heads) and heads[-1] > heads[0] and fed,
-        f"rollouts were drafted by versions {heads[:8]}; the engine holds the last published one: {fed}",
-        "Call before_generation while the engine is idle and awake, and feed the heads again after a sleep that threw them away.",
+        f"rollouts were drafted by versions {heads[:8]}; the engine holds the last published one:"
+        f" {fed}",
+        "Call before_generation while the engine is idle and awake, and feed the heads again after"
+        " a sleep that threw them away.",
     )
     lengths = [round(batch["length"], 2) for batch in batches]
     drafts = sum(batch["drafts"] for batch in batches)
@@ -362,7 +380,8 @@ def _drafts(batches: list[dict[str, Any]], swapped: list[Any]) -> Iterator[Findi
         "drafts",
         drafts > 0 and max(lengths[1:], default=0) > lengths[0],
         f"{drafts} draft steps, tokens a step {lengths[:8]}",
-        "Start the engine with our arguments, and let its counters of each generate call reach the rollouts.",
+        "Start the engine with our arguments, and let its counters of each generate call reach the"
+        " rollouts.",
     )
 
 

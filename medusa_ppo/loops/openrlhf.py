@@ -1,7 +1,9 @@
-"""OpenRLHF's PPO with draft heads: `python -m medusa_ppo.loops.openrlhf --medusa heads.yaml` and OpenRLHF's own arguments behind it.
+"""OpenRLHF's PPO with draft heads: `python -m medusa_ppo.loops.openrlhf --medusa heads.yaml` and
+OpenRLHF's own arguments behind it.
 
-OpenRLHF has no plug-ins and passes no arguments on to vLLM. So its command is run with three names replaced (OpenRLHF 0.11;
-tests/contracts/test_openrlhf.py compares all of it with the installed package):
+OpenRLHF has no plug-ins and passes no arguments on to vLLM. So its command is run with three names
+replaced (OpenRLHF 0.11; tests/contracts/test_openrlhf.py compares all of it with the installed
+package):
 
     vLLM's start     `create_vllm_engines`: the same call, of a Ray actor class that adds our arguments to the engine's
     log-prob pass    `PolicyModelActor.forward`, overridden: rank 0 taps its share of the rows
@@ -43,7 +45,9 @@ CLI = "openrlhf.cli.train_ppo_ray"
 
 
 def __getattr__(name: str) -> type[Any]:
-    """`MedusaOpenRLHFWorker`, when vLLM's workers look for it: OpenRLHF's extension and ours in one class, because vLLM takes only one."""
+    """`MedusaOpenRLHFWorker`, when vLLM's workers look for it: OpenRLHF's extension and ours in one
+    class, because vLLM takes only one.
+    """
     if name != "MedusaOpenRLHFWorker":
         raise AttributeError(name)
     from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
@@ -63,7 +67,9 @@ def plain_class(actor_class: Any) -> type[Any]:
 
 
 def rollout_actor(arguments: dict[str, Any]) -> Any:
-    """OpenRLHF's vLLM actor, with our arguments for the engine and two more methods, as a Ray actor class."""
+    """OpenRLHF's vLLM actor, with our arguments for the engine and two more methods, as a Ray actor
+    class.
+    """
     from openrlhf.trainer.ray import vllm_engine
 
     from medusa_ppo.engines.colocated import process_counters
@@ -166,7 +172,8 @@ def trainer_actor() -> Any:
             return {**status, **self.medusa.figures()}, step
 
         def broadcast_to_vllm(self) -> None:
-            super().broadcast_to_vllm()  # With sleep the engines' weights are awake now, and level 1 has kept the heads.
+            # With sleep the engines' weights are awake now, and level 1 has kept the heads.
+            super().broadcast_to_vllm()
             self._medusa_version += 1
             gathered = ray.get(self.actor_model_group.async_run_method("medusa_tables"))
             tables = next((found for found in gathered if found is not None), None)
@@ -183,7 +190,9 @@ def trainer_actor() -> Any:
 
 @contextlib.contextmanager
 def engines_awake(args: Any, engines: list[Any]) -> Iterator[None]:
-    """The engines' weights in memory for the time of the block; OpenRLHF starts its engines asleep where sleep is on."""
+    """The engines' weights in memory for the time of the block; OpenRLHF starts its engines asleep
+    where sleep is on.
+    """
     from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 
     if args.vllm.enable_sleep:
@@ -196,9 +205,11 @@ def engines_awake(args: Any, engines: list[Any]) -> Iterator[None]:
 def rows_of(
     sequences: Any, action_mask: Any, attention_mask: Any
 ) -> tuple[list[Row], list[tuple[int, int, int]]]:
-    """Prompt and response of those rows that the heads can learn from, and where their log-probs stand: (row, first, last).
+    """Prompt and response of those rows that the heads can learn from, and where their log-probs
+    stand: (row, first, last).
 
-    `action_mask[b, i]` belongs to token i + 1 of the row. Left out are rows with more than one stretch of actions.
+    `action_mask[b, i]` belongs to token i + 1 of the row. Left out are rows with more than one
+    stretch of actions.
     """
     rows, spans = [], []
     offset = sequences.shape[1] - action_mask.shape[1]

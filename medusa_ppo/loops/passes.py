@@ -1,7 +1,9 @@
-"""Rows of a foreign loop: what it generated, and its log-prob passes over them, tapped and packed for the companion.
+"""Rows of a foreign loop: what it generated, and its log-prob passes over them, tapped and packed
+for the companion.
 
-`ForwardTap` for actors in the plugin's process (or in each process of a training), `RowTap` for a worker's half of the plugin elsewhere.
-Shape letters: B rows, T tokens (padded), N tokens of rows packed one after the other, D hidden, M response tokens.
+`ForwardTap` for actors in the plugin's process (or in each process of a training), `RowTap` for a
+worker's half of the plugin elsewhere. Shape letters: B rows, T tokens (padded), N tokens of rows
+packed one after the other, D hidden, M response tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Samplin
 
 @dataclass(frozen=True)
 class Generated:
-    """What one generate call of a foreign loop gave: a prompt, a completion and its behaviour log-probs for each row."""
+    """What one generate call of a foreign loop gave: a prompt, a completion and its behaviour
+    log-probs for each row.
+    """
 
     prompts: list[list[int]]
     completions: list[list[int]]
@@ -55,7 +59,8 @@ class Generated:
 
 
 def as_rollouts(part: Generated, sampling: Sampling) -> Rollouts:
-    """A foreign loop's rows as rollouts; equal prompts count as one. Rows with an unknown or infinite log-prob are left out.
+    """A foreign loop's rows as rollouts; equal prompts count as one. Rows with an unknown or
+    infinite log-prob are left out.
 
     Raises:
         DataError: not as many prompts as completions and log-probs.
@@ -101,7 +106,8 @@ class RowFinder:
     def find(
         self, ids_BT: torch.Tensor, attention_BT: torch.Tensor
     ) -> tuple[torch.Tensor, list[int | None]]:
-        """Response mask of the rows, and for each row the index of its response; None for rows that are none of those left.
+        """Response mask of the rows, and for each row the index of its response; None for rows that
+        are none of those left.
 
         Args:
             ids_BT: prompt and response of each row, with any padding.
@@ -117,7 +123,8 @@ class RowFinder:
                 if int(response[-1] - response[0]) + 1 == len(response):
                     mask_BT[row, response] = True
                 else:
-                    index = None  # A padding token was sampled in the middle, and the trainer has masked it.
+                    # A padding token was sampled in the middle, and the trainer has masked it.
+                    index = None
             found.append(index)
         return mask_BT, found
 
@@ -132,9 +139,11 @@ class RowFinder:
 
 
 class ForwardTap:
-    """Opens `plugin.actor_forward` around those forward passes of a model that compute responses of the last rollouts.
+    """Opens `plugin.actor_forward` around those forward passes of a model that compute responses of
+    the last rollouts.
 
-    Works on the model's own hooks, so it needs nothing of the trainer that calls the model. The hooks read and return nothing.
+    Works on the model's own hooks, so it needs nothing of the trainer that calls the model. The
+    hooks read and return nothing.
     """
 
     def __init__(self, model: nn.Module, plugin: MedusaPlugin | RowShare) -> None:
@@ -154,7 +163,9 @@ class ForwardTap:
         ]
 
     def expect(self, rollouts: Rollouts, own: range | None = None) -> None:
-        """The next passes are over these, or over some of them: equal rows of other processes are theirs to score."""
+        """The next passes are over these, or over some of them: equal rows of other processes are
+        theirs to score.
+        """
         self._finder = RowFinder(rollouts, own)
 
     def close(self) -> None:
@@ -194,13 +205,17 @@ class ForwardTap:
 
 
 class RowShare:
-    """In the plug-in's place on each of several processes: keeps the states of the rows that it scores until all hand theirs in."""
+    """In the plug-in's place on each of several processes: keeps the states of the rows that it
+    scores until all hand theirs in.
+    """
 
     def __init__(self) -> None:
         self._collector: BatchCollector | None = None
 
     def expect(self, rollouts: Rollouts, sample: EarlySample | None) -> None:
-        """The rows of all processes, of which this one sees a part; and the sample that the companion wants of them."""
+        """The rows of all processes, of which this one sees a part; and the sample that the
+        companion wants of them.
+        """
         self._collector = BatchCollector(rollouts, sample)
 
     @contextlib.contextmanager
@@ -226,7 +241,8 @@ Row = tuple[Sequence[int], Sequence[int]]
 
 
 class RowTap(ABC):
-    """Collects the states of the rows that were announced, from whatever micro-batches the loop makes of them.
+    """Collects the states of the rows that were announced, from whatever micro-batches the loop
+    makes of them.
 
     Attributes:
         reports: the rows come together in this process.
@@ -256,7 +272,8 @@ class RowTap(ABC):
         """Around the passes over these rows. `add_logprobs` follows, where the tap reports.
 
         Raises:
-            ConfigError: tokens went through the model, but not whole rows: sequence parallelism cuts them up.
+            ConfigError: tokens went through the model, but not whole rows: sequence parallelism
+                cuts them up.
         """
         rows = rows if self.reports else ()
         responses = tuple(
@@ -272,11 +289,16 @@ class RowTap(ABC):
                 "The rows of the log-prob pass did not go through the model as they are.",
                 given="no row was recognised",
                 expected="whole rows, padded or packed",
-                do="Switch sequence parallelism and ring attention off, or train without draft heads.",
+                do=(
+                    "Switch sequence parallelism and ring attention off, or train without draft"
+                    " heads."
+                ),
             )
 
     def add_logprobs(self, logprobs_by_row: Sequence[torch.Tensor]) -> None:
-        """The response tokens' log-probs, one tensor `[length]` for each row of `watch`, in its order."""
+        """The response tokens' log-probs, one tensor `[length]` for each row of `watch`, in its
+        order.
+        """
         collector, self._collector, self._finder = self._collector, None, None
         if collector is None or not collector.seen:
             return
@@ -318,7 +340,8 @@ class RowTap(ABC):
 class PassTap(RowTap):
     """Taps a transformers causal LM by a hook on it.
 
-    Padded rows (`attention_mask`) and packed ones (`position_ids` that begin anew with each row) are understood.
+    Padded rows (`attention_mask`) and packed ones (`position_ids` that begin anew with each row)
+    are understood.
     """
 
     def __init__(self, model: nn.Module, sampling: Sampling, max_bytes: int) -> None:
@@ -352,7 +375,9 @@ class PassTap(RowTap):
 
 
 def spans(ids: torch.Tensor, attention: Any, positions: Any) -> list[tuple[int, int, int]]:
-    """(row, first, last) of each sequence in a model's input, padded `[B, T]` or packed `[1, N]`."""
+    """(row, first, last) of each sequence in a model's input, padded `[B, T]` or packed `[1,
+    N]`.
+    """
     if isinstance(attention, torch.Tensor) and attention.shape == ids.shape:
         found = []
         for row, mask_T in enumerate(attention.bool().cpu()):

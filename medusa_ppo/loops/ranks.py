@@ -1,7 +1,9 @@
-"""The processes of one training (torch.distributed's): one of them has the plug-in and the companion, all of them have engines and rows.
+"""The processes of one training (torch.distributed's): one of them has the plug-in and the
+companion, all of them have engines and rows.
 
-Everything here happens at points that all of them come to: `agree` when their trainers are made, `led` inside the hooks. Between two such
-points nobody waits for anybody. A process that dies closes its connections, and the others get an error at once.
+Everything here happens at points that all of them come to: `agree` when their trainers are made,
+`led` inside the hooks. Between two such points nobody waits for anybody. A process that dies closes
+its connections, and the others get an error at once.
 """
 
 from __future__ import annotations
@@ -41,12 +43,16 @@ class Ranks:
 
     @staticmethod
     def refuse_several(what: str) -> None:
-        """ConfigError where this process is one of several of a training: each would start a companion of its own."""
+        """ConfigError where this process is one of several of a training: each would start a
+        companion of its own.
+        """
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"{what} is for a training of one process.",
                 given=f"process {dist.get_rank()} of {dist.get_world_size()}",
-                expected="one process, or a loop that medusa_ppo.loops.attachment.Attachment hangs on",
+                expected=(
+                    "one process, or a loop that medusa_ppo.loops.attachment.Attachment hangs on"
+                ),
                 do="Make it in the first process alone, or use Attachment in all (docs/hooks.md).",
             )
 
@@ -64,7 +70,8 @@ class Ranks:
         return self.rank == 0
 
     def agree(self, what: object) -> None:
-        """Make sure that all processes were given the same, and that they share a node: heads and weights cross as files.
+        """Make sure that all processes were given the same, and that they share a node: heads and
+        weights cross as files.
 
         Raises:
             ConfigError: they were not; the same error on each. Or one of them has not come.
@@ -78,8 +85,13 @@ class Ranks:
         except RuntimeError as error:
             raise ConfigError(
                 "Not every process of the training has come to make its trainer with draft heads.",
-                given=f"process {self.rank} of {self.size} waited {AGREE_S:.0f} s: {str(error).splitlines()[0]}",
-                expected="the same trainer class in all of them; `medusa=None` switches it off in all",
+                given=(
+                    f"process {self.rank} of {self.size} waited {AGREE_S:.0f} s:"
+                    f" {str(error).splitlines()[0]}"
+                ),
+                expected=(
+                    "the same trainer class in all of them; `medusa=None` switches it off in all"
+                ),
                 do="Run the same script in every process.",
             ) from error
         for name, values in zip(("medusa settings", "node"), zip(*found, strict=True), strict=True):
@@ -89,18 +101,23 @@ class Ranks:
                     given="; ".join(
                         f"process {rank}: {value}" for rank, value in enumerate(values)
                     ),
-                    expected="the same in each: one companion feeds all their engines, through files",
+                    expected=(
+                        "the same in each: one companion feeds all their engines, through files"
+                    ),
                     do="Give every process the same settings, and train on one node.",
                 )
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LED_S))
 
-    # ---- calls from the first process to all ----------------------------------------------------------------------------------
+    # ---- calls from the first process to all
+    # ----------------------------------------------------------------------------------
 
     def led(self, action: Callable[[], Found], serve: Serve) -> Found | None:
-        """The first process acts, and may `call` meanwhile; the others serve until it is done, and get None.
+        """The first process acts, and may `call` meanwhile; the others serve until it is done, and
+        get None.
 
         Raises:
-            EngineError: on the others, when the first one's action failed; it raises what it raised.
+            EngineError: on the others, when the first one's action failed; it raises what it
+                raised.
         """
         if self.size == 1:
             return action()
@@ -117,7 +134,9 @@ class Ranks:
             self._share((DONE, (problem,)))
 
     def call(self, method: str, arguments: tuple[Any, ...], serve: Serve) -> list[list[Any]]:
-        """Inside of `led`: what every process answers, this one first. EngineError when one of them failed."""
+        """Inside of `led`: what every process answers, this one first. EngineError when one of them
+        failed.
+        """
         if self.size == 1:
             return [serve(method, arguments)]
         self._share((method, arguments))
@@ -151,7 +170,8 @@ class Ranks:
             )
         return [answers for answers, _ in every]
 
-    # ---- plain collectives, no-ops for one process --------------------------------------------------------------------------
+    # ---- plain collectives, no-ops for one process
+    # --------------------------------------------------------------------------
 
     def share(self, value: Found) -> Found:
         """The first process's value, on all. They all call it."""
@@ -181,7 +201,9 @@ class Ranks:
 
 
 def _tried(serve: Serve, method: str, arguments: tuple[Any, ...]) -> tuple[list[Any], str]:
-    """An answer, or the sentence of what went wrong: a process that raised would leave the others waiting."""
+    """An answer, or the sentence of what went wrong: a process that raised would leave the others
+    waiting.
+    """
     try:
         return serve(method, arguments), ""
     except Exception as error:

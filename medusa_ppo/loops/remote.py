@@ -1,4 +1,6 @@
-"""The driver's half for loops whose actor and engines live in other processes. Imports no framework."""
+"""The driver's half for loops whose actor and engines live in other processes. Imports no
+framework.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,16 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class RemoteAttachment(Attachment):
-    """As `Attachment`, where only tables, packed batches and named calls cross between processes. All of it on one node."""
+    """As `Attachment`, where only tables, packed batches and named calls cross between processes.
+    All of it on one node.
+    """
 
     def __init__(self, config: RunConfig, model_path: str, folder: Path) -> None:
         """Read the actor's tables from its files and write the heads that the engines start with.
 
         Raises:
-            UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError: as `plan_launch`.
+            UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError: as
+            `plan_launch`.
         """
         super().__init__(config)
         self.folder = folder
@@ -130,14 +135,18 @@ class RemoteAttachment(Attachment):
             self._write_step()
 
     def synced(self, *, lost_heads: bool) -> None:
-        """The loop has put the actor's weights into its engines, which are awake and idle: newer heads go in, if there are any."""
+        """The loop has put the actor's weights into its engines, which are awake and idle: newer
+        heads go in, if there are any.
+        """
         self.weights_synced(lost_heads=lost_heads)
         if self.plugin is not None:
             self.plugin.before_generation()
 
 
 class WorkerTables:
-    """A worker's end of bringing the actor's two tables to the driver; every rank has one, and calls it when the others do."""
+    """A worker's end of bringing the actor's two tables to the driver; every rank has one, and
+    calls it when the others do.
+    """
 
     def __init__(self, model: nn.Module, *, reports: bool) -> None:
         """`reports`: this rank hands them to the driver."""
@@ -154,8 +163,9 @@ class WorkerTables:
 
 
 def read_tables(model_path: str) -> Tables:
-    """lm_head and embedding of an actor: from its files alone where they are a folder of safetensors with the model's own names, else the
-    actor is loaded. Raises as `load_actor`."""
+    """lm_head and embedding of an actor: from its files alone where they are a folder of
+    safetensors with the model's own names, else the actor is loaded. Raises as `load_actor`.
+    """
     folder = Path(model_path)
     found: dict[str, torch.Tensor] = {}
     names = table_names(model_path) if folder.is_dir() else None
@@ -169,28 +179,33 @@ def read_tables(model_path: str) -> Tables:
 
 
 def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str]) -> None:
-    """Become vLLM's own server, for a loop's server mode. The heads are made when their folder does not exist yet.
+    """Become vLLM's own server, for a loop's server mode. The heads are made when their folder does
+    not exist yet.
 
     Raises:
-        ConfigError: an address that is not loopback, and no token in the environment: whoever reaches it could replace the actor.
+        ConfigError: an address that is not loopback, and no token in the environment: whoever
+            reaches it could replace the actor.
     """
     if host not in (HOST, "localhost", "::1") and not os.environ.get(TOKEN):
         raise ConfigError(
-            "A server that other machines reach needs a token: its control routes replace the actor's weights.",
+            "A server that other machines reach needs a token: its control routes replace the"
+            " actor's weights.",
             given=f"--host {host}, no {TOKEN}",
             expected=f"{TOKEN}, the same for the server and the trainer",
             do=f"export {TOKEN}=$(openssl rand -hex 32) for both, or leave --host out.",
         )
     if not (Path(heads) / "config.json").is_file():
         MedusaPlugin.prepare_heads(config, load_actor(model), heads)
-    # The address that was checked comes last, so that it counts: vLLM takes the last one, and abbreviations.
+    # The address that was checked comes last, so that it counts: vLLM takes the last one, and
+    # abbreviations.
     flags = [
         *server_flags(model, str(Path(heads).resolve()), config),
         *(word for word in more if word != "--"),
         "--host",
         host,
     ]
-    # The server keeps its API in one process and the model in another; the route that reaches our workers is one of development mode.
+    # The server keeps its API in one process and the model in another; the route that reaches our
+    # workers is one of development mode.
     environment = {
         name: value
         for name, value in os.environ.items()

@@ -1,6 +1,8 @@
-"""TRL's GRPO and RLOO trainers with draft heads: `MedusaGRPOTrainer(..., medusa={...})` in the place of `GRPOTrainer(...)`.
+"""TRL's GRPO and RLOO trainers with draft heads: `MedusaGRPOTrainer(..., medusa={...})` in the
+place of `GRPOTrainer(...)`.
 
-What is hooked, and how (TRL 1.16; tests/contracts/test_trl.py compares all of it with the installed package):
+What is hooked, and how (TRL 1.16; tests/contracts/test_trl.py compares all of it with the installed
+package):
 
     vLLM's start     the trainer builds our subclass of VLLMGeneration, which adds our arguments to its call of `LLM` (TRL has no option)
     before, after    `VLLMGeneration.generate`, overridden: newer heads go in; tokens and behaviour log-probs come out
@@ -46,7 +48,9 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
     ) -> None:
         _refuse(arguments)
         self.attachment = attachment
-        self.packed_weights = is_cpu_build()  # vLLM's CPU build packs its weights; TRL's sync, one parameter at a time, can't refill them.
+        # vLLM's CPU build packs its weights; TRL's sync, one parameter at a time, can't refill
+        # them.
+        self.packed_weights = is_cpu_build()
         if mode == "server":
             with replaced(
                 vllm_generation,
@@ -111,7 +115,9 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
 
 
 class MedusaCallback(TrainerCallback):
-    """The trainer's own events: the companion lives as long as the training, and learns of every update."""
+    """The trainer's own events: the companion lives as long as the training, and learns of every
+    update.
+    """
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -127,15 +133,18 @@ class MedusaCallback(TrainerCallback):
 
 
 class MedusaMixin:
-    """Stands before a TRL trainer in a class's bases. Without `medusa=` the trainer is TRL's, to the bit."""
+    """Stands before a TRL trainer in a class's bases. Without `medusa=` the trainer is TRL's, to
+    the bit.
+    """
 
     medusa: Attachment | None = None
 
     def __init__(self, *args: Any, medusa: Any = None, **kwargs: Any) -> None:
         """
         Args:
-            medusa: a RunConfig, its sections as a mapping, or the path of a YAML file; read are `heads`, `companion`, `engine` (drafting
-                and `extra`) and `seed`. None, or neither drafting nor a companion: TRL's trainer as it is.
+            medusa: a RunConfig, its sections as a mapping, or the path of a YAML file; read are
+                `heads`, `companion`, `engine` (drafting and `extra`) and `seed`. None, or neither
+                drafting nor a companion: TRL's trainer as it is.
 
         Raises:
             ConfigError: the trainer does something that can't be combined with draft heads.
@@ -219,7 +228,9 @@ class _Client(vllm_generation.VLLMClient):
 
 
 class _WithoutCommunicator(_Client):
-    """TRL opens a NCCL group to the server as soon as it sees it; on the CPU build there is none, and weights go by file."""
+    """TRL opens a NCCL group to the server as soon as it sees it; on the CPU build there is none,
+    and weights go by file.
+    """
 
     def init_communicator(self, device: Any = 0) -> None:
         logger.debug("no communicator: weights go by file")

@@ -1,6 +1,8 @@
-"""TRL's PPOTrainer (`trl.experimental.ppo`, up to 1.12), beside which heads are trained: it generates with transformers, without drafts.
+"""TRL's PPOTrainer (`trl.experimental.ppo`, up to 1.12), beside which heads are trained: it
+generates with transformers, without drafts.
 
-What is hooked, and how (TRL 1.12; tests/contracts/test_trl_ppo.py compares all of it with the installed package):
+What is hooked, and how (TRL 1.12; tests/contracts/test_trl_ppo.py compares all of it with the
+installed package):
 
     rollouts         the module function `batch_generation`, replaced for the time of `train`
     log-prob pass    forward hooks on the policy, in the update's own passes; rows are known by their tokens
@@ -47,7 +49,9 @@ class _Events(TrainerCallback):
 
 
 class MedusaPPOTrainer(PPOTrainer):
-    """`trl.experimental.ppo.PPOTrainer` whose rollouts also train draft heads; they are in OUTPUT/medusa/heads-final afterwards."""
+    """`trl.experimental.ppo.PPOTrainer` whose rollouts also train draft heads; they are in
+    OUTPUT/medusa/heads-final afterwards.
+    """
 
     medusa: Attachment | None = None
     _showing = False
@@ -86,7 +90,9 @@ class MedusaPPOTrainer(PPOTrainer):
             super().train()
 
     def generate_completions(self, sampling: bool = False) -> None:
-        """As TRL's: it shows samples of other prompts through the same function, which the heads don't learn from."""
+        """As TRL's: it shows samples of other prompts through the same function, which the heads
+        don't learn from.
+        """
         self._showing = True
         try:
             super().generate_completions(sampling)
@@ -117,7 +123,9 @@ def rows_of(
     logits_BRV: torch.Tensor,
     pad_token_id: int,
 ) -> Generated:
-    """TRL's padded generation as rows. The logits are those that were sampled from, the temperature included."""
+    """TRL's padded generation as rows. The logits are those that were sampled from, the temperature
+    included.
+    """
     width = queries_BQ.shape[1]
     responses_BR = query_responses_BT[:, width:]
     logprobs_BR = logits_BRV.float().log_softmax(-1).gather(2, responses_BR[..., None])[..., 0]

@@ -1,10 +1,12 @@
-"""One rollout batch as tensors, its micro batches (sorted by length so that little padding is computed), and what becomes known about it.
+"""One rollout batch as tensors, its micro batches (sorted by length so that little padding is
+computed), and what becomes known about it.
 
-Shape letters: S sequences of the rollout batch, R response positions (padded to the longest), B sequences of a micro batch,
-T tokens of prompt plus response (padded on the right to the longest), M response tokens of a micro batch, packed row after row.
+Shape letters: S sequences of the rollout batch, R response positions (padded to the longest), B
+sequences of a micro batch, T tokens of prompt plus response (padded on the right to the longest), M
+response tokens of a micro batch, packed row after row.
 
-Padding stands on the right, where a causal model can't see it from any real token: no attention mask is needed and the
-positions are 0, 1, 2, ... for every row, in training as in the engine.
+Padding stands on the right, where a causal model can't see it from any real token: no attention
+mask is needed and the positions are 0, 1, 2, ... for every row, in training as in the engine.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class MicroBatch:
         sequences: B indices into the rollout batch, the order of the rows.
         input_ids_BT: int64, prompt + response + padding.
         response_mask_BT: bool, token t belongs to the response.
-        first: place of the batch's first sequence in the rollout batch; above 0 where the batch is a piece of it.
+        first: place of the batch's first sequence in the rollout batch; above 0 where the batch is
+            a piece of it.
         seen: the images of its prompts; None without.
     """
 
@@ -55,12 +58,16 @@ class MicroBatch:
 
     @property
     def response_ids_M(self) -> Tensor:
-        """int64, the response tokens row after row: the order in which `x_BT[predict_mask_BT]` packs predictions."""
+        """int64, the response tokens row after row: the order in which `x_BT[predict_mask_BT]`
+        packs predictions.
+        """
         return self.input_ids_BT[self.response_mask_BT]
 
     @property
     def first_predicting(self) -> int:
-        """Column of the first output that any row needs; what a model computes before it is thrown away."""
+        """Column of the first output that any row needs; what a model computes before it is thrown
+        away.
+        """
         return int(self.response_mask_BT.any(dim=0).int().argmax()) - 1
 
 
@@ -89,7 +96,8 @@ class PPOBatch:
             first: place of its first response in the rollout batch, where it is a piece of one.
 
         Raises:
-            DataError: no responses, a response without tokens, or log-probs that do not fit the tokens.
+            DataError: no responses, a response without tokens, or log-probs that do not fit the
+                tokens.
         """
         _check(rollouts)
         self.rollouts = rollouts
@@ -116,10 +124,12 @@ class PPOBatch:
     def micro_batches(
         self, sequences: list[int], size: int, tokens: int | None = None
     ) -> Iterator[MicroBatch]:
-        """Cut the given sequences into micro batches of at most `size`, alike in length; each is padded to its own longest.
+        """Cut the given sequences into micro batches of at most `size`, alike in length; each is
+        padded to its own longest.
 
         Args:
-            tokens: most tokens of one, padding included; a longer sequence is alone. None: any number.
+            tokens: most tokens of one, padding included; a longer sequence is alone. None: any
+                number.
         """
         rows: list[int] = []
         for s in sorted(sequences, key=lambda s: (self.total_lengths[s], s)):
@@ -155,7 +165,9 @@ class PPOBatch:
         return values_SR[rows][self.mask_SR[rows]].to(self.device)
 
     def unpack(self, values_M: Tensor, micro: MicroBatch, into_SR: Tensor) -> None:
-        """Write packed values of a micro batch to their places in `into_SR` (in place, on the CPU)."""
+        """Write packed values of a micro batch to their places in `into_SR` (in place, on the
+        CPU).
+        """
         start = 0
         values_M = values_M.detach().to("cpu", into_SR.dtype)
         for s in micro.sequences:
@@ -166,7 +178,8 @@ class PPOBatch:
 
 @dataclass(frozen=True)
 class Scores:
-    """What is known about a rollout batch before the update. All float32, on the CPU, zero on padding.
+    """What is known about a rollout batch before the update. All float32, on the CPU, zero on
+    padding.
 
     Attributes:
         weights_SR: importance of each token; None: 1.
@@ -186,7 +199,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class PolicyScores:
-    """What actor and reference say about a rollout batch; fields as in `TokenStats`. All float32, on the CPU, zero on padding."""
+    """What actor and reference say about a rollout batch; fields as in `TokenStats`. All float32,
+    on the CPU, zero on padding.
+    """
 
     logprobs_SR: Tensor
     reference_SR: Tensor
@@ -210,7 +225,9 @@ class PolicyScores:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the models say about a rollout batch. `values_SR` as `PolicyScores`; 0 without a critic."""
+    """What the models say about a rollout batch. `values_SR` as `PolicyScores`; 0 without a
+    critic.
+    """
 
     policy: PolicyScores
     values_SR: Tensor
@@ -256,7 +273,10 @@ def _check(rollouts: Rollouts) -> None:
         if not response.token_ids or len(response.token_ids) != len(response.logprobs):
             raise DataError(
                 "A response can't be trained on.",
-                given=f"response {index}: {len(response.token_ids)} tokens, {len(response.logprobs)} log-probs",
+                given=(
+                    f"response {index}: {len(response.token_ids)} tokens, {len(response.logprobs)}"
+                    " log-probs"
+                ),
                 expected="at least one token, and one log-prob for each",
                 do="Check that the engine returns log-probs and does not abort requests.",
             )

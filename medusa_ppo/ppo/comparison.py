@@ -1,14 +1,18 @@
-"""What the plugin is worth: after a run's last step, rollouts and whole PPO steps with it and without it, in turn.
+"""What the plugin is worth: after a run's last step, rollouts and whole PPO steps with it and
+without it, in turn.
 
-"Without" is what a user would have without us: the same loop without the plugin, and an engine of its own, without speculation, compiled,
-at vLLM's defaults otherwise. It is started for the comparison and closed after it. Two things are timed on the same prompts:
+"Without" is what a user would have without us: the same loop without the plugin, and an engine of
+its own, without speculation, compiled, at vLLM's defaults otherwise. It is started for the
+comparison and closed after it. Two things are timed on the same prompts:
 
 - rollouts: both engines with the same actor, nothing else running (the companion has caught up);
-- PPO steps: in the steps with the plugin the companion trains beside the loop as in any other step, on the batch of the step before
-  while responses are generated. So where the step before had no plugin, one that is not timed comes first; and before a step
-  without the plugin the companion ends its work, in time that nobody counts.
+- PPO steps: in the steps with the plugin the companion trains beside the loop as in any other step,
+  on the batch of the step before while responses are generated. So where the step before had no
+  plugin, one that is not timed comes first; and before a step without the plugin the companion ends
+  its work, in time that nobody counts.
 
-The steps are real ones, and the policy goes on learning in all of them; what they learn is thrown away with the run's process.
+The steps are real ones, and the policy goes on learning in all of them; what they learn is thrown
+away with the run's process.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ def compare(
     progress: ProgressSink,
     position: RunPosition,
 ) -> dict[str, Any]:
-    """`rollouts` and `steps`, `config.report.compare_pairs` pairs of each; `plain` are the run's parts without the plugin."""
+    """`rollouts` and `steps`, `config.report.compare_pairs` pairs of each; `plain` are the run's
+    parts without the plugin.
+    """
     pairs = config.report.compare_pairs or 0
     report = config.report.model_copy(
         update={"keep_rollouts": None, "speed_every": None}
@@ -57,13 +63,16 @@ def compare(
 
 
 class Comparison:
-    """Takes turns between a run's own loop and the same without the plugin. The run's files are written before."""
+    """Takes turns between a run's own loop and the same without the plugin. The run's files are
+    written before.
+    """
 
     def __init__(self, config: RunConfig, loop: PPOLoop, plain: PPOLoop) -> None:
         """
         Args:
             loop: the run's own, at its end.
-            plain: the same learner, no plugin, an engine without speculation that has any weights of the same actor.
+            plain: the same learner, no plugin, an engine without speculation that has any weights
+                of the same actor.
         """
         self._config = config
         self._with, self._without = loop, plain
@@ -84,7 +93,9 @@ class Comparison:
         return found
 
     def steps(self, pairs: int) -> list[dict[str, dict[str, float]]]:
-        """Seconds of whole steps, `with` and `without` the plugin, and of their phases; pairs in the order with, without, without, with."""
+        """Seconds of whole steps, `with` and `without` the plugin, and of their phases; pairs in
+        the order with, without, without, with.
+        """
         found = []
         for pair in range(pairs):
             order = [self._without, self._with] if pair % 2 else [self._with, self._without]

@@ -1,4 +1,6 @@
-"""What a step generates: its prompts, in an order that only the seed decides, and its rollouts; on paired steps also without drafting."""
+"""What a step generates: its prompts, in an order that only the seed decides, and its rollouts; on
+paired steps also without drafting.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ FIRST_ROWS = re.compile(r"(?P<split>\w+)\[:(?P<limit>\d+)\]")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its text, its tokens, and the row it came from (the reference answer under `answer`)."""
+    """One prompt: its text, its tokens, and the row it came from (the reference answer under
+    `answer`).
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -81,7 +85,8 @@ class PromptStream:
             reader: of the images, where the data has some.
 
         Raises:
-            DataError: see medusa_ppo.data; also when the answer column is missing or every prompt is too long.
+            DataError: see medusa_ppo.data; also when the answer column is missing or every prompt
+                is too long.
         """
         rows = _rows(config)
         texts = render_prompts(rows, template=config.template)
@@ -116,7 +121,9 @@ class PromptStream:
         needs_answer: bool = True,
         reader: ImageReader | None = None,
     ) -> PromptStream:
-        """The prompts of the evaluation. Raises DataError, also where they would be those of the training."""
+        """The prompts of the evaluation. Raises DataError, also where they would be those of the
+        training.
+        """
         path = config.eval_path or config.path
         if path == config.path and path != DEMO and Path(path).is_file():
             do = "Set data.eval_path to another file."
@@ -144,7 +151,9 @@ class PromptStream:
         return cls([prompt for prompt in every if len(prompt.token_ids) > 1], seed=seed)
 
     def batch(self, step: int, size: int) -> list[Prompt]:
-        """The prompts of a step: positions step * size ... of the endless stream. A function of seed and step alone."""
+        """The prompts of a step: positions step * size ... of the endless stream. A function of
+        seed and step alone.
+        """
         total = len(self.prompts)
         chosen: list[Prompt] = []
         while len(chosen) < size:
@@ -159,7 +168,9 @@ class PromptStream:
 
 
 def _rows(config: DataConfig) -> list[dict[str, Any]]:
-    """The rows; `SPLIT[:N]` are the first N of any source, and what else stands in brackets is the hub's to read."""
+    """The rows; `SPLIT[:N]` are the first N of any source, and what else stands in brackets is the
+    hub's to read.
+    """
     first = FIRST_ROWS.fullmatch(config.split)
     split, limit = (first["split"], int(first["limit"])) if first else (config.split, 0)
     if config.path == DEMO:
@@ -171,7 +182,9 @@ def _rows(config: DataConfig) -> list[dict[str, Any]]:
 
 
 class RolloutFiles:
-    """Keeps the rollouts of the last steps, a file each. A step that is done again after a restart replaces its file."""
+    """Keeps the rollouts of the last steps, a file each. A step that is done again after a restart
+    replaces its file.
+    """
 
     def __init__(self, run_dir: Path, steps: int | None) -> None:
         """
@@ -212,7 +225,9 @@ def _lines(step: int, rollouts: Rollouts) -> Iterator[str]:
 
 
 def sampling_of(config: RunConfig, step: int) -> Sampling:
-    """How the responses of a step are sampled; the seed is a function of the run's seed and the step."""
+    """How the responses of a step are sampled; the seed is a function of the run's seed and the
+    step.
+    """
     section = config.sampling
     return Sampling(
         temperature=section.temperature,
@@ -230,10 +245,12 @@ def num_drafts(config: RunConfig) -> int:
 
 
 class SpeedPairs:
-    """Every n-th step, generates the step's prompts twice: with drafting and without, the order changing from pair to pair.
+    """Every n-th step, generates the step's prompts twice: with drafting and without, the order
+    changing from pair to pair.
 
-    The rollouts that PPO trains on are always those with drafting; the others are timed and thrown away. The order alternates
-    because the second of two generations finds a warmer machine (and prompts that the engine has seen).
+    The rollouts that PPO trains on are always those with drafting; the others are timed and thrown
+    away. The order alternates because the second of two generations finds a warmer machine (and
+    prompts that the engine has seen).
     """
 
     def __init__(self, engine: RolloutEngine, config: RunConfig) -> None:
@@ -243,7 +260,9 @@ class SpeedPairs:
         self._drafts = num_drafts(config)
 
     def due(self, step: int) -> bool:
-        """The last step of every n is paired, so that heads have had time to learn before the first pair."""
+        """The last step of every n is paired, so that heads have had time to learn before the first
+        pair.
+        """
         return self._every > 0 and self._drafts > 0 and step % self._every == self._every - 1
 
     def generate(
@@ -256,7 +275,8 @@ class SpeedPairs:
         """The step's rollouts, and the figures of the pair (empty on steps without one).
 
         Args:
-            finished: hears of responses as they end, on steps without a pair: work beside it would be timed with it.
+            finished: hears of responses as they end, on steps without a pair: work beside it would
+                be timed with it.
         """
         if not self.due(step):
             found = (

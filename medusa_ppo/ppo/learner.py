@@ -2,11 +2,13 @@
 
 Shape letters: S sequences, R response positions, M response tokens of a micro batch.
 
-The "old" log-probs of the ratio are the actor's own, recomputed here before the update, not the engine's. The engine computes the
-same policy with other kernels (and perhaps another dtype), so its log-probs differ from ours by rounding even when nothing was
-learned; in the ratio this noise would be clipped, and its mean would pull on the policy. With our own the ratio starts at exactly 1.
-How far the two are apart is logged (`logprob_gap`, `engine_kl`): it shows a broken sync. What the engine's rounding costs all the same,
-`ppo.importance_bound` mends: it weighs each token by how much likelier it is to the actor than to the engine.
+The "old" log-probs of the ratio are the actor's own, recomputed here before the update, not the
+engine's. The engine computes the same policy with other kernels (and perhaps another dtype), so its
+log-probs differ from ours by rounding even when nothing was learned; in the ratio this noise would
+be clipped, and its mean would pull on the policy. With our own the ratio starts at exactly 1. How
+far the two are apart is logged (`logprob_gap`, `engine_kl`): it shows a broken sync. What the
+engine's rounding costs all the same, `ppo.importance_bound` mends: it weighs each token by how much
+likelier it is to the actor than to the engine.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ Done = TypeVar("Done")
 
 
 class PPOLearner(ABC):
-    """The critic (where advantages need one), PPO's arithmetic, and what is asked of whoever holds the actor.
+    """The critic (where advantages need one), PPO's arithmetic, and what is asked of whoever holds
+    the actor.
 
     Attributes:
         actor: as `MedusaPlugin` and `ActorSync` take it.
@@ -95,7 +98,9 @@ class PPOLearner(ABC):
             models.recompute_layers(critic)
 
     def _meanwhile(self, work: Callable[[], Done]) -> Callable[[], Done]:
-        """Begin with it in a thread beside this one, where ppo.side_by_side says so, or else do it; the function waits for its end."""
+        """Begin with it in a thread beside this one, where ppo.side_by_side says so, or else do it;
+        the function waits for its end.
+        """
         if self._beside is not None:
             return self._beside.submit(work).result
         done = work()
@@ -119,12 +124,14 @@ class PPOLearner(ABC):
     def score(
         self, batch: PPOBatch, rewards: Tensor, sampling: Sampling, tap: Tap | None = None
     ) -> tuple[Scores, dict[str, float]]:
-        """Log-probs, values, advantages of a rollout batch, and what the log should say about it: `begin_batch`, `measure` and `conclude`.
+        """Log-probs, values, advantages of a rollout batch, and what the log should say about it:
+        `begin_batch`, `measure` and `conclude`.
 
         Args:
             rewards: float32 reward of each response (S), or of each token (S, R).
             sampling: how the rollouts were sampled.
-            tap: context put around each of the actor's forward passes, e.g. MedusaPlugin.actor_forward.
+            tap: context put around each of the actor's forward passes, e.g.
+                MedusaPlugin.actor_forward.
         """
         self.begin_batch(sampling)
         return self.conclude(batch, self.measure(batch, sampling, tap), rewards)
@@ -141,7 +148,9 @@ class PPOLearner(ABC):
         tap: Tap | None = None,
         timeline: Timeline | None = None,
     ) -> Measured:
-        """The passes of actor, reference and critic over a rollout batch or a piece of it; one at a time."""
+        """The passes of actor, reference and critic over a rollout batch or a piece of it; one at a
+        time.
+        """
         timeline = timeline or Timeline()
         policy, values_SR = (
             self._begin_scoring(batch, sampling, tap, timeline),
@@ -200,7 +209,9 @@ class PPOLearner(ABC):
     def _advantages(
         self, batch: PPOBatch, rewards_SR: Tensor, values_SR: Tensor, trained_S: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """advantages_SR and returns_SR: GAE, whitened over what is learned from, or those of groups."""
+        """advantages_SR and returns_SR: GAE, whitened over what is learned from, or those of
+        groups.
+        """
         config, mask_SR = self.config, batch.mask_SR
         if config.advantages == "gae":
             advantages_SR, returns_SR = models.generalized_advantages(
@@ -232,7 +243,8 @@ class PPOLearner(ABC):
             texts: to learn by heart beside it, with ppo.ptx_coefficient.
 
         Raises:
-            RunError: no gradient of the actor or of the critic was finite; the weights are those before the update.
+            RunError: no gradient of the actor or of the critic was finite; the weights are those
+                before the update.
         """
         share = learning_rate_share(self.config, step)
         policy = self._begin_update(batch, scores, sampling, step, texts)
@@ -256,7 +268,9 @@ class PPOLearner(ABC):
     def _update_critic(
         self, batch: PPOBatch, scores: Scores, step: int, share: float
     ) -> tuple[dict[str, float], int]:
-        """All optimizer steps of the critic: what the log says about them, and how many were left out."""
+        """All optimizer steps of the critic: what the log says about them, and how many were left
+        out.
+        """
         config, loss, tokens, norms = self.config, 0.0, 0, GradientNorms()
         clip_range = config.value_clip_range
         if clip_range is not None and config.value_clip_unit == "returns":
@@ -304,7 +318,9 @@ class PPOLearner(ABC):
         return total
 
     def save(self, folder: Path) -> None:
-        """Write weights and moments of actor and critic: `actor`, `actor_optimizer`, `critic`, `critic_optimizer` (.safetensors)."""
+        """Write weights and moments of actor and critic: `actor`, `actor_optimizer`, `critic`,
+        `critic_optimizer` (.safetensors).
+        """
         self.shaping.save(folder)
         with self.turns.aside(ACTOR, CRITIC):
             self._save_policy(folder)
@@ -312,7 +328,9 @@ class PPOLearner(ABC):
                 save_trained(folder, "critic", *self._trained_critic())
 
     def load(self, folder: Path) -> None:
-        """Put what `save` wrote in its place. CheckpointError when a file is missing, damaged, or does not fit."""
+        """Put what `save` wrote in its place. CheckpointError when a file is missing, damaged, or
+        does not fit.
+        """
         with self.turns.on(ACTOR, training=True):
             self._load_policy(folder)
         self.shaping.load(folder)
@@ -328,17 +346,23 @@ class PPOLearner(ABC):
     def _begin_scoring(
         self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
     ) -> Callable[[], PolicyScores]:
-        """Begin with the actor's and the reference's passes; the function waits for the end of what goes on elsewhere."""
+        """Begin with the actor's and the reference's passes; the function waits for the end of what
+        goes on elsewhere.
+        """
 
     @abstractmethod
     def _begin_update(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> Callable[[], UpdateTotals]:
-        """Begin with all optimizer steps of the actor; the function waits for the end of what goes on elsewhere."""
+        """Begin with all optimizer steps of the actor; the function waits for the end of what goes
+        on elsewhere.
+        """
 
     @abstractmethod
     def _save_policy(self, folder: Path) -> None:
-        """Write `actor.safetensors` and `actor_optimizer.safetensors`, by the names that the checkpoint of transformers has."""
+        """Write `actor.safetensors` and `actor_optimizer.safetensors`, by the names that the
+        checkpoint of transformers has.
+        """
 
     @abstractmethod
     def _load_policy(self, folder: Path) -> None:
@@ -362,7 +386,8 @@ class Learner(PPOLearner):
     ) -> None:
         """
         Args:
-            actor: transformers causal LM, float32; the reference is copied from it now. Its vision tower, if it has one, is frozen.
+            actor: transformers causal LM, float32; the reference is copied from it now. Its vision
+                tower, if it has one, is frozen.
             critic, config, seed, autocast: as `PPOLearner`.
             features: where prompts have images: what the actor's tower makes of them.
         """
@@ -507,7 +532,9 @@ class UpdateTotals:
 
     @classmethod
     def over(cls, shares: Sequence[UpdateTotals]) -> UpdateTotals:
-        """Of replicas that took the same steps, each on its own sequences; tokens and norms are those of all already."""
+        """Of replicas that took the same steps, each on its own sequences; tokens and norms are
+        those of all already.
+        """
         total = cls()
         total.tokens, total.norms = shares[0].tokens, shares[0].norms
         for share in shares:
@@ -524,7 +551,9 @@ class UpdateTotals:
         stats: TokenStats,
         config: PPOConfig,
     ) -> Tensor:
-        """The loss of a micro batch, summed over its tokens; its figures are added up. Every token weighs the same, wherever it stands."""
+        """The loss of a micro batch, summed over its tokens; its figures are added up. Every token
+        weighs the same, wherever it stands.
+        """
         old_M, advantages_M = (
             batch.pack(scores.logprobs_SR, micro),
             batch.pack(scores.advantages_SR, micro),

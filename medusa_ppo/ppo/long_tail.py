@@ -1,12 +1,14 @@
-"""The long tail of a batch: prompts that are not answered yet go on in the next step, with its actor (`ppo.carry_after`).
+"""The long tail of a batch: prompts that are not answered yet go on in the next step, with its
+actor (`ppo.carry_after`).
 
     step t       asks for its own prompts and those that step t - 1 carried over, and stops the engine when enough of them are answered
                  learns from those that are answered
     step t + 1   asks for the others again: prompt and tokens so far, whose log-probs and versions stay those of the actor that wrote them
 
-Every prompt is learned from once, whole, with all its responses: groups are compared with each other (GRPO, RLOO), so siblings that have
-ended wait for the last one. A prompt whose oldest token would be more than `ppo.staleness` updates old in the next step is waited for, and
-the last step waits for all.
+Every prompt is learned from once, whole, with all its responses: groups are compared with each
+other (GRPO, RLOO), so siblings that have ended wait for the last one. A prompt whose oldest token
+would be more than `ppo.staleness` updates old in the next step is waited for, and the last step
+waits for all.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Carried:
 
 
 class LongTail:
-    """Asks an engine for the rollouts of one step after the other, and carries over what is not answered."""
+    """Asks an engine for the rollouts of one step after the other, and carries over what is not
+    answered.
+    """
 
     def __init__(
         self,
@@ -93,7 +97,8 @@ class LongTail:
     def write(
         self, step: int, prompts: list[Prompt], sampling: Sampling
     ) -> tuple[list[Prompt], Rollouts]:
-        """The prompts that are answered now, and their rollouts. The engine has the actor that is to write.
+        """The prompts that are answered now, and their rollouts. The engine has the actor that is
+        to write.
 
         Raises:
             CheckpointError: what was carried over is not of this run's prompts and sampling.
@@ -175,9 +180,15 @@ class LongTail:
             ):
                 raise CheckpointError(
                     "What was carried over is not of this run.",
-                    given=f"place {group.place} of step {group.step}: {len(group.responses)} responses, {longest} tokens"
+                    given=(
+                        f"place {group.place} of step {group.step}: {len(group.responses)}"
+                        f" responses, {longest} tokens"
+                    )
                     + ("" if fits else ", to another prompt"),
-                    expected=f"the data's prompt, {sampling.responses_per_prompt} responses below {sampling.max_new_tokens} tokens",
+                    expected=(
+                        f"the data's prompt, {sampling.responses_per_prompt} responses below"
+                        f" {sampling.max_new_tokens} tokens"
+                    ),
                     do="Resume with the data and the sampling that the run had.",
                 )
         return [batches[group.step][group.place] for group in self.into(step)]
@@ -191,7 +202,9 @@ def _stamped(was: Response, now: Response, version: int) -> Response:
 
 
 def save_carried(folder: Path, carried: Sequence[Carried]) -> None:
-    """Write what is carried into the next step to a checkpoint, a line each; no file where that is nothing."""
+    """Write what is carried into the next step to a checkpoint, a line each; no file where that is
+    nothing.
+    """
     if carried:
         (folder / FILE).write_text(
             "".join(json.dumps(asdict(group)) + "\n" for group in carried), encoding="utf-8"

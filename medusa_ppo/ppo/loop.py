@@ -1,7 +1,9 @@
-"""The reference PPO loop: generate, score, update, sync, report. Read `PPOLoop.step` from top to bottom.
+"""The reference PPO loop: generate, score, update, sync, report. Read `PPOLoop.step` from top to
+bottom.
 
-The plugin is used through its public hooks only, in the lines that end with `# medusa`. Without them (or with plugin=None) the
-loop is plain PPO, and the actor's weights come out bit for bit the same from the same rollouts.
+The plugin is used through its public hooks only, in the lines that end with `# medusa`. Without
+them (or with plugin=None) the loop is plain PPO, and the actor's weights come out bit for bit the
+same from the same rollouts.
 """
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ class PPOLoop:
         )
 
     def run(self, writer: RunWriter) -> None:
-        """All steps from the current position on; every finished step is on disk before the next begins."""
+        """All steps from the current position on; every finished step is on disk before the next
+        begins.
+        """
         config, began = self.config, time.monotonic() - self.position.wall_s
         self.progress.run_started(config.name, self.position.next_step, config.ppo.steps)
         for step in range(self.position.next_step, config.ppo.steps):
@@ -116,12 +120,15 @@ class PPOLoop:
                     try_save(config.run_dir, self.learner, self.position, config, self.remembered())
 
     def step(self, step: int) -> Metrics:
-        """One PPO step. Returns its metrics; the actor in the engine is the updated one afterwards."""
+        """One PPO step. Returns its metrics; the actor in the engine is the updated one
+        afterwards.
+        """
         config, learner, version = self.config, self.learner, self.position.policy_version
         values: Metrics = {names.STEP: step}
 
-        # (1) GENERATE: the engine writes the responses, with the actor's weights of this version; whole pieces are scored meanwhile.
-        # With ppo.staleness they were begun in an earlier step, and the engine goes on with those of later ones.
+        # (1) GENERATE: the engine writes the responses, with the actor's weights of this version;
+        # whole pieces are scored meanwhile. With ppo.staleness they were begun in an earlier step,
+        # and the engine goes on with those of later ones.
         with self.progress.phase(phases.GENERATE, step), self.memory.during(names.GENERATE_PEAK):
             self.turns.clear()
             if not self.maker.has_begun(step):
@@ -184,8 +191,10 @@ class PPOLoop:
         return values
 
     def _write_up_to(self, last: int, step: int) -> None:
-        """Begin with the rollouts of steps up to `last`, with the newest actor where the engine is idle. One whose weights would be more
-        than ppo.steps_ahead updates old when it is learned from has to wait."""
+        """Begin with the rollouts of steps up to `last`, with the newest actor where the engine is
+        idle. One whose weights would be more than ppo.steps_ahead updates old when it is learned
+        from has to wait.
+        """
         version = self.position.policy_version
         while self.begun <= last and self.begun < max(step + 1, self.config.ppo.steps):
             if self.maker.idle:
@@ -238,7 +247,8 @@ class PPOLoop:
         if gap > LOGPROB_GAP_NATS and not self.alarmed:
             self.alarmed = True
             self.progress.note(
-                f"Engine and actor differ by {gap:.3f} nats a token: compare their dtypes, see ppo.importance_bound."
+                f"Engine and actor differ by {gap:.3f} nats a token: compare their dtypes, see"
+                " ppo.importance_bound."
             )
 
     def _reward_metrics(self, rewards: torch.Tensor) -> Metrics:
@@ -260,7 +270,8 @@ def run_ppo(
     resume: bool = False,
     allow: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run PPO as configured, from nothing to the report; Ray, engine and companion are started here and closed here.
+    """Run PPO as configured, from nothing to the report; Ray, engine and companion are started here
+    and closed here.
 
     Args:
         config: what to run; its files go to config.run_dir.
@@ -273,7 +284,8 @@ def run_ppo(
 
     Raises:
         MedusaError: what went wrong, in one sentence; finished steps stay on disk, with a report.
-        KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after everything was closed and the partial report written.
+        KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after everything was closed and the partial
+            report written.
     """
     config, progress = settled(config), progress or ProgressSink()
     with RunSession(config, progress) as session:

@@ -1,12 +1,16 @@
-"""The networks of PPO (what the actor says about response tokens, the critic, the frozen reference), and its formulas, a function each.
+"""The networks of PPO (what the actor says about response tokens, the critic, the frozen
+reference), and its formulas, a function each.
 
-Shape letters: B rows, T tokens (right-padded), D hidden, V vocabulary, M response tokens of a micro batch, packed row after row, C some of
-them, S sequences, R response positions (padded to the longest; mask_SR is True at real tokens). What the formulas take is float32.
+Shape letters: B rows, T tokens (right-padded), D hidden, V vocabulary, M response tokens of a micro
+batch, packed row after row, C some of them, S sequences, R response positions (padded to the
+longest; mask_SR is True at real tokens). What the formulas take is float32.
 
-All networks stay in eval mode: dropout would make log-probs of unchanged weights differ, and the ratio of PPO with them.
+All networks stay in eval mode: dropout would make log-probs of unchanged weights differ, and the
+ratio of PPO with them.
 
-Position r of a sequence belongs to response token y_r: `logprobs_SR[s, r]` = log pi(y_r | prompt, y_<r), `values_SR[s, r]` = the
-critic's value of the state *before* y_r was chosen, `rewards_SR[s, r]` = what choosing y_r earned.
+Position r of a sequence belongs to response token y_r: `logprobs_SR[s, r]` = log pi(y_r | prompt,
+y_<r), `values_SR[s, r]` = the critic's value of the state *before* y_r was chosen, `rewards_SR[s,
+r]` = what choosing y_r earned.
 """
 
 from __future__ import annotations
@@ -44,9 +48,11 @@ NEVER = -1e30
 def save_trained(
     folder: Path, name: str, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Write `NAME.safetensors`, the weights, and `NAME_optimizer.safetensors`, AdamW's moments as `weight/moment` (none before a step).
+    """Write `NAME.safetensors`, the weights, and `NAME_optimizer.safetensors`, AdamW's moments as
+    `weight/moment` (none before a step).
 
-    Of tied weights the first name only (safetensors holds no aliases). Buffers are rebuilt, not saved.
+    Of tied weights the first name only (safetensors holds no aliases). Buffers are rebuilt, not
+    saved.
     """
     own = dict(module.named_parameters())
     moments = {
@@ -65,7 +71,9 @@ def save_trained(
 def load_trained(
     folder: Path, name: str, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Fill both from what `save_trained` wrote. CheckpointError when a file is missing, damaged, or does not fit."""
+    """Fill both from what `save_trained` wrote. CheckpointError when a file is missing, damaged, or
+    does not fit.
+    """
     own = dict(module.named_parameters())
     weights, moments = (
         load_state(folder / f"{file}.safetensors") for file in (name, f"{name}_optimizer")
@@ -96,7 +104,8 @@ def load_trained(
         for weight, parameter in own.items():
             parameter.copy_(weights[weight])
     for full, (weight, key) in split.items():
-        # Without a dtype or device of its own: AdamW keeps moments beside the weight, and its step counter there too when fused.
+        # Without a dtype or device of its own: AdamW keeps moments beside the weight, and its step
+        # counter there too when fused.
         optimizer.state[own[weight]][key] = moments[full].to(own[weight].device)
 
 
@@ -105,7 +114,8 @@ class TokenStats:
     """What the actor says about the response tokens of a micro batch. All float32.
 
     Attributes:
-        logprobs_M: log-prob of each response token at the sampling temperature, under the distribution that was sampled from.
+        logprobs_M: log-prob of each response token at the sampling temperature, under the
+            distribution that was sampled from.
         entropy_M: entropy of the same distribution in nats; None when not asked for.
     """
 
@@ -114,10 +124,12 @@ class TokenStats:
 
 
 class Support:
-    """Which tokens top-k and top-p left to the actor that wrote the rollouts, at each of their positions; nothing where neither is on.
+    """Which tokens top-k and top-p left to the actor that wrote the rollouts, at each of their
+    positions; nothing where neither is on.
 
-    Old and new policy and the reference are all taken over these: the distribution that was sampled from, and what the same choice leaves
-    of the others. Each policy's own choice would give tokens that were sampled a probability of 0 after an update.
+    Old and new policy and the reference are all taken over these: the distribution that was sampled
+    from, and what the same choice leaves of the others. Each policy's own choice would give tokens
+    that were sampled a probability of 0 after an update.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -129,10 +141,12 @@ class Support:
     def cut(
         self, logits_CV: Tensor, micro: MicroBatch, vocabulary: Vocabulary = WHOLE, first: int = 0
     ) -> Tensor:
-        """The logits with next to minus infinity for all other tokens. The first to ask for a sequence is the actor that wrote it.
+        """The logits with next to minus infinity for all other tokens. The first to ask for a
+        sequence is the actor that wrote it.
 
         Args:
-            logits_CV: of C response tokens of the micro batch from `first` on; who does not give all at once gives them in their order.
+            logits_CV: of C response tokens of the micro batch from `first` on; who does not give
+                all at once gives them in their order.
         """
         if not self.cuts:
             return logits_CV
@@ -182,11 +196,13 @@ def token_stats(
 ) -> TokenStats:
     """Run the actor over a micro batch; keeps the graph when gradients are on.
 
-    The logits are divided by the sampling temperature, as the engine's sampler does, and cut to `support`: the policy that PPO improves is
-    the one that wrote the rollouts. With `autocast` products run in bfloat16 while weights and log-probs stay float32.
+    The logits are divided by the sampling temperature, as the engine's sampler does, and cut to
+    `support`: the policy that PPO improves is the one that wrote the rollouts. With `autocast`
+    products run in bfloat16 while weights and log-probs stay float32.
 
-    Logits are never whole: so many rows at a time are made, and made again in the backward pass (but for a model whose logits are more than
-    lm_head's product: its own are taken, and only what follows is done in chunks).
+    Logits are never whole: so many rows at a time are made, and made again in the backward pass
+    (but for a model whose logits are more than lm_head's product: its own are taken, and only what
+    follows is done in chunks).
 
     Args:
         chunk_rows: rows of logits at a time; None: as the companion's losses.
@@ -214,9 +230,9 @@ def token_stats(
             logits_CV = support.cut(logits_CV, micro, first=first)
         logprobs_CV = logits_CV.log_softmax(dim=-1)
         logprobs_C = logprobs_CV.gather(1, ids_M[first : first + len(source_CX), None]).squeeze(1)
-        return logprobs_C, -(logprobs_CV.exp() * logprobs_CV).sum(
-            dim=-1
-        ) if entropy else logprobs_C[:0]
+        return logprobs_C, (
+            -(logprobs_CV.exp() * logprobs_CV).sum(dim=-1) if entropy else logprobs_C[:0]
+        )
 
     rows = chunk_rows or (len(ids_M) if lm_head is None else WHOLE.chunk_rows(lm_head.weight))
     again = torch.is_grad_enabled() and rows < len(ids_M)
@@ -231,7 +247,9 @@ def token_stats(
 
 
 def _plain_lm_head(actor: Any) -> nn.Linear | None:
-    """The actor's lm_head where its product is all that stands between the final states and the logits."""
+    """The actor's lm_head where its product is all that stands between the final states and the
+    logits.
+    """
     if not isinstance(actor, PreTrainedModel) or actor.base_model is actor:
         return None
     lm_head: Any = actor.get_output_embeddings()
@@ -241,9 +259,11 @@ def _plain_lm_head(actor: Any) -> nn.Linear | None:
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Of each layer keep the input alone, and make its activations again in the backward pass; values and gradients stay.
+    """Of each layer keep the input alone, and make its activations again in the backward pass;
+    values and gradients stay.
 
-    transformers' own switch does nothing in eval mode, in which all networks here are. ModelError when the model has no layers of its kind.
+    transformers' own switch does nothing in eval mode, in which all networks here are. ModelError
+    when the model has no layers of its kind.
     """
     layers: list[Any] = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
@@ -275,7 +295,8 @@ def _made_again(forward: Callable[..., Any]) -> Callable[..., Any]:
 class Critic(nn.Module):
     """A value head on a backbone of the actor's type: V(prompt, y_<r) for every response token y_r.
 
-    It shares nothing with the actor: own backbone, own optimizer, own gradient clip, so value errors never pull on the policy.
+    It shares nothing with the actor: own backbone, own optimizer, own gradient clip, so value
+    errors never pull on the policy.
     """
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
@@ -302,7 +323,9 @@ class Critic(nn.Module):
 
 
 def _response_logits(actor: nn.Module, micro: MicroBatch) -> Tensor:
-    """logits_MV of the positions that predict response tokens; lm_head is not run over prompts where the model allows that."""
+    """logits_MV of the positions that predict response tokens; lm_head is not run over prompts
+    where the model allows that.
+    """
     first = micro.first_predicting
     keep = micro.input_ids_BT.shape[1] - first
     extra = (
@@ -318,7 +341,8 @@ def _autocast(device: torch.device, on: bool) -> contextlib.AbstractContextManag
     return torch.autocast(device.type, dtype=torch.bfloat16) if on else contextlib.nullcontext()
 
 
-# ---- the formulas ----------------------------------------------------------------------------------------------------------------
+# ---- the formulas
+# ----------------------------------------------------------------------------------------------------------------
 
 # Keeps the division of `whiten` finite when all advantages are equal.
 WHITEN_EPSILON = 1e-8
@@ -327,7 +351,9 @@ GROUP_EPSILON = 1e-4
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the positions where mask is True, each position once (not a mean of means). 0 when the mask is empty."""
+    """Mean over the positions where mask is True, each position once (not a mean of means). 0 when
+    the mask is empty.
+    """
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
@@ -339,8 +365,9 @@ def masked_deviation(values: Tensor, mask: Tensor) -> float:
 def kl_estimates(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     """Of KL(pi || pi_ref), from tokens sampled from pi, with d = log pi - log pi_ref.
 
-    k1 = d is unbiased and may be negative; k2 = d^2 / 2 has, as a loss, the gradient of the KL, and is biased; k3 = exp(-d) - 1 + d is
-    unbiased and never negative, but heavy-tailed where the reference likes a token much better.
+    k1 = d is unbiased and may be negative; k2 = d^2 / 2 has, as a loss, the gradient of the KL, and
+    is biased; k3 = exp(-d) - 1 + d is unbiased and never negative, but heavy-tailed where the
+    reference likes a token much better.
     """
     difference = logprobs - reference
     if estimator == "k1":
@@ -356,9 +383,11 @@ def token_rewards(
     kl_coefficient: float,
     estimator: str = "k1",
 ) -> Tensor:
-    """Per-token rewards: minus the KL penalty at every token, and the score: at the sequence's last token, or where its steps end.
+    """Per-token rewards: minus the KL penalty at every token, and the score: at the sequence's last
+    token, or where its steps end.
 
-    The penalty is an estimate from the token that was sampled, so it is part of the return that GAE sees.
+    The penalty is an estimate from the token that was sampled, so it is part of the return that GAE
+    sees.
 
     Args:
         scores: reward of each whole response (S), or what each token earned (S, R), float32.
@@ -378,9 +407,11 @@ def token_rewards(
 
 
 def group_advantages(rewards_S: Tensor, prompts_S: Tensor, trained_S: Tensor, kind: str) -> Tensor:
-    """Advantages of whole responses over the others to the same prompt: advantages_S, 0 for responses that are not trained on.
+    """Advantages of whole responses over the others to the same prompt: advantages_S, 0 for
+    responses that are not trained on.
 
-    `grpo`: (reward - mean of the group) / standard deviation of the group. `rloo`: reward - mean of the others in the group.
+    `grpo`: (reward - mean of the group) / standard deviation of the group. `rloo`: reward - mean of
+    the others in the group.
 
     Args:
         prompts_S: int64, the prompt that each response answers.
@@ -409,8 +440,9 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """GAE: advantages_SR and returns_SR = advantages + values, zero on padding.
 
-    delta_r = reward_r + gamma V_{r+1} - V_r and A_r = delta_r + gamma lam A_{r+1}. The value after the last token is 0, for
-    responses that ended and for responses that were cut: a cut response is judged by its score, like any other.
+    delta_r = reward_r + gamma V_{r+1} - V_r and A_r = delta_r + gamma lam A_{r+1}. The value after
+    the last token is 0, for responses that ended and for responses that were cut: a cut response is
+    judged by its score, like any other.
     """
     advantages_SR = torch.zeros_like(rewards_SR)
     next_advantage_S = torch.zeros_like(rewards_SR[:, 0])
@@ -418,7 +450,8 @@ def generalized_advantages(
     for r in range(rewards_SR.shape[1] - 1, -1, -1):
         real_S = mask_SR[:, r]
         delta_S = rewards_SR[:, r] + gamma * next_value_S - values_SR[:, r]
-        # Padding stands behind the last token, so it must leave the zeros that the last token starts from.
+        # Padding stands behind the last token, so it must leave the zeros that the last token
+        # starts from.
         next_advantage_S = torch.where(real_S, delta_S + gamma * lam * next_advantage_S, 0.0)
         next_value_S = torch.where(real_S, values_SR[:, r], 0.0)
         advantages_SR[:, r] = next_advantage_S
@@ -428,7 +461,8 @@ def generalized_advantages(
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Zero mean and unit variance over all real tokens of the rollout batch; zero on padding.
 
-    Over the whole batch and not over a minibatch: a minibatch of lucky responses must not look average to itself.
+    Over the whole batch and not over a minibatch: a minibatch of lucky responses must not look
+    average to itself.
     """
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean) ** 2, mask)
@@ -442,7 +476,8 @@ class PolicyTerms:
     Attributes:
         loss: sum of the clipped surrogate (to be minimised), with gradient.
         clipped: number of rows whose ratio was clipped away, no gradient.
-        kl: sum of (ratio - 1) - log ratio, the non-negative estimate of KL(old || new) in nats, no gradient.
+        kl: sum of (ratio - 1) - log ratio, the non-negative estimate of KL(old || new) in nats, no
+            gradient.
     """
 
     loss: Tensor
@@ -457,7 +492,9 @@ def clipped_surrogate(
     clip_range: float,
     weights_M: Tensor | None = None,
 ) -> PolicyTerms:
-    """PPO's pessimistic surrogate: -min(ratio A, clip(ratio, 1 - c, 1 + c) A), summed over rows, each with its weight."""
+    """PPO's pessimistic surrogate: -min(ratio A, clip(ratio, 1 - c, 1 + c) A), summed over rows,
+    each with its weight.
+    """
     log_ratio_M = logprobs_M - old_logprobs_M
     ratio_M = log_ratio_M.exp()
     free_M = ratio_M * advantages_M
@@ -472,15 +509,19 @@ def clipped_surrogate(
 
 
 def importance_weights(gap: Tensor, bound: float) -> Tensor:
-    """min(pi / pi_engine, bound) of each token, from log pi - log pi_engine: what an expectation over the engine's tokens lacks to be one
-    over the actor's. The bound keeps the variance finite, at a small bias."""
+    """min(pi / pi_engine, bound) of each token, from log pi - log pi_engine: what an expectation
+    over the engine's tokens lacks to be one over the actor's. The bound keeps the variance finite,
+    at a small bias.
+    """
     return gap.exp().clamp(max=bound)
 
 
 def clipped_value_loss(
     values_M: Tensor, old_values_M: Tensor, returns_M: Tensor, clip_range: float | None
 ) -> Tensor:
-    """Half the squared error to the return, the worse of free and clipped around the old value, summed over rows; None: not clipped."""
+    """Half the squared error to the return, the worse of free and clipped around the old value,
+    summed over rows; None: not clipped.
+    """
     free_M = (values_M - returns_M) ** 2
     if clip_range is None:
         return 0.5 * free_M.sum()

@@ -1,15 +1,20 @@
-"""Who has memory on the devices: a ledger that all roles report to, and roles that take turns on one set of devices.
+"""Who has memory on the devices: a ledger that all roles report to, and roles that take turns on
+one set of devices.
 
     ppo.placement=separate    every role keeps its memory
     ppo.placement=shared      engine | actor, reference, critic, reward: one at a time | engine
-                              the engine sleeps while others compute, they wait in host memory while it writes
+                              the engine sleeps while others compute, they wait in host memory while
+                              it writes
 
-A role that leaves is copied into host buffers of its own (what nobody changed since the last time is there already), and its tensors become
-empty: whoever uses them fails, and the device has the memory back. A role that comes takes over the tensors of the one that leaves
-where shapes agree, so the reference stands in the actor's place and the reward model in the critic's, and nothing is allocated for it.
+A role that leaves is copied into host buffers of its own (what nobody changed since the last time
+is there already), and its tensors become empty: whoever uses them fails, and the device has the
+memory back. A role that comes takes over the tensors of the one that leaves where shapes agree, so
+the reference stands in the actor's place and the reward model in the critic's, and nothing is
+allocated for it.
 
-The ledger counts weights, gradients, AdamW's moments, and an engine's weights, keys and values; not what passes keep for themselves. Where
-there is no GPU the "device" is what the ledger counts, and tensors really move between buffers of their own.
+The ledger counts weights, gradients, AdamW's moments, and an engine's weights, keys and values; not
+what passes keep for themselves. Where there is no GPU the "device" is what the ledger counts, and
+tensors really move between buffers of their own.
 """
 
 from __future__ import annotations
@@ -198,7 +203,9 @@ class Turns:
     def add(
         self, role: str, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """A role of this process; its tensors are on the device. `optimizer`: of a role that learns."""
+        """A role of this process; its tensors are on the device. `optimizer`: of a role that
+        learns.
+        """
         self._roles[role] = Resident(module, optimizer)
         self.report(role)
 
@@ -208,13 +215,17 @@ class Turns:
         self.ledger.report(ENGINE, count)
 
     def report(self, role: str) -> None:
-        """Let the ledger see what the role has now; the learner asks for it where gradients are there."""
+        """Let the ledger see what the role has now; the learner asks for it where gradients are
+        there.
+        """
         if role in self._roles:
             self.ledger.report(role, self._roles[role].nbytes())
 
     @contextlib.contextmanager
     def on(self, role: str, *, training: bool = False) -> Iterator[None]:
-        """The role computes in this block; if roles take turns the others have left, and it stays until another one comes."""
+        """The role computes in this block; if roles take turns the others have left, and it stays
+        until another one comes.
+        """
         if self.shared and role in self._roles:
             self._move(role, training)
             self._roles[role].changed |= training
@@ -224,7 +235,9 @@ class Turns:
 
     @contextlib.contextmanager
     def aside(self, *roles: str) -> Iterator[None]:
-        """In this block the roles are read and nobody computes: if roles take turns nothing is on the device, these are read elsewhere."""
+        """In this block the roles are read and nobody computes: if roles take turns nothing is on
+        the device, these are read elsewhere.
+        """
         self.clear()
         with contextlib.ExitStack() as stack:
             for role in roles:
@@ -266,8 +279,9 @@ class Turns:
         return found
 
     def free_memory(self) -> int:
-        """Room for all roles on a machine without a GPU, what they have already included. Host memory is the device: copies that wait take
-        room of the same kind."""
+        """Room for all roles on a machine without a GPU, what they have already included. Host
+        memory is the device: copies that wait take room of the same kind.
+        """
         full = [resident.full_bytes() for resident in self._roles.values()]
         return (
             psutil.virtual_memory().available
@@ -290,12 +304,18 @@ class Turns:
             f"{role} {count / GIB:.2f}"
             for role, count in {**full, **({ENGINE: engine} if engine else {})}.items()
         )
-        do = "Set ppo.placement=shared (with engine.sleep_level=1), or cut the actor over ranks: actor.backend=megatron."
+        do = (
+            "Set ppo.placement=shared (with engine.sleep_level=1), or cut the actor over ranks:"
+            " actor.backend=megatron."
+        )
         if self.shared:
             do = "Cut the actor over ranks (actor.backend=megatron), or take a smaller model."
         raise ConfigError(
             "The roles don't fit the device.",
-            given=f"ppo.placement={'shared' if self.shared else 'separate'}: {parts} GiB, {need / GIB:.2f} at once",
+            given=(
+                f"ppo.placement={'shared' if self.shared else 'separate'}: {parts} GiB,"
+                f" {need / GIB:.2f} at once"
+            ),
             expected=f"at most {room / GIB:.2f} GiB, and room for what passes keep",
             do=do,
         )

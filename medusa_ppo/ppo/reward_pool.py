@@ -1,7 +1,9 @@
-"""Reward functions: finding one by its name, and calling it in processes of its own, with a time limit for each response (no torch).
+"""Reward functions: finding one by its name, and calling it in processes of its own, with a time
+limit for each response (no torch).
 
-A function that hangs can't be stopped in the process that called it. Here it runs in another one, which is ended and replaced when its time
-is over; the others go on. Each process has one response at a time, so who is slow keeps nobody waiting but itself.
+A function that hangs can't be stopped in the process that called it. Here it runs in another one,
+which is ended and replaced when its time is over; the others go on. Each process has one response
+at a time, so who is slow keeps nobody waiting but itself.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ READY = "ready"
 
 
 class Outcome(NamedTuple):
-    """What became of a call: its value (a number, or several), or what it raised (an error of ours, or a name and a text), or neither: its
-    time was over."""
+    """What became of a call: its value (a number, or several), or what it raised (an error of ours,
+    or a name and a text), or neither: its time was over.
+    """
 
     value: float | list[float] = 0.0
     error: MedusaError | tuple[str, str] | None = None
@@ -76,7 +79,9 @@ class Worker:
 
 
 class RewardPool:
-    """Processes that call a reward function. They start with the first question; a context manager is not needed: call `close`."""
+    """Processes that call a reward function. They start with the first question; a context manager
+    is not needed: call `close`.
+    """
 
     def __init__(self, name: str, processes: int, timeout_s: float | None = None) -> None:
         """
@@ -139,7 +144,10 @@ class RewardPool:
         if not worker.ready:
             self._workers.remove(worker)
             self.close()
-            given = f"{self._name}: {'no word in time' if outcome.late else f'exit code {worker.process.exitcode}'}"
+            given = (
+                f"{self._name}:"
+                f" {'no word in time' if outcome.late else f'exit code {worker.process.exitcode}'}"
+            )
             do = "Import its module in a fresh Python; what fails there fails here."
             raise RunError(
                 "A process for rewards did not start.",
@@ -223,7 +231,8 @@ def find_callable(name: str) -> RewardFunction:
 
 def _import(name: str) -> Any:
     here = os.getcwd()
-    # A console script does not have the working directory on its path, where people keep their reward functions.
+    # A console script does not have the working directory on its path, where people keep their
+    # reward functions.
     added = here not in sys.path and "" not in sys.path
     if added:
         sys.path.append(here)

@@ -1,4 +1,5 @@
-"""Where rewards come from: verifiable ones, a Python callable named in the configuration, or a reward model.
+"""Where rewards come from: verifiable ones, a Python callable named in the configuration, or a
+reward model.
 
 Shape letters: S responses, R response positions, B rows of a batch, T tokens.
 """
@@ -32,10 +33,13 @@ from medusa_ppo.ppo.reward_pool import RewardFunction, RewardPool, Sample, find_
 logger = logging.getLogger(__name__)
 
 RIGHT_FROM = 1.0
-"""A response counts as right from this reward on, unless the function has an attribute `correct_from`."""
+"""A response counts as right from this reward on, unless the function has an attribute
+`correct_from`.
+"""
 REWARD_BATCH = 4
-"""Responses per forward pass of a reward model, always: another number may be computed with other kernels. The last batch of each width is
-filled up with copies; with few rows that is little."""
+"""Responses per forward pass of a reward model, always: another number may be computed with other
+kernels. The last batch of each width is filled up with copies; with few rows that is little.
+"""
 SMALLEST_WIDTH = 8
 
 
@@ -60,10 +64,14 @@ class RewardSource(ABC):
     def score_steps(
         self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]
     ) -> list[list[float]]:
-        """The same for each step of each response. Raises RunError, also for rewards of another number of steps."""
+        """The same for each step of each response. Raises RunError, also for rewards of another
+        number of steps.
+        """
 
     def correct(self, scores_S: Tensor) -> Tensor | None:
-        """bool_S, the response has the right answer; None when the source doesn't know what is right."""
+        """bool_S, the response has the right answer; None when the source doesn't know what is
+        right.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027
@@ -118,7 +126,9 @@ class CallableReward(RewardSource):
             self._pool.close()
 
     def _calls(self, samples: Sequence[Sample]) -> list[tuple[Sample, Callable[[], Any] | None]]:
-        """What calls the function for each, or tells of the call in another process; None: that was ended."""
+        """What calls the function for each, or tells of the call in another process; None: that was
+        ended.
+        """
         if self._pool is None:
             return [(sample, functools.partial(self._function, *sample)) for sample in samples]
         outcomes = self._pool.ask(samples)
@@ -141,7 +151,10 @@ class CallableReward(RewardSource):
             call, "".join(steps), lambda given: [float(reward) for reward in given], len(steps)
         )
         if len(found) != len(steps):
-            do = "Split the response at ppo.step_separator, leave out what is blank, and give one reward for each part."
+            do = (
+                "Split the response at ppo.step_separator, leave out what is blank, and give one"
+                " reward for each part."
+            )
             given = f"{self._name}: {len(found)} rewards for {''.join(steps)!r:.120}"
             raise RunError(
                 "Process rewards of another number of steps.",
@@ -179,10 +192,11 @@ class CallableReward(RewardSource):
 
 
 class ModelReward(RewardSource):
-    """What a transformers classifier of one output says: of a whole text, or with `by_steps` of its tokens, at the end of each step.
+    """What a transformers classifier of one output says: of a whole text, or with `by_steps` of its
+    tokens, at the end of each step.
 
-    The same text has the same reward to the bit, whatever else is in the batch: the shape of what goes through the model follows from the
-    text's own length alone, and padding is there always.
+    The same text has the same reward to the bit, whatever else is in the batch: the shape of what
+    goes through the model follows from the text's own length alone, and padding is there always.
     """
 
     def __init__(
@@ -371,9 +385,11 @@ def earned_by_steps(
 
 
 def step_ends(pieces: Sequence[str], separator: str) -> list[tuple[int, int]]:
-    """Where each step ends: the number of characters up to there, and the token that holds the last of them.
+    """Where each step ends: the number of characters up to there, and the token that holds the last
+    of them.
 
-    Steps are what stands between separators and is not blank; what follows the last one belongs to it. There is one at least.
+    Steps are what stands between separators and is not blank; what follows the last one belongs to
+    it. There is one at least.
     """
     text, last, found = "".join(pieces), 0, list[int]()
     for match in re.finditer(re.escape(separator), text):
@@ -401,7 +417,8 @@ def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> Reward
     """The reward that the configuration names.
 
     Raises:
-        ConfigError: `module:function` does not exist or can't take (prompt, response, row), or the template is not usable.
+        ConfigError: `module:function` does not exist or can't take (prompt, response, row), or the
+            template is not usable.
         ModelError: the reward model can't be used.
     """
     if is_model(config.reward):
@@ -433,8 +450,8 @@ _NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 def exact_answer(prompt: str, response: str, row: dict[str, Any]) -> float:
     """1.0 if the number after the response's last `####` equals the reference's, else 0.0.
 
-    The reference is `row["answer"]`: the bare number, or a worked solution that ends with `#### number` (GSM8K). Numbers are compared by
-    value: `1,000`, `$1000` and `1000.0` are the same.
+    The reference is `row["answer"]`: the bare number, or a worked solution that ends with `####
+    number` (GSM8K). Numbers are compared by value: `1,000`, `$1000` and `1000.0` are the same.
 
     Raises:
         DataError: the row has no answer, or none with a number.
@@ -465,13 +482,17 @@ def _reference(row: dict[str, Any]) -> Decimal:
 
 
 def _marked_number(text: str) -> Decimal | None:
-    """The number that stands alone after the last answer mark; None where there is no mark or something else behind it."""
+    """The number that stands alone after the last answer mark; None where there is no mark or
+    something else behind it.
+    """
     marked = _MARKED.findall(text)
     return _number(marked[-1]) if marked else None
 
 
 def _number(text: str) -> Decimal | None:
-    """The text as one number; a currency or percent sign, a full stop at its end and commas between digits don't count."""
+    """The text as one number; a currency or percent sign, a full stop at its end and commas between
+    digits don't count.
+    """
     bare = text.strip().strip("$€£% ").rstrip(".").strip()
     if not _NUMBER.fullmatch(bare):
         return None

@@ -1,4 +1,5 @@
-"""How a step's rollouts are made: responses are written and scored, one after the other or, cut into pieces, at the same time.
+"""How a step's rollouts are made: responses are written and scored, one after the other or, cut
+into pieces, at the same time.
 
     ppo.piece_prompts=null    engine ------------------ | actor, reference, critic, reward on the whole batch
     ppo.piece_prompts=n       engine ------------------
@@ -7,12 +8,15 @@
     ppo.staleness=n           engine: step t + 1, up to t + n | ...
                               step t: scored, learned from    |
 
-There is one call of the engine for a step's responses, with or without pieces, so its running set stays full, and what it writes does not
-depend on them. A piece is all responses to n prompts that follow each other, whenever they end: what is computed together follows from the
-configuration, never from timing, so the numbers are to the bit those of the same pieces scored after the generation.
+There is one call of the engine for a step's responses, with or without pieces, so its running set
+stays full, and what it writes does not depend on them. A piece is all responses to n prompts that
+follow each other, whenever they end: what is computed together follows from the configuration,
+never from timing, so the numbers are to the bit those of the same pieces scored after the
+generation.
 
-The calls: the engine's is in a thread of its own, the models' passes in another one, rewards in the caller's. Whoever taps the actor's
-passes (the companion) wants to know all responses first: final states of a piece wait on the host until then.
+The calls: the engine's is in a thread of its own, the models' passes in another one, rewards in the
+caller's. Whoever taps the actor's passes (the companion) wants to know all responses first: final
+states of a piece wait on the host until then.
 """
 
 from __future__ import annotations
@@ -43,12 +47,16 @@ from medusa_ppo.types import Counters, ImagePrompt, Response, Rollouts, Sampling
 Rewards = Callable[[Rollouts, list[Prompt]], Tensor]
 """rewards_S of responses, or with steps rewards_SR."""
 Written = tuple[list[Prompt], Rollouts, dict[str, float]]
-"""The prompts that are answered, their rollouts, and figures: of the pair, of what is carried over."""
+"""The prompts that are answered, their rollouts, and figures: of the pair, of what is carried
+over.
+"""
 
 
 @dataclass
 class Piece:
-    """Responses to some prompts that follow each other: their places in the batch, those that have ended, and what is known about them."""
+    """Responses to some prompts that follow each other: their places in the batch, those that have
+    ended, and what is known about them.
+    """
 
     places: range
     ended: dict[int, Response] = field(default_factory=dict)
@@ -59,7 +67,9 @@ class Piece:
 
 @dataclass
 class Step:
-    """What is made in one step. `news` for the caller's thread: a piece that is whole, what failed, None when the engine is done."""
+    """What is made in one step. `news` for the caller's thread: a piece that is whole, what failed,
+    None when the engine is done.
+    """
 
     prompts: list[Prompt]
     sampling: Sampling
@@ -70,7 +80,8 @@ class Step:
 
 
 class RolloutMaker:
-    """Makes and scores the rollouts of one step after the other: `begin`, `finish`, `score`. Others may be begun before one is finished.
+    """Makes and scores the rollouts of one step after the other: `begin`, `finish`, `score`. Others
+    may be begun before one is finished.
 
     Attributes:
         timeline: of the step.
@@ -126,7 +137,8 @@ class RolloutMaker:
         self._begun[step] = (prompts, sampling, call)
 
     def finish(self, step: int, *, tapped: bool = False) -> tuple[Rollouts, dict[str, float]]:
-        """The rollouts of a step that was begun, and figures of how it was written; its timeline begins.
+        """The rollouts of a step that was begun, and figures of how it was written; its timeline
+        begins.
 
         Args:
             tapped: `score` will be given a tap.
@@ -155,7 +167,9 @@ class RolloutMaker:
         return self._tail.into(step) if self._tail is not None else ()
 
     def _write(self, prompts: list[Prompt], sampling: Sampling, step: int) -> Written:
-        """In the engine's thread; its seconds stand in the timeline of the step in which they end."""
+        """In the engine's thread; its seconds stand in the timeline of the step in which they
+        end.
+        """
         self._writing_since = time.monotonic()
         try:
             return self._ask(prompts, sampling, step)
@@ -202,7 +216,9 @@ class RolloutMaker:
     def score(
         self, rollouts: Rollouts, tap: Tap | None = None
     ) -> tuple[PPOBatch, Tensor, Scores, dict[str, float]]:
-        """The batch, its rewards, what is known about it, and what the log should say; of the rollouts that `finish` gave last."""
+        """The batch, its rewards, what is known about it, and what the log should say; of the
+        rollouts that `finish` gave last.
+        """
         work, self._step = self._step, None
         assert work is not None, "finish() comes first"
         batch = PPOBatch(rollouts, self._learner.device, self._pad_id)
@@ -238,7 +254,9 @@ class RolloutMaker:
         return [Piece(range(start, min(start + size, total))) for start in range(0, total, size)]
 
     def _ended(self, work: Step, place: int, response: Response) -> None:
-        """In the engine's threads. A response that comes once more is too late for its piece; `score` sees to it."""
+        """In the engine's threads. A response that comes once more is too late for its piece;
+        `score` sees to it.
+        """
         piece = work.pieces[place // len(work.pieces[0].places)]
         with work.lock:
             piece.ended[place] = response
@@ -261,7 +279,9 @@ class RolloutMaker:
         return self._learner.measure(batch, work.sampling, tap, self.timeline)
 
     def _reward_whole(self, work: Step) -> None:
-        """Rewards of pieces as they become whole, until there is no more news. What failed meanwhile is raised, and no piece is begun."""
+        """Rewards of pieces as they become whole, until there is no more news. What failed
+        meanwhile is raised, and no piece is begun.
+        """
         try:
             while (news := work.news.get()) is not None:
                 if isinstance(news, BaseException):
@@ -332,13 +352,17 @@ class PastPass(ActorView):
 
 
 class HeldPasses:
-    """The actor's final states of passes whose tap comes later, on the host: from the first that predicts a response token on."""
+    """The actor's final states of passes whose tap comes later, on the host: from the first that
+    predicts a response token on.
+    """
 
     def __init__(self) -> None:
         self._passes: list[tuple[Tensor, Tensor, tuple[int, ...]]] = []
 
     def tap(self, first: int) -> Tap:
-        """To put around the passes over a piece, whose first sequence stands at this place of the batch."""
+        """To put around the passes over a piece, whose first sequence stands at this place of the
+        batch.
+        """
 
         @contextlib.contextmanager
         def held(

@@ -1,4 +1,6 @@
-"""What a PPO run tells whoever watches it: a small protocol of events, and three listeners (silent, live, plain lines)."""
+"""What a PPO run tells whoever watches it: a small protocol of events, and three listeners (silent,
+live, plain lines).
+"""
 
 from __future__ import annotations
 
@@ -56,13 +58,17 @@ class Timeline:
             self.add(role, began)
 
     def add(self, role: str, began: float) -> None:
-        """The role has worked since then, by the clock; what was before the timeline is left out."""
+        """The role has worked since then, by the clock; what was before the timeline is left
+        out.
+        """
         self.spans.setdefault(role, []).append(
             (max(0.0, began - self._began), self._clock() - self._began)
         )
 
     def figures(self) -> dict[str, Any]:
-        """The spans; seconds from the engine's first to the scoring's last, and the share of these in which one of the two stood idle."""
+        """The spans; seconds from the engine's first to the scoring's last, and the share of these
+        in which one of the two stood idle.
+        """
         sides = [
             sorted(span for role in side for span in self.spans.get(role, [])) for side in SIDES
         ]
@@ -91,7 +97,9 @@ def _rounded(spans: list[tuple[float, float]]) -> list[list[float]]:
 
 
 class PeakMemory:
-    """The most memory that each phase of a step has: of torch on this process's GPU, or else of the process itself (Linux)."""
+    """The most memory that each phase of a step has: of torch on this process's GPU, or else of the
+    process itself (Linux).
+    """
 
     def __init__(self) -> None:
         self.gib: dict[str, float] = {}
@@ -209,7 +217,9 @@ class LineProgress(PrintedProgress):
 
 
 class LiveProgress(PrintedProgress):
-    """A live bar on a terminal: what happens now and for how long, steps, tokens/s, acceptance, time left; one line per finished step."""
+    """A live bar on a terminal: what happens now and for how long, steps, tokens/s, acceptance,
+    time left; one line per finished step.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(console)

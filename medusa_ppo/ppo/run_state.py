@@ -1,4 +1,5 @@
-"""Saving and resuming a PPO run: run_dir/checkpoint, replaced atomically; safetensors and JSON, no pickle.
+"""Saving and resuming a PPO run: run_dir/checkpoint, replaced atomically; safetensors and JSON, no
+pickle.
 
 checkpoint/
   state.json                   next step, versions, seconds so far, the configuration that made it, and the other files' sizes and sums
@@ -12,7 +13,8 @@ checkpoint/
 checkpoints/step-N/            the last saves, each as checkpoint/ (ppo.keep_checkpoints)
 best/                          the actor that did best in an evaluation, for transformers, with evaluation.json
 
-There is no random state to save: prompts, sampling seeds and minibatches are functions of the seed and the step.
+There is no random state to save: prompts, sampling seeds and minibatches are functions of the seed
+and the step.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ FIXED_KEYS = (
     "seed",
     "ppo.prompts_per_step",
 )
-"""What of a release before 0.2 is compared under --resume: its other keys had other forms. Today all of them are."""
+"""What of a release before 0.2 is compared under --resume: its other keys had other forms. Today
+all of them are.
+"""
 PLACE_KEYS = ("name", "out")
 ACTOR_SIZES = (
     "model_type",
@@ -107,7 +111,8 @@ def save_checkpoint(
     config: RunConfig,
     memory: State | None = None,
 ) -> Path:
-    """Write run_dir/checkpoint; a crash at any moment leaves either the old or the new one, complete.
+    """Write run_dir/checkpoint; a crash at any moment leaves either the old or the new one,
+    complete.
 
     Args:
         memory: of the engines; None or empty: they have none.
@@ -138,7 +143,9 @@ def save_checkpoint(
 
 
 def _keep(run_dir: Path, step: int, count: int) -> None:
-    """Keep the new checkpoint beside those before it, as many as there should be. A file is never changed, so a link is a copy."""
+    """Keep the new checkpoint beside those before it, as many as there should be. A file is never
+    changed, so a link is a copy.
+    """
     with fresh_folder(run_dir / KEPT_FOLDER / f"step-{step:06d}") as folder:
         shutil.copytree(run_dir / FOLDER, folder, dirs_exist_ok=True, copy_function=_link)
     for old in sorted((run_dir / KEPT_FOLDER).glob("step-*"))[:-count]:
@@ -151,7 +158,9 @@ def keep_best(
     learner: PPOLearner,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Keep the actor if no evaluation of the run was better. A full disk must not end a run: a failure is logged, and the old one stays."""
+    """Keep the actor if no evaluation of the run was better. A full disk must not end a run: a
+    failure is logged, and the old one stays.
+    """
     file = run_dir / BEST_FOLDER / EVALUATION_FILE
     try:
         if (
@@ -172,7 +181,8 @@ def keep_best(
 
 @contextlib.contextmanager
 def fresh_folder(target: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `target` when the block ends well, and is gone when it doesn't.
+    """A new folder that takes the place of `target` when the block ends well, and is gone when it
+    doesn't.
 
     Two renames: a reader finds the old folder aside if it comes in between.
     """
@@ -196,7 +206,8 @@ def fresh_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove what a run that was killed had begun to write beside what it would replace: a checkpoint's files can be as large as the run's.
+    """Remove what a run that was killed had begun to write beside what it would replace: a
+    checkpoint's files can be as large as the run's.
 
     Whoever calls this is the only one that writes there.
     """
@@ -217,7 +228,9 @@ def _to_disk(path: Path) -> None:
 
 
 def _sums(folder: Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of each file of a checkpoint but state.json; all are on the disk afterwards."""
+    """Size and CRC-32 of each file of a checkpoint but state.json; all are on the disk
+    afterwards.
+    """
     sums = {}
     for path in sorted(
         path for path in folder.rglob("*") if path.is_file() and path.name != STATE_FILE
@@ -288,7 +301,10 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         given = ", ".join(
             f"{key} was {was[key]!r} and is {_look_up(now, key)!r}" for key in changed
         )
-        do = f"Restore them, or let them differ: --resume {' '.join(f'--allow {key}' for key in changed)}."
+        do = (
+            "Restore them, or let them differ: --resume"
+            f" {' '.join(f'--allow {key}' for key in changed)}."
+        )
         raise ConfigError(
             "The configuration is not the one that was saved.",
             given=given,
@@ -306,8 +322,8 @@ def _within(key: str, name: str) -> bool:
 
 
 def saved_folder(run_dir: Path) -> Path:
-    """The newest whole checkpoint's folder: the last one, also right after a crash between the two renames of `save_checkpoint`, or one
-    of those that were kept before it.
+    """The newest whole checkpoint's folder: the last one, also right after a crash between the two
+    renames of `save_checkpoint`, or one of those that were kept before it.
 
     Raises:
         CheckpointError: there is none, or none is whole.
@@ -331,7 +347,10 @@ def saved_folder(run_dir: Path) -> Path:
             return folder
         damage.append(f"{folder}: {fault}")
     if damage:
-        do = "Copy it from elsewhere, or start without --resume; ppo.keep_checkpoints=2 keeps the one before the last."
+        do = (
+            "Copy it from elsewhere, or start without --resume; ppo.keep_checkpoints=2 keeps the"
+            " one before the last."
+        )
         raise CheckpointError(
             "The saved run is damaged.",
             given="; ".join(damage),
@@ -348,7 +367,9 @@ def saved_folder(run_dir: Path) -> Path:
 
 @functools.lru_cache(maxsize=16)
 def _fault_of(folder: Path, stamp: tuple[tuple[Path, int, int], ...]) -> str:
-    """What is wrong with a checkpoint's files; empty when they are those that were written. `stamp`: they are read once."""
+    """What is wrong with a checkpoint's files; empty when they are those that were written.
+    `stamp`: they are read once.
+    """
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         said, found = state.get("files"), _sums(folder)
@@ -361,19 +382,25 @@ def _fault_of(folder: Path, stamp: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def companion_state(run_dir: Path) -> str:
-    """Folder with the companion's saved state, for MedusaPlugin.start(resume_from=...); empty when there is none."""
+    """Folder with the companion's saved state, for MedusaPlugin.start(resume_from=...); empty when
+    there is none.
+    """
     folder = saved_folder(run_dir) / COMPANION_FOLDER
     return str(folder) if folder.is_dir() else ""
 
 
 def saved_memory(run_dir: Path) -> State | None:
-    """What the engines remembered when the run was saved; None: nothing. CheckpointError when it can't be read."""
+    """What the engines remembered when the run was saved; None: nothing. CheckpointError when it
+    can't be read.
+    """
     file = saved_folder(run_dir) / MEMORY_FILE
     return load_state(file) if file.is_file() else None
 
 
 def memory_of(tokenizer: PreTrainedTokenizerBase, actor: Mapping[str, Any]) -> dict[str, bytes]:
-    """Digests that say whose responses a memory holds: of the tokenizer's vocabulary, and of the actor's configuration."""
+    """Digests that say whose responses a memory holds: of the tokenizer's vocabulary, and of the
+    actor's configuration.
+    """
     parts = {
         "tokenizer": sorted(tokenizer.get_vocab().items()),
         "actor": {name: actor.get(name) for name in ACTOR_SIZES},
@@ -385,7 +412,9 @@ def memory_of(tokenizer: PreTrainedTokenizerBase, actor: Mapping[str, Any]) -> d
 
 
 def _take_companion(source: Path, target: Path) -> None:
-    """Keep the state that the companion wrote last. It replaces its files and never changes them, so a link is a copy."""
+    """Keep the state that the companion wrote last. It replaces its files and never changes them,
+    so a link is a copy.
+    """
     if not source.is_dir():
         return
     target.mkdir()
@@ -411,7 +440,9 @@ def try_save(
     config: RunConfig,
     memory: State | None = None,
 ) -> None:
-    """Save where a full disk must not end a run that trains well: the failure is logged and the last checkpoint stays."""
+    """Save where a full disk must not end a run that trains well: the failure is logged and the
+    last checkpoint stays.
+    """
     try:
         save_checkpoint(run_dir, learner, position, config, memory)
     except (OSError, MedusaError) as error:

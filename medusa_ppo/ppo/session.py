@@ -1,4 +1,6 @@
-"""A run's beginning and end: everything is checked before anything heavy starts, and whatever was started is closed, come what may."""
+"""A run's beginning and end: everything is checked before anything heavy starts, and whatever was
+started is closed, come what may.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ HEADS_FOLDER = "heads-final"
 
 @dataclass
 class Parts:
-    """What the loop works with. `plugin` None: plain PPO; `evaluation` and `texts` (to learn by heart) None: there are none; `remembered`
-    gives the engines' memory, to be saved."""
+    """What the loop works with. `plugin` None: plain PPO; `evaluation` and `texts` (to learn by
+    heart) None: there are none; `remembered` gives the engines' memory, to be saved.
+    """
 
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
@@ -66,7 +69,9 @@ class Parts:
 
 
 class RunSession:
-    """Context manager around one run. Leaving it closes plugin, engine and Ray, and writes a partial report if the run did not finish."""
+    """Context manager around one run. Leaving it closes plugin, engine and Ray, and writes a
+    partial report if the run did not finish.
+    """
 
     def __init__(self, config: RunConfig, progress: ProgressSink) -> None:
         self._config = config
@@ -151,7 +156,9 @@ class RunSession:
         actor_path: str,
         resume: bool,
     ) -> Callable[[], run_state.State]:
-        """Give the engines what they had remembered when the run was saved; what gives their memory to save it again."""
+        """Give the engines what they had remembered when the run was saved; what gives their memory
+        to save it again.
+        """
         memory = engine.memory if isinstance(engine, EnginePool) else None
         if memory is None or not memory.most_bytes:
             return dict
@@ -180,7 +187,9 @@ class RunSession:
             turns.check_room(turns.free_memory())
 
     def _engine_bytes(self, actor_path: str, actor: Actor) -> int:
-        """Of all engines while they are awake: on a GPU their share of it, else weights, keys and values. 0: of running servers."""
+        """Of all engines while they are awake: on a GPU their share of it, else weights, keys and
+        values. 0: of running servers.
+        """
         config = self._config.engine
         if config.addresses:
             return 0
@@ -200,7 +209,9 @@ class RunSession:
     def _streams(
         self, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
     ) -> tuple[PromptStream, PromptStream | None, PromptStream | None]:
-        """The prompts; where they are asked for those of the evaluation, and texts to learn by heart."""
+        """The prompts; where they are asked for those of the evaluation, and texts to learn by
+        heart.
+        """
         config, data = self._config, self._config.data
         needs_answer, evaluation, texts = not is_model(config.ppo.reward), None, None
         prompts = PromptStream.load(
@@ -294,8 +305,10 @@ class RunSession:
                     parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
 
     def compare(self, parts: Parts, measure: Callable[[Parts], dict[str, Any]]) -> None:
-        """Let `measure` have the same parts without the plugin, with an engine that is started for it: no speculation, compiled, vLLM's
-        defaults otherwise. Its figures go to the run's files; where it fails the run is none the worse."""
+        """Let `measure` have the same parts without the plugin, with an engine that is started for
+        it: no speculation, compiled, vLLM's defaults otherwise. Its figures go to the run's files;
+        where it fails the run is none the worse.
+        """
         assert self._writer is not None, "compare() follows prepare()"
         config = self._config
         section = config.engine.model_copy(update={"enforce_eager": False})
@@ -353,11 +366,14 @@ class RunSession:
                 "interrupted" if stopped else "failed", None if stopped else {"error": str(error)}
             )
         except (OSError, MedusaError) as problem:
-            # The first error is the one to show; a report can be written again from the files with `medusa-ppo report`.
+            # The first error is the one to show; a report can be written again from the files with
+            # `medusa-ppo report`.
             logger.error("The partial report could not be written: %s", problem)
 
     def _folder_of(self, path: str) -> str:
-        """A model's folder or hub name; an embedded actor is trained first if the cache has none."""
+        """A model's folder or hub name; an embedded actor is trained first if the cache has
+        none.
+        """
         if path not in RECIPES:
             return path
         with self._progress.phase(phases.ACTOR):
@@ -369,7 +385,9 @@ class RunSession:
             )
 
     def _prepare_heads(self, actor: Actor) -> str:
-        """Folder with the heads to begin with; empty when neither drafting nor the companion is wanted: then there is no plugin."""
+        """Folder with the heads to begin with; empty when neither drafting nor the companion is
+        wanted: then there is no plugin.
+        """
         if not num_drafts(self._config) and not self._config.companion.enabled:
             return ""
         folder = OwnedFolder("medusa-ppo-heads-")
@@ -396,7 +414,9 @@ class RunSession:
 
 
 def _load(path: str) -> PreTrainedModel:
-    """A model with float32 weights on this process's device (model.dtype says what products are computed in)."""
+    """A model with float32 weights on this process's device (model.dtype says what products are
+    computed in).
+    """
     model = load_actor(path, "float32")
     nn.Module.to(model, _device())
     return model

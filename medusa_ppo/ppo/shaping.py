@@ -1,6 +1,8 @@
-"""What happens to rewards before they become advantages, and to step sizes and the KL coefficient while a run goes on.
+"""What happens to rewards before they become advantages, and to step sizes and the KL coefficient
+while a run goes on.
 
-Everything that is remembered from step to step (the coefficient, the scale of the rewards) is saved with the weights.
+Everything that is remembered from step to step (the coefficient, the scale of the rewards) is saved
+with the weights.
 
 Shape letters: S sequences, R response positions.
 """
@@ -52,7 +54,9 @@ class Shaping:
         return torch.ones(len(batch), dtype=torch.bool)
 
     def rewards(self, batch: PPOBatch, rewards: Tensor) -> Tensor:
-        """The rewards of responses (S) or of their tokens (S, R), less what length and cuts cost, in units of their own spread."""
+        """The rewards of responses (S) or of their tokens (S, R), less what length and cuts cost,
+        in units of their own spread.
+        """
         config = self._config
         taken_S = torch.zeros(len(batch))
         if config.length_penalty is not None:
@@ -67,7 +71,9 @@ class Shaping:
         return rewards / self._spread(rewards) if config.scale_rewards else rewards
 
     def _spread(self, rewards: Tensor) -> float:
-        """Standard deviation of the rewards of whole responses, these included; 1 while they are all the same."""
+        """Standard deviation of the rewards of whole responses, these included; 1 while they are
+        all the same.
+        """
         for reward in (rewards if rewards.dim() == 1 else rewards.sum(dim=1)).tolist():
             self._count += 1
             before = reward - self._mean
@@ -76,7 +82,9 @@ class Shaping:
         return math.sqrt(self._squares / self._count) or 1.0
 
     def adapt(self, kl: float) -> None:
-        """Move the coefficient of the next step: up where the KL of this one (nats a token) is above the goal, down where it is below."""
+        """Move the coefficient of the next step: up where the KL of this one (nats a token) is
+        above the goal, down where it is below.
+        """
         if self._config.kl_goal is not None and math.isfinite(kl):
             self.kl_coefficient *= 1 + KL_CHANGE * max(
                 -1.0, min(1.0, kl / self._config.kl_goal - 1)
@@ -89,7 +97,9 @@ class Shaping:
         )
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote; a coefficient that is fixed is the configuration's. Earlier releases wrote none: then as at a run's start."""
+        """What `save` wrote; a coefficient that is fixed is the configuration's. Earlier releases
+        wrote none: then as at a run's start.
+        """
         if not (folder / STATE_FILE).is_file():
             return
         try:
@@ -107,7 +117,9 @@ class Shaping:
 
 
 def learning_rate_share(config: PPOConfig, step: int) -> float:
-    """Share of the configured step sizes that a PPO step learns with. A function of the step alone."""
+    """Share of the configured step sizes that a PPO step learns with. A function of the step
+    alone.
+    """
     share, warmup = 1.0, config.warmup_steps or 0
     if step < warmup:
         share = (step + 1) / (warmup + 1)
@@ -127,7 +139,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 class GradientNorms:
-    """The gradient norms of an update's optimizer steps; a step whose gradient is not finite is left out and counted."""
+    """The gradient norms of an update's optimizer steps; a step whose gradient is not finite is
+    left out and counted.
+    """
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -142,13 +156,18 @@ class GradientNorms:
         return False
 
     def mean(self, who: str) -> float:
-        """Of the steps that were taken; 0 where there was nothing to learn from. RunError when every step had to be left out."""
+        """Of the steps that were taken; 0 where there was nothing to learn from. RunError when
+        every step had to be left out.
+        """
         if self.skipped and not self.norms:
             raise RunError(
                 f"The gradient of the {who} is not finite.",
                 given=f"in all {self.skipped} optimizer step(s) of an update",
                 expected="a finite norm",
-                do=f"Lower ppo.{who}_learning_rate, check the rewards for huge values, and go on with --resume.",
+                do=(
+                    f"Lower ppo.{who}_learning_rate, check the rewards for huge values, and go on"
+                    " with --resume."
+                ),
             )
         return sum(self.norms) / max(1, len(self.norms))
 
@@ -164,9 +183,9 @@ def engine_gap(
         names.LOGPROB_GAP: models.masked_mean(gap_SR.abs(), mask_SR).item(),
         names.LOGPROB_GAP_MAX: gap_SR.abs().max().item(),
         names.ENGINE_KL: models.masked_mean(ratio_SR - 1 - gap_SR, mask_SR).item(),
-        names.IMPORTANCE_CUT: models.masked_mean(
-            (ratio_SR > (bound or IMPORTANCE_BOUND)).float(), mask_SR
-        ).item(),
+        names.IMPORTANCE_CUT: (
+            models.masked_mean((ratio_SR > (bound or IMPORTANCE_BOUND)).float(), mask_SR).item()
+        ),
     }
 
 

@@ -23,13 +23,17 @@ BEST_FOLDER = "best"  # The actor that did best in an evaluation.
 KEPT_FOLDER = "checkpoints"  # The last saves of the run's state.
 ROLLOUTS_FOLDER = "rollouts"
 PROMPT_IDS, RESPONSE_IDS, LOGPROBS = "prompt_ids", "response_ids", "logprobs"
-"""Columns of the rollout files; beside them stand step, policy_version, temperature, top_p and top_k."""
+"""Columns of the rollout files; beside them stand step, policy_version, temperature, top_p and
+top_k.
+"""
 STATUSES = ("running", "finished", "interrupted", "failed")
 KILLED = "killed"
 UNKNOWN = "unknown"
 LAST_STEP = 1 << 53
 NONFINITE = "nonfinite"
-"""Key of a step line that names the metrics that were NaN or infinite in it (JSON has neither; they are stored as null)."""
+"""Key of a step line that names the metrics that were NaN or infinite in it (JSON has neither; they
+are stored as null).
+"""
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,12 @@ class Run:
     Attributes:
         path: its folder.
         steps: one dict per PPO step, ascending in `step`, keys from medusa_ppo/metrics.py.
-        meta: run.json (name, config, versions, hardware, started_at, status ...); empty when the file is missing.
-        unreadable_lines: lines of metrics.jsonl that were no JSON object with a step; a torn last line is not counted.
-        status: running | finished | interrupted | failed, `killed` when run.json says running but the process is gone,
-            `unknown` without run.json.
+        meta: run.json (name, config, versions, hardware, started_at, status ...); empty when the
+            file is missing.
+        unreadable_lines: lines of metrics.jsonl that were no JSON object with a step; a torn last
+            line is not counted.
+        status: running | finished | interrupted | failed, `killed` when run.json says running but
+            the process is gone, `unknown` without run.json.
     """
 
     path: Path
@@ -60,12 +66,16 @@ class Run:
         return self.section("config")
 
     def section(self, name: str) -> dict[str, Any]:
-        """A mapping of run.json (config, versions, hardware, extras), empty when it is missing or something else."""
+        """A mapping of run.json (config, versions, hardware, extras), empty when it is missing or
+        something else.
+        """
         value = self.meta.get(name)
         return value if isinstance(value, dict) else {}
 
     def setting(self, section: str, key: str) -> Any:
-        """One value of the configuration, or None: a run of another loop may have another configuration."""
+        """One value of the configuration, or None: a run of another loop may have another
+        configuration.
+        """
         values = self.config.get(section)
         return values.get(key) if isinstance(values, dict) else None
 
@@ -100,7 +110,8 @@ def numbers(value: object) -> list[float] | None:
 
 
 def read_run(run_dir: Path | str) -> Run:
-    """Read a run, finished or not; a torn last line is left out, other unreadable lines are counted.
+    """Read a run, finished or not; a torn last line is left out, other unreadable lines are
+    counted.
 
     Raises:
         UsageError: the folder does not exist or is no run.
@@ -145,7 +156,8 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Steps ascending (the last line wins when a step stands twice) and the number of unreadable lines.
+    """Steps ascending (the last line wins when a step stands twice) and the number of unreadable
+    lines.
 
     Raises:
         RunError: not one line is readable.
@@ -196,7 +208,9 @@ def _status(meta: dict[str, Any]) -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in ticks since the boot, which no change of the clock moves; None without such a process or /proc."""
+    """When a process started, in ticks since the boot, which no change of the clock moves; None
+    without such a process or /proc.
+    """
     try:
         return int(
             Path(f"/proc/{pid}/stat")
@@ -209,7 +223,9 @@ def start_ticks(pid: int) -> int | None:
 
 
 def process_alive(meta: dict[str, Any]) -> bool:
-    """Whether the process that wrote run.json still runs; True when that can't be told from here (another host)."""
+    """Whether the process that wrote run.json still runs; True when that can't be told from here
+    (another host).
+    """
     process = meta.get("process")
     if not isinstance(process, dict) or process.get("host") != platform.node():
         return True
@@ -219,5 +235,6 @@ def process_alive(meta: dict[str, Any]) -> bool:
         started = psutil.Process(int(process["pid"])).create_time()
     except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
         return False
-    # The start time tells a process number that was given out again from the one that wrote the file.
+    # The start time tells a process number that was given out again from the one that wrote the
+    # file.
     return abs(started - (number(process.get("create_time")) or 0.0)) < 2.0

@@ -1,4 +1,6 @@
-"""The figures of `medusa-ppo eval` for people: lines for the terminal, a report in Markdown, and a page."""
+"""The figures of `medusa-ppo eval` for people: lines for the terminal, a report in Markdown, and a
+page.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,18 @@ def lines(result: Figures) -> list[str]:
     """What the terminal shows."""
     low, high = result["confidence_interval"]
     shown = [
-        f"mean acceptance length   {result['mean_acceptance_length']:.3f}  "
-        f"(95 % interval {low:.3f} to {high:.3f}, {result['settings']['engine']})",
-        f"acceptance per position  {'  '.join(f'{value:.3f}' for value in result['acceptance_per_position'])}",
-        f"tokens generated         {result['generated_tokens']} at {result['tokens_per_s']:.0f} tokens/s",
+        (
+            f"mean acceptance length   {result['mean_acceptance_length']:.3f}  "
+            f"(95 % interval {low:.3f} to {high:.3f}, {result['settings']['engine']})"
+        ),
+        (
+            "acceptance per position "
+            f" {'  '.join(f'{value:.3f}' for value in result['acceptance_per_position'])}"
+        ),
+        (
+            f"tokens generated         {result['generated_tokens']} at {result['tokens_per_s']:.0f}"
+            " tokens/s"
+        ),
     ]
     if "compare" in result:
         shown.append(f"against {result['settings']['compare']}: {verdict(result)}")
@@ -45,9 +55,11 @@ def breakdowns(result: Figures) -> list[tuple[str, list[list[str]]]]:
         rows = [
             [
                 part["part"],
-                w.percent(part["accepted_share"])
-                if "accepted_share" in part
-                else f"{part['mean_acceptance_length']:.3f}",
+                (
+                    w.percent(part["accepted_share"])
+                    if "accepted_share" in part
+                    else f"{part['mean_acceptance_length']:.3f}"
+                ),
             ]
             for part in parts
         ]
@@ -79,7 +91,10 @@ def verdict(result: Figures) -> str:
     other = result["compare"]
     low, high = other["difference_interval"]
     sure = "better" if low > 0 else "worse" if high < 0 else "not surely different"
-    return f"{other['difference']:+.3f} tokens a step (95 % interval {low:+.3f} to {high:+.3f}, paired): {sure}"
+    return (
+        f"{other['difference']:+.3f} tokens a step (95 % interval {low:+.3f} to {high:+.3f},"
+        f" paired): {sure}"
+    )
 
 
 class Section:
@@ -148,16 +163,28 @@ def markdown_report(result: Figures) -> str:
 
 def headline(result: Figures) -> str:
     low, high = result["confidence_interval"]
-    written = f"{w.whole(result['generated_tokens'])} tokens generated at {w.whole(result['tokens_per_s'])} tokens/s"
-    length = f"{result['mean_acceptance_length']:.3f} tokens a step (95 % interval {low:.3f} to {high:.3f})"
+    written = (
+        f"{w.whole(result['generated_tokens'])} tokens generated at"
+        f" {w.whole(result['tokens_per_s'])} tokens/s"
+    )
+    length = (
+        f"{result['mean_acceptance_length']:.3f} tokens a step (95 % interval {low:.3f} to"
+        f" {high:.3f})"
+    )
     return f"{length}, {result['prompts']} prompts, {written}."
 
 
 def method(result: Figures) -> str:
     """How the figures came about."""
     if result["settings"]["engine"] == "vllm":
-        return "Acceptance is vLLM's own count; intervals are a bootstrap over groups of prompts, each answered in a call of its own."
-    return "Acceptance is the replay estimate on the model's own responses; intervals are a bootstrap over prompts."
+        return (
+            "Acceptance is vLLM's own count; intervals are a bootstrap over groups of prompts, each"
+            " answered in a call of its own."
+        )
+    return (
+        "Acceptance is the replay estimate on the model's own responses; intervals are a bootstrap"
+        " over prompts."
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -205,9 +232,11 @@ def render_eval_page(result: Figures) -> str:
     return page_template("evaluation.html.jinja").render(
         heads=result["settings"]["heads"],
         headline=headline(result),
-        verdict=f"Against {result['settings']['compare']}: {verdict(result)}."
-        if "compare" in result
-        else "",
+        verdict=(
+            f"Against {result['settings']['compare']}: {verdict(result)}."
+            if "compare" in result
+            else ""
+        ),
         tiles=_tiles(result),
         positions=Markup(
             draw_positions(
@@ -230,7 +259,9 @@ def render_eval_page(result: Figures) -> str:
 
 
 def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures]) -> str:
-    """A dot with its interval for each row; where two sets of heads are compared, the second one's below."""
+    """A dot with its interval for each row; where two sets of heads are compared, the second one's
+    below.
+    """
     rows = [[row, *([row["compare"]] if "compare" in row else [])] for row in figures]
     ends = [end for row in rows for one in row for end in one["confidence_interval"]]
     ticks = nice_ticks(min(1.0, *ends), max(*ends, 1.0 + 1e-6))
@@ -253,8 +284,9 @@ def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures])
                 name, one["mean_acceptance_length"], *one["confidence_interval"]
             )
             shapes.append(
-                f'<g class="t-{TONES[place]}"><title>{escape(said)}</title><line class="line" x1="{low}" x2="{high}" y1="{y}" y2="{y}"/>'
-                f'<circle class="fill" cx="{x}" cy="{y}" r="5"/></g>'
+                f'<g class="t-{TONES[place]}"><title>{escape(said)}</title><line class="line"'
+                f' x1="{low}" x2="{high}" y1="{y}" y2="{y}"/><circle class="fill" cx="{x}" cy="{y}"'
+                ' r="5"/></g>'
             )
     return _svg(f"{title}: mean acceptance length with its 95 % interval", height, "".join(shapes))
 
@@ -272,13 +304,18 @@ def draw_positions(sets: Sequence[Sequence[float]]) -> str:
         bar = width * 0.7 / len(sets)
         for k, value in enumerate(values):
             x, top = k * width + 0.15 * width + place * bar, POSITIONS_HEIGHT * (1 - value)
-            box = f'x="{x:.2f}%" width="{bar:.2f}%" y="{top:.1f}" height="{POSITIONS_HEIGHT - top:.1f}"'
+            box = (
+                f'x="{x:.2f}%" width="{bar:.2f}%" y="{top:.1f}"'
+                f' height="{POSITIONS_HEIGHT - top:.1f}"'
+            )
             shapes.append(
-                f'<rect class="fill t-{TONES[place]}" {box}><title>position {k + 1}: {value:.3f}</title></rect>'
+                f'<rect class="fill t-{TONES[place]}" {box}><title>position {k + 1}:'
+                f" {value:.3f}</title></rect>"
             )
     for k in range(count):
         shapes.append(
-            f'<text class="tick x" x="{(k + 0.5) * width:.2f}%" y="{POSITIONS_HEIGHT + 18}">{k + 1}</text>'
+            f'<text class="tick x" x="{(k + 0.5) * width:.2f}%"'
+            f' y="{POSITIONS_HEIGHT + 18}">{k + 1}</text>'
         )
     return _svg(
         "Share of the draft steps that accepted the draft at position 1, 2, ...",
@@ -323,4 +360,7 @@ def _short(name: str) -> str:
 
 
 def _svg(title: str, height: int, inner: str) -> str:
-    return f'<svg class="plot" height="{height + BOTTOM}" role="img" tabindex="0" aria-label="{escape(title)}">{inner}</svg>'
+    return (
+        f'<svg class="plot" height="{height + BOTTOM}" role="img" tabindex="0"'
+        f' aria-label="{escape(title)}">{inner}</svg>'
+    )

@@ -1,4 +1,6 @@
-"""Findings: what a reader of a run should be warned about, each in one sentence with the next step; and the events among them."""
+"""Findings: what a reader of a run should be warned about, each in one sentence with the next step;
+and the events among them.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ STALE_UPDATES = 5
 KEPT_SHARE = 0.95
 """... when less than this share of the extra accepted tokens of the best stretch is left."""
 LOGPROB_GAP_NATS = 0.05
-"""float32 against float32 is near 0.0001, bfloat16 near 0.01: above this the engine and the actor are not the same policy."""
+"""float32 against float32 is near 0.0001, bfloat16 near 0.01: above this the engine and the actor
+are not the same policy.
+"""
 IMPORTANCE_CUT_SHARE = 0.01
-"""Share of tokens that are far likelier to the actor than to the engine: above this the update learns from another policy's tokens."""
+"""Share of tokens that are far likelier to the actor than to the engine: above this the update
+learns from another policy's tokens.
+"""
 EXPOSED_SHARE = 0.1
 MOST_EVENTS = 10
 """Logged warnings that a report shows."""
@@ -84,7 +90,10 @@ def _of_the_run(run: Run, _: Summary) -> Iterator[Finding]:
             "Resume it to go on.",
         )
     if run.unreadable_lines:
-        text = f"{run.unreadable_lines} line(s) of metrics.jsonl are unreadable and left out of every figure."
+        text = (
+            f"{run.unreadable_lines} line(s) of metrics.jsonl are unreadable and left out of every"
+            " figure."
+        )
         yield Finding(
             "unreadable_lines", text, "Check the disk, and whether two processes wrote there."
         )
@@ -104,7 +113,10 @@ def _of_the_run(run: Run, _: Summary) -> Iterator[Finding]:
 
 
 def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
-    do = "Compare the checksum in the swap receipt with the published one; `medusa-ppo doctor` checks the engine."
+    do = (
+        "Compare the checksum in the swap receipt with the published one; `medusa-ppo doctor`"
+        " checks the engine."
+    )
     for before, after in pairwise(run.steps):
         old, new = number(before.get(m.MAL_SERVING)), number(after.get(m.MAL_SERVING))
         versions = number(before.get(m.HEADS_VERSION)), number(after.get(m.HEADS_VERSION))
@@ -118,14 +130,23 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
         ):
             continue
         if old > 1.1 and new - 1 < SWAP_LOSS_SHARE * (old - 1):
-            swap = f"after heads version {versions[1]:.0f} came in (step {after[m.STEP]}: {old:.2f} to {new:.2f})"
+            swap = (
+                f"after heads version {versions[1]:.0f} came in (step {after[m.STEP]}: {old:.2f} to"
+                f" {new:.2f})"
+            )
             yield Finding("broken_swap", f"Acceptance fell to almost nothing {swap}.", do)
     seen = 0.0
     for step in run.steps:
         alarms = number(step.get(m.SWAP_ALARMS)) or 0.0
         if alarms > seen:
-            swap = f"New heads were accepted next to never in step {step[m.STEP]}, though replay had promised more"
-            do = "Compare engine and companion: dtype, lm_head after the last sync, and `medusa-ppo doctor`."
+            swap = (
+                f"New heads were accepted next to never in step {step[m.STEP]}, though replay had"
+                " promised more"
+            )
+            do = (
+                "Compare engine and companion: dtype, lm_head after the last sync, and `medusa-ppo"
+                " doctor`."
+            )
             yield Finding("swap_alarm", f"{swap}; the heads before went back in.", do)
         seen = alarms
     for name, what in ((m.ENGINE_RESTARTS, "An engine"), (m.COMPANION_RESTARTS, "The companion")):
@@ -149,8 +170,14 @@ def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
         seconds = (
             f"{w.exact_seconds(pairs['with_s'])} against {w.exact_seconds(pairs['without_s'])}"
         )
-        text = f"The loop as a whole is slower with the plugin than without it: {seconds} a step, {w.more_time(ratio)}."
-        do = "Give the companion cores or a device of its own, let it train less (companion.epochs), or do without where generation is a "
+        text = (
+            f"The loop as a whole is slower with the plugin than without it: {seconds} a step,"
+            f" {w.more_time(ratio)}."
+        )
+        do = (
+            "Give the companion cores or a device of its own, let it train less (companion.epochs),"
+            " or do without where generation is a "
+        )
         yield Finding("plugin_did_not_pay", text, f"{do}small part of a step.")
 
 
@@ -168,7 +195,8 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     last, window = summary["staleness"]["last"], summary["window_steps"]
     if last is None or last < STALE_UPDATES:
         return
-    # Old heads are a fault only when they accept less than they once did: the gate may have found nothing better.
+    # Old heads are a fault only when they accept less than they once did: the gate may have found
+    # nothing better.
     served = [
         value
         for step in run.steps
@@ -188,7 +216,8 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     yield Finding(
         "stale_heads",
         text,
-        "See whether the companion still trains and whether its gate refuses candidates (replay chart).",
+        "See whether the companion still trains and whether its gate refuses candidates (replay"
+        " chart).",
     )
 
 
@@ -196,7 +225,8 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
     trained = run.column(m.COMPANION_TRAINED_TOKENS)
     final = next((value for value in reversed(trained) if value is not None), None)
     since = trained.index(final) if final else len(trained)
-    # One step without a trained batch is the overlap itself; a quarter of the run is a companion that stopped.
+    # One step without a trained batch is the overlap itself; a quarter of the run is a companion
+    # that stopped.
     rests = sum(
         step.get(m.COMPANION_PASSES) == 0 for step in run.steps[since:]
     )  # It was given nothing, because nothing was to be gained.
@@ -213,8 +243,14 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
         summary["wall_s"],
     )
     if dropped:
-        text = f"The companion's queue dropped {dropped} rollout batch(es): it is slower than the loop."
-        do = "Heads learn from the newest ones. Give it more threads or a GPU, or set fewer companion.epochs."
+        text = (
+            f"The companion's queue dropped {dropped} rollout batch(es): it is slower than the"
+            " loop."
+        )
+        do = (
+            "Heads learn from the newest ones. Give it more threads or a GPU, or set fewer"
+            " companion.epochs."
+        )
         yield Finding("batches_dropped", text, do)
     if exposed and wall and exposed > EXPOSED_SHARE * wall:
         text = f"The loop spent {w.percent(exposed / wall)} of its time inside the plugin's hooks."
@@ -228,7 +264,10 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
 def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
     gap = summary["logprob_gap"]["last"]
     if gap is not None and gap > LOGPROB_GAP_NATS:
-        text = f"Log-prob mismatch is high: engine and actor differ by {gap:.3f} nats a token on average."
+        text = (
+            f"Log-prob mismatch is high: engine and actor differ by {gap:.3f} nats a token on"
+            " average."
+        )
         yield Finding(
             "logprob_gap",
             text,
@@ -236,7 +275,10 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
         )
     _, far = _first_and_recent(run, m.IMPORTANCE_CUT)
     if far is not None and far > IMPORTANCE_CUT_SHARE:
-        text = f"{w.percent(far)} of the last tokens are far likelier to the actor than to the engine that sampled them."
+        text = (
+            f"{w.percent(far)} of the last tokens are far likelier to the actor than to the engine"
+            " that sampled them."
+        )
         yield Finding(
             "off_policy",
             text,
@@ -254,19 +296,29 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
         yield Finding("large_update", text, "Lower ppo.actor_learning_rate or ppo.epochs.")
     _, cut = _first_and_recent(run, m.TRUNCATED_FRAC)
     if cut is not None and cut > TRUNCATED_SHARE:
-        text = f"{w.percent(cut)} of the last responses were cut at the length limit, so their reward is a guess."
+        text = (
+            f"{w.percent(cut)} of the last responses were cut at the length limit, so their reward"
+            " is a guess."
+        )
         yield Finding("truncated", text, "Raise sampling.max_new_tokens.")
     first, recent = _first_and_recent(run, m.ENTROPY)
     if first and first > 0 and recent is not None and recent < COLLAPSED_ENTROPY_SHARE * first:
-        text = f"Entropy fell from {first:.2f} to {recent:.2f} nats: part of a higher acceptance is the policy's own certainty."
+        text = (
+            f"Entropy fell from {first:.2f} to {recent:.2f} nats: part of a higher acceptance is"
+            " the policy's own certainty."
+        )
         yield Finding(
             "entropy_collapse",
             text,
-            "Judge the heads by serving against frozen; raise ppo.kl_coefficient if variety matters.",
+            "Judge the heads by serving against frozen; raise ppo.kl_coefficient if variety"
+            " matters.",
         )
     first, recent = _first_and_recent(run, m.RESPONSE_LENGTH)
     if first is not None and recent is not None and recent > LENGTH_GROWTH * first:
-        text = f"Responses grew from {first:.0f} to {recent:.0f} tokens: the reward may pay for length."
+        text = (
+            f"Responses grew from {first:.0f} to {recent:.0f} tokens: the reward may pay for"
+            " length."
+        )
         yield Finding("longer_responses", text, "Read some responses of the last steps.")
 
 

@@ -89,8 +89,14 @@ def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
         summary[key]
         for key in ("mean_acceptance_length", "rollout_speedup_pairs", "correct_frac", "reward")
     )
-    replay = f"by replay {w.length(lengths['serving_replay'])}, frozen heads {w.length(lengths['frozen'])}"
-    against = f"against {w.AGAINST[pairs['against']]}, median of {w.whole(pairs['count'])} pairs, {w.span(pairs['min'], pairs['max'])}"
+    replay = (
+        f"by replay {w.length(lengths['serving_replay'])}, frozen heads"
+        f" {w.length(lengths['frozen'])}"
+    )
+    against = (
+        f"against {w.AGAINST[pairs['against']]}, median of {w.whole(pairs['count'])} pairs,"
+        f" {w.span(pairs['min'], pairs['max'])}"
+    )
     start = "in the first steps" if summary["steps"] > 1 else "in the only step so far"
     learning = (
         "Right answers",
@@ -129,7 +135,10 @@ def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
     speed, spark = summary["tokens_per_s"], _spark(run, m.TOKENS_PER_S, "rollouts")
     if summary["step_ratio"] is not None:
         pairs = summary["step_pairs"]
-        figures = f"{w.exact_seconds(pairs['with_s'])} with the plugin, {w.exact_seconds(pairs['without_s'])} without it"
+        figures = (
+            f"{w.exact_seconds(pairs['with_s'])} with the plugin,"
+            f" {w.exact_seconds(pairs['without_s'])} without it"
+        )
         return (
             "Time of a whole PPO step",
             w.ratio(summary["step_ratio"]),
@@ -147,7 +156,9 @@ def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each phase's seconds and its share of the run; the time that no phase accounts for comes last."""
+    """Each phase's seconds and its share of the run; the time that no phase accounts for comes
+    last.
+    """
     phases = {name: value for name, value in summary["phases_s"].items() if value}
     known, wall = sum(phases.values()), summary["wall_s"] or 0.0
     if phases and wall > known * 1.005:
@@ -167,7 +178,9 @@ def _spark(run: Run, metric: str, tone: str) -> Markup:
 
 
 def _status_text(run: Run, summary: dict[str, Any]) -> str:
-    """Steps, time, actor, heads and start in one line; what a run's configuration does not say is left out."""
+    """Steps, time, actor, heads and start in one line; what a run's configuration does not say is
+    left out.
+    """
     planned = run.setting("ppo", "steps")
     done = w.whole(summary["steps"])
     if isinstance(planned, int) and planned != summary["steps"]:
@@ -223,11 +236,13 @@ def page_template(name: str) -> jinja2.Template:
 def write_report(
     run_dir: Path | str, html_path: Path | str | None = None, compare: Path | str | None = None
 ) -> Path:
-    """Write the reports of a run that has finished, was stopped, or still goes on; the page's path comes back.
+    """Write the reports of a run that has finished, was stopped, or still goes on; the page's path
+    comes back.
 
     Args:
         run_dir: folder of the run.
-        html_path: where the page goes; None: RUN/report.html, with summary.json and report.md beside it.
+        html_path: where the page goes; None: RUN/report.html, with summary.json and report.md
+            beside it.
         compare: folder of a second run to lay over the first.
 
     Raises:
@@ -245,7 +260,9 @@ def write_report(
 
 
 def write_files(run: Run, other: Run | None = None) -> dict[str, Any]:
-    """Write summary.json, report.md and report.html into the run's folder; the summary comes back."""
+    """Write summary.json, report.md and report.html into the run's folder; the summary comes
+    back.
+    """
     summary = build_summary(run)
     write_atomic(run.path / SUMMARY_FILE, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     write_atomic(run.path / MARKDOWN_FILE, tables.render_markdown(run, summary))
@@ -262,9 +279,11 @@ def follow(
     poll_s: float = 2.0,
     wait: Callable[[float], None] = time.sleep,
 ) -> Path:
-    """Write the page again whenever the run grows, until the run ends (or Ctrl-C); the page's path comes back.
+    """Write the page again whenever the run grows, until the run ends (or Ctrl-C); the page's path
+    comes back.
 
-    While the run goes on the page loads itself again every REFRESH_S seconds; the last page that is written does not.
+    While the run goes on the page loads itself again every REFRESH_S seconds; the last page that is
+    written does not.
 
     Args:
         run_dir, html_path, compare: as for write_report.

@@ -1,4 +1,6 @@
-"""The charts of the page: which metrics stand in which chart, and the sentence that says what to look for."""
+"""The charts of the page: which metrics stand in which chart, and the sentence that says what to
+look for.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ MAL_HEIGHT, WIDE_HEIGHT, SMALL_HEIGHT, ENTROPY_HEIGHT = 280, 240, 150, 90
 
 
 class Small(NamedTuple):
-    """One small chart of a single metric: its place on the page, what to look for, and how its values are written."""
+    """One small chart of a single metric: its place on the page, what to look for, and how its
+    values are written.
+    """
 
     key: str
     title: str
@@ -167,8 +171,8 @@ class Panels:
                 self._overlay(self._drafted(self.other), format="length"),
             ]
         hint = (
-            "Blue above grey is what training along the way is worth: grey are the first published heads, never trained again. "
-            "Each flag is a new version of the heads."
+            "Blue above grey is what training along the way is worth: grey are the first published"
+            " heads, never trained again. Each flag is a new version of the heads."
         )
         marks = version_marks(self.run)
         return self._lines(
@@ -183,7 +187,10 @@ class Panels:
         )
 
     def entropy(self) -> Figure:
-        hint = "A surer policy (lower entropy) is easier to draft for: acceptance that only mirrors this line is not the heads' doing."
+        hint = (
+            "A surer policy (lower entropy) is easier to draft for: acceptance that only mirrors"
+            " this line is not the heads' doing."
+        )
         series = self._single("entropy, nats", "entropy", m.ENTROPY)
         return self._lines(
             "entropy", "Entropy of the policy", hint, series, height=ENTROPY_HEIGHT, floor=0.0
@@ -192,9 +199,11 @@ class Panels:
     def positions(self) -> Figure:
         """Acceptance per position over steps as a heat strip."""
         rates = [
-            numbers(step.get(m.ACCEPTANCE_PER_POSITION))
-            if number(step.get(m.DRAFTS)) != 0
-            else None
+            (
+                numbers(step.get(m.ACCEPTANCE_PER_POSITION))
+                if number(step.get(m.DRAFTS)) != 0
+                else None
+            )
             for step in self.run.steps
         ]
         heads = max((len(found) for found in rates if found), default=0)
@@ -207,15 +216,19 @@ class Panels:
             for index, column in enumerate(columns, 1)
         ]
         title = "Acceptance per position"
-        hint = "Darker is more. Each row is one draft position; a row that stays pale is a draft token that costs more than it gives."
+        hint = (
+            "Darker is more. Each row is one draft position; a row that stays pale is a draft token"
+            " that costs more than it gives."
+        )
         drawing = svg.draw_heat("positions", title, rows, self.grid) if rows else ""
         return self._figure("positions", title, hint, drawing, rows)
 
     def passes(self) -> Figure:
         """How much the companion trained on each batch."""
         hint = (
-            "High while training gains more seconds of generation than the loop loses by it, nothing while it does not. A line that stays "
-            "high under a chart of acceptance that stays flat is work for nothing."
+            "High while training gains more seconds of generation than the loop loses by it,"
+            " nothing while it does not. A line that stays high under a chart of acceptance that"
+            " stays flat is work for nothing."
         )
         series = self._single("passes over the batch", "hidden", m.COMPANION_PASSES, connect=True)
         return self._lines(
@@ -225,7 +238,10 @@ class Panels:
     def speed(self) -> Figure:
         """Tokens/s with and without drafting: dots for a few pairs, lines for many."""
         title = "Tokens per second in the run"
-        hint = "The same prompts on the same engine, timed in turn: blue above grey is what drafting is worth."
+        hint = (
+            "The same prompts on the same engine, timed in turn: blue above grey is what drafting"
+            " is worth."
+        )
         drafting = self._series(
             "with drafting", "serving", m.PAIR_DRAFTING_TOKENS_PER_S, format="whole", connect=True
         )
@@ -244,7 +260,10 @@ class Panels:
         pairs = len(drafting.values.present)
         if pairs == 0 or pairs > PAIR_DOTS_UP_TO:
             if pairs == 0:
-                hint = "The run's own rollouts. A run generates nothing twice unless it is asked to (report.speed_every)."
+                hint = (
+                    "The run's own rollouts. A run generates nothing twice unless it is asked to"
+                    " (report.speed_every)."
+                )
             return self._lines(
                 "speed",
                 title,
@@ -282,7 +301,10 @@ class Panels:
         ]
         up, down = ([item for item in side if item.values.present] for side in sides)
         title = "Seconds of each step"
-        hint = "Above the line the loop's own phases; below it the companion: green ran behind PPO, orange is what the loop waited for."
+        hint = (
+            "Above the line the loop's own phases; below it the companion: green ran behind PPO,"
+            " orange is what the loop waited for."
+        )
         drawing = (
             svg.draw_bars("phases", title, up, down, self.grid, height=WIDE_HEIGHT)
             if up or down
@@ -291,7 +313,9 @@ class Panels:
         return self._figure("phases", title, hint, drawing, [*up, *down])
 
     def timelines(self) -> list[Figure]:
-        """Who worked when in the last step that says so; of the run, and of the one that is laid over it."""
+        """Who worked when in the last step that says so; of the run, and of the one that is laid
+        over it.
+        """
         found = []
         for index, run in enumerate(run for run in (self.run, self.other) if run is not None):
             step = next((step for step in reversed(run.steps) if role_spans(step)), None)
@@ -302,7 +326,10 @@ class Panels:
                 f" of {run.name}" if self.other else ""
             )
             idle = percent(number(step.get(m.GENERATE_SCORE_IDLE)))
-            hint = f"Gaps are idle time: while responses were made and scored, engine and scoring stood idle for {idle} on average."
+            hint = (
+                "Gaps are idle time: while responses were made and scored, engine and scoring"
+                f" stood idle for {idle} on average."
+            )
             rows = [(role, tone, spans[role]) for role, tone in ROLE_TONES.items() if role in spans]
             legend = tuple(
                 (role, tone, "solid", seconds(sum(b - a for a, b in parts)))
@@ -330,7 +357,9 @@ class Panels:
         return figures
 
     def others(self) -> list[Figure]:
-        """Every other number in the lines, drawn as it is, so that nothing that was logged is out of sight."""
+        """Every other number in the lines, drawn as it is, so that nothing that was logged is out
+        of sight.
+        """
         described, unknown = m.describe(), "Logged by this run; the report knows no more about it."
         drawn = [
             (name, described.get(name, unknown), self._single(name, "rollouts", name, connect=True))
@@ -349,7 +378,9 @@ class Panels:
         return Series(name, tone, bin_values(self.grid, run.step_numbers(), column), **options)
 
     def _single(self, name: str, tone: str, metric: str, **options: Any) -> list[Series]:
-        """The line of a chart of one metric; where two runs are laid over each other, each is called by its run."""
+        """The line of a chart of one metric; where two runs are laid over each other, each is
+        called by its run.
+        """
         return [
             self._series(self.run.name if self.other else name, tone, metric, **options),
             *self._overlays(metric, **options),
@@ -363,7 +394,9 @@ class Panels:
         return [self._overlay(metric, **options)] if self.other else []
 
     def _drafted(self, run: Run) -> list[float | None]:
-        """MAL of the steps that drafted at all: a step without drafting has no acceptance, not one of 1."""
+        """MAL of the steps that drafted at all: a step without drafting has no acceptance, not one
+        of 1.
+        """
         return [
             number(step.get(m.MAL_SERVING)) if number(step.get(m.DRAFTS)) != 0 else None
             for step in run.steps
@@ -411,7 +444,9 @@ def role_spans(step: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
 
 
 def version_marks(run: Run) -> list[tuple[int, str]]:
-    """(step, name) for each step that drafted with another version than the step before, version 0 at the start left out."""
+    """(step, name) for each step that drafted with another version than the step before, version 0
+    at the start left out.
+    """
     marks, before = [], 0.0
     for step in run.steps:
         version = number(step.get(m.HEADS_VERSION))
@@ -422,7 +457,9 @@ def version_marks(run: Run) -> list[tuple[int, str]]:
 
 
 def rest_seconds(run: Run) -> list[float | None]:
-    """Seconds of each step that no phase accounts for (timed pairs, reports); None for steps without a neighbour to subtract."""
+    """Seconds of each step that no phase accounts for (timed pairs, reports); None for steps
+    without a neighbour to subtract.
+    """
     rest: list[float | None] = []
     before: tuple[int, float] | None = None
     for step in run.steps:
@@ -468,7 +505,9 @@ def other_metrics(run: Run) -> list[str]:
 
 
 def _hover(item: Series, grid: Grid) -> dict[str, Any]:
-    """What the page's script needs to show values under the pointer; five digits are more than a screen shows."""
+    """What the page's script needs to show values under the pointer; five digits are more than a
+    screen shows.
+    """
     data: dict[str, Any] = {
         "name": item.name,
         "tone": item.tone,

@@ -1,4 +1,6 @@
-"""RunWriter: the one place that writes a run folder (metrics.jsonl, run.json, and the reports at the end)."""
+"""RunWriter: the one place that writes a run folder (metrics.jsonl, run.json, and the reports at
+the end).
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,9 @@ SECRETS = re.compile(
     r"|(?<=Bearer )\S+|(?<=Authorization: Basic )\S+|(?<=://)[^/@\s]+(?=@)"
     r"|(?P<kept>[?&][\w.-]*(?i:token|secret|password|key|credential|sig|signature)=)[^&#\s\"']+"
 )
-"""What no file of a run may hold, wherever it stands in a text: tokens by their known forms or of a request, what stands before an
-address, and what signs one."""
+"""What no file of a run may hold, wherever it stands in a text: tokens by their known forms or of a
+request, what stands before an address, and what signs one.
+"""
 SECRET_KEYS = re.compile(
     r"(?:^|[._-])(?:token|secret|password|passwd|key|apikey|credentials?|authorization)$",
     re.IGNORECASE,
@@ -82,7 +85,9 @@ OWN_FILES = (
 
 
 def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Installed version of each package, in the order given; packages that are not installed are left out."""
+    """Installed version of each package, in the order given; packages that are not installed are
+    left out.
+    """
     found = {"python": platform.python_version()}
     for name in names:
         try:
@@ -117,7 +122,9 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def gpu_names() -> list[str]:
-    """One `name, memory` line per NVIDIA GPU; empty when there is none or its driver does not answer."""
+    """One `name, memory` line per NVIDIA GPU; empty when there is none or its driver does not
+    answer.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -133,7 +140,9 @@ def gpu_names() -> list[str]:
 
 
 def commit(root: Path = Path(__file__).parents[2]) -> str | None:
-    """The commit of the checkout that this program runs from, marked where files differ from it; None for an installed wheel."""
+    """The commit of the checkout that this program runs from, marked where files differ from it;
+    None for an installed wheel.
+    """
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root)]
@@ -179,13 +188,16 @@ def without_secrets(value: Any, key: str = "") -> Any:
 
 
 class RunWriter:
-    """Writes a run while it goes on: one line per step, flushed, so that a stopped run leaves everything it finished.
+    """Writes a run while it goes on: one line per step, flushed, so that a stopped run leaves
+    everything it finished.
 
     Args:
-        run_dir: folder of the run; made when missing. What an earlier run left in it moves to `earlier/`.
+        run_dir: folder of the run; made when missing. What an earlier run left in it moves to
+            `earlier/`.
         config: the run's configuration as plain data; stored in run.json.
         resume_step: go on with this step: lines of this and later steps are cut, earlier ones stay.
-        copy: a copy of metrics.jsonl as it was before that step; a line that the file has lost is taken from it.
+        copy: a copy of metrics.jsonl as it was before that step; a line that the file has lost is
+            taken from it.
 
     Raises:
         UsageError: `resume_step` is given but the folder holds no run.
@@ -223,9 +235,11 @@ class RunWriter:
         self._waiting = b""
 
     def step(self, values: dict[str, Any]) -> None:
-        """Append one step and flush it. NaN and infinities are stored as null and named under `nonfinite`.
+        """Append one step and flush it. NaN and infinities are stored as null and named under
+        `nonfinite`.
 
-        A line that can't be written (a full disk) is told in the log and tried again with the next step, and at the end.
+        A line that can't be written (a full disk) is told in the log and tried again with the next
+        step, and at the end.
 
         Raises:
             UsageError: `step` is missing or does not grow.
@@ -267,11 +281,13 @@ class RunWriter:
     def finish(
         self, status: str = "finished", extras: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Close the run and write summary.json, report.md and report.html; also for a run that stops half-way.
+        """Close the run and write summary.json, report.md and report.html; also for a run that
+        stops half-way.
 
         Args:
             status: finished | interrupted | failed.
-            extras: more figures for summary.json; they stand under `extras` (for a failed run: `error`, its message).
+            extras: more figures for summary.json; they stand under `extras` (for a failed run:
+                `error`, its message).
 
         Returns:
             The summary, as written.
@@ -291,7 +307,9 @@ class RunWriter:
         return write_files(read_run(self.run_dir))
 
     def close(self) -> None:
-        """Close the file; more steps can't follow. Calling it twice is fine. OSError when lines are left that can't be written."""
+        """Close the file; more steps can't follow. Calling it twice is fine. OSError when lines are
+        left that can't be written.
+        """
         self._events.close()
         try:
             if not self._stream.closed:
@@ -323,7 +341,10 @@ class RunWriter:
                 "Another process writes into this run folder.",
                 given=f"{self.run_dir}, process {process.get('pid')} on {process.get('host')}",
                 expected="one writer per folder",
-                do=f"Wait for it, stop it, or give this run another name; if it is gone, remove {META_FILE}.",
+                do=(
+                    "Wait for it, stop it, or give this run another name; if it is gone, remove"
+                    f" {META_FILE}."
+                ),
             )
 
     def _move_earlier(self, old: dict[str, Any]) -> None:
@@ -363,7 +384,8 @@ class RunWriter:
         kept = [steps[number] for number in sorted(steps) if number < resume_step]
         if len(kept) < resume_step:
             logger.warning(
-                "%s holds %d of the %d steps before the checkpoint; the report will lack the others",
+                "%s holds %d of the %d steps before the checkpoint; the report will lack the"
+                " others",
                 path,
                 len(kept),
                 resume_step,
@@ -420,7 +442,9 @@ def _started() -> dict[str, float]:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """What the run was before it was stopped, where that is not what it is now: dotted key -> value."""
+    """What the run was before it was stopped, where that is not what it is now: dotted key ->
+    value.
+    """
     sections = ("command", "commit", "config", "versions", "hardware")
     before, now = (flatten({name: meta.get(name) for name in sections}) for meta in (old, new))
     return {
@@ -429,7 +453,8 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def clean(value: Any, lost: list[float] | None = None) -> Any:
-    """The value as plain JSON data: tuples and arrays become lists, paths become text, NaN and infinities become None (and go to `lost`).
+    """The value as plain JSON data: tuples and arrays become lists, paths become text, NaN and
+    infinities become None (and go to `lost`).
 
     Raises:
         UsageError: something that is none of these.

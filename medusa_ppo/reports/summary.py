@@ -1,4 +1,5 @@
-"""build_summary: the figures of a run, each with one definition, and null where there is no measurement.
+"""build_summary: the figures of a run, each with one definition, and null where there is no
+measurement.
 
 SUMMARY_KEYS explains every key; docs/metrics.md is generated from it.
 """
@@ -42,39 +43,68 @@ PEAKS = {
 
 SUMMARY_KEYS: dict[str, str] = {
     "name": "Name of the run.",
-    "status": "`running`, `finished`, `interrupted`, `failed`, `killed` (its process is gone without a word) or `unknown`.",
+    "status": (
+        "`running`, `finished`, `interrupted`, `failed`, `killed` (its process is gone without a"
+        " word) or `unknown`."
+    ),
     "started_at": "When the run started, UTC.",
     "wall_s": "Seconds since the start at the end of the last step.",
     "steps": "PPO steps with a line in metrics.jsonl.",
-    "window_steps": "How many steps `last` figures are taken over (and as many for `first`): a quarter of the run, at least 1, at most 20.",
-    "mean_acceptance_length.serving": "Tokens per engine step from vLLM's counters over the last window: 1 + accepted / draft steps.",
-    "mean_acceptance_length.first": "The same counters in the first step that drafted with published heads (heads version 1 or later).",
+    "window_steps": (
+        "How many steps `last` figures are taken over (and as many for `first`): a quarter of the"
+        " run, at least 1, at most 20."
+    ),
+    "mean_acceptance_length.serving": (
+        "Tokens per engine step from vLLM's counters over the last window: 1 + accepted / draft"
+        " steps."
+    ),
+    "mean_acceptance_length.first": (
+        "The same counters in the first step that drafted with published heads (heads version 1 or"
+        " later)."
+    ),
     "mean_acceptance_length.frozen": (
-        "Replay estimate of the first published heads, never trained again; mean over those steps of the last window that have "
-        "it for both sets of heads."
+        "Replay estimate of the first published heads, never trained again; mean over those steps"
+        " of the last window that have it for both sets of heads."
     ),
     "mean_acceptance_length.serving_replay": (
-        "The serving heads by the same estimator on the same steps: this, not `serving`, is what `frozen` compares with."
+        "The serving heads by the same estimator on the same steps: this, not `serving`, is what"
+        " `frozen` compares with."
     ),
     "mean_acceptance_length.gain": "`serving_replay` minus `frozen`.",
-    "mean_acceptance_length.gain_standard_error": "Standard error of that gain over the steps it is the mean of; null for fewer than two.",
+    "mean_acceptance_length.gain_standard_error": (
+        "Standard error of that gain over the steps it is the mean of; null for fewer than two."
+    ),
     "mean_acceptance_length.replay_steps": "Steps behind the three replay figures.",
-    "acceptance_per_position": "Accepted at position 1..K / draft steps, from vLLM's counters over the last window.",
-    "mal_per_engine": "Mean acceptance length of each engine of a pool, over the last window's steps in which it generated.",
-    "rollout_speedup": "Median over all pairs of (tokens/s with drafting / tokens/s without), the same prompts, timed in turn.",
+    "acceptance_per_position": (
+        "Accepted at position 1..K / draft steps, from vLLM's counters over the last window."
+    ),
+    "mal_per_engine": (
+        "Mean acceptance length of each engine of a pool, over the last window's steps in which it"
+        " generated."
+    ),
+    "rollout_speedup": (
+        "Median over all pairs of (tokens/s with drafting / tokens/s without), the same prompts,"
+        " timed in turn."
+    ),
     "rollout_speedup_pairs.against": (
-        "What drafting was timed against. `vllm`: an engine of its own without speculation, compiled, at vLLM's defaults, after the last "
-        "step; `own`: this run's engine without drafts, in its paired steps; null: nothing."
+        "What drafting was timed against. `vllm`: an engine of its own without speculation,"
+        " compiled, at vLLM's defaults, after the last step; `own`: this run's engine without"
+        " drafts, in its paired steps; null: nothing."
     ),
     "rollout_speedup_pairs.count": "Number of pairs.",
     "rollout_speedup_pairs.min": "Smallest ratio.",
     "rollout_speedup_pairs.max": "Largest ratio.",
-    "rollout_speedup_pairs.lower_quartile": "A quarter of the pairs lies below; null for fewer than four pairs.",
-    "rollout_speedup_pairs.upper_quartile": "A quarter of the pairs lies above; null for fewer than four pairs.",
+    "rollout_speedup_pairs.lower_quartile": (
+        "A quarter of the pairs lies below; null for fewer than four pairs."
+    ),
+    "rollout_speedup_pairs.upper_quartile": (
+        "A quarter of the pairs lies above; null for fewer than four pairs."
+    ),
     "rollout_speedup_pairs.last": "The last pair's ratio.",
     "step_ratio": (
-        "Seconds of a whole PPO step with the plugin / seconds without it (in an engine of its own at vLLM's defaults), the same prompts "
-        "in turn after the last step, of the middle pair (of an even number the upper one): above 1 the plugin makes the loop slower."
+        "Seconds of a whole PPO step with the plugin / seconds without it (in an engine of its own"
+        " at vLLM's defaults), the same prompts in turn after the last step, of the middle pair (of"
+        " an even number the upper one): above 1 the plugin makes the loop slower."
     ),
     "step_pairs.count": "Number of pairs.",
     "step_pairs.min": "Smallest ratio.",
@@ -83,10 +113,18 @@ SUMMARY_KEYS: dict[str, str] = {
     "step_pairs.without_s": "Seconds of a step without it, in that middle pair.",
     "step_pairs.generate_with_s": "Of the first, seconds of generation.",
     "step_pairs.generate_without_s": "Of the second, seconds of generation.",
-    "actor_note": "What has to be said of the actor beside any figure, e.g. that it was grown by neurons that say nothing; null: nothing.",
-    "tokens_per_s.drafting": "Response tokens per second with drafting, of the pair whose ratio is in the middle (of two the larger).",
+    "actor_note": (
+        "What has to be said of the actor beside any figure, e.g. that it was grown by neurons that"
+        " say nothing; null: nothing."
+    ),
+    "tokens_per_s.drafting": (
+        "Response tokens per second with drafting, of the pair whose ratio is in the middle (of two"
+        " the larger)."
+    ),
     "tokens_per_s.plain": "The same without drafting.",
-    "tokens_per_s.rollouts": "Response tokens per second of the run's own generation, mean over the last window.",
+    "tokens_per_s.rollouts": (
+        "Response tokens per second of the run's own generation, mean over the last window."
+    ),
     "reward.first": "Mean reward over the first window, KL penalty not included.",
     "reward.last": "The same over the last window.",
     "correct_frac.first": "Share of responses with the right answer, mean over the first window.",
@@ -94,36 +132,76 @@ SUMMARY_KEYS: dict[str, str] = {
     "companion.trained_tokens": "Positions the companion trained on.",
     "companion.optimizer_steps": "Optimizer steps it took.",
     "companion.passes": "Passes over a rollout batch, mean over the steps.",
-    "companion.reasons": "Why so many: pairs of a reason of the schedule and the steps that it decided, the most frequent first.",
+    "companion.reasons": (
+        "Why so many: pairs of a reason of the schedule and the steps that it decided, the most"
+        " frequent first."
+    ),
     "companion.versions_published": "Versions of the heads it published.",
-    "companion.batches_dropped": "Rollout batches it dropped: no room was left, or newer policies had come.",
+    "companion.batches_dropped": (
+        "Rollout batches it dropped: no room was left, or newer policies had come."
+    ),
     "companion.train_s": "Seconds it trained.",
     "companion.hidden_s": "Of these, seconds that no hook of the loop waited for.",
     "companion.exposed_s": "Seconds the loop spent inside the plugin's hooks.",
-    "companion.saved_s": "Seconds of generation less than the same tokens took with the heads that the run began with.",
-    "companion.lost_s": "Seconds that the loop lost by the companion: in hooks, and by sharing cores or a device (estimated step by step).",
-    "companion.net_s": "Saved less lost. What a loop without the plugin would take is in neither: see step_ratio.",
-    "staleness.last": "Policy updates between the serving heads' last training batch and the last step's rollouts.",
+    "companion.saved_s": (
+        "Seconds of generation less than the same tokens took with the heads that the run began"
+        " with."
+    ),
+    "companion.lost_s": (
+        "Seconds that the loop lost by the companion: in hooks, and by sharing cores or a device"
+        " (estimated step by step)."
+    ),
+    "companion.net_s": (
+        "Saved less lost. What a loop without the plugin would take is in neither: see step_ratio."
+    ),
+    "staleness.last": (
+        "Policy updates between the serving heads' last training batch and the last step's"
+        " rollouts."
+    ),
     "staleness.max": "The largest in the run.",
-    "logprob_gap.last": "Mean |engine log-prob - actor log-prob| in nats, mean over the last window.",
+    "logprob_gap.last": (
+        "Mean |engine log-prob - actor log-prob| in nats, mean over the last window."
+    ),
     "phases_s.generate": "Seconds of rollout generation in the whole run.",
     "phases_s.score": "Seconds of the log-prob, value and reward passes.",
     "phases_s.update": "Seconds of the PPO updates.",
     "phases_s.sync": "Seconds of carrying the actor into the engine.",
     "phases_s.swap": "Seconds of swapping heads into the engine.",
-    "memory_peak_gib.generate": "Most memory of the loop's process in the generation, over the run: torch's on its GPU, or resident.",
+    "memory_peak_gib.generate": (
+        "Most memory of the loop's process in the generation, over the run: torch's on its GPU, or"
+        " resident."
+    ),
     "memory_peak_gib.score": "The same while it scores.",
     "memory_peak_gib.update": "The same in the update.",
     "memory_peak_gib.sync": "The same in the sync.",
-    "ledger.peak_gib": "Most bytes that all roles had on devices at once: weights, gradients, moments, keys and values.",
+    "ledger.peak_gib": (
+        "Most bytes that all roles had on devices at once: weights, gradients, moments, keys and"
+        " values."
+    ),
     **{f"ledger.{role}_gib": f"The most that the {role} had." for role in LEDGER},
-    "ledger.offload_s": "Seconds of carrying roles to host memory and back in a step, mean over the last window (ppo.placement=shared).",
+    "ledger.offload_s": (
+        "Seconds of carrying roles to host memory and back in a step, mean over the last window"
+        " (ppo.placement=shared)."
+    ),
     "ledger.offload_bytes": "Bytes that were copied for it, mean over the last window.",
-    "ledger.wake_s": "Seconds that the engine took to fall asleep and to wake up in a step, mean over the last window.",
-    "generate_score.seconds": "Seconds from the generation's first to the scoring's last in a step, mean over the last window.",
-    "generate_score.idle_frac": "Share of these in which engine or scoring stood idle (mean of the two), mean over the last window.",
-    "actor_sync.seconds": "Seconds that carrying the actor into the engines took, mean over the last window.",
-    "actor_sync.collect_s": "Of these, seconds until its weights were collected from its processes and written.",
+    "ledger.wake_s": (
+        "Seconds that the engine took to fall asleep and to wake up in a step, mean over the last"
+        " window."
+    ),
+    "generate_score.seconds": (
+        "Seconds from the generation's first to the scoring's last in a step, mean over the last"
+        " window."
+    ),
+    "generate_score.idle_frac": (
+        "Share of these in which engine or scoring stood idle (mean of the two), mean over the last"
+        " window."
+    ),
+    "actor_sync.seconds": (
+        "Seconds that carrying the actor into the engines took, mean over the last window."
+    ),
+    "actor_sync.collect_s": (
+        "Of these, seconds until its weights were collected from its processes and written."
+    ),
     "actor_sync.bytes": "Bytes of the actor's weights that each engine read in the last step.",
     "versions": "Versions of the packages.",
     "extras": "What the program that wrote the run added.",
@@ -131,7 +209,9 @@ SUMMARY_KEYS: dict[str, str] = {
 
 
 def build_summary(run: Run) -> dict[str, Any]:
-    """All figures of a run as nested plain data (keys: SUMMARY_KEYS). Missing data gives None, never a made-up number."""
+    """All figures of a run as nested plain data (keys: SUMMARY_KEYS). Missing data gives None,
+    never a made-up number.
+    """
     window = window_steps(len(run.steps))
     pairs, against = speed_pairs(run)
     speedups = _present([pair.get(m.PAIR_SPEEDUP) for pair in pairs])
@@ -155,9 +235,9 @@ def build_summary(run: Run) -> dict[str, Any]:
         "mal_per_engine": mal_per_engine(last),
         "rollout_speedup": _median(speedups),
         "rollout_speedup_pairs": {**_spread(speedups), "against": against},
-        "step_ratio": middle[0][STEP_S] / middle[1][STEP_S]
-        if (middle := middle_pair(steps))
-        else None,
+        "step_ratio": (
+            middle[0][STEP_S] / middle[1][STEP_S] if (middle := middle_pair(steps)) else None
+        ),
         "step_pairs": _step_figures(steps),
         "actor_note": run.meta.get("actor_note"),
         "tokens_per_s": {
@@ -222,7 +302,10 @@ def ledger_rows(ledger: dict[str, Any] | None) -> list[tuple[str, str]]:
         )
     ]
     if ledger["offload_s"] is not None:
-        figure = f"{w.exact_seconds(ledger['offload_s'])} ({w.plain((ledger['offload_bytes'] or 0) / 1024**2)} MiB)"
+        figure = (
+            f"{w.exact_seconds(ledger['offload_s'])}"
+            f" ({w.plain((ledger['offload_bytes'] or 0) / 1024**2)} MiB)"
+        )
         rows.append(("Roles to host memory and back, in each step", figure))
     if ledger["wake_s"] is not None:
         rows.append(
@@ -237,7 +320,9 @@ def window_steps(steps: int) -> int:
 
 
 def mean_acceptance_length(steps: Sequence[dict[str, Any]]) -> float | None:
-    """1 + accepted / draft steps from the counters of these steps; None when nothing was drafted."""
+    """1 + accepted / draft steps from the counters of these steps; None when nothing was
+    drafted.
+    """
     drafts = accepted = 0.0
     for step in steps:
         some, taken = number(step.get(m.DRAFTS)), number(step.get(m.ACCEPTED))
@@ -247,9 +332,11 @@ def mean_acceptance_length(steps: Sequence[dict[str, Any]]) -> float | None:
 
 
 def acceptance_per_position(steps: Sequence[dict[str, Any]]) -> list[float] | None:
-    """Accepted at position k / draft steps over these steps, weighted by draft steps; None when nothing was drafted.
+    """Accepted at position k / draft steps over these steps, weighted by draft steps; None when
+    nothing was drafted.
 
-    A step that drafted fewer tokens counts as not accepted at the later positions: the rate is per draft step.
+    A step that drafted fewer tokens counts as not accepted at the later positions: the rate is per
+    draft step.
     """
     drafts = 0.0
     accepted: list[float] = []
@@ -284,7 +371,9 @@ def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None
 
 
 def speed_pairs(run: Run) -> tuple[list[dict[str, float | None]], str | None]:
-    """Tokens/s with drafts and without, pair by pair, and against what: those after the last step where there are some."""
+    """Tokens/s with drafts and without, pair by pair, and against what: those after the last step
+    where there are some.
+    """
     columns = (m.PAIR_DRAFTING_TOKENS_PER_S, m.PAIR_PLAIN_TOKENS_PER_S, m.PAIR_SPEEDUP)
     for lines, against in ((_entries(run, "rollouts"), "vllm"), (run.steps, "own")):
         pairs = [{name: number(line.get(name)) for name in columns} for line in lines]
@@ -295,7 +384,8 @@ def speed_pairs(run: Run) -> tuple[list[dict[str, float | None]], str | None]:
 
 
 def step_pairs(run: Run) -> list[StepPair]:
-    """Seconds of the steps that were taken in turn with the plugin and without it, and of their phases, by the names of the metrics.
+    """Seconds of the steps that were taken in turn with the plugin and without it, and of their
+    phases, by the names of the metrics.
 
     `step_s` is the whole step; a pair that can't be read is left out.
     """
@@ -322,8 +412,9 @@ def _entries(run: Run, kind: str) -> list[dict[str, Any]]:
 
 
 def middle_pair(pairs: Sequence[StepPair], name: str = STEP_S) -> StepPair | None:
-    """The pair whose ratio of seconds in a phase is the median, of an even number the upper one: its seconds fit its ratio, which medians
-    of each side, taken by themselves, need not."""
+    """The pair whose ratio of seconds in a phase is the median, of an even number the upper one:
+    its seconds fit its ratio, which medians of each side, taken by themselves, need not.
+    """
     ordered = sorted(pairs, key=lambda pair: pair[0][name] / pair[1][name])
     return ordered[len(ordered) // 2] if ordered else None
 

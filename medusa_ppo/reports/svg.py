@@ -1,8 +1,8 @@
 """Inline SVG charts, drawn in Python: lines, bars, a heat strip, pairs.
 
-A chart is an <svg> as wide as its box and `height` pixels high. Grid lines and texts stand at percent positions, so that texts
-keep their size; the data lies in an inner <svg> of 1000 x height units that stretches to the box (strokes keep their width).
-Axis texts stand outside of the box.
+A chart is an <svg> as wide as its box and `height` pixels high. Grid lines and texts stand at
+percent positions, so that texts keep their size; the data lies in an inner <svg> of 1000 x height
+units that stretches to the box (strokes keep their width). Axis texts stand outside of the box.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Binned:
-    """One metric per column: lowest, mean and highest value of its steps, None where there is none."""
+    """One metric per column: lowest, mean and highest value of its steps, None where there is
+    none.
+    """
 
     low: tuple[float | None, ...]
     mean: tuple[float | None, ...]
@@ -88,7 +90,9 @@ def bin_values(grid: Grid, steps: Sequence[int], values: Sequence[float | None])
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) that cover low..high, at most about `most` of them."""
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) that cover low..high, at most about
+    `most` of them.
+    """
     if not high > low:
         low, high = low - (abs(low) or 1.0) * 0.5, high + (abs(high) or 1.0) * 0.5
     rough = (high - low) / max(1, most - 1)
@@ -150,14 +154,17 @@ class Scale:
 def fit_scale(
     series: Sequence[Series], height: int, floor: float | None
 ) -> tuple[Scale, list[float]]:
-    """Scale and ticks that hold all series; `floor` (0 for amounts, 1 for acceptance lengths) is always on the axis."""
+    """Scale and ticks that hold all series; `floor` (0 for amounts, 1 for acceptance lengths) is
+    always on the axis.
+    """
     bounds = [bound for item in series if (bound := item.values.extremes)]
     low = min((bound[0] for bound in bounds), default=0.0)
     high = max((bound[1] for bound in bounds), default=1.0)
     if floor is not None:
         low, high = min(low, floor), max(high, floor + 1e-6)
     if low == high and low >= 0:
-        # A metric that never moved: its axis starts at zero, and has some height even when it is zero.
+        # A metric that never moved: its axis starts at zero, and has some height even when it is
+        # zero.
         low, high = 0.0, high or 1.0
     ticks = nice_ticks(low, high)
     return Scale(ticks[0], ticks[-1], height), ticks
@@ -208,7 +215,9 @@ def draw_lines(
 def draw_bars(
     key: str, title: str, up: Sequence[Series], down: Sequence[Series], grid: Grid, *, height: int
 ) -> str:
-    """Stacked bars of seconds above the line for `up` and below it for `down`; one path per series."""
+    """Stacked bars of seconds above the line for `up` and below it for `down`; one path per
+    series.
+    """
     top, bottom = (
         max(sum(item.values.mean[x] or 0.0 for item in side) for x in range(grid.count))
         for side in (up, down)
@@ -237,7 +246,9 @@ def draw_bars(
 def draw_heat(
     key: str, title: str, rows: Sequence[Series], grid: Grid, *, row_height: int = 34
 ) -> str:
-    """One row per series; the darker a cell, the larger its value (0 up to the largest of all rows)."""
+    """One row per series; the darker a cell, the larger its value (0 up to the largest of all
+    rows).
+    """
     height = row_height * len(rows)
     top = max((value for row in rows for value in row.values.present), default=1.0) or 1.0
     levels: list[list[str]] = [[] for _ in range(HEAT_LEVELS + 1)]
@@ -246,15 +257,20 @@ def draw_heat(
     for index, row in enumerate(rows):
         for column, value in enumerate(row.values.mean):
             if value is not None:
-                cell = f"M{_px(column * step)} {index * row_height + 1}h{wide}v{row_height - 3}h-{wide}z"
+                cell = (
+                    f"M{_px(column * step)}"
+                    f" {index * row_height + 1}h{wide}v{row_height - 3}h-{wide}z"
+                )
                 levels[round(HEAT_LEVELS * max(0.0, value) / top)].append(cell)
     shapes = [
-        f'<path class="heat" fill-opacity="{0.04 + 0.96 * n / HEAT_LEVELS:.2f}" d="{"".join(cells)}"/>'
+        f'<path class="heat" fill-opacity="{0.04 + 0.96 * n / HEAT_LEVELS:.2f}"'
+        f' d="{"".join(cells)}"/>'
         for n, cells in enumerate(levels)
         if cells
     ]
     labels = "".join(
-        f'<text class="tick y" x="-8" y="{index * row_height + row_height / 2 + 4}">{escape(row.name.split()[-1])}</text>'
+        '<text class="tick y" x="-8"'
+        f' y="{index * row_height + row_height / 2 + 4}">{escape(row.name.split()[-1])}</text>'
         for index, row in enumerate(rows)
     )
     return _svg(
@@ -319,7 +335,9 @@ def draw_spans(
     *,
     row_height: int = 22,
 ) -> str:
-    """When each of some (name, tone, spans of seconds) worked: a row each, over the seconds from 0 to the last end."""
+    """When each of some (name, tone, spans of seconds) worked: a row each, over the seconds from 0
+    to the last end.
+    """
     height, last = (
         row_height * len(rows),
         max((end for _, _, spans in rows for _, end in spans), default=1.0) or 1.0,
@@ -327,16 +345,19 @@ def draw_spans(
     shapes, said = [], []
     for index, (name, tone, spans) in enumerate(rows):
         bars = (
-            f"M{_px(UNITS * a / last)} {index * row_height + 2}H{_px(UNITS * b / last)}v{row_height - 4}H{_px(UNITS * a / last)}z"
+            f"M{_px(UNITS * a / last)}"
+            f" {index * row_height + 2}H{_px(UNITS * b / last)}v{row_height - 4}H{_px(UNITS * a / last)}z"
             for a, b in spans
         )
         shapes.append(f'<path class="fill t-{tone}" d="{"".join(bars)}"/>')
         said.append(
-            f"{name}: {seconds(sum(b - a for a, b in spans))} in {len(spans)} part{'' if len(spans) == 1 else 's'}."
+            f"{name}: {seconds(sum(b - a for a, b in spans))} in {len(spans)}"
+            f" part{'' if len(spans) == 1 else 's'}."
         )
     ticks = [tick for tick in nice_ticks(0.0, last, 6) if tick <= last]
     axis = "".join(
-        f'<text class="tick x" x="{100 * tick / last:.2f}%" y="{height + 18}">{seconds(tick)}</text>'
+        f'<text class="tick x" x="{100 * tick / last:.2f}%"'
+        f' y="{height + 18}">{seconds(tick)}</text>'
         for tick in ticks
     )
     return _svg(
@@ -354,7 +375,10 @@ def draw_spark(values: Sequence[float | None], tone: str) -> str:
     low, high = bounds
     scale = Scale(low - (high - low) * 0.1 - 1e-9, high + (high - low) * 0.1 + 1e-9, 36)
     line = _line(Series("", tone, binned, connect=True), grid, scale)
-    frame = f'<svg class="spark" viewBox="0 0 {UNITS} 36" preserveAspectRatio="none" aria-hidden="true">'
+    frame = (
+        f'<svg class="spark" viewBox="0 0 {UNITS} 36" preserveAspectRatio="none"'
+        ' aria-hidden="true">'
+    )
     return f'{frame}<path class="line t-{tone}" d="{line}"/></svg>'
 
 
@@ -396,7 +420,8 @@ def _frame(
         for tick in ticks
     )
     labels = "".join(
-        f'<text class="tick y" x="-8" y="{_px(scale.y(tick) + 4)}">{escape(short(words(tick), tick))}</text>'
+        '<text class="tick y" x="-8"'
+        f' y="{_px(scale.y(tick) + 4)}">{escape(short(words(tick), tick))}</text>'
         for tick in ticks
     )
     inner = (
@@ -416,25 +441,32 @@ def _svg(
     """`still`: its columns are no steps, so the pointer has nothing to show."""
     kind = "plot still" if still else "plot"
     return (
-        f'<svg class="{kind}" height="{height}" role="img" tabindex="0" data-chart="{escape(key)}" aria-labelledby="{key}-t {key}-d">'
-        f'<title id="{key}-t">{escape(title)}</title><desc id="{key}-d">{escape(description)}</desc>{inner}</svg>'
+        f'<svg class="{kind}" height="{height}" role="img" tabindex="0" data-chart="{escape(key)}"'
+        f' aria-labelledby="{key}-t {key}-d"><title id="{key}-t">{escape(title)}</title><desc'
+        f' id="{key}-d">{escape(description)}</desc>{inner}</svg>'
     )
 
 
 def _data(height: int, shapes: str) -> str:
-    return f'<svg class="data" viewBox="0 0 {UNITS} {height}" preserveAspectRatio="none" width="100%" height="{height}">{shapes}</svg>'
+    return (
+        f'<svg class="data" viewBox="0 0 {UNITS} {height}" preserveAspectRatio="none" width="100%"'
+        f' height="{height}">{shapes}</svg>'
+    )
 
 
 def _step_axis(grid: Grid, height: int) -> str:
     texts = [
-        f'<text class="tick x" x="{100 * grid.position(tick):.2f}%" y="{height + 18}">{tick:,}</text>'
+        f'<text class="tick x" x="{100 * grid.position(tick):.2f}%"'
+        f' y="{height + 18}">{tick:,}</text>'
         for tick in step_ticks(grid)
     ]
     return f'<text class="tick y" x="-8" y="{height + 18}">step</text>' + "".join(texts)
 
 
 def _marks(marks: Sequence[tuple[int, str]], grid: Grid, height: int) -> str:
-    """Flags on top of the chart, e.g. new versions of the heads: full-height lines while they are few, names where they fit."""
+    """Flags on top of the chart, e.g. new versions of the heads: full-height lines while they are
+    few, names where they fit.
+    """
     out, named = [], -1.0
     few = len(marks) <= MARK_LINES_UP_TO
     for index, (step, name) in enumerate(marks):
@@ -472,7 +504,9 @@ def _line(item: Series, grid: Grid, scale: Scale) -> str:
 
 
 def _dots(values: Binned, grid: Grid, scale: Scale) -> str:
-    """Lines of length zero: with round caps and a fixed stroke width they are round dots however the chart is stretched."""
+    """Lines of length zero: with round caps and a fixed stroke width they are round dots however
+    the chart is stretched.
+    """
     return "".join(f"M{point}h0" for point in chain(*_points(values.mean, grid, scale)))
 
 

@@ -24,7 +24,9 @@ from medusa_ppo.reports.summary import (
 
 MIB = 1024**2
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250
-"""More versions than these two together are cut in the middle, or the table would outweigh the page."""
+"""More versions than these two together are cut in the middle, or the table would outweigh the
+page.
+"""
 
 WORTH_PHASES = {
     STEP_S: "a whole PPO step",
@@ -37,7 +39,9 @@ WORTH_PHASES = {
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """(what, figure) rows that sum a run up; for the terminal, report.md and the comparison of two runs."""
+    """(what, figure) rows that sum a run up; for the terminal, report.md and the comparison of two
+    runs.
+    """
     mal, speed, pairs = (
         summary["mean_acceptance_length"],
         summary["tokens_per_s"],
@@ -115,11 +119,17 @@ def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "A whole PPO step, with the plugin / without it",
-            f"{w.exact_seconds(pairs['with_s'])} / {w.exact_seconds(pairs['without_s'])}: {w.more_time(ratio)} ({spread})",
+            (
+                f"{w.exact_seconds(pairs['with_s'])} / {w.exact_seconds(pairs['without_s'])}:"
+                f" {w.more_time(ratio)} ({spread})"
+            ),
         ),
         (
             "Of these, generation",
-            f"{w.exact_seconds(pairs['generate_with_s'])} / {w.exact_seconds(pairs['generate_without_s'])}",
+            (
+                f"{w.exact_seconds(pairs['generate_with_s'])} /"
+                f" {w.exact_seconds(pairs['generate_without_s'])}"
+            ),
         ),
         *note,
     ]
@@ -143,7 +153,10 @@ def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Nothing where the loop does not say how large the actor's weights are."""
     if sync is None or sync["bytes"] is None:
         return []
-    figure = f"{w.plain(sync['bytes'] / MIB)} MiB, {w.seconds(sync['seconds'])} ({w.seconds(sync['collect_s'])} of it collecting)"
+    figure = (
+        f"{w.plain(sync['bytes'] / MIB)} MiB, {w.seconds(sync['seconds'])}"
+        f" ({w.seconds(sync['collect_s'])} of it collecting)"
+    )
     return [("New actor weights, to each engine in each step", figure)]
 
 
@@ -192,13 +205,15 @@ def verdict(summary: dict[str, Any]) -> str:
     if summary["step_ratio"] is not None:
         seconds = summary["step_pairs"]
         parts.append(
-            f"a whole PPO step took {w.exact_seconds(seconds['with_s'])} with the plugin and {w.exact_seconds(seconds['without_s'])} "
-            f"without it ({w.more_time(summary['step_ratio'])})"
+            f"a whole PPO step took {w.exact_seconds(seconds['with_s'])} with the plugin and"
+            f" {w.exact_seconds(seconds['without_s'])} without it"
+            f" ({w.more_time(summary['step_ratio'])})"
         )
     if mal["gain"] is not None:
         word = "more" if mal["gain"] >= 0 else "fewer"
         parts.append(
-            f"the heads trained along the way give {abs(mal['gain']):.2f} tokens {word} per engine step than frozen ones"
+            f"the heads trained along the way give {abs(mal['gain']):.2f} tokens {word} per engine"
+            " step than frozen ones"
         )
     elif mal["serving"] is not None:
         parts.append(f"the engine wrote {mal['serving']:.2f} tokens per step")
@@ -234,8 +249,11 @@ def render_markdown(run: Run, summary: dict[str, Any]) -> str:
     lines += [f"| {what} | {_cell(figure)} |" for what, figure in summary_rows(summary)]
     lines += [
         "",
-        f"First and last figures are means over {window} step{'' if window == 1 else 's'}. Acceptance is vLLM's own count; "
-        "trained and frozen heads are compared by replay on the same rollouts. docs/metrics.md explains every number.",
+        (
+            f"First and last figures are means over {window} step{'' if window == 1 else 's'}."
+            " Acceptance is vLLM's own count; trained and frozen heads are compared by replay on"
+            " the same rollouts. docs/metrics.md explains every number."
+        ),
     ]
     lines += ["", text] if (text := advice(run, summary)) else []
     lines += ["", "## Warnings", ""]
@@ -246,7 +264,10 @@ def render_markdown(run: Run, summary: dict[str, Any]) -> str:
         "",
         "## Ran on",
         "",
-        f"{_cell(', '.join(map(str, machine)))}, started {summary['started_at'] or 'at an unknown time'}.",
+        (
+            f"{_cell(', '.join(map(str, machine)))}, started"
+            f" {summary['started_at'] or 'at an unknown time'}."
+        ),
     ]
     lines += [
         f"\nResumed {_cell(value)}." for name, value in machine_rows(run) if name == "resumed"
@@ -266,7 +287,9 @@ def _cell(text: object) -> str:
 
 
 class VersionRow(NamedTuple):
-    """One version of the heads while it was serving; VERSION_COLUMNS says what each figure is. None where it is unknown."""
+    """One version of the heads while it was serving; VERSION_COLUMNS says what each figure is. None
+    where it is unknown.
+    """
 
     version: int
     first_step: int
@@ -308,7 +331,9 @@ VERSION_COLUMNS: tuple[tuple[str, Callable[[Any], str], str], ...] = (
 
 
 class ChoiceRow(NamedTuple):
-    """What the engine chose while so many sequences ran: share of the steps with 0..K drafts, and what the last step's report promised."""
+    """What the engine chose while so many sequences ran: share of the steps with 0..K drafts, and
+    what the last step's report promised.
+    """
 
     running: str
     steps: int
@@ -317,7 +342,9 @@ class ChoiceRow(NamedTuple):
 
 
 def choice_rows(run: Run) -> list[ChoiceRow]:
-    """K chosen against running sequences, over the whole run; empty when the engine did not choose."""
+    """K chosen against running sequences, over the whole run; empty when the engine did not
+    choose.
+    """
     steps: dict[int, list[int]] = {}
     speedup: dict[int, float] = {}
     for row in (row for step in run.steps for row in step.get(m.DRAFT_CHOICES) or []):
@@ -339,7 +366,9 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
 
 
 def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """What, with the plugin, without it, ratio, its range, pairs; empty for a run that was not compared after its last step."""
+    """What, with the plugin, without it, ratio, its range, pairs; empty for a run that was not
+    compared after its last step.
+    """
     rows: list[tuple[str, ...]] = []
     pairs, against = speed_pairs(run)
     if against == "vllm":
@@ -377,7 +406,9 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def advice(run: Run, summary: dict[str, Any]) -> str:
-    """Is drafting worth it here, with how many sequences, and what would change that; empty where no rollouts were timed."""
+    """Is drafting worth it here, with how many sequences, and what would change that; empty where
+    no rollouts were timed.
+    """
     speed, accepted, steps = (
         summary["rollout_speedup"],
         summary["mean_acceptance_length"]["serving"],
@@ -388,7 +419,10 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     most = run.setting("engine", "max_num_seqs")
     where = f"of this run, with at most {most} sequences at once" if most else "of this run"
     text = f"{'Worth it' if speed >= 1 else 'Not worth it'} for rollouts {where}: "
-    text += f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step; it pays above {w.length(accepted / speed)}."
+    text += (
+        f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step; it pays above"
+        f" {w.length(accepted / speed)}."
+    )
     rows = [(row.running, row.speedup) for row in choice_rows(run) if row.speedup is not None]
     for verb, running in (
         ("pays", [running for running, ratio in rows if ratio >= 1]),
@@ -408,7 +442,10 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     others = steps["without_s"] - steps["generate_without_s"]
     share = steps["generate_without_s"] / steps["without_s"]
     twice = (rest + 2 * steps["generate_with_s"]) / (others + 2 * steps["generate_without_s"])
-    text += f" Generation is {w.percent(share)} of a step without the plugin; if responses took twice as long, a step would take "
+    text += (
+        f" Generation is {w.percent(share)} of a step without the plugin; if responses took twice"
+        " as long, a step would take "
+    )
     return f"{text}{w.more_time(twice)} with the plugin (by arithmetic on the middle pair)."
 
 
@@ -529,7 +566,9 @@ def comparison_rows(summary: dict[str, Any], other: dict[str, Any]) -> list[tupl
 
 
 def config_differences(run: Run, other: Run) -> list[tuple[str, str, str]]:
-    """Configuration keys in which two runs differ: (key, this run, the other run); names and folders are left out."""
+    """Configuration keys in which two runs differ: (key, this run, the other run); names and
+    folders are left out.
+    """
     here, there = flatten(run.config), flatten(other.config)
     keys = [*here, *(key for key in there if key not in here)]
     missing = object()

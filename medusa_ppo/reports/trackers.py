@@ -1,4 +1,6 @@
-"""Trackers: where a run's figures are shown while it goes on; checked before anything starts, started once Ray is up."""
+"""Trackers: where a run's figures are shown while it goes on; checked before anything starts,
+started once Ray is up.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ class Tracker(Protocol):
 
 
 class TrackerGroup:
-    """All trackers of a run, each in a thread of its own: one that fails or hangs is told in the log once, and PPO goes on."""
+    """All trackers of a run, each in a thread of its own: one that fails or hangs is told in the
+    log once, and PPO goes on.
+    """
 
     def __init__(self, trackers: Mapping[str, Tracker] | None = None) -> None:
         """`trackers`: by the name that the configuration gives them."""
@@ -146,7 +150,9 @@ class TrackerGroup:
             self._put(name, (int(values[metrics.STEP]), flatten(values)))
 
     def close(self) -> None:
-        """Let all send what is left, CLOSE_S together, and close them; harmless when called again."""
+        """Let all send what is left, CLOSE_S together, and close them; harmless when called
+        again.
+        """
         lines, self._lines = self._lines, {}
         for name, line in lines.items():
             self._put(name, None, line)
@@ -156,7 +162,8 @@ class TrackerGroup:
             if thread.is_alive():
                 self._tell(
                     name,
-                    f"it does not answer, {lines[name].qsize() if name in lines else 'some'} of its steps are left",
+                    f"it does not answer, {lines[name].qsize() if name in lines else 'some'} of its"
+                    " steps are left",
                 )
 
     def _put(
@@ -188,7 +195,9 @@ class TrackerGroup:
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers only: a list becomes `name/1` to `name/K`; text, nothing, NaN and infinities are left out."""
+    """Numbers only: a list becomes `name/1` to `name/K`; text, nothing, NaN and infinities are left
+    out.
+    """
     flat: dict[str, float] = {}
     for name, given in values.items():
         value = (
@@ -218,7 +227,9 @@ STARTS: dict[str, Callable[[RunConfig, int], Tracker]] = {
     ),
     "ray": lambda config, _: RayTracker(config.name),
 }
-"""Name in the configuration -> how it is started; the step is 0, or the one that a resumed run goes on with."""
+"""Name in the configuration -> how it is started; the step is 0, or the one that a resumed run goes
+on with.
+"""
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
@@ -234,7 +245,9 @@ def check_trackers(names: tuple[str, ...]) -> None:
 
 
 def start_trackers(config: RunConfig, first_step: int) -> TrackerGroup:
-    """Start what `report.trackers` names; Ray must be up for `ray`. ConfigError when one does not start."""
+    """Start what `report.trackers` names; Ray must be up for `ray`. ConfigError when one does not
+    start.
+    """
     started: dict[str, Tracker] = {}
     for name in config.report.trackers:
         try:
@@ -245,6 +258,9 @@ def start_trackers(config: RunConfig, first_step: int) -> TrackerGroup:
                 f"The tracker {name} did not start.",
                 given=f"{type(error).__name__}: {error}",
                 expected="a tracker that takes figures",
-                do=f"Mend the cause (is {name} set up on this machine?), or leave it out of report.trackers.",
+                do=(
+                    f"Mend the cause (is {name} set up on this machine?), or leave it out of"
+                    " report.trackers."
+                ),
             ) from error
     return TrackerGroup(started)

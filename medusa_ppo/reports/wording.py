@@ -1,4 +1,6 @@
-"""How numbers are written for people: one function per kind of quantity, an em dash where there is no measurement."""
+"""How numbers are written for people: one function per kind of quantity, an em dash where there is
+no measurement.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def plain(value: float | None) -> str:
 
 
 def short(text: str, value: float) -> str:
-    """A figure beside an axis, where there is room for about six characters: thousands and millions by their letter."""
+    """A figure beside an axis, where there is room for about six characters: thousands and millions
+    by their letter.
+    """
     if abs(value) < 10_000 or not text.replace(",", "").lstrip("-").isdigit():
         return text
     return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k"

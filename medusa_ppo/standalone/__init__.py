@@ -1,7 +1,8 @@
-"""Heads without PPO: train and measure them on anyone's model and data. Here, without torch: what `train` and `eval` can be told.
+"""Heads without PPO: train and measure them on anyone's model and data. Here, without torch: what
+`train` and `eval` can be told.
 
-Every option stands in this one place, with its default and what `--help` says of it. Where a setting is one of a run's too, its default is
-read from there. What differs says why.
+Every option stands in this one place, with its default and what `--help` says of it. Where a
+setting is one of a run's too, its default is read from there. What differs says why.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from heads import HeadsConfig
 from medusa_ppo.config import CompanionConfig, HeadsSection, SamplingConfig
 
 MEANS_NOTHING_TO_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
-"""Options that change when a training stops or how fast it is, not what the heads are after so many tokens."""
+"""Options that change when a training stops or how fast it is, not what the heads are after so many
+tokens.
+"""
 HEADS, COMPANION, SAMPLING = HeadsSection(), CompanionConfig(), SamplingConfig()
 """A run's settings, at their defaults."""
 
 
 def line_breaks(text: str) -> str:
-    """A template as it was typed: a shell hands `\\n` on as two characters, and a line break is meant."""
+    """A template as it was typed: a shell hands `\\n` on as two characters, and a line break is
+    meant.
+    """
     return text.replace("\\n", "\n")
 
 
@@ -47,7 +52,10 @@ class TrainOptions:
     model: Annotated[
         str,
         Option(
-            help="Folder or hub name of a transformers causal LM, or folder of a Megatron distributed checkpoint."
+            help=(
+                "Folder or hub name of a transformers causal LM, or folder of a Megatron"
+                " distributed checkpoint."
+            )
         ),
     ]
     data: Data
@@ -66,7 +74,9 @@ class TrainOptions:
     loss: Annotated[
         Literal["ce", "tv", "ce_tv", "kl", "kl_tv"], Option(help="Loss of the heads.")
     ] = "ce_tv"
-    """Not the companion's: that one reads the actor's whole distribution, which gains where tokens are few; here they are many."""
+    """Not the companion's: that one reads the actor's whole distribution, which gains where tokens
+    are few; here they are many.
+    """
     template: Annotated[
         str,
         Option(
@@ -77,7 +87,10 @@ class TrainOptions:
     column: Annotated[
         str,
         Option(
-            help="Column with full texts, or chat messages (only the assistant's turns are trained on)."
+            help=(
+                "Column with full texts, or chat messages (only the assistant's turns are trained"
+                " on)."
+            )
         ),
     ] = ""
     respond: Annotated[
@@ -98,12 +111,16 @@ class TrainOptions:
         float, Option(min=0, help="Stop at this mean acceptance length by replay; 0: never.")
     ] = 0.0
     epochs: Annotated[int, Option(min=1, help="Passes over the tokens.")] = 4
-    """More than the companion's: these tokens are all there are, the companion gets new ones with every step."""
+    """More than the companion's: these tokens are all there are, the companion gets new ones with
+    every step.
+    """
     learning_rate: Annotated[
         float, Option(help="AdamW step size at its height; a cosine ends it.")
     ] = COMPANION.learning_rate
     batch_positions: Annotated[int, Option(min=1, help="Positions per micro-batch.")] = 512
-    """Fewer than the companion's: a cosine calms small steps down in the end, and the companion has none, but a policy that moves."""
+    """Fewer than the companion's: a cosine calms small steps down in the end, and the companion has
+    none, but a policy that moves.
+    """
     accumulate: Annotated[int, Option(min=1, help="Micro-batches per optimizer step.")] = 1
     workers: Annotated[
         int,
@@ -122,7 +139,9 @@ class TrainOptions:
         SAMPLING.temperature
     )
     max_new_tokens: NewTokens = 128
-    """More than a run's, which is sized for an engine of short contexts: here the engine is made to fit."""
+    """More than a run's, which is sized for an engine of short contexts: here the engine is made to
+    fit.
+    """
     seed: Seed = 0
     fresh: Annotated[
         bool, Option("--fresh", help="Begin anew where an interrupted training would go on.")
@@ -191,7 +210,10 @@ class EvalOptions:
         int,
         Option(
             min=0,
-            help="Responses to each prompt that a memory has before; sampled drafts then come from the heads and from it.",
+            help=(
+                "Responses to each prompt that a memory has before; sampled drafts then come from"
+                " the heads and from it."
+            ),
         ),
     ] = 0
     max_new_tokens: NewTokens = 128

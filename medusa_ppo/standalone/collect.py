@@ -1,4 +1,6 @@
-"""What heads are trained and measured on: sequences of tokens that the model wrote, or from texts, chats and a run's rollouts."""
+"""What heads are trained and measured on: sequences of tokens that the model wrote, or from texts,
+chats and a run's rollouts.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ class Sample:
 
     Attributes:
         ids: all tokens, those that were given included.
-        spans: (first, end) of each stretch of written tokens, in order; at least one token stands before each.
-        prompt: samples of one number are much alike (answers to one prompt, windows of one text) and are never parted by a hold-out.
+        spans: (first, end) of each stretch of written tokens, in order; at least one token stands
+            before each.
+        prompt: samples of one number are much alike (answers to one prompt, windows of one text)
+            and are never parted by a hold-out.
         logprobs: behaviour log-probs of the written tokens; None: the actor's own are taken.
     """
 
@@ -63,7 +67,8 @@ def response_rounds(
     rounds_done: int = 0,
     tokens_done: int = 0,
 ) -> Iterator[Rollouts]:
-    """Let the model answer the prompts, `per_round` at a time, until `max_tokens` response tokens are there (0: each prompt once).
+    """Let the model answer the prompts, `per_round` at a time, until `max_tokens` response tokens
+    are there (0: each prompt once).
 
     Args:
         sampling: how; its seed is that of the first round, and every round has the next one.
@@ -119,10 +124,12 @@ def number_prompts(samples: Sequence[Sample]) -> list[Sample]:
 def samples_from_texts(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
 ) -> list[Sample]:
-    """Full texts: the first token is given, everything after it counts as written. Long texts become windows of `max_length` tokens.
+    """Full texts: the first token is given, everything after it counts as written. Long texts
+    become windows of `max_length` tokens.
 
     Args:
-        max_tokens: stop when so many written tokens are there; later texts are not even read. 0: all.
+        max_tokens: stop when so many written tokens are there; later texts are not even read. 0:
+            all.
 
     Raises:
         DataError: when no text has at least two tokens.
@@ -152,7 +159,9 @@ def take_samples(
     expected: str,
     do: str,
 ) -> list[Sample]:
-    """The samples of one row after the other, until so many written tokens are there (0: all); DataError when there are none."""
+    """The samples of one row after the other, until so many written tokens are there (0: all);
+    DataError when there are none.
+    """
     samples: list[Sample] = []
     tokens = seen = 0
     for found in rows:
@@ -202,7 +211,8 @@ def split_samples(
     return [s for s in samples if s.prompt not in held], [s for s in samples if s.prompt in held]
 
 
-# ---- chats -----------------------------------------------------------------------------------------------------------------------
+# ---- chats
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def is_chat(value: object) -> bool:
@@ -217,7 +227,8 @@ def is_chat(value: object) -> bool:
 def samples_from_chats(
     chats: Iterable[Messages], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
 ) -> list[Sample]:
-    """Conversations: only the assistant's turns (the token that ends each included) count as written.
+    """Conversations: only the assistant's turns (the token that ends each included) count as
+    written.
 
     Args:
         max_length: longer conversations are cut at their end.
@@ -225,7 +236,8 @@ def samples_from_chats(
 
     Raises:
         ModelError: the tokenizer has no chat template, or can't say where its tokens begin.
-        DataError: a row is no list of messages, the template refuses it, or nowhere does an assistant say anything.
+        DataError: a row is no list of messages, the template refuses it, or nowhere does an
+            assistant say anything.
     """
     check_template(tokenizer)
     every = (
@@ -256,7 +268,9 @@ def _conversation(
 
 
 def chat_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int) -> str:
-    """The conversation, without its last answer if it ends with one, ready for the model to answer."""
+    """The conversation, without its last answer if it ends with one, ready for the model to
+    answer.
+    """
     asked = messages[:-1] if messages and messages[-1]["role"] == ASSISTANT else messages
     return _render(asked, tokenizer, number, answer=True)
 
@@ -268,7 +282,10 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
             "The tokenizer has no chat template.",
             given=tokenizer.name_or_path or type(tokenizer).__name__,
             expected="chat_template in tokenizer_config.json, or chat_template.jinja beside it",
-            do="Use the folder of a chat model, or train on plain texts (--column) or prompts (--template).",
+            do=(
+                "Use the folder of a chat model, or train on plain texts (--column) or prompts"
+                " (--template)."
+            ),
         )
     if not tokenizer.is_fast:
         raise ModelError(
@@ -284,8 +301,8 @@ def _written_turns(
 ) -> list[tuple[str, list[tuple[int, int]]]]:
     """Texts with the places (in characters) of what the assistant wrote.
 
-    One text holds all turns, unless the template shows a turn otherwise once more messages follow (some drop earlier reasoning): then the
-    turn stands in a text of its own, as the model wrote it.
+    One text holds all turns, unless the template shows a turn otherwise once more messages follow
+    (some drop earlier reasoning): then the turn stands in a text of its own, as the model wrote it.
     """
     if not is_chat(messages):
         given, expected = (
@@ -305,7 +322,8 @@ def _written_turns(
             _render(messages[:index], tokenizer, number, answer=True),
             _render(messages[: index + 1], tokenizer, number),
         )
-        # A generation prompt can say more than the turn does in the end (an opening tag for reasoning): the common part was given.
+        # A generation prompt can say more than the turn does in the end (an opening tag for
+        # reasoning): the common part was given.
         turn = (_common_prefix(before, after), len(after))
         if whole.startswith(after):
             together.append(turn)
@@ -367,17 +385,19 @@ def _chat_sample(
     return Sample(ids, tuple(spans), number) if spans else None
 
 
-# ---- rollouts of a run ---------------------------------------------------------------------------------------------------------------
+# ---- rollouts of a run
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def samples_from_rollouts(
     rows: Iterable[Row], vocab_size: int, context: int, temperature: float, max_tokens: int
 ) -> list[Sample]:
-    """One sample per row, the last rows first: they are of the newest policy. Empty responses teach nothing and are left out.
+    """One sample per row, the last rows first: they are of the newest policy. Empty responses teach
+    nothing and are left out.
 
     Args:
-        rows: with `prompt_ids` and `response_ids`; `logprobs` where known (else the actor's own are taken), `temperature`, `top_p`
-            and `top_k` where they are not those of plain sampling.
+        rows: with `prompt_ids` and `response_ids`; `logprobs` where known (else the actor's own are
+            taken), `temperature`, `top_p` and `top_k` where they are not those of plain sampling.
         vocab_size: ids lie below it.
         context: most tokens of prompt and response together.
         temperature: that the heads are trained for.

@@ -1,4 +1,5 @@
-"""Data-parallel training: workers in processes of Ray, on one machine or a cluster, each on its own groups: torch's DDP.
+"""Data-parallel training: workers in processes of Ray, on one machine or a cluster, each on its own
+groups: torch's DDP.
 
     the command (no tensors of its own)
       |  groups of the part            report, tokens
@@ -6,7 +7,8 @@
       +--> worker 1 --+  everything else is the same in all of them
       +--> ...      --+
 
-Every worker takes the same optimizer steps on the same gradients, so all hold the same heads; the first one judges and saves them.
+Every worker takes the same optimizer steps on the same gradients, so all hold the same heads; the
+first one judges and saves them.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ LAST_FACTOR = 0.01
 
 
 def cosine_schedule(steps: int) -> Callable[[int], float]:
-    """Factor of the step size by optimizer step: a linear warm-up, then a cosine down to LAST_FACTOR at `steps`."""
+    """Factor of the step size by optimizer step: a linear warm-up, then a cosine down to
+    LAST_FACTOR at `steps`.
+    """
 
     def factor(step: int) -> float:
         warm = min(1.0, (step + 1) / WARM_UP_STEPS)
@@ -56,7 +60,8 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
 
 
 class Worker:
-    """Trains on groups of sequences; several of them, each with other groups, take every optimizer step together.
+    """Trains on groups of sequences; several of them, each with other groups, take every optimizer
+    step together.
 
     Attributes:
         groups: number of groups that all the sequences make, the other workers' included.
@@ -121,7 +126,8 @@ class Worker:
             A report, and the written tokens of this worker's groups.
         """
         if self._team is not None:
-            # Only the first worker's state is saved: the others' order of positions must follow from the part alone.
+            # Only the first worker's state is saved: the others' order of positions must follow
+            # from the part alone.
             self._trainer.generator.manual_seed(
                 ((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63
             )
@@ -140,7 +146,9 @@ class Worker:
         )
 
     def heads(self) -> MedusaHeads:
-        """A copy of the heads, on the CPU, with draft temperatures that are fitted to the holdout."""
+        """A copy of the heads, on the CPU, with draft temperatures that are fitted to the
+        holdout.
+        """
         assert self._holdout is not None, "only the first worker judges"
         heads, trainer = copy.deepcopy(self._trainer.heads), self._trainer
         served = Served(self._options.draft_temperature)
@@ -165,7 +173,8 @@ def deal_parts(
 ) -> list[list[list[int]]]:
     """The groups of each part of an epoch, by worker: a function of seed and epoch alone.
 
-    A worker always has the same groups, so that its cache holds what it needs; each epoch has them in a new order.
+    A worker always has the same groups, so that its cache holds what it needs; each epoch has them
+    in a new order.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     shares = []
@@ -186,7 +195,9 @@ def deal_parts(
 def running_workers(
     options: TrainOptions, training: list[Sample], held_out: list[Sample]
 ) -> Iterator[Worker | Workers]:
-    """One worker in this process, or several in processes of their own, for the time of the block."""
+    """One worker in this process, or several in processes of their own, for the time of the
+    block.
+    """
     if options.workers == 1:
         yield Worker(options, training, held_out)
         return
@@ -293,5 +304,8 @@ class Workers:
                 "A worker of the training failed.",
                 given=f"{type(error).__name__}: {error}",
                 expected="all workers up to the end",
-                do="The same command goes on from the last save; use fewer --workers if memory was short.",
+                do=(
+                    "The same command goes on from the last save; use fewer --workers if memory was"
+                    " short."
+                ),
             ) from error

@@ -1,4 +1,6 @@
-"""`medusa-ppo eval`: what heads are worth, by replay or by a real engine's counters, by temperature and category, and against others."""
+"""`medusa-ppo eval`: what heads are worth, by replay or by a real engine's counters, by temperature
+and category, and against others.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +78,11 @@ class Measured:
     """One set of heads at one temperature.
 
     Attributes:
-        result: counts of each unit that a bootstrap draws: a prompt (replay) or a group of prompts (an engine's counters).
+        result: counts of each unit that a bootstrap draws: a prompt (replay) or a group of prompts
+            (an engine's counters).
         categories: of each unit.
-        parts: what else is known of where drafts are accepted, by replay: titles of tables, and their rows.
+        parts: what else is known of where drafts are accepted, by replay: titles of tables, and
+            their rows.
     """
 
     result: ReplayResult
@@ -90,8 +94,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     """Generate on-policy responses and measure acceptance.
 
     Returns:
-        The figures of DESIGN's command contract and the settings; with them those of each category and temperature, and of the heads to
-        compare with (`compare`, with the paired difference).
+        The figures of DESIGN's command contract and the settings; with them those of each category
+        and temperature, and of the heads to compare with (`compare`, with the paired difference).
 
     Raises:
         ConfigError: a memory for one-hot drafts.
@@ -150,7 +154,9 @@ def _read(options: EvalOptions) -> Scene:
 
 
 def _groups(options: EvalOptions, scene: Scene) -> list[Group]:
-    """The prompts in the calls that an engine is to make. It counts for a whole call: small groups, of one category each."""
+    """The prompts in the calls that an engine is to make. It counts for a whole call: small groups,
+    of one category each.
+    """
     rows = list(scene.rows)
     by_category: dict[str, list[tuple[int, ...]]] = {}
     for prompt, row in zip(scene.prompts, scene.kept, strict=True):
@@ -180,7 +186,9 @@ def _groups(options: EvalOptions, scene: Scene) -> list[Group]:
 def _generate(
     options: EvalOptions, groups: Sequence[Group], heads: str, progress: OfflineProgress
 ) -> tuple[list[list[Rollouts]], list[list[Rollouts]]]:
-    """Earlier responses of each group and those to measure, once for each temperature; with heads, the engine drafts."""
+    """Earlier responses of each group and those to measure, once for each temperature; with heads,
+    the engine drafts.
+    """
     progress.say(f"Starting the engine {'with ' + heads if heads else ''} ...")
     prompts = [prompt for group in groups for prompt in group.prompts]
     earlier: list[list[Rollouts]] = []
@@ -222,7 +230,9 @@ def _replayed(
     rollouts: Sequence[Sequence[Rollouts]],
     progress: OfflineProgress,
 ) -> list[list[Measured]]:
-    """All heads on the same rollouts, at every temperature, with a memory of the earlier ones where there are any."""
+    """All heads on the same rollouts, at every temperature, with a memory of the earlier ones where
+    there are any.
+    """
     device = training_device()
     actor = on_device(load_actor(options.model))
     lm_head_VD, embedding_VD = (
@@ -269,7 +279,9 @@ def _replayed(
 def _parts(
     result: ReplayResult, batch: RolloutBatch, lm_head_VD: torch.Tensor
 ) -> dict[str, list[dict[str, Any]]]:
-    """Tokens a step by the draft's place in its response, and by how open the policy is about the first drafted token."""
+    """Tokens a step by the draft's place in its response, and by how open the policy is about the
+    first drafted token.
+    """
     assert result.rows_M2 is not None, "a replay on one process knows its rows"
     here_M = segments_from_lengths(batch.lengths_S)
     place_M = torch.arange(len(here_M)) - (batch.lengths_S.cumsum(0) - batch.lengths_S)[here_M]
@@ -289,7 +301,9 @@ def _parts(
 def _by_value(
     values_M: torch.Tensor, bounds: Sequence[float], rows_M2: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Tokens a step of the rows between each two bounds; parts in which nothing was drafted are left out."""
+    """Tokens a step of the rows between each two bounds; parts in which nothing was drafted are
+    left out.
+    """
     found = []
     for low, high in pairwise((*bounds, math.inf)):
         drafts, accepted = rows_M2[(values_M >= low) & (values_M < high)].sum(0).tolist()
@@ -306,7 +320,9 @@ def _by_value(
 
 
 def _by_suffix(trust: Trust) -> list[dict[str, Any]]:
-    """Share of the verified drafts that were accepted, by the length of the suffix that the memory knew."""
+    """Share of the verified drafts that were accepted, by the length of the suffix that the memory
+    knew.
+    """
     rows = [
         (part, *both) for part, both in zip(LENGTHS, trust.by_length(), strict=True) if both[0] >= 1
     ]
@@ -317,9 +333,11 @@ def _by_suffix(trust: Trust) -> list[dict[str, Any]]:
 
 
 class Recalled:
-    """The memory in a replay: what the engine's would have known of earlier responses, response after response.
+    """The memory in a replay: what the engine's would have known of earlier responses, response
+    after response.
 
-    How far it is believed is learned from the responses before, as an engine learns it from its steps.
+    How far it is believed is learned from the responses before, as an engine learns it from its
+    steps.
 
     Attributes:
         trust: the table of w.
@@ -345,7 +363,9 @@ class Recalled:
     def __call__(
         self, batch: RolloutBatch, logprobs_MK: torch.Tensor, tops_MK: torch.Tensor
     ) -> torch.Tensor:
-        """log q of the mixture for the batch's tokens; `logprobs_MK` are those of the heads, `tops_MK` the largest of each of their q."""
+        """log q of the mixture for the batch's tokens; `logprobs_MK` are those of the heads,
+        `tops_MK` the largest of each of their q.
+        """
         assert batch.prompts_S is not None, "samples know their prompts"
         lengths = batch.lengths_S.tolist()
         of_each = (
@@ -371,7 +391,9 @@ class Recalled:
         heads_TK: torch.Tensor,
         tops_TK: torch.Tensor,
     ) -> torch.Tensor:
-        """q of a response's tokens `[T, K]`; w of the next responses follows from how these would have been accepted."""
+        """q of a response's tokens `[T, K]`; w of the next responses follows from how these would
+        have been accepted.
+        """
         here_T, K = torch.zeros_like(ids_T), heads_TK.shape[1]
         ahead = [
             look_ahead(part, here_T, K, first=1) for part in (*self._look_up(prompt, ids_T), p_T)
@@ -394,7 +416,9 @@ class Recalled:
     def _look_up(
         self, prompt: tuple[int, ...], ids_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q_memory of each token of a response, and the length of the suffix before it that the memory knows."""
+        """q_memory of each token of a response, and the length of the suffix before it that the
+        memory knows.
+        """
         tokens, weights = self._memory.text(prompt_key(prompt), prompt[-SUFFIX:], (), PLACES)
         if not len(weights):
             return torch.zeros(len(ids_T)), torch.zeros_like(ids_T)

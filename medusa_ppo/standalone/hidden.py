@@ -1,9 +1,11 @@
-"""Hidden states of samples: sequences packed into rows without padding, in fixed groups, kept up to a bound, else computed again.
+"""Hidden states of samples: sequences packed into rows without padding, in fixed groups, kept up to
+a bound, else computed again.
 
-Shape letters: B rows of a forward pass, T positions, D hidden, V vocabulary, M written tokens of all sequences.
+Shape letters: B rows of a forward pass, T positions, D hidden, V vocabulary, M written tokens of
+all sequences.
 
-A group is always computed in the same shapes, whoever asks for it and when: what is trained on does not depend, to the bit, on what
-the cache holds or on where an interrupted run goes on.
+A group is always computed in the same shapes, whoever asks for it and when: what is trained on does
+not depend, to the bit, on what the cache holds or on where an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ LOGIT_ELEMENTS = 1 << 26
 PROBE_LENGTHS = (7, 5)
 
 Row = list[tuple[int, int]]
-"""Sequences that stand one after the other in one row of a forward pass: (sample, its first position)."""
+"""Sequences that stand one after the other in one row of a forward pass: (sample, its first
+position).
+"""
 
 
 def read_all(reader: HiddenReader, samples: Sequence[Sample], advance: Advance) -> RolloutBatch:
@@ -45,7 +49,8 @@ def read_all(reader: HiddenReader, samples: Sequence[Sample], advance: Advance) 
 
 
 class HiddenStates:
-    """The samples of a training, dealt into groups once; each group's batch comes from the cache or from a new forward pass.
+    """The samples of a training, dealt into groups once; each group's batch comes from the cache or
+    from a new forward pass.
 
     Attributes:
         groups: indices of each group's samples.
@@ -91,7 +96,8 @@ class HiddenStates:
             self._reader.read([self._samples[i] for i in self.groups[number]])
         )
         self.forwards += 1
-        # Groups stay once they are in: every epoch asks for each of them, and throwing out the oldest would throw out every one in turn.
+        # Groups stay once they are in: every epoch asks for each of them, and throwing out the
+        # oldest would throw out every one in turn.
         if self.cached_bytes + batch.nbytes <= self._room:
             self._kept[number] = batch
             self.cached_bytes += batch.nbytes
@@ -99,7 +105,9 @@ class HiddenStates:
 
 
 class HiddenReader:
-    """Reads hidden states off a model's own forward pass: packed rows where the model keeps them apart, else padded ones."""
+    """Reads hidden states off a model's own forward pass: packed rows where the model keeps them
+    apart, else padded ones.
+    """
 
     def __init__(
         self, model: PreTrainedModel, temperature: float, dtype: torch.dtype | None = None
@@ -107,7 +115,8 @@ class HiddenReader:
         """
         Args:
             model: the actor, on the device where it is to run.
-            temperature: of the samples' behaviour log-probs, and of those that are the actor's own because a sample has none.
+            temperature: of the samples' behaviour log-probs, and of those that are the actor's own
+                because a sample has none.
             dtype: that states are kept in; None: as the model gives them.
         """
         self._model = model
@@ -151,7 +160,8 @@ class HiddenReader:
     ) -> None:
         width = max(_width(row, samples) for row in rows)
         ids_BT = torch.zeros(len(rows), width, dtype=torch.int64)
-        # What stays empty at a row's end are sequences of one token, at position 0: nobody looks there.
+        # What stays empty at a row's end are sequences of one token, at position 0: nobody looks
+        # there.
         positions_BT = torch.zeros_like(ids_BT)
         for b, row in enumerate(rows):
             for i, start in row:
@@ -212,7 +222,9 @@ class HiddenReader:
 
     @torch.no_grad()
     def _keeps_packed_apart(self) -> bool:
-        """Seen, not assumed: the states of a short sequence behind another one must be those that it has alone."""
+        """Seen, not assumed: the states of a short sequence behind another one must be those that
+        it has alone.
+        """
         if "position_ids" not in self._accepts:
             return False
         one, two = PROBE_LENGTHS
@@ -239,7 +251,9 @@ def _pack(lengths: Sequence[int], width: int) -> list[Row]:
 
 
 def _one_each(lengths: Sequence[int]) -> list[Row]:
-    """A row for each sequence, sorted by length so that neighbours need little padding (which, behind a causal mask, nobody sees)."""
+    """A row for each sequence, sorted by length so that neighbours need little padding (which,
+    behind a causal mask, nobody sees).
+    """
     return [[(i, 0)] for i in sorted(range(len(lengths)), key=lambda i: lengths[i])]
 
 
@@ -249,7 +263,9 @@ def _width(row: Row, samples: Sequence[Sample]) -> int:
 
 
 def _cut(sizes: Sequence[int], limit: int, *, padded: bool = False) -> list[list[int]]:
-    """Consecutive indices, cut so that no part is larger than `limit` (a single one may be): by sum, or by its largest times its count."""
+    """Consecutive indices, cut so that no part is larger than `limit` (a single one may be): by
+    sum, or by its largest times its count.
+    """
     ends = [0]
     for i in range(1, len(sizes)):
         part = sizes[ends[-1] : i + 1]

@@ -1,5 +1,6 @@
-"""The scene of `train` and `eval`: model, prompts, and an engine that fits them. With `train --dry-run` its sizes, memory and time, before
-anything is started or written."""
+"""The scene of `train` and `eval`: model, prompts, and an engine that fits them. With `train
+--dry-run` its sizes, memory and time, before anything is started or written.
+"""
 
 from __future__ import annotations
 
@@ -35,24 +36,33 @@ from medusa_ppo.reports.wording import seconds
 from medusa_ppo.standalone import TrainOptions
 from medusa_ppo.standalone.collect import PROMPTS_PER_ROUND, chat_prompt, check_template, is_chat
 
-"""Flags of CPUs (x86, Arm) that multiply bfloat16 themselves. Without one, torch's products take many times as long as float32 ones."""
+"""Flags of CPUs (x86, Arm) that multiply bfloat16 themselves. Without one, torch's products take
+many times as long as float32 ones.
+"""
 
 MAX_PROMPT_TOKENS = 1024
 MAX_TEXT_TOKENS = 2048
-"""Longer texts are cut into windows: a model's whole context would make its attention the largest part of a forward pass."""
+"""Longer texts are cut into windows: a model's whole context would make its attention the largest
+part of a forward pass.
+"""
 DEFAULT_CONTEXT = 2048
 MESSAGES, PROMPT = "messages", "prompt"
 """Columns that are found by their names when neither a template nor a column is given."""
 
 STREAMED_SHARE = 16
-"""Of a streamed data set as many prompts are read as would do with responses of so many tokens; they are gone through again if need be."""
+"""Of a streamed data set as many prompts are read as would do with responses of so many tokens;
+they are gone through again if need be.
+"""
 FLOAT_BYTES = 4
 ADAM_STATES = 2
 PROBE_SIZE, PROBE_S = 1024, 0.3
 BACKWARD = 2
 """A backward pass through a trained matrix is two products, through a frozen one (lm_head) one."""
 
-WAYS = "--template (the model answers prompts), --column (full texts or chat messages), a column named messages or prompt, or rollouts"
+WAYS = (
+    "--template (the model answers prompts), --column (full texts or chat messages), a column named"
+    " messages or prompt, or rollouts"
+)
 
 
 def training_device() -> torch.device:
@@ -67,7 +77,9 @@ def on_device(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def compute_dtype(dtype: str) -> torch.dtype:
-    """The dtype that was asked for, or float32 where the machine can't multiply it. The same on every call, so runs repeat."""
+    """The dtype that was asked for, or float32 where the machine can't multiply it. The same on
+    every call, so runs repeat.
+    """
     wanted = DTYPES[dtype]
     if wanted == torch.float32 or torch.cuda.is_available() or cpu_has_bfloat16():
         return wanted
@@ -79,7 +91,8 @@ class Source:
     """Where tokens come from.
 
     Attributes:
-        kind: `prompts` that the model answers, full `texts`, `chat` messages with the assistant's turns, or `rollouts` of a PPO run.
+        kind: `prompts` that the model answers, full `texts`, `chat` messages with the assistant's
+            turns, or `rollouts` of a PPO run.
         column: that holds them; empty with a template and for rollouts.
     """
 
@@ -124,13 +137,15 @@ def read_scene(
     respond: bool = False,
     streamed_rows: int = 0,
 ) -> Scene:
-    """Load tokenizer and rows, find out what the rows hold, and tokenize the prompts if it is prompts.
+    """Load tokenizer and rows, find out what the rows hold, and tokenize the prompts if it is
+    prompts.
 
     Args:
         limit: use only the first rows; 0: all.
         column: with full texts or messages; a column `messages` or `prompt` is found without.
         respond: messages are prompts: the model answers in place of their last assistant's turn.
-        streamed_rows: read the rows one by one as they are asked for, and of prompts so many; 0: all at once.
+        streamed_rows: read the rows one by one as they are asked for, and of prompts so many; 0:
+            all at once.
 
     Raises:
         ModelError, DataError: see `load_tokenizer`, `load_rows` and `find_source`.
@@ -185,7 +200,8 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
     """What the rows hold, judged by the first one.
 
     Raises:
-        DataError: both a template and a column are given, or neither and no column goes by its name; an unknown column.
+        DataError: both a template and a column are given, or neither and no column goes by its
+            name; an unknown column.
     """
     check_one_way(template, column)
     if template:
@@ -224,7 +240,10 @@ def _load(data: str, limit: int, said: bool) -> list[Row]:
     except DataError as error:
         if said:
             raise
-        do = f"{error.do} Then say where the text comes from: --template, --column, or a column named messages or prompt."
+        do = (
+            f"{error.do} Then say where the text comes from: --template, --column, or a column"
+            " named messages or prompt."
+        )
         raise DataError(error.problem, given=error.given, expected=error.expected, do=do) from error
 
 
@@ -258,7 +277,9 @@ def engine_config(
 def running_engine(
     model: str, heads_path: str, config: EngineConfig, seed: int
 ) -> Iterator[RolloutEngine]:
-    """An engine in a Ray actor of a local Ray, for the time of the block. Both are gone afterwards, come what may."""
+    """An engine in a Ray actor of a local Ray, for the time of the block. Both are gone afterwards,
+    come what may.
+    """
     with local_ray(), make_engine(model, heads_path, config, seed) as engine:
         yield engine
 
@@ -295,9 +316,11 @@ def train_scene(options: TrainOptions) -> Scene:
         options.max_new_tokens,
         column=options.column,
         respond=options.respond,
-        streamed_rows=max(PROMPTS_PER_ROUND, options.max_train_tokens // STREAMED_SHARE)
-        if options.streaming
-        else 0,
+        streamed_rows=(
+            max(PROMPTS_PER_ROUND, options.max_train_tokens // STREAMED_SHARE)
+            if options.streaming
+            else 0
+        ),
     )
 
 
@@ -326,14 +349,20 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
     return [
         (
             "model",
-            f"{options.model} (hidden {model.hidden_size}, vocabulary {model.vocab_size}, {actor / 1e6:.1f} M parameters)",
+            (
+                f"{options.model} (hidden {model.hidden_size}, vocabulary {model.vocab_size},"
+                f" {actor / 1e6:.1f} M parameters)"
+            ),
         ),
         ("heads", f"{options.num_heads} x {options.kind}, {parameters / 1e6:.2f} M parameters"),
         ("model in memory", f"{_mib(actor * compute.itemsize)}"),
         ("heads, optimizer, gradients", f"{_mib(parameters * FLOAT_BYTES * (2 + ADAM_STATES))}"),
         (
             "hidden states",
-            f"{_mib(hidden_bytes)} for {options.max_train_tokens} tokens, {_mib(kept)} of them kept between epochs",
+            (
+                f"{_mib(hidden_bytes)} for {options.max_train_tokens} tokens, {_mib(kept)} of them"
+                " kept between epochs"
+            ),
         ),
         ("source", f"{source} ({scene.source.kind})"),
         ("optimizer steps", f"{steps} of {options.step_positions} positions"),
@@ -359,7 +388,9 @@ def _estimate(
     kept: float,
     rate: float,
 ) -> tuple[float, float]:
-    """Seconds of the first forward pass and of the training: the products that can't be left out, at the measured rate."""
+    """Seconds of the first forward pass and of the training: the products that can't be left out,
+    at the measured rate.
+    """
     tokens = options.max_train_tokens
     forward = 2.0 * actor
     logits = 2.0 * options.num_heads * model.vocab_size * model.hidden_size

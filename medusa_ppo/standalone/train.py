@@ -1,4 +1,5 @@
-"""`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an interrupted training goes on.
+"""`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an
+interrupted training goes on.
 
 OUT/model/              the model as transformers has it, where it came as a distributed checkpoint of Megatron's
 
@@ -8,7 +9,8 @@ OUT/resume/             every file of it is replaced atomically
   samples.json          all sequences that are trained and judged on
   trainer.safetensors   heads, optimizer, generator, counters, and how far the training is
 
-Hidden states are not kept: they are computed again, in the same shapes (medusa_ppo/standalone/hidden.py).
+Hidden states are not kept: they are computed again, in the same shapes
+(medusa_ppo/standalone/hidden.py).
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ from medusa_ppo.types import Sampling
 LOG_FILE, MODEL_FOLDER = "train.jsonl", "model"
 HOLDOUT_FRACTION = 0.1
 HOLDOUT_TOKENS = 16_384
-"""Most tokens that heads are judged on: enough for two digits of acceptance, and no more work than the training itself."""
+"""Most tokens that heads are judged on: enough for two digits of acceptance, and no more work than
+the training itself.
+"""
 LOG_STEPS_PER_EPOCH = 4
 PART_TOKENS = 32_768
 """Most tokens between two log steps, and held at once beside the cache."""
@@ -76,7 +80,8 @@ Line = dict[str, Any]
 
 
 def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
-    """Collect sequences, train on their hidden states, keep the best heads by replay on held-out ones.
+    """Collect sequences, train on their hidden states, keep the best heads by replay on held-out
+    ones.
 
     Returns:
         The best line of `train.jsonl`.
@@ -99,17 +104,21 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         samples = gather_samples(options, scene, resume, progress)
     if compute_dtype(options.dtype) != DTYPES[options.dtype]:
         progress.say(
-            f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are float32"
+            f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are"
+            " float32"
         )
     training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
     progress.say("Reading the hidden states of the holdout ...")
     with running_workers(options, training, held_out) as worker:
         progress.say(
-            f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)} held out"
+            f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)}"
+            " held out"
         )
         run = _Run(options, worker, resume)
         try:
-            with StopSignals():  # Anew: Ray and vLLM have put their own handlers, and a SIGTERM would end the process unsaved.
+            # Anew: Ray and vLLM have put their own handlers, and a SIGTERM would end the process
+            # unsaved.
+            with StopSignals():
                 run.train(progress)
         except BaseException:
             run.save()
@@ -214,7 +223,9 @@ class _Run:
         self._resume.remove()
 
     def save(self) -> None:
-        """Write the state, unless the trainer is ahead of the position: then what was saved before stands."""
+        """Write the state, unless the trainer is ahead of the position: then what was saved before
+        stands.
+        """
         if self._worker.parts == self.position.parts > 0:
             self._resume.save_trainer(self._worker.state_dict(), self.position)
             self._saved_at = time.monotonic()
@@ -252,18 +263,26 @@ class _Run:
             self._lines
             and 0 < self._options.target_mal <= self.best["replay_mean_acceptance_length"]
         ):
-            return f"The target of {self._options.target_mal} is reached; the same command with a higher one goes on."
+            return (
+                f"The target of {self._options.target_mal} is reached; the same command with a"
+                " higher one goes on."
+            )
         if 0 < 60 * self._options.max_minutes <= self.position.wall_s:
-            return "The time is up; the best heads so far are kept, and the same command with more minutes goes on."
+            return (
+                "The time is up; the best heads so far are kept, and the same command with more"
+                " minutes goes on."
+            )
         return ""
 
 
 def _keep_best(
     out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]
 ) -> None:
-    """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and the log lives in this one.
+    """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and the log
+    lives in this one.
 
-    The weights come first; a reader between the two replacements finds the checksum in config.json wrong, not a mixture.
+    The weights come first; a reader between the two replacements finds the checksum in config.json
+    wrong, not a mixture.
     """
     with tempfile.TemporaryDirectory(dir=out, prefix=".best-") as folder:
         save_heads(Path(folder) / "heads", heads, lm_head_VD=lm_head_VD, metadata=metadata)
@@ -306,7 +325,10 @@ def _log_line(
 def _note(line: Line) -> str:
     positions = " ".join(f"{value:.2f}" for value in line["acceptance_per_position"])
     loss = "no step" if line["loss"] is None else f"loss {line['loss']:.3f}"
-    return f"{loss}, replay {line['replay_mean_acceptance_length']:.3f} ({positions}), {line['tokens_per_s']:.0f} tokens/s"
+    return (
+        f"{loss}, replay {line['replay_mean_acceptance_length']:.3f} ({positions}),"
+        f" {line['tokens_per_s']:.0f} tokens/s"
+    )
 
 
 def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
@@ -318,7 +340,8 @@ def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
     }
 
 
-# ---- the folder that an interrupted training goes on from ----------------------------------------------------------------------------
+# ---- the folder that an interrupted training goes on from
+# ----------------------------------------------------------------------------
 
 
 class TrainPosition(NamedTuple):

@@ -1,4 +1,5 @@
-"""What crosses between an engine and its workers: how to draft, errors as data (vLLM's transports keep only their text), who may ask.
+"""What crosses between an engine and its workers: how to draft, errors as data (vLLM's transports
+keep only their text), who may ask.
 
 The room's door: loops and engines know no more of it, and it imports no vLLM.
 """
@@ -25,22 +26,29 @@ HEADS = "medusa_ppo_heads"
 TOKEN = "MEDUSA_PPO_TOKEN"
 """Environment variable of the secret without which a server answers no control request."""
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/metrics/", "/tokenize", "/detokenize")
-"""What a server answers to everybody who reaches it; below /v1 vLLM's own --api-key rules, but for GUARDED."""
+"""What a server answers to everybody who reaches it; below /v1 vLLM's own --api-key rules, but for
+GUARDED.
+"""
 GUARDED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """They change what the server serves, too."""
 
 
 class Drafting(TypedDict, total=False):
-    """How an engine drafts from the next step on. What is left out stays as it is; all of it is lossless, only acceptance and speed differ.
+    """How an engine drafts from the next step on. What is left out stays as it is; all of it is
+    lossless, only acceptance and speed differ.
 
     Attributes:
         num_drafts: drafts per step, 0 (none) to `max_drafts`; with `choose` the most of them.
         sampled: drawn from the heads; else their argmax.
-        draft_temperature: of sampled drafts, times the request's own and that which came with each head.
+        draft_temperature: of sampled drafts, times the request's own and that which came with each
+            head.
         choose: the engine chooses the number of drafts for each step.
-        draft_vocab: draft from so many of the most frequent tokens of prompts and rollouts; 0: from all.
-        memory_bytes: of earlier responses, which sampled drafts are mixed with; 0: none are remembered.
-        stop_below: a run of sampled drafts ends before one whose chance to be accepted is estimated below this; 0: never.
+        draft_vocab: draft from so many of the most frequent tokens of prompts and rollouts; 0: from
+            all.
+        memory_bytes: of earlier responses, which sampled drafts are mixed with; 0: none are
+            remembered.
+        stop_below: a run of sampled drafts ends before one whose chance to be accepted is estimated
+            below this; 0: never.
     """
 
     num_drafts: int
@@ -107,15 +115,19 @@ def first_of(answers: list[Any]) -> dict[str, Any]:
 
 
 def token_header(token: str | None = None) -> dict[str, str]:
-    """The header that opens a server's control routes: of `token`, or of the environment's; empty where there is none."""
+    """The header that opens a server's control routes: of `token`, or of the environment's; empty
+    where there is none.
+    """
     token = token or os.environ.get(TOKEN, "")
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 class ControlGuard:
-    """ASGI middleware of vLLM's server (`--middleware`): everything but OPEN_PATHS and /v1 needs the token, where there is one.
+    """ASGI middleware of vLLM's server (`--middleware`): everything but OPEN_PATHS and /v1 needs
+    the token, where there is one.
 
-    vLLM's --api-key does not cover the routes that pause the engine, reset its cache, and call and refill its workers.
+    vLLM's --api-key does not cover the routes that pause the engine, reset its cache, and call and
+    refill its workers.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -140,7 +152,10 @@ class ControlGuard:
                 if scope["type"] == "websocket":
                     await send({"type": "websocket.close", "code": 1008})
                     return
-                text = f"Unauthorized. given: {path} without the token  expected: Authorization: Bearer TOKEN  do this: set {TOKEN}"
+                text = (
+                    f"Unauthorized. given: {path} without the token  expected: Authorization:"
+                    f" Bearer TOKEN  do this: set {TOKEN}"
+                )
                 await send(
                     {
                         "type": "http.response.start",

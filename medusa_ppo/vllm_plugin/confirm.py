@@ -1,9 +1,12 @@
-"""Before a swap: do the new heads fit? After it, the probe: what the engine would draft now, against the file's heads computed plainly.
+"""Before a swap: do the new heads fit? After it, the probe: what the engine would draft now,
+against the file's heads computed plainly.
 
-The checksum says that the right bytes came, and the read-back that they stand in the parameters. Drafts may still be made of
-something else: packed copies of the heads before, heads in another order. So a few fixed states are drafted for by the path that serves,
-and head by head the draft probabilities are compared with those of the file's tensors, multiplied out here without any code of the
-drafting path. Each head is told the tokens that were really drafted before it, so a near tie changes nothing.
+The checksum says that the right bytes came, and the read-back that they stand in the parameters.
+Drafts may still be made of something else: packed copies of the heads before, heads in another
+order. So a few fixed states are drafted for by the path that serves, and head by head the draft
+probabilities are compared with those of the file's tensors, multiplied out here without any code of
+the drafting path. Each head is told the tokens that were really drafted before it, so a near tie
+changes nothing.
 
 Shape letters: B fixed rows, D hidden, V vocabulary, K heads.
 """
@@ -30,8 +33,10 @@ from medusa_ppo.types import Checked
 
 ROWS = 4
 TOLERANCE, TOLERANCE_16_BIT, TOLERANCE_8_BIT = 1e-3, 3e-2, 1e-1
-"""Largest difference of the log-probabilities, root mean square, as a share of their own spread. 16-bit products round at 0.4 %, 8-bit ones
-at 1 % (trained heads: 0.5 % and 3.4 % of the spread at most)."""
+"""Largest difference of the log-probabilities, root mean square, as a share of their own spread.
+16-bit products round at 0.4 %, 8-bit ones at 1 % (trained heads: 0.5 % and 3.4 % of the spread at
+most).
+"""
 LEAST_SPREAD = 0.1
 LEAST_PROBABILITY = 1e-9
 """Below it float32 probabilities say little."""
@@ -64,7 +69,8 @@ def read_state(
     sum_up: Callable[[Mapping[str, torch.Tensor]], str],
     checked: Checked | None = None,
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """A file of weights, and what `sum_up` gives of it. SwapError when it is damaged, holds NaN or infinity, or is not what was checked.
+    """A file of weights, and what `sum_up` gives of it. SwapError when it is damaged, holds NaN or
+    infinity, or is not what was checked.
 
     Args:
         checked: what someone else found of the file: then only its bytes are confirmed here.
@@ -92,7 +98,9 @@ def read_state(
 
 
 def check_finite(state: Mapping[str, torch.Tensor]) -> None:
-    """For tensors that changed their dtype: a large float32 may become infinite. (read_state has checked the file.)"""
+    """For tensors that changed their dtype: a large float32 may become infinite. (read_state has
+    checked the file.)
+    """
     for name, tensor in state.items():
         if not is_finite(tensor):
             raise SwapError(
@@ -109,7 +117,8 @@ def check_fit(
     """Raises SwapError unless the file's tensors have the names and shapes of the serving ones."""
     missing, unknown = sorted(set(serving) - set(state)), sorted(set(state) - set(serving))
     wrong = [
-        f"{name} {tuple(state[name].shape)} {state[name].dtype} instead of {tuple(shape)} floating point"
+        f"{name} {tuple(state[name].shape)} {state[name].dtype} instead of {tuple(shape)} floating"
+        " point"
         for name, shape in serving.items()
         if name in state
         and (tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point())
@@ -150,7 +159,9 @@ def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def fixed_sampling(count: int, device: torch.device) -> Sampling:
-    """Drafts at temperature 1 from the middle of each distribution: the same ones every time, and q with them."""
+    """Drafts at temperature 1 from the middle of each distribution: the same ones every time, and q
+    with them.
+    """
     return Sampling(
         torch.ones(ROWS, device=device),
         torch.full((ROWS, count), 0.5, dtype=torch.float64, device=device),
@@ -166,7 +177,8 @@ def find_difference(
 ) -> str:
     """Where the served drafts are not those of `state`, in one sentence; empty when they are.
 
-    Every head is computed, whatever was found before: on tensor-parallel ranks each product is a meeting of all.
+    Every head is computed, whatever was found before: on tensor-parallel ranks each product is a
+    meeting of all.
     """
     assert draft.q, "the probe keeps probabilities"
     limit = (
@@ -187,7 +199,10 @@ def find_difference(
         )
         apart = _apart(served_BV, logprobs_BV)
         if not apart <= limit and not found:  # NaN is no agreement either.
-            found = f"head {k + 1}: log-probabilities {apart:.1e} of their spread apart, {limit:.0e} at most"
+            found = (
+                f"head {k + 1}: log-probabilities {apart:.1e} of their spread apart, {limit:.0e} at"
+                " most"
+            )
     return found
 
 
@@ -199,7 +214,9 @@ def _logprobs(
     given_ids: list[torch.Tensor],
     plain: Plain,
 ) -> torch.Tensor:
-    """Log-probabilities `[B, V]` of the head with index k after the tokens `given_ids` (`[B]` each), from the file's tensors alone."""
+    """Log-probabilities `[B, V]` of the head with index k after the tokens `given_ids` (`[B]`
+    each), from the file's tensors alone.
+    """
     # A CPU without 16-bit units emulates them; float32 is what serves there as well.
     device = fixed.hidden_BnD.device
     dtype = torch.float32 if device.type == "cpu" else plain.dtype
@@ -271,7 +288,9 @@ def _with_context(
 
 
 def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:
-    """Root mean square of the difference, over the tokens that have a probability, as a share of the log-probabilities' spread."""
+    """Root mean square of the difference, over the tokens that have a probability, as a share of
+    the log-probabilities' spread.
+    """
     if not bool(torch.isfinite(served_BV).all()):
         return math.nan
     known_BV = logprobs_BV > math.log(LEAST_PROBABILITY)
@@ -286,12 +305,16 @@ def fingerprint(heads: nn.Module) -> list[int]:
 
 
 def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A sum over the bits of each tensor, taken where it is; only the sums come to the host, all at once."""
+    """A sum over the bits of each tensor, taken where it is; only the sums come to the host, all at
+    once.
+    """
     return torch.stack([_sum_of_bits(tensor.reshape(-1)) for tensor in tensors]).tolist()
 
 
 def _sum_of_bits(values_N: torch.Tensor) -> torch.Tensor:
-    """In words of 8 bytes where that goes out even, which is several times as quick; overflow wraps."""
+    """In words of 8 bytes where that goes out even, which is several times as quick; overflow
+    wraps.
+    """
     size = values_N.element_size()
     words = (
         torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]

@@ -1,4 +1,5 @@
-"""Our proposer inside vLLM's V1 model runner: what wraps the private names that registration.py lists.
+"""Our proposer inside vLLM's V1 model runner: what wraps the private names that registration.py
+lists.
 
 What is broken in vLLM's CPU build, and in its older releases, is mended in mends.py.
 """
@@ -54,7 +55,9 @@ PRIMITIVES = 32
 
 @dataclass
 class Installed:
-    """What `install` did in this process; `mends` are names for reports, `proposer` our proposer class."""
+    """What `install` did in this process; `mends` are names for reports, `proposer` our proposer
+    class.
+    """
 
     mends: list[str] = field(default_factory=list)
     places: dict[str, tuple[Any, str, Callable[..., Any]]] = field(default_factory=dict)
@@ -66,7 +69,9 @@ INSTALLED = Installed()
 
 
 def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
-    """What is missing or has another signature in the installed vLLM; empty when all is as it was checked."""
+    """What is missing or has another signature in the installed vLLM; empty when all is as it was
+    checked.
+    """
     originals = {
         place: original for place, (_, _, original) in INSTALLED.places.items()
     }  # Ours may stand there by now.
@@ -74,7 +79,8 @@ def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
 
 
 def install(proposer: type) -> Installed:
-    """Mend vLLM on the CPU and let `proposer` draft for heads that we wrote; does nothing the second time.
+    """Mend vLLM on the CPU and let `proposer` draft for heads that we wrote; does nothing the
+    second time.
 
     Raises:
         UnsupportedVersionError: another version of vLLM, or a name that is not as it was checked.
@@ -115,7 +121,8 @@ def _install_for_v1(proposer: type) -> None:
     _wrap(gpu_worker.Worker, "wake_up", _with_heads_looked_at)
     _mend(mends_of_older(release(version)))
     if has_medusa(version) and "MedusaPPOModel" not in ModelRegistry.get_supported_archs():
-        # The name of conditioned kinds in config.json. vLLM only looks it up; our proposer builds the heads itself.
+        # The name of conditioned kinds in config.json. vLLM only looks it up; our proposer builds
+        # the heads itself.
         ModelRegistry.register_model("MedusaPPOModel", "vllm.model_executor.models.medusa:Medusa")
     if can_transfer(version):
         with contextlib.suppress(ValueError):  # It is there already.
@@ -152,11 +159,14 @@ def _wrap(
     setattr(holder, name, wrapper(original))
 
 
-# ---- our proposer inside vLLM's runner -----------------------------------------------------------------------------------------
+# ---- our proposer inside vLLM's runner
+# -----------------------------------------------------------------------------------------
 
 
 class CustomClass:
-    """What vLLM makes where it has no Medusa of its own (from 0.33 on); our proposer extends it there, and takes its place."""
+    """What vLLM makes where it has no Medusa of its own (from 0.33 on); our proposer extends it
+    there, and takes its place.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device | None = None) -> None:
         self.vllm_config, self.spec_config, self.device = (
@@ -217,7 +227,9 @@ def _is_ours(runner: Any) -> bool:
 
 
 def _with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Ask our proposer for drafts, once it knows which tokens were just sampled, and from which states."""
+    """Ask our proposer for drafts, once it knows which tokens were just sampled, and from which
+    states.
+    """
     states = list(inspect.signature(original).parameters).index("sample_hidden_states") - 3
 
     @functools.wraps(original)
@@ -248,7 +260,9 @@ def _with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
 def _last_states(
     hidden_TD: torch.Tensor, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int]
 ) -> torch.Tensor:
-    """h_t `[B, D]` of each request: where its last token was sampled. There is a row for each draft of a request, and one more."""
+    """h_t `[B, D]` of each request: where its last token was sampled. There is a row for each draft
+    of a request, and one more.
+    """
     if hidden_TD.shape[0] == len(sampled_token_ids):
         return hidden_TD
     rows, begin = [], 0
@@ -281,8 +295,9 @@ def _seat(runner: Any) -> None:
 
 
 def _drafting_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Failure: near max_model_len vLLM gives every request as many drafts of token 0 as it reserves, whatever num_drafts and the chooser
-    say, and counts them. Heads have no positions, so there is nothing that they could not draft at; the scheduler cuts what is too long.
+    """Failure: near max_model_len vLLM gives every request as many drafts of token 0 as it
+    reserves, whatever num_drafts and the chooser say, and counts them. Heads have no positions, so
+    there is nothing that they could not draft at; the scheduler cuts what is too long.
 
     Trigger: any request within K tokens of max_model_len.
     """
@@ -299,10 +314,12 @@ def _drafting_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A step in which nothing was drafted samples as an engine without speculation does, and costs as much.
+    """A step in which nothing was drafted samples as an engine without speculation does, and costs
+    as much.
 
-    Seeded requests are left out while others may draft: how their tokens are drawn must not depend on who shares their step. (vLLM 0.31 and
-    older have no metadata of a step without drafts; on the CPU, where we draw the tokens, it is made here.)
+    Seeded requests are left out while others may draft: how their tokens are drawn must not depend
+    on who shares their step. (vLLM 0.31 and older have no metadata of a step without drafts; on the
+    CPU, where we draw the tokens, it is made here.)
     """
 
     @functools.wraps(original)
@@ -338,7 +355,9 @@ def _plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Whoever wakes the engine: heads that a deep sleep threw away are noticed before it drafts. (The CPU's worker never really sleeps.)"""
+    """Whoever wakes the engine: heads that a deep sleep threw away are noticed before it drafts.
+    (The CPU's worker never really sleeps.)
+    """
 
     @functools.wraps(original)
     def wake_up(self: Any, tags: list[str] | None = None) -> Any:
@@ -382,10 +401,12 @@ def _over_ranks(number: int, share: Callable[[torch.Tensor, Any], Any]) -> int:
 
 
 def packed_linear(weight: torch.Tensor) -> LINEAR:
-    """The product with a weight `[out, in]`; on the CPU with a copy that oneDNN has packed, as vLLM's own linear layers have.
+    """The product with a weight `[out, in]`; on the CPU with a copy that oneDNN has packed, as
+    vLLM's own linear layers have.
 
-    A 16-bit weight is packed in 8 bits, a scale for each output, where the CPU has instructions for it: half as much to read, and a
-    quarter of the arithmetic's time. That adds 1 % of rounding to what rounds at 0.4 % anyway; drafts may be made of any q.
+    A 16-bit weight is packed in 8 bits, a scale for each output, where the CPU has instructions for
+    it: half as much to read, and a quarter of the arithmetic's time. That adds 1 % of rounding to
+    what rounds at 0.4 % anyway; drafts may be made of any q.
     """
     if weight.device.type != "cpu" or not custom_ops._supports_onednn:
         return plain_linear(weight)
@@ -442,7 +463,9 @@ def _onednn_8_bit(weight: torch.Tensor) -> LINEAR:
 
 
 def embedding_module(target_model: Any) -> Any:
-    """The engine's own embedding layer, to be called with ids: it follows every sync, and tensor parallelism may shard its table."""
+    """The engine's own embedding layer, to be called with ids: it follows every sync, and tensor
+    parallelism may shard its table.
+    """
     for name, module in target_model.named_modules():
         if name.split(".")[-1] in ("embed_tokens", "wte", "word_embeddings") and hasattr(
             module, "weight"
@@ -457,7 +480,9 @@ def embedding_module(target_model: Any) -> Any:
 
 
 def lm_head_weight(target_model: Any, vocab_size: int) -> torch.Tensor | None:
-    """lm_head's own rows `[V or more, D]` where this process has them all and unpacked; what they are worth is to be tried."""
+    """lm_head's own rows `[V or more, D]` where this process has them all and unpacked; what they
+    are worth is to be tried.
+    """
     module = next(
         (m for name, m in target_model.named_modules() if name.split(".")[-1] == "lm_head"), None
     )

@@ -1,8 +1,11 @@
-"""The mends of vLLM: what is broken in its CPU build, one function for each place that is replaced. All checked by running 0.31 and 0.32.
+"""The mends of vLLM: what is broken in its CPU build, one function for each place that is replaced.
+All checked by running 0.31 and 0.32.
 
-A function takes what stands in vLLM and gives what is to stand there. `medusa-ppo doctor` shows by a probe that the samples are right.
+A function takes what stands in vLLM and gives what is to stand there. `medusa-ppo doctor` shows by
+a probe that the samples are right.
 
-Shape letters: B requests, K drafts of a step, T drafts of all requests one after the other, N rows of logits (T + B), V vocabulary.
+Shape letters: B requests, K drafts of a step, T drafts of all requests one after the other, N rows
+of logits (T + B), V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,13 +54,16 @@ class Mend:
     mend: Callable[[Replaced], Replaced]
 
 
-# ---- drafts and their verification -------------------------------------------------------------------------------------------
+# ---- drafts and their verification
+# -------------------------------------------------------------------------------------------
 
 
 def values_of_rows(_: Replaced) -> Replaced:
-    """Failure: the C++ form writes into a discarded copy, so temperature, top-k and top-p of each draft are uninitialised memory.
+    """Failure: the C++ form writes into a discarded copy, so temperature, top-k and top-p of each
+    draft are uninitialised memory.
 
-    Trigger: anything drafts at temperature above 0. Versions 0.23 to 0.33. github.com/vllm-project/vllm/issues/55005
+    Trigger: anything drafts at temperature above 0. Versions 0.23 to 0.33.
+    github.com/vllm-project/vllm/issues/55005
     """
     return verify.expand_to_rows
 
@@ -65,7 +71,8 @@ def values_of_rows(_: Replaced) -> Replaced:
 def no_constraints_without_rows(original: Replaced) -> Replaced:
     """Failure: top-k takes a maximum over nothing, and the engine dies.
 
-    Trigger: top-k without top-p in a step without drafts. Versions 0.31 and 0.32; not reported upstream.
+    Trigger: top-k without top-p in a step without drafts. Versions 0.31 and 0.32; not reported
+    upstream.
     """
 
     @functools.wraps(original)
@@ -82,10 +89,12 @@ def no_constraints_without_rows(original: Replaced) -> Replaced:
 
 
 def rejection_in_torch(original: Replaced) -> Replaced:
-    """Failure: the C++ form reads outside of its input for the padding id -1, and in 0.23 to 0.25 it doesn't take `USE_FP64_GUMBEL`.
+    """Failure: the C++ form reads outside of its input for the padding id -1, and in 0.23 to 0.25
+    it doesn't take `USE_FP64_GUMBEL`.
 
-    Trigger: a request that is scheduled with padded drafts. Versions 0.31 and 0.32; not reported upstream. Used when a request needs
-    logits processors, which `verification_in_one_pass` leaves to vLLM.
+    Trigger: a request that is scheduled with padded drafts. Versions 0.31 and 0.32; not reported
+    upstream. Used when a request needs logits processors, which `verification_in_one_pass` leaves
+    to vLLM.
     """
 
     @functools.wraps(original)
@@ -113,7 +122,8 @@ def rejection_in_torch(original: Replaced) -> Replaced:
         if max_spec_len == 0:
             return bonus_B.unsqueeze(1).to(torch.int32)
         drafts = verify.DraftRows.build(draft_token_ids, num_draft_tokens, bonus_rows=False)
-        # A request without drafts has no row of its own here; any row will do, its run ends at the bonus token.
+        # A request without drafts has no row of its own here; any row will do, its run ends at the
+        # bonus token.
         drafts = verify.DraftRows(
             drafts.draft_ids_BK,
             drafts.counts_B,
@@ -143,7 +153,9 @@ def refuse_lossy_rule(speculative_config: Any) -> None:
 
 
 def verification_in_one_pass(original: Replaced) -> Replaced:
-    """No failure, but time: the same distribution with one softmax for verification and log-probs, and random numbers for B rows only."""
+    """No failure, but time: the same distribution with one softmax for verification and log-probs,
+    and random numbers for B rows only.
+    """
 
     @functools.wraps(original)
     def forward(
@@ -161,7 +173,9 @@ def verification_in_one_pass(original: Replaced) -> Replaced:
 
 
 def _is_plain(sampler: Any, sampling_metadata: Any) -> bool:
-    """Nothing but temperature, top-k and top-p shapes the distribution, and log-probs (if any) are of what is sampled from."""
+    """Nothing but temperature, top-k and top-p shapes the distribution, and log-probs (if any) are
+    of what is sampled from.
+    """
     holder = sampling_metadata.thinking_budget_state_holder
     processors = sampling_metadata.logitsprocs
     return (
@@ -185,7 +199,9 @@ def _is_plain(sampler: Any, sampling_metadata: Any) -> bool:
 def _verify_in_one_pass(
     sampler: Any, metadata: Any, proposed: PROPOSED, logits: torch.Tensor, sampling_metadata: Any
 ) -> SamplerOutput:
-    """RejectionSampler.forward for plain sampling: constraints and softmax once for all rows, drafts and bonus alike."""
+    """RejectionSampler.forward for plain sampling: constraints and softmax once for all rows,
+    drafts and bonus alike.
+    """
     counts = metadata.num_draft_tokens
     drafts = verify.DraftRows.build(metadata.draft_token_ids, counts)
     logits_NV = logits.float()
@@ -240,7 +256,9 @@ def _gather_logprobs(
     drafts: verify.DraftRows,
     num_logprobs: int,
 ) -> LogprobsTensors:
-    """vLLM's log-prob tensors, one row per place in `ids_BW`; rows of places without a token mean nothing and are dropped later."""
+    """vLLM's log-prob tensors, one row per place in `ids_BW`; rows of places without a token mean
+    nothing and are dropped later.
+    """
     steps_W = torch.arange(ids_BW.shape[1], device=ids_BW.device)
     rows_BW = drafts.starts_B.unsqueeze(1) + torch.minimum(steps_W, drafts.counts_B.unsqueeze(1))
     rows = rows_BW.flatten()
@@ -254,18 +272,23 @@ def _gather_logprobs(
     return sampler.sampler.gather_logprobs(own_NV, num_logprobs, ids_N.to(torch.int64))
 
 
-# ---- seeds in chunked prefill --------------------------------------------------------------------------------------------------
+# ---- seeds in chunked prefill
+# --------------------------------------------------------------------------------------------------
 
 
 def _discarded(runner: Any) -> list[int]:
-    """Requests of this step whose sampled token is thrown away, because their prompt isn't finished."""
+    """Requests of this step whose sampled token is thrown away, because their prompt isn't
+    finished.
+    """
     return runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
 
 
 def generators_without_offsets(original: Replaced) -> Replaced:
-    """Failure: vLLM takes back what an unfinished prompt drew by a generator's offset. The CPU's has none, and the engine dies.
+    """Failure: vLLM takes back what an unfinished prompt drew by a generator's offset. The CPU's
+    has none, and the engine dies.
 
-    Trigger: a request with a seed whose prompt is computed in pieces. Versions 0.31 and 0.32; not reported upstream.
+    Trigger: a request with a seed whose prompt is computed in pieces. Versions 0.31 and 0.32; not
+    reported upstream.
     """
 
     @functools.wraps(original)
@@ -285,7 +308,9 @@ def generators_without_offsets(original: Replaced) -> Replaced:
 
 
 def generators_kept(original: Replaced) -> Replaced:
-    """The other half of `generators_without_offsets`: what an unfinished prompt drew is taken back here."""
+    """The other half of `generators_without_offsets`: what an unfinished prompt drew is taken back
+    here.
+    """
 
     @functools.wraps(original)
     def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
@@ -303,22 +328,27 @@ def generators_kept(original: Replaced) -> Replaced:
     return _sample
 
 
-# ---- packed weights ------------------------------------------------------------------------------------------------------------
+# ---- packed weights
+# ------------------------------------------------------------------------------------------------------------
 
 
 def no_small_amx_products(_: Replaced) -> Replaced:
-    """Failure: the AMX kernel for weights under 1 MiB kills the worker (SIGILL) at random, without any drafts too.
+    """Failure: the AMX kernel for weights under 1 MiB kills the worker (SIGILL) at random, without
+    any drafts too.
 
-    Trigger: a bfloat16 model with such weights, on a CPU with AMX. Versions 0.23 to 0.33; not reported upstream.
+    Trigger: a bfloat16 model with such weights, on a CPU with AMX. Versions 0.23 to 0.33; not
+    reported upstream.
     """
     return lambda n, k, dtype: False
 
 
 def pack_tied_lm_head(model: nn.Module) -> bool:
-    """Failure: lm_head multiplies with the weights of before: what was loaded is packed anew, and a tied lm_head is not loaded.
+    """Failure: lm_head multiplies with the weights of before: what was loaded is packed anew, and a
+    tied lm_head is not loaded.
 
-    Trigger: new weights of a tied actor that keeps a module of its own for lm_head, in the CPU build, however they come.
-    Versions 0.24 to 0.33; not reported upstream. Nothing is replaced: the worker extension calls this after new weights.
+    Trigger: new weights of a tied actor that keeps a module of its own for lm_head, in the CPU
+    build, however they come. Versions 0.24 to 0.33; not reported upstream. Nothing is replaced: the
+    worker extension calls this after new weights.
 
     Returns:
         Whether there is an lm_head that is tied.
@@ -341,16 +371,18 @@ def pack_tied_lm_head(model: nn.Module) -> bool:
     return bool(tied)
 
 
-# ---- older releases ------------------------------------------------------------------------------------------------------------
+# ---- older releases
+# ------------------------------------------------------------------------------------------------------------
 
 
 def drafts_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
     """`GPUModelRunner.propose_draft_token_ids` of the CPU build.
 
-    Failure: `The size of tensor a (4) must match the size of tensor b (0)` in `CPUModelRunner._copy_draft_token_ids_to_cpu`.
-    Trigger: fewer drafts than heads; it copies as many columns as there are heads. Lists are not copied.
-    Versions: 0.24 (run). In 0.26 the CPU runner has no such method any more.
-    Upstream: gone by the removal of the CPU's own copies of these methods.
+    Failure: `The size of tensor a (4) must match the size of tensor b (0)` in
+    `CPUModelRunner._copy_draft_token_ids_to_cpu`. Trigger: fewer drafts than heads; it copies as
+    many columns as there are heads. Lists are not copied. Versions: 0.24 (run). In 0.26 the CPU
+    runner has no such method any more. Upstream: gone by the removal of the CPU's own copies of
+    these methods.
     """
 
     @functools.wraps(original)
@@ -364,10 +396,10 @@ def drafts_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
 def kind_of_heads_known(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`SpeculativeConfig.hf_config_override`.
 
-    Failure: transformers refuses `model_type: medusa_ppo`, and vLLM any draft folder whose model_type is not medusa.
-    Trigger: heads of kind hydra or markov with method=medusa.
-    Versions: 0.24 (run). From 0.26 on method=medusa sets the type itself (`draft_hf_overrides`).
-    Upstream: the comment "Old-format Medusa checkpoints" in vllm/config/speculative.py of 0.26.
+    Failure: transformers refuses `model_type: medusa_ppo`, and vLLM any draft folder whose
+    model_type is not medusa. Trigger: heads of kind hydra or markov with method=medusa. Versions:
+    0.24 (run). From 0.26 on method=medusa sets the type itself (`draft_hf_overrides`). Upstream:
+    the comment "Old-format Medusa checkpoints" in vllm/config/speculative.py of 0.26.
     """
 
     @functools.wraps(original)

@@ -1,7 +1,9 @@
-"""Our draft proposer in the place of vLLM's Medusa proposer: our heads, the engine's own lm_head, any number of drafts.
+"""Our draft proposer in the place of vLLM's Medusa proposer: our heads, the engine's own lm_head,
+any number of drafts.
 
-A draft folder that heads/checkpoint.py wrote is served by `heads.modules.MedusaHeads` as plain torch parameters; the engine's lm_head and
-embedding are used where they are, so they follow every actor sync. Any other Medusa folder is left to vLLM's own proposer.
+A draft folder that heads/checkpoint.py wrote is served by `heads.modules.MedusaHeads` as plain
+torch parameters; the engine's lm_head and embedding are used where they are, so they follow every
+actor sync. Any other Medusa folder is left to vLLM's own proposer.
 
 Shape letters: B requests, K heads, D hidden, V vocabulary.
 """
@@ -89,7 +91,8 @@ class MedusaProposer(Drafter):
         self._seating = Seating(vllm_config.scheduler_config.max_num_seqs, device)
         self._last_ids: list[int] = []
 
-    # ---- what vLLM calls ----------------------------------------------------------------------------------------------------
+    # ---- what vLLM calls
+    # ----------------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
         folder, config = heads_folder(self.vllm_config), self.vllm_config.model_config
@@ -111,7 +114,8 @@ class MedusaProposer(Drafter):
         self._fingerprint, self._untrained = fingerprint(self.heads), self.heads.untrained
         if self._untrained:
             logger.info(
-                "The heads of %s were never trained; nothing is drafted until trained ones are fed.",
+                "The heads of %s were never trained; nothing is drafted until trained ones are"
+                " fed.",
                 folder,
             )
         self._core = DraftingCore(self.heads, self._lm_head, self._embedding(), packed_linear)
@@ -121,7 +125,9 @@ class MedusaProposer(Drafter):
 
     @property
     def drafting(self) -> bool:
-        """Heads are there, and have learned something: before, each says what lm_head says, and costs as much as a good one."""
+        """Heads are there, and have learned something: before, each says what lm_head says, and
+        costs as much as a good one.
+        """
         return self.fed and not self._untrained
 
     def _make_ring(self) -> None:
@@ -137,7 +143,9 @@ class MedusaProposer(Drafter):
 
     @torch.inference_mode()
     def _use_vocabulary(self) -> None:
-        """Draft from the token map's tokens, or from all. q that was kept before is forgotten: its drafts are one-hot then."""
+        """Draft from the token map's tokens, or from all. q that was kept before is forgotten: its
+        drafts are one-hot then.
+        """
         ids_W = self.token_map.ids_W
         self._core.use_vocabulary(ids_W, self.token_map.product)
         self._slots = None
@@ -150,7 +158,9 @@ class MedusaProposer(Drafter):
         return embedding_module(self._target) if self.heads.config.kind == "hydra" else None
 
     def _lm_head(self, features_ND: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, V]` by the engine's own lm_head: prepacked and sharded as it is, and always that of the last actor sync."""
+        """Logits `[N, V]` by the engine's own lm_head: prepacked and sharded as it is, and always
+        that of the last actor sync.
+        """
         return self._target.compute_logits(features_ND.to(self.dtype))  # type: ignore[operator]
 
     def _new_map(self, size: int) -> TokenMap:
@@ -164,7 +174,8 @@ class MedusaProposer(Drafter):
         sampling_metadata: Any,
         slot_mappings: Any = None,
     ) -> torch.Tensor | list[list[int]]:
-        """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), 0 included; lists where requests have fewer.
+        """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), 0 included;
+        lists where requests have fewer.
 
         Args:
             target_hidden_states: h_t `[B, D]` of each request, after the last norm.
@@ -209,7 +220,8 @@ class MedusaProposer(Drafter):
         self._slots.stamp(seats.slots_B, stamps_B, count)
         return drafted
 
-    # ---- what hooks.py calls -------------------------------------------------------------------------------------------
+    # ---- what hooks.py calls
+    # -------------------------------------------------------------------------------------------
 
     def seat(
         self, request_ids: Sequence[str], live_requests: Mapping[str, Any], tokens: Any
@@ -237,7 +249,9 @@ class MedusaProposer(Drafter):
     def proposed(
         self, counts: Sequence[int], draft_ids_T: torch.Tensor, vocab_size: int, all_greedy: bool
     ) -> Proposed | torch.Tensor | None:
-        """What verification of `counts` drafts of each request needs: for our own in torch, or q `[T, V]` for vLLM's kernels."""
+        """What verification of `counts` drafts of each request needs: for our own in torch, or q
+        `[T, V]` for vLLM's kernels.
+        """
         width, seats = max(counts), self._seats
         stamps_B = stamps(seats.requests_B, self._positions_B)
         kept = (
@@ -271,10 +285,12 @@ class MedusaProposer(Drafter):
         """What the step that just ended sampled, before the next drafts are made.
 
         Args:
-            sampled_token_ids: new tokens by request; none for a request whose prompt isn't finished.
+            sampled_token_ids: new tokens by request; none for a request whose prompt isn't
+                finished.
             drafted: drafts that were verified, by request.
             scheduled_tokens: tokens that the model computed, prompts included.
-            hidden_TD: the states that verification read: of each request one more than drafts, or where nothing was drafted one.
+            hidden_TD: the states that verification read: of each request one more than drafts, or
+                where nothing was drafted one.
         """
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
         self.token_map.observe(sampled_token_ids)
@@ -321,10 +337,13 @@ class MedusaProposer(Drafter):
         last_ids_B = torch.tensor(last_ids, dtype=torch.int64, device=self.device)
         return self._core.draft(hidden_BD, last_ids_B, self.num_speculative_tokens).ids_BK.tolist()
 
-    # ---- changes while serving ----------------------------------------------------------------------------------------------
+    # ---- changes while serving
+    # ----------------------------------------------------------------------------------------------
 
     def configure(self, settings: Drafting) -> Drafting:
-        """Change how drafts are made from the next step on; returns what holds now. ConfigError leaves all as it is."""
+        """Change how drafts are made from the next step on; returns what holds now. ConfigError
+        leaves all as it is.
+        """
         temperature = float(settings.get("draft_temperature", self.draft_temperature))
         count, size = (
             int(settings.get("num_drafts", self.num_drafts)),
@@ -421,17 +440,19 @@ class MedusaProposer(Drafter):
         self._use_vocabulary()
 
     def swap(self, path: str, version: int, checked: Checked | None = None) -> str:
-        """Put the heads of a state file in the place of the serving ones; nothing is touched unless the file is right.
+        """Put the heads of a state file in the place of the serving ones; nothing is touched unless
+        the file is right.
 
         Args:
-            checked: what someone else found of the file. Its bytes are confirmed before anything is touched, and the heads after.
+            checked: what someone else found of the file. Its bytes are confirmed before anything is
+                touched, and the heads after.
 
         Returns:
             The checksum of the file's tensors, as heads.checkpoint.checksum gives it.
 
         Raises:
-            SwapError: the file does not fit the serving heads, which stay; or what drafts now is not what the file holds: then nothing is
-                drafted until heads are fed again.
+            SwapError: the file does not fit the serving heads, which stay; or what drafts now is
+                not what the file holds: then nothing is drafted until heads are fed again.
         """
         heads = self.heads
         state, digest = read_state(path, "new heads", checksum, checked)
@@ -461,7 +482,8 @@ class MedusaProposer(Drafter):
         )  # Always: on tensor-parallel ranks the probe is a meeting of all.
         if not agreed_by_all(not fault):
             raise SwapError(
-                "The engine does not draft with the heads that were swapped in; it drafts nothing now.",
+                "The engine does not draft with the heads that were swapped in; it drafts nothing"
+                " now.",
                 given=fault or "what another rank says",
                 expected="the file's values, and the drafts that they make",
                 do="Swap again; should that fail too, restart the engine.",
@@ -502,14 +524,16 @@ class MedusaProposer(Drafter):
         return find_difference(draft, state, config, fixed, plain)
 
     def held_version(self) -> int:
-        """Version of the heads that are really there; -1 when they are gone (a deep sleep, a swap that failed): then nothing is drafted.
+        """Version of the heads that are really there; -1 when they are gone (a deep sleep, a swap
+        that failed): then nothing is drafted.
 
         All ranks ask at once, and come to the same answer.
         """
         there = agreed_by_all(self.fed and fingerprint(self.heads) == self._fingerprint)
         if self.fed and not there:
             logger.warning(
-                "Heads version %d are gone from the engine's memory; nothing is drafted until heads are fed.",
+                "Heads version %d are gone from the engine's memory; nothing is drafted until heads"
+                " are fed.",
                 self.version,
             )
         self.fed = there

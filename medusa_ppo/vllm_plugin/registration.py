@@ -1,7 +1,9 @@
-"""Which vLLM we work with: its releases, the entry point that it loads in each of its processes, and every private name of it that we rely
-on, as data: what for, where, in which releases, and how that was checked. Importing this imports no vLLM.
+"""Which vLLM we work with: its releases, the entry point that it loads in each of its processes,
+and every private name of it that we rely on, as data: what for, where, in which releases, and how
+that was checked. Importing this imports no vLLM.
 
-`python -m medusa_ppo.vllm_plugin.registration` prints as JSON how the installed vLLM compares; `medusa-ppo doctor` shows it.
+`python -m medusa_ppo.vllm_plugin.registration` prints as JSON how the installed vLLM compares;
+`medusa-ppo doctor` shows it.
 """
 
 from __future__ import annotations
@@ -23,17 +25,27 @@ from medusa_ppo.vllm_plugin import HEADS, SAMPLED
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.24", "0.26", "0.29", "0.31", "0.32")
-"""Releases whose serving tests ran (benchmarks/RESULTS.md, "Other vLLM versions"); `make test-vllm` repeats them. Of 0.33, which has no CPU
-build and pins a torch that was not tried, they ran on its Python over the compiled parts of 0.32: it is used with a warning."""
+"""Releases whose serving tests ran (benchmarks/RESULTS.md, "Other vLLM versions"); `make test-vllm`
+repeats them. Of 0.33, which has no CPU build and pins a torch that was not tried, they ran on its
+Python over the compiled parts of 0.32: it is used with a warning.
+"""
 FIRST, LAST = (0, 24), (0, 33)
-"""Releases between these that were not tested are used with a warning; pip is let choose among those up to 0.32 (pyproject.toml)."""
+"""Releases between these that were not tested are used with a warning; pip is let choose among
+those up to 0.32 (pyproject.toml).
+"""
 FIRST_TRANSFER = LAST_TRANSFER = (0, 32)
-"""Our backend of vLLM's weight-transfer API ran with this release alone. By reading, that API is the same from 0.29 on; in 0.26 its base
-class asks for a trainer's end as well, and in 0.24 it is another one."""
+"""Our backend of vLLM's weight-transfer API ran with this release alone. By reading, that API is
+the same from 0.29 on; in 0.26 its base class asks for a trainer's end as well, and in 0.24 it is
+another one.
+"""
 LAST_MEDUSA = (0, 32)
-"""Later releases have no Medusa: there our proposer is what vLLM calls a custom class (`speculation`)."""
+"""Later releases have no Medusa: there our proposer is what vLLM calls a custom class
+(`speculation`).
+"""
 FIRST_V2 = (0, 29)
-"""From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter: 0.29, 0.32, and 0.33's Python."""
+"""From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter: 0.29,
+0.32, and 0.33's Python.
+"""
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own variable; engines that we start get it from engine.runner."""
 
@@ -72,7 +84,9 @@ def is_cpu_build() -> bool:
 
 
 def release(version: str) -> tuple[int, int]:
-    """The release that a version belongs to: `0.32.1.post2` is of (0, 32); (-1, -1) for what is no version."""
+    """The release that a version belongs to: `0.32.1.post2` is of (0, 32); (-1, -1) for what is no
+    version.
+    """
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0].partition("+")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (-1, -1)
@@ -88,7 +102,9 @@ def is_allowed(version: str) -> bool:
 
 
 def require_vllm() -> str:
-    """The installed version. UnsupportedVersionError when vLLM is missing, or older or newer than all that was tested."""
+    """The installed version. UnsupportedVersionError when vLLM is missing, or older or newer than
+    all that was tested.
+    """
     version = vllm_version()
     if not version or importlib.util.find_spec("vllm") is None:
         raise UnsupportedVersionError(
@@ -103,7 +119,8 @@ def require_vllm() -> str:
         )
     if not is_tested(version):
         logger.warning(
-            "vLLM %s was not tested with medusa-ppo (%s); its inner names are checked, what they do is not.",
+            "vLLM %s was not tested with medusa-ppo (%s); its inner names are checked, what they do"
+            " is not.",
             version,
             _EXPECTED,
         )
@@ -126,7 +143,8 @@ def has_medusa(version: str) -> bool:
 
 
 def speculation(folder: str, drafts: int, *, sampled: bool) -> dict[str, Any]:
-    """Arguments of vLLM's engine with which the installed version drafts with the heads of a folder.
+    """Arguments of vLLM's engine with which the installed version drafts with the heads of a
+    folder.
 
     Args:
         drafts: most drafts of a step.
@@ -185,14 +203,15 @@ def require_transfer() -> None:
         )
 
 
-# ---- the entry point (group `vllm.general_plugins`) -----------------------------------------------------------------------------
+# ---- the entry point (group `vllm.general_plugins`)
+# -----------------------------------------------------------------------------
 
 
 def register() -> None:
     """Mend vLLM's CPU sampler and bring our proposer; harmless when called again.
 
-    With a version of vLLM that is refused nothing is touched, so that other users of that vLLM are left in peace;
-    our own engines and worker extension refuse to start there (`require_active`).
+    With a version of vLLM that is refused nothing is touched, so that other users of that vLLM are
+    left in peace; our own engines and worker extension refuse to start there (`require_active`).
     """
     version = vllm_version()
     if not is_allowed(version):
@@ -219,7 +238,8 @@ def require_active() -> list[str]:
     """Names of the mends that are active in this process.
 
     Raises:
-        UnsupportedVersionError: our plug-in isn't active here; vLLM only logs a plug-in that fails to load.
+        UnsupportedVersionError: our plug-in isn't active here; vLLM only logs a plug-in that fails
+            to load.
     """
     from medusa_ppo.vllm_plugin.hooks import INSTALLED
 
@@ -229,12 +249,16 @@ def require_active() -> list[str]:
             "The medusa-ppo plug-in is not active in this vLLM process.",
             given=f"vLLM {version}, plug-in not loaded",
             expected="the entry point medusa_ppo of vllm.general_plugins",
-            do="Install medusa-ppo into vLLM's environment, and leave VLLM_PLUGINS unset or add medusa_ppo to it.",
+            do=(
+                "Install medusa-ppo into vLLM's environment, and leave VLLM_PLUGINS unset or add"
+                " medusa_ppo to it."
+            ),
         )
     return list(INSTALLED.mends)
 
 
-# ---- every private name of vLLM that we rely on -----------------------------------------------------------------------------------
+# ---- every private name of vLLM that we rely on
+# -----------------------------------------------------------------------------------
 
 RUN = "run on CPU"
 CALLED = "called on CPU, where it frees nothing"
@@ -253,7 +277,8 @@ class Hook:
         parameters: what must be among its parameters.
         first: oldest release that has it as we use it.
         last: newest release that has.
-        runner: which of vLLM's model runners it belongs to; hooks of `CPU` concern no other build, those of `V2` nobody without Triton.
+        runner: which of vLLM's model runners it belongs to; hooks of `CPU` concern no other build,
+            those of `V2` nobody without Triton.
         checked: how it was checked in the releases that count as tested.
     """
 
@@ -571,7 +596,8 @@ def compare(
     """Each hook of the installed release beside what stands there.
 
     Args:
-        originals: holder and attribute (`GPUModelRunner._sample`) to what stood there before we put ours in its place.
+        originals: holder and attribute (`GPUModelRunner._sample`) to what stood there before we put
+            ours in its place.
     """
     installed = release(vllm_version())
     for hook in hooks:

@@ -1,11 +1,13 @@
 """Our heads in vLLM's V2 model runner: a speculator over the same drafting core.
 
-V2 keeps requests by slot on the device and verifies by its own kernels, against the logits of what drafts were drawn from, before
-temperature: ours are log q times the temperature, so whatever shaped q (draft temperatures, top-k, top-p) verification sees it. A row that
-is -inf but for the draft itself is a one-hot draft, which is right for any draft: so are those of requests with a grammar (vLLM cuts them
-by their own values), and what stands in a slot before its request has drafted.
+V2 keeps requests by slot on the device and verifies by its own kernels, against the logits of what
+drafts were drawn from, before temperature: ours are log q times the temperature, so whatever shaped
+q (draft temperatures, top-k, top-p) verification sees it. A row that is -inf but for the draft
+itself is a one-hot draft, which is right for any draft: so are those of requests with a grammar
+(vLLM cuts them by their own values), and what stands in a slot before its request has drafted.
 
-Imported only where V2 is asked for. Shape letters: B requests, T rows of a step, S slots, K drafts, D hidden, V vocabulary.
+Imported only where V2 is asked for. Shape letters: B requests, T rows of a step, S slots, K drafts,
+D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from medusa_ppo.vllm_plugin.registration import heads_folder
 
 
 class HeldHeads(MedusaProposer):
-    """The serving heads, how they are changed while they serve, and what they may be told. q is V2's to keep."""
+    """The serving heads, how they are changed while they serve, and what they may be told. q is
+    V2's to keep.
+    """
 
     def _use_vocabulary(self) -> None:
         self._core.use_vocabulary(None, None)
@@ -56,7 +60,9 @@ class HeldHeads(MedusaProposer):
         sampled_B: torch.Tensor,
         at: Standing,
     ) -> Seen | None:
-        """What requests attend to after a step (`Arrived.of_step`); None for heads without a context."""
+        """What requests attend to after a step (`Arrived.of_step`); None for heads without a
+        context.
+        """
         ring, fused = self._ring, self._core.fused
         if ring is None or not isinstance(fused, ContextHeads):
             return None
@@ -71,7 +77,8 @@ class HeldHeads(MedusaProposer):
         for name in ("choose", "draft_vocab", "memory_bytes", "stop_below"):
             if settings.get(name):
                 raise ConfigError(
-                    "vLLM's V2 model runner tells a drafter no tokens on the host, and this setting needs them.",
+                    "vLLM's V2 model runner tells a drafter no tokens on the host, and this setting"
+                    " needs them.",
                     given=f"{name}={settings[name]}",
                     expected="a fixed number of drafts from the whole vocabulary",
                     do="Set engine.runner=v1, or leave the setting out.",
@@ -86,7 +93,8 @@ class MedusaSpeculator(DraftModelSpeculator):
         drafter: what the worker extension swaps and configures.
         states: V2's sampling settings by slot; there once a request has come.
         count: drafts that the last step made of each request.
-        draft_logits: float32 `[S, K, V]`, what V2 verifies against. Made at once, so that vLLM's memory profile counts it.
+        draft_logits: float32 `[S, K, V]`, what V2 verifies against. Made at once, so that vLLM's
+            memory profile counts it.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
@@ -118,7 +126,9 @@ class MedusaSpeculator(DraftModelSpeculator):
         """Drafting is not captured."""
 
     def admit(self, slot: int, grammar: bool, states: Any) -> None:
-        """A request has come, or come back: whatever stands in its slot is another's. V2 has token 0 where nothing was drafted."""
+        """A request has come, or come back: whatever stands in its slot is another's. V2 has token
+        0 where nothing was drafted.
+        """
         self.states = states
         self._admitted += 1
         self._requests_S[slot], self._grammar_S[slot] = self._admitted, grammar
@@ -146,9 +156,11 @@ class MedusaSpeculator(DraftModelSpeculator):
         """Draft ids int64 `[B, K]`; columns from `count` on mean nothing and are not scheduled."""
         drafter, batch = self.drafter, input_batch.num_reqs
         count = min(
-            self.num_speculative_steps
-            if num_speculative_tokens is None
-            else num_speculative_tokens,
+            (
+                self.num_speculative_steps
+                if num_speculative_tokens is None
+                else num_speculative_tokens
+            ),
             drafter.num_drafts,
         )
         self.count = count = count if drafter.drafting else 0
@@ -194,7 +206,9 @@ class MedusaSpeculator(DraftModelSpeculator):
     def _cuts(
         self, slots_B: torch.Tensor, slots: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """top-k and top-p of each request, None where none has any. (From 0.33 on vLLM says more, and asks for V.)"""
+        """top-k and top-p of each request, None where none has any. (From 0.33 on vLLM says more,
+        and asks for V.)
+        """
         if self.states is None:
             return None, None
         more = (
@@ -208,7 +222,9 @@ class MedusaSpeculator(DraftModelSpeculator):
     def _keep(
         self, slots_B: torch.Tensor, drafted: Drafted, temperature_B: torch.Tensor | None
     ) -> None:
-        """For verification: log q times the temperature; one-hot rows where the temperature is 0, and everywhere without q."""
+        """For verification: log q times the temperature; one-hot rows where the temperature is 0,
+        and everywhere without q.
+        """
         for k, ids_B in enumerate(drafted.ids_BK.unbind(1)):
             logits_BV = _one_hot(ids_B, self.vocab_size)
             if temperature_B is not None:
@@ -225,7 +241,8 @@ def _one_hot(ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return logits_NV.scatter_(1, ids_N.unsqueeze(1), 0.0)
 
 
-# ---- our place in vLLM ---------------------------------------------------------------------------------------------------------
+# ---- our place in vLLM
+# ---------------------------------------------------------------------------------------------------------
 
 
 def with_our_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,7 +291,9 @@ def with_requests_admitted(original: Callable[..., None]) -> Callable[..., None]
 
 
 def with_as_many_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`GPUModelRunner.take_draft_token_ids`: the scheduler makes room for as many as were drafted, not as the heads could."""
+    """`GPUModelRunner.take_draft_token_ids`: the scheduler makes room for as many as were drafted,
+    not as the heads could.
+    """
 
     @functools.wraps(original)
     def take_draft_token_ids(self: Any) -> Any:

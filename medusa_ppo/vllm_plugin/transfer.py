@@ -1,11 +1,13 @@
-"""An actor on its way from its trainer to all ranks of all engines: buckets of tensors, broadcast in a group of their own.
+"""An actor on its way from its trainer to all ranks of all engines: buckets of tensors, broadcast
+in a group of their own.
 
     rank 0, the trainer     numbers | frame | numbers | frame | ... | numbers | last frame
     all other ranks         receive the same
 
-A frame is a bucket's tensors as bytes, each at a multiple of `ALIGN`, and behind them JSON: the tensors' names, or in the last frame the
-checksum of all. The numbers before it are the bytes of both parts and the sum of the first one's words. What is announced beforehand
-(`ActorStream.header`) says dtypes and shapes.
+A frame is a bucket's tensors as bytes, each at a multiple of `ALIGN`, and behind them JSON: the
+tensors' names, or in the last frame the checksum of all. The numbers before it are the bytes of
+both parts and the sum of the first one's words. What is announced beforehand (`ActorStream.header`)
+says dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def read_entries(header: Mapping[str, Sequence[Any]]) -> Entries:
     return {name: (STATE_DTYPES[code], tuple(shape)) for name, (code, shape) in header.items()}
 
 
-# ---- the group --------------------------------------------------------------------------------------------------------------
+# ---- the group
+# --------------------------------------------------------------------------------------------------------------
 
 
 def device_id(device: torch.device) -> str:
@@ -94,13 +97,17 @@ class Group(Meeting):
     def lost(place: Place, problem: str, error: Exception) -> SwapError:
         return SwapError(
             problem,
-            given=f"rank {place.rank} of {place.size}, {place.backend}, {place.host}: {str(error).splitlines()[0]}",
+            given=(
+                f"rank {place.rank} of {place.size}, {place.backend}, {place.host}:"
+                f" {str(error).splitlines()[0]}"
+            ),
             expected=f"all ranks within {place.timeout_s:g} s",
             do="Read the engines' logs, or set engine.transfer=file.",
         )
 
 
-# ---- sending ------------------------------------------------------------------------------------------------------------------
+# ---- sending
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def send(group: Group, stream: ActorStream) -> str:
@@ -128,7 +135,9 @@ def send(group: Group, stream: ActorStream) -> str:
 
 
 def _digests(frame: Tensor, names: Sequence[str], entries: Entries) -> dict[str, str]:
-    """A hash needs the host: a GPU's frame is copied there while it is on its way to the engines."""
+    """A hash needs the host: a GPU's frame is copied there while it is on its way to the
+    engines.
+    """
     return {
         name: tensor_digest(name, tensor) for name, tensor in _views(frame.cpu(), names, entries)
     }
@@ -178,11 +187,13 @@ def _not_announced(given: str, expected: str) -> SwapError:
     )
 
 
-# ---- receiving ----------------------------------------------------------------------------------------------------------------
+# ---- receiving
+# ----------------------------------------------------------------------------------------------------------------
 
 
 class Incoming:
-    """The tensors of one `send`, in the order in which they come. They stay valid for as long as somebody holds them.
+    """The tensors of one `send`, in the order in which they come. They stay valid for as long as
+    somebody holds them.
 
     Attributes:
         checksum: the sender's, when all have come; empty before.

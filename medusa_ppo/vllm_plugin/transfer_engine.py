@@ -1,7 +1,9 @@
-"""Our backend of vLLM's weight-transfer API: each of an engine's ranks takes the actor from a broadcast, and loads it as it comes.
+"""Our backend of vLLM's weight-transfer API: each of an engine's ranks takes the actor from a
+broadcast, and loads it as it comes.
 
-vLLM's session calls it (`init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update`). Layers are loaded
-anew one by one, so that what vLLM has packed or fused out of the weights follows; a rank holds a bucket and the layers that are not whole.
+vLLM's session calls it (`init_weight_transfer_engine`, `start_weight_update`, `update_weights`,
+`finish_weight_update`). Layers are loaded anew one by one, so that what vLLM has packed or fused
+out of the weights follows; a rank holds a bucket and the layers that are not whole.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class BroadcastInit(WeightTransferInitInfo):
 
 @dataclass
 class BroadcastUpdate(WeightTransferUpdateInfo):
-    """`entries`: `ActorStream.header` of what comes. `tied`: lm_head is the embedding, and not loaded a second time."""
+    """`entries`: `ActorStream.header` of what comes. `tied`: lm_head is the embedding, and not
+    loaded a second time.
+    """
 
     entries: dict[str, Any]
     tied: bool = False
@@ -47,7 +51,8 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
 
     Attributes:
         checksum: of the actor that came last.
-        lm_head_V2: two columns of its lm_head, if it had one: what the engine serves afterwards is compared with them.
+        lm_head_V2: two columns of its lm_head, if it had one: what the engine serves afterwards is
+            compared with them.
     """
 
     init_info_cls = BroadcastInit

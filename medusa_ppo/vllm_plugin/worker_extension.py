@@ -1,7 +1,9 @@
-"""The worker extension: named methods inside vLLM's worker that the engines call through `collective_rpc`.
+"""The worker extension: named methods inside vLLM's worker that the engines call through
+`collective_rpc`.
 
-Arguments and results are JSON (paths, numbers, lists), so the same calls work in process, across processes and over HTTP, and nothing is
-pickled. A failure comes back as data (`{"error": ...}`), because vLLM's transports keep only the text of an exception.
+Arguments and results are JSON (paths, numbers, lists), so the same calls work in process, across
+processes and over HTTP, and nothing is pickled. A failure comes back as data (`{"error": ...}`),
+because vLLM's transports keep only the text of an exception.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class MedusaWorker:
     def medusa_swap_heads(
         self, path: str, version: int, checked: list[Any] | None = None
     ) -> dict[str, Any]:
-        """Swap the serving heads in place; see `MedusaProposer.swap`. vLLM runs it between two steps."""
+        """Swap the serving heads in place; see `MedusaProposer.swap`. vLLM runs it between two
+        steps.
+        """
         started = time.perf_counter()
         digest = self._medusa_require_drafter().swap(
             path, int(version), Checked(*checked) if checked else None
@@ -74,7 +78,8 @@ class MedusaWorker:
     def medusa_sync_actor(
         self, path: str, version: int, checked: list[Any] | None = None
     ) -> dict[str, Any]:
-        """Load the actor's weights (safetensors of HF names) into the running model, prepacked copies included.
+        """Load the actor's weights (safetensors of HF names) into the running model, prepacked
+        copies included.
 
         The caller must have no running requests and must reset the prefix cache afterwards.
         """
@@ -99,7 +104,9 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_check_actor(self, entries: dict[str, list[Any]]) -> dict[str, Any]:
-        """Whether an actor of these tensors (`ActorStream.header`) is one for this model; nothing is changed."""
+        """Whether an actor of these tensors (`ActorStream.header`) is one for this model; nothing
+        is changed.
+        """
         read_entries(entries)
         self._medusa_check_entries(
             {name: (code, tuple(shape)) for name, (code, shape) in entries.items()}, "the broadcast"
@@ -114,9 +121,11 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_receive_actor(self, entries: dict[str, list[Any]], version: int) -> dict[str, Any]:
-        """One session of vLLM's weight-transfer API, as one call between two steps, while the trainer sends.
+        """One session of vLLM's weight-transfer API, as one call between two steps, while the
+        trainer sends.
 
-        The caller must have no running requests and must reset the prefix cache afterwards. Version -1: it broke off half-way.
+        The caller must have no running requests and must reset the prefix cache afterwards. Version
+        -1: it broke off half-way.
         """
         started = time.perf_counter()
         self._medusa_actor = (-1, "")
@@ -134,15 +143,18 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_target_changed(self, version: int) -> dict[str, Any]:
-        """Another loop has loaded the actor's weights by its own means; its checksum isn't known here."""
+        """Another loop has loaded the actor's weights by its own means; its checksum isn't known
+        here.
+        """
         self._medusa_require_drafter()
         self._medusa_took_actor(version, "", None, "the loop")
         return {"version": int(version)}
 
     @reports_errors
     def medusa_checksums(self) -> dict[str, Any]:
-        """Checksums of what was loaded last; empty for an actor that was never synced (it is the model folder's), and for heads that
-        are gone (version -1)."""
+        """Checksums of what was loaded last; empty for an actor that was never synced (it is the
+        model folder's), and for heads that are gone (version -1).
+        """
         drafter = self._medusa_drafter()
         version, actor = getattr(self, "_medusa_actor", (0, ""))
         held = drafter.held_version() if drafter is not None else 0
@@ -177,7 +189,8 @@ class MedusaWorker:
         """What the serving heads draft for given hidden states (one-hot)."""
         return {"drafts": self._medusa_require_drafter().probe(hidden, last_ids)}
 
-    # ---- parts --------------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # --------------------------------------------------------------------------------------------------------------
 
     def _medusa_drafter(self) -> Any:
         """Our proposer; None where there are no heads of ours."""
@@ -202,7 +215,8 @@ class MedusaWorker:
         """What follows new weights in the model, however they came.
 
         Args:
-            lm_head_V2: the new lm_head's first two columns; None where it did not come. That of a tied actor is the model's own parameter.
+            lm_head_V2: the new lm_head's first two columns; None where it did not come. That of a
+                tied actor is the model's own parameter.
             source: where they came from, for an error's text.
         """
         runner = self.model_runner  # type: ignore[attr-defined]
@@ -217,7 +231,9 @@ class MedusaWorker:
         self._medusa_actor = (int(version), digest)
 
     def _medusa_check_entries(self, given: Header, source: str) -> list[str]:
-        """Names to load, after comparing names, shapes and kinds of numbers with the model folder's own files."""
+        """Names to load, after comparing names, shapes and kinds of numbers with the model folder's
+        own files.
+        """
         model = self._medusa_model_folder()
         expected: Header = {}
         for part in sorted(model.glob("*.safetensors")) if model else []:
@@ -244,7 +260,10 @@ class MedusaWorker:
         if missing or unknown or wrong:
             raise SwapError(
                 "The actor's weights are not those of the serving model, which stays as it is.",
-                given=f"{source}: missing {missing[:3]}, unknown {unknown[:3]}, other shape or kind {wrong[:3]}",
+                given=(
+                    f"{source}: missing {missing[:3]}, unknown {unknown[:3]}, other shape or kind"
+                    f" {wrong[:3]}"
+                ),
                 expected=f"the {len(expected)} tensors of {model}",
                 do="Sync the state_dict of the same architecture.",
             )
@@ -270,8 +289,10 @@ class MedusaWorker:
         return bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
 
     def _medusa_check_lm_head(self, given_V2: torch.Tensor, source: str) -> None:
-        """The product that serves must be that of the new lm_head (its first two columns): on the CPU a parameter can change while its
-        prepacked copy does not. Ones and zeros round nothing, so it is the same to the bit, however little PPO has changed."""
+        """The product that serves must be that of the new lm_head (its first two columns): on the
+        CPU a parameter can change while its prepacked copy does not. Ones and zeros round nothing,
+        so it is the same to the bit, however little PPO has changed.
+        """
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
         processor = getattr(model, "logits_processor", None)
@@ -293,9 +314,12 @@ class MedusaWorker:
 
 
 def _alike(given: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, ...]]) -> bool:
-    """The same shape, and both floating point or neither; the width of floats is the engine's business."""
+    """The same shape, and both floating point or neither; the width of floats is the engine's
+    business.
+    """
     return given[1] == expected[1] and ("F" in given[0]) == ("F" in expected[0])
 
 
-# vLLM imports this module in the worker, before the model runner is built, and does not swallow what goes wrong here.
+# vLLM imports this module in the worker, before the model runner is built, and does not swallow
+# what goes wrong here.
 activate()

@@ -1,4 +1,6 @@
-"""What benchmarks/chaos.py holds against a run, on made-up ones; and, slow, a few kinds on real ones."""
+"""What benchmarks/chaos.py holds against a run, on made-up ones; and, slow, a few kinds on real
+ones.
+"""
 
 from __future__ import annotations
 

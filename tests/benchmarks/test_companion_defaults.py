@@ -1,4 +1,6 @@
-"""The companion's experiment on a tiny actor: what is recorded is on-policy, and every setting learns from the same batches."""
+"""The companion's experiment on a tiny actor: what is recorded is on-policy, and every setting
+learns from the same batches.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModuleType, Path
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "run.yaml").write_text(
-        f"model: {{path: {folder}}}\nsampling: {{max_new_tokens: 10, responses_per_prompt: 2, temperature: 0.9}}\n"
-        "heads: {kind: hydra, num_heads: 2}\ncompanion: {loss: ce_tv, batch_positions: 64}\nengine: {draft_temperature: 1.0}\n"
-        "ppo: {prompts_per_step: 6, minibatch_size: 12, micro_batch_size: 12, epochs: 1, threads: 1, actor_learning_rate: 1.0e-2}\n"
+        f"model: {{path: {folder}}}\nsampling: {{max_new_tokens: 10, responses_per_prompt: 2,"
+        " temperature: 0.9}\nheads: {kind: hydra, num_heads: 2}\ncompanion: {loss: ce_tv,"
+        " batch_positions: 64}\nengine: {draft_temperature: 1.0}\nppo: {prompts_per_step: 6,"
+        " minibatch_size: 12, micro_batch_size: 12, epochs: 1, threads: 1, actor_learning_rate:"
+        " 1.0e-2}\n"
     )
     out = folder / "recording"
     threads = torch.get_num_threads()
@@ -63,7 +67,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModuleType, Path
 
 
 def test_what_is_recorded_is_on_policy(recorded: tuple[ModuleType, Path]) -> None:
-    """The recorded tables and states give back the log-probs that the tokens were sampled with; and the policy moves."""
+    """The recorded tables and states give back the log-probs that the tokens were sampled with; and
+    the policy moves.
+    """
     bench, out = recorded
     found = list(bench.batches(out))
     assert [batch.policy_version for batch, _, _ in found] == [0, 1, 2, 3]

@@ -24,7 +24,10 @@ def test_it_runs_small_on_a_cpu(
     gpu_heads: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "figures.json"
-    words = "gpu_heads --device cpu --small --dtype float32 --forms chunks,liger --hidden 8 --vocab 96 --heads 3 --rows 10 --json"
+    words = (
+        "gpu_heads --device cpu --small --dtype float32 --forms chunks,liger --hidden 8 --vocab 96"
+        " --heads 3 --rows 10 --json"
+    )
     monkeypatch.setattr(sys, "argv", [*words.split(), str(file)])
     gpu_heads.main()
     record = json.loads(file.read_text())

@@ -1,4 +1,6 @@
-"""The figures of benchmarks/holding.py from steps that are known; its runs are `medusa-ppo ppo`, tested elsewhere."""
+"""The figures of benchmarks/holding.py from steps that are known; its runs are `medusa-ppo ppo`,
+tested elsewhere.
+"""
 
 from __future__ import annotations
 

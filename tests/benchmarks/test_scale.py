@@ -1,4 +1,6 @@
-"""The cluster on paper: sums by hand, what must grow and shrink, and the model against measurements of a tiny case."""
+"""The cluster on paper: sums by hand, what must grow and shrink, and the model against measurements
+of a tiny case.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,9 @@ def test_the_warm_up_is_left_out_and_roles_may_come_late(soak: ModuleType) -> No
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Whether a minute's figures grow says nothing; that everything is watched and gone afterwards does."""
+    """Whether a minute's figures grow says nothing; that everything is watched and gone afterwards
+    does.
+    """
     command = [
         sys.executable,
         str(FOLDER / "soak.py"),

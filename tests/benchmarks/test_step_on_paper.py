@@ -1,4 +1,6 @@
-"""The engine step on paper: what is counted is what the drafting call does, and the roofline moves as it must."""
+"""The engine step on paper: what is counted is what the drafting call does, and the roofline moves
+as it must.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def test_the_call_is_counted_in_bytes_products_and_launches(paper: ModuleType) -
     model = dataclasses.replace(paper.ACTORS["8B"].sizes, hidden=64, vocab=1000)
     few, many = (paper.counted(model, "hydra", 4, sequences, None) for sequences in (1, 64))
     assert few.launches == many.launches, "no work for each request by itself"
-    # Each head reads lm_head once, whatever the number of sequences, and multiplies every row with it.
+    # Each head reads lm_head once, whatever the number of sequences, and multiplies every row with
+    # it.
     lm_head = 4 * 2 * 1000 * 64
     assert sum(nbytes for nbytes, _ in few.work) > lm_head
     assert (

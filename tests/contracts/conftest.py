@@ -1,4 +1,6 @@
-"""What the contract tests share: a small actor with heads, and stand-ins for packages that no machine without CUDA can have."""
+"""What the contract tests share: a small actor with heads, and stand-ins for packages that no
+machine without CUDA can have.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture
 def train(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """train(command, environment, timeout_s, *folders): a loop's own command in the test's folder, and what it wrote. Its whole session is
-    ended with the test, since Ray starts many processes, and such folders are removed."""
+    """train(command, environment, timeout_s, *folders): a loop's own command in the test's folder,
+    and what it wrote. Its whole session is ended with the test, since Ray starts many processes,
+    and such folders are removed.
+    """
     started: list[subprocess.Popen[bytes]] = []
     left: list[Path] = []
 
@@ -109,7 +113,9 @@ ROWS = [((5, 6), (1, 2)), ((7,), (3, 3, 4)), ((5, 6), (9,))]
 
 @pytest.fixture(scope="session")
 def scored(small_actor: Path) -> tuple[torch.nn.Module, list[Any], torch.Tensor, torch.Tensor]:
-    """The actor, ROWS, and what any right tap must find: states and log-probs of their response tokens, from one unpadded row each."""
+    """The actor, ROWS, and what any right tap must find: states and log-probs of their response
+    tokens, from one unpadded row each.
+    """
     from medusa_ppo.actors.hf import load_actor
 
     model = load_actor(small_actor)

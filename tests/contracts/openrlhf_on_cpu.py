@@ -1,8 +1,10 @@
-"""What stands in for CUDA in a training with the real OpenRLHF on a CPU. Each replacement is named here, in REPLACED, and nowhere else.
+"""What stands in for CUDA in a training with the real OpenRLHF on a CPU. Each replacement is named
+here, in REPLACED, and nowhere else.
 
     python openrlhf_on_cpu.py --medusa heads.yaml ...     (OpenRLHF's own arguments behind it; tests/contracts/test_openrlhf_training.py)
 
-Ray calls `prepare` in each of its processes; vLLM's worker, which is none of them, comes by the name of its extension.
+Ray calls `prepare` in each of its processes; vLLM's worker, which is none of them, comes by the
+name of its extension.
 """
 
 from __future__ import annotations
@@ -19,12 +21,24 @@ import torch
 from medusa_ppo.loops.verl import AfterImport
 
 REPLACED = {
-    "flash_attn": "imported by OpenRLHF at the top of its modules and never called here: empty modules",
-    "torch.cuda.current_device, set_device, synchronize, current_stream": "the CPU, and nothing to wait for",
-    "openrlhf.utils.deepspeed.deepspeed.init_device_mesh": "a mesh of device cpu, where OpenRLHF asks for cuda",
-    "vllm...pynccl.PyNcclCommunicator": "the tensors go through the store of vLLM's StatelessProcessGroup, which OpenRLHF opens",
-    "openrlhf...WorkerWrap.update_weight": "no cuda buffer; loaded by vLLM's reload_weights, because its CPU build packs its weights",
-    "deepspeed FusedAdam": "DeepSpeed's own torch_adam switch: its fused kernel would have to be compiled",
+    "flash_attn": (
+        "imported by OpenRLHF at the top of its modules and never called here: empty modules"
+    ),
+    "torch.cuda.current_device, set_device, synchronize, current_stream": (
+        "the CPU, and nothing to wait for"
+    ),
+    "openrlhf.utils.deepspeed.deepspeed.init_device_mesh": (
+        "a mesh of device cpu, where OpenRLHF asks for cuda"
+    ),
+    "vllm...pynccl.PyNcclCommunicator": (
+        "the tensors go through the store of vLLM's StatelessProcessGroup, which OpenRLHF opens"
+    ),
+    "openrlhf...WorkerWrap.update_weight": (
+        "no cuda buffer; loaded by vLLM's reload_weights, because its CPU build packs its weights"
+    ),
+    "deepspeed FusedAdam": (
+        "DeepSpeed's own torch_adam switch: its fused kernel would have to be compiled"
+    ),
     "GPUs": "Ray is told of GPUs that are not there",
 }
 FLASH_ATTN = {
@@ -36,7 +50,9 @@ FLASH_ATTN = {
 
 
 class Cpu(str):
-    """Goes wherever OpenRLHF puts `torch.cuda.current_device()`: into `.to()`, and behind "cuda:" in a device that nothing is moved to."""
+    """Goes wherever OpenRLHF puts `torch.cuda.current_device()`: into `.to()`, and behind "cuda:"
+    in a device that nothing is moved to.
+    """
 
     def __format__(self, spec: str) -> str:
         return "0"

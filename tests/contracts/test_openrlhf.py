@@ -1,4 +1,6 @@
-"""Contract with OpenRLHF: everything that medusa_ppo/loops/openrlhf.py relies on, in the installed package; its vLLM actor is run."""
+"""Contract with OpenRLHF: everything that medusa_ppo/loops/openrlhf.py relies on, in the installed
+package; its vLLM actor is run.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,9 @@ def test_the_two_worker_extensions_do_not_meet():
 
 
 def test_rows_are_those_of_openrlhfs_own_experiences():
-    """Two rows padded as OpenRLHF pads them (right); the second has two stretches of actions and is passed over."""
+    """Two rows padded as OpenRLHF pads them (right); the second has two stretches of actions and is
+    passed over.
+    """
     sequences = torch.tensor([[5, 6, 1, 2, 0], [7, 3, 9, 4, 8]])
     attention = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
     actions = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]])
@@ -195,7 +199,9 @@ def test_rows_are_those_of_openrlhfs_own_experiences():
 
 
 class Wrapper(torch.nn.Module):
-    """In the place of DeepSpeed's engine, which needs a process group: the model is its `module`."""
+    """In the place of DeepSpeed's engine, which needs a process group: the model is its
+    `module`.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -207,7 +213,9 @@ class Wrapper(torch.nn.Module):
 
 @torch.no_grad()
 def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.MonkeyPatch):
-    """OpenRLHF's worker and model classes on the CPU; only the device and DeepSpeed's wrapper are stood in for."""
+    """OpenRLHF's worker and model classes on the CPU; only the device and DeepSpeed's wrapper are
+    stood in for.
+    """
     from openrlhf.models.actor import Actor
 
     model, rows, states_MD, logprobs_M = scored
@@ -282,7 +290,9 @@ def local_ray() -> Iterator[None]:
 def test_openrlhfs_own_vllm_actor_takes_our_heads(
     small_actor: Path, tmp_path: Path, local_ray: None
 ):
-    """Its Ray actor with our arguments on vLLM's CPU build; its weight broadcast needs CUDA and is not called."""
+    """Its Ray actor with our arguments on vLLM's CPU build; its weight broadcast needs CUDA and is
+    not called.
+    """
     import ray
     from vllm import SamplingParams
 

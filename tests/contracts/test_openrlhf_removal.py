@@ -19,7 +19,9 @@ OFF = "companion: {enabled: false}\nengine: {num_drafts: 0}\n"
 
 
 def names() -> dict[str, Any]:
-    """Everything in OpenRLHF that we replace when heads are asked for, and all else in the same modules."""
+    """Everything in OpenRLHF that we replace when heads are asked for, and all else in the same
+    modules.
+    """
     from openrlhf.trainer import ppo_trainer
     from openrlhf.trainer import ray as ray_package
     from openrlhf.trainer.ray import ppo_actor, vllm_engine
@@ -35,7 +37,9 @@ def names() -> dict[str, Any]:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict[str, Any]]]:
-    """What `main` would have run: the module, its arguments, and the names that it would have found. All is put back afterwards."""
+    """What `main` would have run: the module, its arguments, and the names that it would have
+    found. All is put back afterwards.
+    """
     ran: list[tuple[str, list[str], dict[str, Any]]] = []
     for place, value in names().items():
         module, _, name = place.rpartition(".")

@@ -1,6 +1,8 @@
-"""A training with the real OpenRLHF on a CPU: its command, its trainer, its DeepSpeed workers, its vLLM actors with our heads in them.
+"""A training with the real OpenRLHF on a CPU: its command, its trainer, its DeepSpeed workers, its
+vLLM actors with our heads in them.
 
-What needs CUDA is replaced by tests/contracts/openrlhf_on_cpu.py, which names each replacement. Never run here: sleep, CUDA IPC, NCCL.
+What needs CUDA is replaced by tests/contracts/openrlhf_on_cpu.py, which names each replacement.
+Never run here: sleep, CUDA IPC, NCCL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Contract with TRL: every class, signature and attribute that medusa_ppo/loops/trl.py relies on, in the installed package."""
+"""Contract with TRL: every class, signature and attribute that medusa_ppo/loops/trl.py relies on,
+in the installed package.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def source(thing: Any) -> str:
 
 
 def calls(thing: Any, name: str) -> list[ast.Call]:
-    """Calls of `name` (a bare name or the last part of a dotted one) in the source of a class or function."""
+    """Calls of `name` (a bare name or the last part of a dotted one) in the source of a class or
+    function.
+    """
     found = []
     for node in ast.walk(ast.parse(source(thing))):
         if isinstance(node, ast.Call) and name == getattr(

@@ -1,4 +1,6 @@
-"""Contract with verl: everything that medusa_ppo/loops/verl*.py relies on, in the installed package; and its vLLM worker, really run."""
+"""Contract with verl: everything that medusa_ppo/loops/verl*.py relies on, in the installed
+package; and its vLLM worker, really run.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def test_the_entry_point_brings_our_trainer_and_costs_nothing_before_verls_own_i
     code = "import verl, sys; assert 'medusa_ppo.loops.verl' in sys.modules; "
     code += "assert 'medusa_ppo.loops.verl.verl_trainer' not in sys.modules; "
     code += "from verl.trainer.ppo.v1 import get_trainer_cls; t = get_trainer_cls('medusa_sync'); "
-    code += "assert issubclass(t, get_trainer_cls('sync')) and t.__module__ == 'medusa_ppo.loops.verl.verl_trainer'"
+    code += (
+        "assert issubclass(t, get_trainer_cls('sync')) and t.__module__ =="
+        " 'medusa_ppo.loops.verl.verl_trainer'"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -168,7 +173,9 @@ def test_rows_and_log_probs_of_a_nested_batch(ours: Any):
 @torch.no_grad()
 @pytest.mark.parametrize("remove_padding", [True, False])
 def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding: bool):
-    """verl's FSDP engine's own preparation of inputs and outputs around the model, without FSDP and its devices."""
+    """verl's FSDP engine's own preparation of inputs and outputs around the model, without FSDP and
+    its devices.
+    """
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -352,7 +359,9 @@ def test_the_two_worker_extensions_do_not_meet():
 def test_our_worker_runs_in_vllm_and_the_heads_come_back_after_the_engine_lost_them(
     small_actor: Path, tmp_path: Path
 ):
-    """A minimal driver in the place of verl's server, which needs CUDA: the same calls in the order of on_init_end and on_step_end."""
+    """A minimal driver in the place of verl's server, which needs CUDA: the same calls in the order
+    of on_init_end and on_step_end.
+    """
     from vllm import LLM, SamplingParams
 
     from medusa_ppo.engines.colocated import process_counters

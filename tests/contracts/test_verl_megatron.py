@@ -1,4 +1,6 @@
-"""Contract with verl's Megatron workers: names and signatures, and verl's own engine run on two gloo processes under our worker."""
+"""Contract with verl's Megatron workers: names and signatures, and verl's own engine run on two
+gloo processes under our worker.
+"""
 
 from __future__ import annotations
 

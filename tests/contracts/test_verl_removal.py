@@ -1,4 +1,6 @@
-"""verl without draft heads: our entry point changes nothing of verl's, and our trainer, not asked for heads, does verl's own work."""
+"""verl without draft heads: our entry point changes nothing of verl's, and our trainer, not asked
+for heads, does verl's own work.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_the_entry_point_adds_one_trainer_and_changes_no_name_of_verl() -> None:
 
 @pytest.fixture
 def config() -> Any:
-    """verl's own default configuration with our trainer's name, and neither drafts nor a companion."""
+    """verl's own default configuration with our trainer's name, and neither drafts nor a
+    companion.
+    """
     import verl
 
     config = OmegaConf.load(

@@ -1,6 +1,8 @@
-"""verl's own vLLM server class, started by its own `launch_server` in a Ray actor on vLLM's CPU build, with our heads in it.
+"""verl's own vLLM server class, started by its own `launch_server` in a Ray actor on vLLM's CPU
+build, with our heads in it.
 
-Not run here, because it needs CUDA: sleep (`free_cache_engine`), and verl's weight sync, which vLLM's CPU build can't take.
+Not run here, because it needs CUDA: sleep (`free_cache_engine`), and verl's weight sync, which
+vLLM's CPU build can't take.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""A training with the real verl on a CPU: its command, its trainer, its Ray workers with FSDP2, its vLLM server with our heads in it.
+"""A training with the real verl on a CPU: its command, its trainer, its Ray workers with FSDP2, its
+vLLM server with our heads in it.
 
-What needs CUDA is replaced by tests/contracts/verl_on_cpu.py, which names each replacement. Never run here: sleep, CUDA IPC, NCCL.
+What needs CUDA is replaced by tests/contracts/verl_on_cpu.py, which names each replacement. Never
+run here: sleep, CUDA IPC, NCCL.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ def test_verl_trains_the_actor_and_the_heads_follow(
         json.loads(line)["data"] for line in (tmp_path / "verl.jsonl").read_text().splitlines()
     ]
     assert len(theirs) == STEPS and all(f"medusa/{names.MAL_SERVING}" in step for step in theirs)
-    # The engine sampled from the policy that verl scored, in every step: its sync works here, and drafts change no distribution.
+    # The engine sampled from the policy that verl scored, in every step: its sync works here, and
+    # drafts change no distribution.
     assert all(step["training/rollout_probs_diff_mean"] < 1e-3 for step in theirs)
 
     run = read_run(tmp_path / "run" / "medusa")
@@ -152,7 +155,8 @@ def test_verl_trains_the_actor_and_the_heads_follow(
     assert (
         last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING] + 0.2
     )
-    # Every step's rows reached the companion, a quarter of their prompts for the holdout; it trained on each batch before the next.
+    # Every step's rows reached the companion, a quarter of their prompts for the holdout; it
+    # trained on each batch before the next.
     tokens = (STEPS - 1) * PROMPTS * RESPONSES * TOKENS
     assert last[names.COMPANION_TRAINED_TOKENS] + last[names.COMPANION_LEFT_OUT] > 0.5 * tokens
 

@@ -1,7 +1,9 @@
-"""One rank of test_verl_megatron.py: verl's own Megatron engine, under our worker, on models of several parallelisms.
+"""One rank of test_verl_megatron.py: verl's own Megatron engine, under our worker, on models of
+several parallelisms.
 
-verl's engine class prepares, schedules and scores the rows as in a training; only what needs CUDA to be built (model, optimizer, bridge)
-is put into it by hand: Megatron models of tests/medusa_ppo/actors/cpu_megatron.py with a transformers Llama's weights.
+verl's engine class prepares, schedules and scores the rows as in a training; only what needs CUDA
+to be built (model, optimizer, bridge) is put into it by hand: Megatron models of
+tests/medusa_ppo/actors/cpu_megatron.py with a transformers Llama's weights.
 
 Run as  python verl_megatron_ranks.py RANK RANKS STORE OUT
 """
@@ -36,7 +38,9 @@ ROWS = [
 
 
 def expected(source: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """States and log-probs of the response tokens, row after row; log-probs over the padded vocabulary, as verl's are."""
+    """States and log-probs of the response tokens, row after row; log-probs over the padded
+    vocabulary, as verl's are.
+    """
     states, logprobs = [], []
     table_VD = torch.nn.functional.pad(
         source.lm_head.weight, (0, 0, 0, cpu.PADDED_V - cpu.V), value=7.0
@@ -91,7 +95,9 @@ def engine_of(model: Any, packed: bool) -> MegatronEngineWithLMHead:
 
 
 class Actor:
-    """In the place of verl's TrainingWorker, whose start needs CUDA: its engine, and its answer on the rank that has one."""
+    """In the place of verl's TrainingWorker, whose start needs CUDA: its engine, and its answer on
+    the rank that has one.
+    """
 
     def __init__(self, engine: MegatronEngineWithLMHead) -> None:
         self.engine = engine
@@ -189,7 +195,8 @@ def main(rank: int, ranks: int, store: str, out: str) -> None:
         "data": lambda: score(source, settings=two, rows=elsewhere if rank else None),
         "unchanged": lambda: unchanged(source),
     }
-    # What goes wrong on one rank would leave the other waiting: the first failure ends all (run_ranks).
+    # What goes wrong on one rank would leave the other waiting: the first failure ends all
+    # (run_ranks).
     figures = {name: case() for name, case in cases.items()}
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, figures)

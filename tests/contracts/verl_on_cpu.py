@@ -1,7 +1,9 @@
-"""What stands in for CUDA in a training with the real verl on a CPU. Each replacement is named here, in REPLACED, and nowhere else.
+"""What stands in for CUDA in a training with the real verl on a CPU. Each replacement is named
+here, in REPLACED, and nowhere else.
 
-verl imports this file in each of its processes: VERL_USE_EXTERNAL_MODULES=verl_on_cpu VERL_PLATFORM=medusa-test-cpu
-VERL_ENGINE_DEVICE=cuda (tests/contracts/test_verl_training.py). The platform is verl's own seam for other accelerators.
+verl imports this file in each of its processes: VERL_USE_EXTERNAL_MODULES=verl_on_cpu
+VERL_PLATFORM=medusa-test-cpu VERL_ENGINE_DEVICE=cuda (tests/contracts/test_verl_training.py). The
+platform is verl's own seam for other accelerators.
 """
 
 from __future__ import annotations
@@ -18,12 +20,19 @@ PLATFORM = "medusa-test-cpu"
 EXTENSION = "verl.workers.rollout.vllm_rollout.utils"
 REPLACED = {
     "verl.plugin.platform.PlatformCUDA": (
-        "a platform of ours: device cpu, gloo, weights through shared memory; Ray is told of a GPU that is not there"
+        "a platform of ours: device cpu, gloo, weights through shared memory; Ray is told of a GPU"
+        " that is not there"
     ),
-    "verl.utils.distributed.initialize_global_process_group_ray": "backend gloo, where verl would ask for `cpu:gloo,cpu:gloo`",
-    "verl...EngineRegistry": "the FSDP engine, registered for CUDA, is taken for the CPU (VERL_ENGINE_DEVICE, verl's own switch)",
+    "verl.utils.distributed.initialize_global_process_group_ray": (
+        "backend gloo, where verl would ask for `cpu:gloo,cpu:gloo`"
+    ),
+    "verl...EngineRegistry": (
+        "the FSDP engine, registered for CUDA, is taken for the CPU (VERL_ENGINE_DEVICE, verl's own"
+        " switch)"
+    ),
     "verl...vLLMColocateWorkerExtension.update_weights_from_ipc": (
-        "verl's own receiver; what came is loaded by vLLM's reload_weights, because its CPU build packs its weights"
+        "verl's own receiver; what came is loaded by vLLM's reload_weights, because its CPU build"
+        " packs its weights"
     ),
 }
 
@@ -52,7 +61,9 @@ def _replace_loading() -> None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> float:
-    """The reward: how many different words an answer has. Any reward that tells the answers of a group apart will do."""
+    """The reward: how many different words an answer has. Any reward that tells the answers of a
+    group apart will do.
+    """
     return float(len(set(solution_str.split()))) / 8
 
 

@@ -1,4 +1,6 @@
-"""What the README and docs/hooks.md show as the change to a user's script: short, and true of the code as it is."""
+"""What the README and docs/hooks.md show as the change to a user's script: short, and true of the
+code as it is.
+"""
 
 from __future__ import annotations
 

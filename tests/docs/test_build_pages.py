@@ -1,4 +1,6 @@
-"""The documentation site: nothing that can be typed is without its text, links hold, and what is built loads nothing from elsewhere."""
+"""The documentation site: nothing that can be typed is without its text, links hold, and what is
+built loads nothing from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_each_command_and_option_has_its_text(commands: ModuleType) -> None:
 
 
 def test_pages_show_what_the_program_takes(commands: ModuleType) -> None:
-    """Read from the functions here, from typer's own parser there: both know the same options, and no flag is said to have a `no-`."""
+    """Read from the functions here, from typer's own parser there: both know the same options, and
+    no flag is said to have a `no-`.
+    """
     for name in commands.command_names():
         shown = (
             CliRunner()

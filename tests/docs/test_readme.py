@@ -1,4 +1,6 @@
-"""The README is one page, and each command in it is one that exists, takes what is shown, and is run by a test or by CI."""
+"""The README is one page, and each command in it is one that exists, takes what is shown, and is
+run by a test or by CI.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ HEADS = 9
 
 
 def replay_and_average(distances: list[int], times: int) -> tuple[float, float]:
-    """Mean acceptance length by replay, and 1 + the average run over all rows; distances between wrongly drafted tokens repeat."""
+    """Mean acceptance length by replay, and 1 + the average run over all rows; distances between
+    wrongly drafted tokens repeat.
+    """
     wrong = torch.zeros(1 + sum(distances) * times, dtype=torch.bool)
     wrong[torch.tensor([0, *distances * times]).cumsum(0)] = True
     right_M = (~wrong).double()

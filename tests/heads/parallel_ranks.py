@@ -1,4 +1,5 @@
-"""One tensor-parallel rank of test_parallel.py: compares sharded heads with whole ones in the same process, rank 0 writes the figures.
+"""One tensor-parallel rank of test_parallel.py: compares sharded heads with whole ones in the same
+process, rank 0 writes the figures.
 
 Run as  python parallel_ranks.py RANK RANKS STORE OUT
 """
@@ -264,7 +265,9 @@ def traffic_of_a_step(case: Case, traffic: Traffic, figures: dict[str, Any]) -> 
 def files(
     case: Case, name: str, group: dist.ProcessGroup, folder: Path, figures: dict[str, Any]
 ) -> None:
-    """Written by all ranks, read on one process and again sharded another way (with Megatron's padding)."""
+    """Written by all ranks, read on one process and again sharded another way (with Megatron's
+    padding).
+    """
     whole = case.share.whole_heads()
     if dist.get_rank(group) == 0:
         save_heads(folder / name, whole, version=4)

@@ -27,7 +27,9 @@ EOS = 0
 
 
 def test_by_hand() -> None:
-    """One response 5 6 7 8 9 9, two heads. Stops: row 0 (both right, jump 3), row 3 (first wrong, jump 1), row 4 (one right, end)."""
+    """One response 5 6 7 8 9 9, two heads. Stops: row 0 (both right, jump 3), row 3 (first wrong,
+    jump 1), row 4 (one right, end).
+    """
     response_M = torch.tensor([5, 6, 7, 8, 9, 9])
     drafts_MK = torch.tensor([[6, 7], [0, 0], [0, 0], [1, 9], [9, 3], [4, 4]])
     result = replay_estimate(drafts_MK, response_M, torch.tensor([6]))
@@ -40,14 +42,18 @@ def test_by_hand() -> None:
 
 
 def test_the_right_but_unreached_does_not_count() -> None:
-    """A wrong first draft ends the run, whatever stands behind it; averages over all rows would count row 1."""
+    """A wrong first draft ends the run, whatever stands behind it; averages over all rows would
+    count row 1.
+    """
     drafts_MK = torch.tensor([[1, 7], [7, 8], [0, 0], [0, 0]])
     result = replay_estimate(drafts_MK, torch.tensor([5, 6, 7, 8]), torch.tensor([4]))
     assert (result.drafts, result.accepted_per_position) == (2.0, (1.0, 1.0))
 
 
 def test_short_responses() -> None:
-    """A response of one token ends before any draft; one of two tokens has one draft step, with one draft that is seen."""
+    """A response of one token ends before any draft; one of two tokens has one draft step, with one
+    draft that is seen.
+    """
     result = replay_estimate(torch.full((3, 4), 6), torch.tensor([5, 5, 6]), torch.tensor([1, 2]))
     assert result.drafts_S.tolist() == [0.0, 1.0]
     assert result.accepted_SK.tolist() == [[0.0] * 4, [1.0, 0.0, 0.0, 0.0]]
@@ -89,7 +95,9 @@ def test_one_hot_equals_a_plain_loop() -> None:
 
 
 def test_expectation_equals_enumeration_over_all_outcomes() -> None:
-    """Sampled drafts: the exact expectation against a sum over all 2^(T K) outcomes of a short response."""
+    """Sampled drafts: the exact expectation against a sum over all 2^(T K) outcomes of a short
+    response.
+    """
     generator = torch.Generator().manual_seed(1)
     length, heads = 4, 2
     accept_TK = torch.rand(length, heads, generator=generator).double()
@@ -112,8 +120,9 @@ def test_expectation_equals_enumeration_over_all_outcomes() -> None:
 class TinyEngine:
     """Speculative decoding over a first-order Markov actor, counting as vLLM does.
 
-    As in vLLM, drafts are not shortened to the token limit, verification goes on behind an end token, tokens behind the end are
-    cut off after they were counted, and a finished request drafts no more.
+    As in vLLM, drafts are not shortened to the token limit, verification goes on behind an end
+    token, tokens behind the end are cut off after they were counted, and a finished request drafts
+    no more.
     """
 
     def __init__(
@@ -125,7 +134,8 @@ class TinyEngine:
         self.p_VV = (2.0 * torch.randn(vocab, vocab, generator=table)).softmax(-1).double()
         self.p_VV[:, EOS] = 0.05 * self.p_VV[:, EOS].clamp(max=1.0) + 0.02
         self.p_VV /= self.p_VV.sum(-1, keepdim=True)
-        # Head k reads the token of the row (its "hidden state") and no later one, as kind medusa does.
+        # Head k reads the token of the row (its "hidden state") and no later one, as kind medusa
+        # does.
         power, self.q_KVV = self.p_VV @ self.p_VV, []
         for _ in range(heads):
             self.q_KVV.append((power.log() / draft_temperature).softmax(-1))
@@ -190,7 +200,9 @@ class TinyEngine:
 
 @pytest.mark.parametrize("max_tokens", [5, 40])
 def test_one_hot_replay_reproduces_the_counters_of_the_engine_that_drafted(max_tokens: int) -> None:
-    """Pathwise: the number of draft steps exactly, the accepted tokens up to what was accepted behind the ends."""
+    """Pathwise: the number of draft steps exactly, the accepted tokens up to what was accepted
+    behind the ends.
+    """
     engine = TinyEngine(0)
     responses, rows = zip(
         *(engine.generate(max_tokens, sampled=False) for _ in range(150)), strict=True
@@ -206,7 +218,9 @@ def test_one_hot_replay_reproduces_the_counters_of_the_engine_that_drafted(max_t
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_replay_of_plain_rollouts_predicts_the_counters(sampled: bool) -> None:
-    """In law: rollouts made without any drafts predict what drafting would count, within 3 % and within noise."""
+    """In law: rollouts made without any drafts predict what drafting would count, within 3 % and
+    within noise.
+    """
     engine, plain = TinyEngine(1), TinyEngine(2)
     for _ in range(300):
         engine.generate(60, sampled=sampled)
@@ -337,7 +351,9 @@ def test_a_temperature_is_left_only_for_one_that_is_surely_better() -> None:
 
 
 def test_confidence_interval_covers_and_is_repeatable() -> None:
-    """Of 60 data sets with a known mean acceptance length, the 90 % interval covers most; the same seed gives the same interval."""
+    """Of 60 data sets with a known mean acceptance length, the 90 % interval covers most; the same
+    seed gives the same interval.
+    """
     generator = torch.Generator().manual_seed(5)
     lengths_S, rate, covered = torch.full((40,), 30), 0.5, 0
     truth = replay_probabilities(
@@ -355,7 +371,9 @@ def test_confidence_interval_covers_and_is_repeatable() -> None:
 
 
 def test_paired_difference_sees_what_separate_intervals_hide() -> None:
-    """Sequences differ widely, the two sets of heads by little: only the paired interval excludes zero."""
+    """Sequences differ widely, the two sets of heads by little: only the paired interval excludes
+    zero.
+    """
     generator = torch.Generator().manual_seed(6)
     lengths_S = torch.full((60,), 30)
     rate_S = torch.rand(60, generator=generator) * 0.8 + 0.1

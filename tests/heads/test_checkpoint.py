@@ -1,4 +1,6 @@
-"""The native directory: round trips, hostile files, atomic replacement, and what stock vLLM makes of it."""
+"""The native directory: round trips, hostile files, atomic replacement, and what stock vLLM makes
+of it.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +193,8 @@ def test_heads_of_another_actor_are_named(saved: Path) -> None:
         load_heads(saved, vocab_size=41)
 
 
-# ---- hostile files ------------------------------------------------------------------------------------------------------
+# ---- hostile files
+# ------------------------------------------------------------------------------------------------------
 
 
 def _truncate(path: Path) -> None:
@@ -259,14 +262,18 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "header longer than the file": _header_lies(1 << 20),
     "header of length zero": _header_lies(0),
     "trailing bytes": lambda path: (path / "model.safetensors").open("ab").write(b"x" * 64),
-    "header is a list": lambda path: (path / "model.safetensors").write_bytes(
-        (2).to_bytes(8, "little") + b"[]"
+    "header is a list": (
+        lambda path: (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]")
     ),
-    "header is not UTF-8": lambda path: (path / "model.safetensors").write_bytes(
-        (2).to_bytes(8, "little") + b"\xff\xfe"
+    "header is not UTF-8": (
+        lambda path: (path / "model.safetensors").write_bytes(
+            (2).to_bytes(8, "little") + b"\xff\xfe"
+        )
     ),
-    "deeply nested header": lambda path: (path / "model.safetensors").write_bytes(
-        (200000).to_bytes(8, "little") + b"[" * 200000
+    "deeply nested header": (
+        lambda path: (path / "model.safetensors").write_bytes(
+            (200000).to_bytes(8, "little") + b"[" * 200000
+        )
     ),
     "overlapping tensors": _rewrite_header(lambda h: _first(h).update(data_offsets=[0, 4])),
     "offsets beyond the file": _rewrite_header(
@@ -293,11 +300,13 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "missing lm_head": _tensors(lambda t: t.pop("lm_head.weight")),
     "config is not JSON": lambda path: (path / "config.json").write_text("{"),
     "config is a number": lambda path: (path / "config.json").write_text("1"),
-    "config with a key twice": lambda path: (path / "config.json").write_text(
-        '{"model_type": "medusa", "model_type": "x"}'
+    "config with a key twice": (
+        lambda path: (path / "config.json").write_text(
+            '{"model_type": "medusa", "model_type": "x"}'
+        )
     ),
-    "config of 2 MiB": lambda path: (path / "config.json").write_text(
-        '{"x": "' + "a" * (2 << 20) + '"}'
+    "config of 2 MiB": (
+        lambda path: (path / "config.json").write_text('{"x": "' + "a" * (2 << 20) + '"}')
     ),
     "foreign config": _config(lambda c: c.pop("medusa_ppo")),
     "newer format": _config(lambda c: c["medusa_ppo"].update(format_version=3)),
@@ -355,7 +364,8 @@ def test_validation_stands_before_allocation(saved: Path, monkeypatch: pytest.Mo
         load_heads(saved)
 
 
-# ---- single files ----------------------------------------------------------------------------------------------------------
+# ---- single files
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_state_round_trip(tmp_path: Path) -> None:
@@ -397,12 +407,15 @@ def test_checksum_sees_names_shapes_dtypes_and_bytes() -> None:
     assert len({checksum(base), *(checksum(other) for other in others)}) == 5
 
 
-# ---- stock vLLM ------------------------------------------------------------------------------------------------------------
+# ---- stock vLLM
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lm_head", LM_HEADS)
 def test_config_for_stock_vllm(tmp_path: Path, lm_head: str) -> None:
-    """The nine keys that vLLM <= 0.32 reads, and nothing else of ours at the top level (research: it renames keys with 'num')."""
+    """The nine keys that vLLM <= 0.32 reads, and nothing else of ours at the top level (research:
+    it renames keys with 'num').
+    """
     save_heads(tmp_path / "a", build("medusa", lm_head), lm_head_VD=torch.ones(V, D))
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     config.pop("medusa_ppo")
@@ -426,7 +439,9 @@ def test_config_for_stock_vllm(tmp_path: Path, lm_head: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stock_vllm_reads_medusa_and_refuses_the_other_kinds(tmp_path: Path, kind: str) -> None:
-    """vLLM's own configuration loader, without an engine: a kind that stock vLLM can't run must not load as something else."""
+    """vLLM's own configuration loader, without an engine: a kind that stock vLLM can't run must not
+    load as something else.
+    """
     pytest.importorskip("vllm")
     from vllm.transformers_utils.config import get_config
 

@@ -27,7 +27,9 @@ D, V, K, ROWS = 32, 24, 3, 3000
 
 
 def orthonormal_rows() -> torch.Tensor:
-    """A Hadamard matrix of D rows, scaled: lm_head @ (log p @ lm_head) = log p, without a solver that rounds differently each time."""
+    """A Hadamard matrix of D rows, scaled: lm_head @ (log p @ lm_head) = log p, without a solver
+    that rounds differently each time.
+    """
     rows_DD = torch.ones(1, 1)
     while rows_DD.shape[0] < D:
         rows_DD = torch.cat([torch.cat([rows_DD, rows_DD], 1), torch.cat([rows_DD, -rows_DD], 1)])
@@ -35,10 +37,12 @@ def orthonormal_rows() -> torch.Tensor:
 
 
 class Actor:
-    """A Markov chain over tokens: the hidden state holds the last token, lm_head reads log p of the next one from it exactly.
+    """A Markov chain over tokens: the hidden state holds the last token, lm_head reads log p of the
+    next one from it exactly.
 
-    Half of the states continue in one way only, the other half in two equal ones. So h_t alone can't tell which branch was
-    taken, and heads that are told the sampled token must beat those that are not.
+    Half of the states continue in one way only, the other half in two equal ones. So h_t alone
+    can't tell which branch was taken, and heads that are told the sampled token must beat those
+    that are not.
     """
 
     def __init__(self, seed: int = 0) -> None:

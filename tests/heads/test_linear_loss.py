@@ -1,4 +1,6 @@
-"""Fused cross-entropy against the plain reference, when it is chosen, and what no form of it may do."""
+"""Fused cross-entropy against the plain reference, when it is chosen, and what no form of it may
+do.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ SCALE_K = torch.tensor(
 def torch_sum(
     features_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor
 ) -> torch.Tensor:
-    """A second reference, in the place of Liger's kernel: that needs CUDA, or Triton's interpreter (below)."""
+    """A second reference, in the place of Liger's kernel: that needs CUDA, or Triton's interpreter
+    (below).
+    """
     return F.linear_cross_entropy(
         features_ND, weight_VD, targets_N, ignore_index=IGNORED, reduction="sum"
     )
@@ -111,7 +115,9 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 def test_no_gradient_of_the_frozen_lm_head_is_ever_made(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even when the table asks for one, and not as an intermediate of its shape; of own lm_heads it is made."""
+    """Not even when the table asks for one, and not as an intermediate of its shape; of own
+    lm_heads it is made.
+    """
     monkeypatch.setattr(losses, "liger_can", lambda *_: fused)
     monkeypatch.setattr(losses, "liger_sum", torch_sum)
     made = {}
@@ -202,7 +208,9 @@ print("same")
     importlib.util.find_spec("liger_kernel") is None, reason="liger_kernel is not installed"
 )
 def test_ligers_kernel_is_the_reference() -> None:
-    """The real package's real kernel, run by Triton's interpreter: a GPU is not needed for its arithmetic."""
+    """The real package's real kernel, run by Triton's interpreter: a GPU is not needed for its
+    arithmetic.
+    """
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",

@@ -1,4 +1,6 @@
-"""Chunked losses against their plain references, values and gradients; and what they must never do."""
+"""Chunked losses against their plain references, values and gradients; and what they must never
+do.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ CONFIGS = {
 
 
 class Case:
-    """Random heads and rows of one kind, with behaviour log-probs on both sides of the heads' own."""
+    """Random heads and rows of one kind, with behaviour log-probs on both sides of the heads'
+    own.
+    """
 
     def __init__(self, kind: str, lm_head: str, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -106,7 +110,9 @@ class Case:
         )
 
     def gradients(self, loss_K: torch.Tensor) -> list[torch.Tensor]:
-        """Of a sum with unequal weights, so that a head's gradient scaled by another head's weight would show."""
+        """Of a sum with unequal weights, so that a head's gradient scaled by another head's weight
+        would show.
+        """
         self.heads.zero_grad()
         (loss_K * torch.tensor([1.0, 2.0, 5.0])).sum().backward()
         return [parameter.grad.float().clone() for parameter in self.heads.parameters()]
@@ -155,7 +161,9 @@ def test_a_float_mask_weighs_positions(name: str, monkeypatch: pytest.MonkeyPatc
     [("medusa", "shared"), ("medusa", "own"), ("markov", "shared"), ("hydra", "shared")],
 )
 def test_values_and_gradients_bfloat16(name: str, kind: str, lm_head: str) -> None:
-    """Only the products are bfloat16: the loss itself is not rounded to it, and gradients agree in direction and size."""
+    """Only the products are bfloat16: the loss itself is not rounded to it, and gradients agree in
+    direction and size.
+    """
     case, config = Case(kind, lm_head, torch.bfloat16), CONFIGS[name]
     chunked_K, reference_K = case.chunked(config), case.reference(config)
     assert chunked_K.dtype == torch.float32
@@ -186,7 +194,9 @@ def test_neighbours_share_their_teachers(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("kind", ["medusa", "markov"])
 @pytest.mark.parametrize("name", ["kl", "exact_tv", "kl_tv"])
 def test_a_part_of_the_vocabulary(kind: str, name: str) -> None:
-    """p is that of its tokens among all, though no other row of lm_head is multiplied by: one token's log-prob says the rest."""
+    """p is that of its tokens among all, though no other row of lm_head is multiplied by: one
+    token's log-prob says the rest.
+    """
     case, config, ids_W = (
         Case(kind, "shared"),
         CONFIGS[name],
@@ -227,7 +237,9 @@ def test_the_temperature_of_the_rollouts(temperature: float) -> None:
 
 
 def test_kl_to_a_truncated_actor() -> None:
-    """With top-k and top-p the teacher is what was really sampled from; tokens that were cut add nothing."""
+    """With top-k and top-p the teacher is what was really sampled from; tokens that were cut add
+    nothing.
+    """
     case, config = Case("medusa", "shared"), LossConfig(0.0, kl=1.0, exact_tv=0.5)
     case.teacher = case.teacher._replace(top_k=6, top_p=0.9)
     logits_NKV = (
@@ -278,7 +290,9 @@ def test_accept_until_fail_without_logprobs_is_one_hot() -> None:
 
 
 def test_against_torch_cross_entropy() -> None:
-    """The references are not their own judge: PyTorch's cross-entropy says the same, and so does its chunked linear one."""
+    """The references are not their own judge: PyTorch's cross-entropy says the same, and so does
+    its chunked linear one.
+    """
     case = Case("medusa", "shared")
     features_NKD = case.heads.features(case.hidden_ND)
     ours_K = head_loss(
@@ -418,7 +432,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_memory_does_not_grow_with_rows_times_vocabulary() -> None:
-    """8,192 rows x 2 heads x 8,192 tokens are 512 MiB of float32 logits; the loss may add a few MiB for features and gradients."""
+    """8,192 rows x 2 heads x 8,192 tokens are 512 MiB of float32 logits; the loss may add a few MiB
+    for features and gradients.
+    """
     done = subprocess.run(
         [sys.executable, "-c", PEAK, "8192"],
         capture_output=True,

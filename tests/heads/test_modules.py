@@ -1,4 +1,6 @@
-"""MedusaHeads: what each kind computes, teacher-forced and step by step, and how its state travels."""
+"""MedusaHeads: what each kind computes, teacher-forced and step by step, and how its state
+travels.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def one_row(
     tokens: list[int],
     embedding_VD: torch.Tensor,
 ) -> list:
-    """What lm_head reads for head 1, 2, ... at one row: its pairs oldest first, its own last, and the tokens since."""
+    """What lm_head reads for head 1, 2, ... at one row: its pairs oldest first, its own last, and
+    the tokens since.
+    """
     c = D
     inputs = [
         torch.cat([rms_normalise(hidden_D), rms_normalise(embedding_VD[token])])
@@ -139,7 +143,9 @@ def one_row(
 
 
 def test_a_context_by_hand() -> None:
-    """Row by row: each attends to at most the last n pairs of its own sequence, itself among them."""
+    """Row by row: each attends to at most the last n pairs of its own sequence, itself among
+    them.
+    """
     heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = (
         build("context", layers=1),
         tables(),

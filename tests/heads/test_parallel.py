@@ -1,4 +1,6 @@
-"""Vocabulary-parallel heads on two gloo processes against whole ones in one: losses, gradients, drafts, files, and what crosses."""
+"""Vocabulary-parallel heads on two gloo processes against whole ones in one: losses, gradients,
+drafts, files, and what crosses.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def test_the_likeliest_token_is_the_smallest_among_equals(figures: list[dict[str
 
 
 def test_logits_do_not_cross(figures: list[dict[str, Any]]) -> None:
-    """Counted elements: three numbers per row and head, and the features' gradient; nothing is gathered."""
+    """Counted elements: three numbers per row and head, and the features' gradient; nothing is
+    gathered.
+    """
     for rank in figures:
         traffic = rank["traffic"]
         assert traffic.keys() == {"all_reduce", "largest", "logits"}
@@ -106,7 +110,8 @@ def test_files_load_at_another_tensor_parallel_size(
 def test_a_failing_rank_ends_all(run_ranks: Callable[..., str], tmp_path: Path) -> None:
     script = tmp_path / "one_fails.py"
     script.write_text(
-        "import sys, time\nif sys.argv[1] == '0':\n    sys.exit('rank 0 has enough')\ntime.sleep(600)\n"
+        "import sys, time\nif sys.argv[1] == '0':\n    sys.exit('rank 0 has"
+        " enough')\ntime.sleep(600)\n"
     )
     with pytest.raises(AssertionError, match="rank 0 has enough"):
         run_ranks(script, 2, timeout_s=30)

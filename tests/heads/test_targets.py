@@ -18,14 +18,16 @@ from heads.targets import (
     used_rows,
 )
 
-# Text x0 x1 x2 x3 x4 x5 x6 = 10 11 12 13 14 15 16. Row t holds h_t; lm_head predicts x_{t+1} from it, so next_ids = 11 .. 16.
+# Text x0 x1 x2 x3 x4 x5 x6 = 10 11 12 13 14 15 16. Row t holds h_t; lm_head predicts x_{t+1} from
+# it, so next_ids = 11 .. 16.
 NEXT_IDS = torch.tensor([11, 12, 13, 14, 15, 16])
 ONE = torch.zeros(6, dtype=torch.int64)
 
 
 def test_six_tokens_by_hand() -> None:
     targets_TK, mask_TK = head_targets(NEXT_IDS, ONE, 3)
-    # head 1 at h_0 predicts x_2 = 12, head 2 x_3 = 13, head 3 x_4 = 14; and so on down to the last row, which predicts nothing.
+    # head 1 at h_0 predicts x_2 = 12, head 2 x_3 = 13, head 3 x_4 = 14; and so on down to the last
+    # row, which predicts nothing.
     assert targets_TK.tolist() == [
         [12, 13, 14],
         [13, 14, 15],

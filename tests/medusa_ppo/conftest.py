@@ -1,4 +1,6 @@
-"""What several modules share: a small local Ray for each module of tests that needs one, workers that meet, a companion's double."""
+"""What several modules share: a small local Ray for each module of tests that needs one, workers
+that meet, a companion's double.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Roll
 
 @pytest.fixture(scope="module")
 def ray_session() -> Iterator[None]:
-    """A local Ray with two CPUs and 300 MB of shared memory, without dashboard; ended with the module, since others start their own."""
+    """A local Ray with two CPUs and 300 MB of shared memory, without dashboard; ended with the
+    module, since others start their own.
+    """
     import ray
 
     started = not ray.is_initialized()
@@ -40,7 +44,9 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture
 def in_a_team() -> Callable[..., list[Any]]:
-    """in_a_team(work, size=2): `work(team, rank)` of so many workers, in threads, over real sockets."""
+    """in_a_team(work, size=2): `work(team, rank)` of so many workers, in threads, over real
+    sockets.
+    """
     return _in_a_team
 
 
@@ -59,7 +65,9 @@ def _in_a_team(work: Callable[[Meeting, int], Any], size: int = 2) -> list[Any]:
 
 
 class RecordingCompanion:
-    """Stands for the companion where a test looks at what the plugin hands over and does with the answers."""
+    """Stands for the companion where a test looks at what the plugin hands over and does with the
+    answers.
+    """
 
     def __init__(self) -> None:
         self.batches: list[RolloutBatch] = []

@@ -174,7 +174,8 @@ def test_a_file_extends_another_and_says_only_what_differs(tmp_path: Path) -> No
         "extends: one-gpu\nname: below\nengine: {extra: {a: 1, b: 1}}\n"
     )
     (tmp_path / "above.yaml").write_text(
-        "extends: ./below.yaml\nengine: {max_num_seqs: 3, extra: {b: 2}}\ncompanion: {num_gpus: null}\n"
+        "extends: ./below.yaml\nengine: {max_num_seqs: 3, extra: {b: 2}}\ncompanion: {num_gpus:"
+        " null}\n"
     )
     config = load_config(tmp_path / "above.yaml", ["ppo.steps=1"])
     assert (config.name, config.engine.max_num_seqs, config.engine.extra) == (

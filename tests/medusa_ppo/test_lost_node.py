@@ -1,4 +1,6 @@
-"""A run on a Ray cluster of several nodes (all on this machine) that loses one and gets another: PPO goes on, everything catches up."""
+"""A run on a Ray cluster of several nodes (all on this machine) that loses one and gets another:
+PPO goes on, everything catches up.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
 
 
 class LosesANode(ProgressSink):
-    """Takes the node without the leader away before one step, brings another before a later one, and lets that one come up."""
+    """Takes the node without the leader away before one step, brings another before a later one,
+    and lets that one come up.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -99,8 +103,9 @@ class LosesANode(ProgressSink):
             node = next(n for n in self._cluster.worker_nodes if n.node_id not in actors("Leader"))
             self.lost = node.node_id
             self._cluster.remove_node(node, allow_graceful=False)
-            # Until Ray misses it (some 15 s) it places what is started again on the lost node, where that dies; who waits there is asked
-            # only with the next batch, and the steps before BACK_AT may take less.
+            # Until Ray misses it (some 15 s) it places what is started again on the lost node,
+            # where that dies; who waits there is asked only with the next batch, and the steps
+            # before BACK_AT may take less.
             until(lambda: not any(n["Alive"] for n in ray.nodes() if n["NodeID"] == self.lost))
         if step == BACK_AT:
             assert self.pool is not None

@@ -1,4 +1,6 @@
-"""Processes that meet: at one address and no other, within the timeout, and noticed when they go."""
+"""Processes that meet: at one address and no other, within the timeout, and noticed when they
+go.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The plugin's hooks around a real tiny actor.
 
-The engine here is a double that samples with the actor itself, drafts by replay with the heads that were really swapped in, and can be
-told to refuse them. The real engine is covered by the tests under engines/ and end to end. The companion is real where it says `ray`.
+The engine here is a double that samples with the actor itself, drafts by replay with the heads that
+were really swapped in, and can be told to refuse them. The real engine is covered by the tests
+under engines/ and end to end. The companion is real where it says `ray`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ PROMPTS = tuple(tuple(range(1, 2 + n % 4)) for n in range(12))
 
 
 def tiny_actor(cycle: bool = False) -> LlamaForCausalLM:
-    """A random Llama; with `cycle` its lm_head makes each token call for the next one, so that there is something to learn."""
+    """A random Llama; with `cycle` its lm_head makes each token call for the next one, so that
+    there is something to learn.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -72,7 +75,9 @@ def config_of(**companion) -> RunConfig:
 
 
 class DoubleEngine(RolloutEngine):
-    """Samples with the actor in this process; acceptance counters are those of a replay with the heads it holds."""
+    """Samples with the actor in this process; acceptance counters are those of a replay with the
+    heads it holds.
+    """
 
     def __init__(self, actor: LlamaForCausalLM, heads_path: Path, sharpness: float = 60.0) -> None:
         self.actor, self.sharpness = actor, sharpness
@@ -158,7 +163,9 @@ class DoubleEngine(RolloutEngine):
 def padded(
     rollouts: Rollouts, order: Sequence[int], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input ids, attention mask and response mask of some rows: each row padded on both sides by other amounts."""
+    """Input ids, attention mask and response mask of some rows: each row padded on both sides by
+    other amounts.
+    """
     rows = [
         (rollouts.prompts[rollouts.responses[s].prompt_index], rollouts.responses[s].token_ids)
         for s in order
@@ -241,7 +248,9 @@ def test_batch_holds_the_states_that_lm_head_reads(parts) -> None:
 
 
 def test_what_check_loop_watches_is_there(parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its whole run on a real engine is a slow test of tests/medusa_ppo/loops/test_check_loop.py."""
+    """Its whole run on a real engine is a slow test of
+    tests/medusa_ppo/loops/test_check_loop.py.
+    """
     actor, engine, companion, plugin = parts
     for name in ("__init__", "before_generation", "rollout_ready", "tables_updated", "close"):
         monkeypatch.setattr(
@@ -439,7 +448,9 @@ def accepted(engine: DoubleEngine, extra: float) -> Rollouts:
 def test_heads_that_are_accepted_next_to_never_make_way_for_those_before(
     parts, tmp_path: Path
 ) -> None:
-    """Version 1 works, version 2 does not: version 1 comes back under its number, 2 is never asked for again, 3 is welcome."""
+    """Version 1 works, version 2 does not: version 1 comes back under its number, 2 is never asked
+    for again, 3 is welcome.
+    """
     _, engine, companion, plugin = parts
     companion.offer = good = offer_of(engine.heads, tmp_path, 1)
     plugin.before_generation()
@@ -500,7 +511,9 @@ def test_heads_that_cannot_be_put_back_stay(parts, tmp_path: Path) -> None:
 def test_an_engine_that_lost_its_heads_gets_those_that_it_should_have(
     parts, tmp_path: Path
 ) -> None:
-    """First those of the start, then the installed ones, then, where their file is gone, those of the start again."""
+    """First those of the start, then the installed ones, then, where their file is gone, those of
+    the start again.
+    """
     _, engine, companion, plugin = parts
     first = engine.checksums()["heads"]
 
@@ -620,7 +633,9 @@ def test_heads_of_another_actor_are_refused(tmp_path: Path) -> None:
 
 
 def test_ray_acceptance_rises_and_the_heads_are_saved(ray_session: None, tmp_path: Path) -> None:
-    """Everything real but the engine: PPO-like steps on an actor whose text can be learned and that the zero start gets wrong."""
+    """Everything real but the engine: PPO-like steps on an actor whose text can be learned and that
+    the zero start gets wrong.
+    """
     actor = tiny_actor(cycle=True)
     config = config_of(wait=True, epochs=6)
     engine = DoubleEngine(actor, MedusaPlugin.prepare_heads(config, actor, tmp_path / "heads"))

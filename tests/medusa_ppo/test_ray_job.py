@@ -1,4 +1,6 @@
-"""A run that Ray starts as a job (`ray job submit`): it joins that cluster, ends well, and a stopped one closes what it started."""
+"""A run that Ray starts as a job (`ray job submit`): it joins that cluster, ends well, and a
+stopped one closes what it started.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[JobSubmissionClient]:
             _temp_dir=folder,
             log_to_driver=False,
         )
-        # As `ray start` writes it: a job finds its cluster by it, and takes any other Ray of the machine without it.
+        # As `ray start` writes it: a job finds its cluster by it, and takes any other Ray of the
+        # machine without it.
         (Path(folder) / "ray_current_cluster").write_text(ray.get_runtime_context().gcs_address)
         yield JobSubmissionClient(f"http://{context.dashboard_url}")
     finally:
@@ -140,7 +143,9 @@ def test_a_stopped_job_closes_what_it_started(
 
 @pytest.mark.usefixtures("jobs")
 def test_a_job_finds_a_preset_by_its_name_and_a_file_that_is_sent_along(tmp_path: Path) -> None:
-    """As docs/cluster.md writes it, by the real command: a job starts where Ray was started, not where it is submitted."""
+    """As docs/cluster.md writes it, by the real command: a job starts where Ray was started, not
+    where it is submitted.
+    """
     (tmp_path / "mine.yaml").write_text("extends: demo\nname: mine\n")
     submit = [
         "ray",

@@ -1,6 +1,8 @@
-"""verl loads this in each of its processes (entry point `verl.plugins`): it brings our trainer when verl's own is imported.
+"""verl loads this in each of its processes (entry point `verl.plugins`): it brings our trainer when
+verl's own is imported.
 
-verl's trainer takes long to import, and most of verl's processes never do. So nothing of verl is imported here.
+verl's trainer takes long to import, and most of verl's processes never do. So nothing of verl is
+imported here.
 """
 
 from __future__ import annotations
@@ -50,9 +52,11 @@ def _bring_ours() -> None:
     try:
         importlib.import_module(OURS)
     except ImportError as error:
-        # Whoever does not ask for our trainer is left in peace; who does is told by verl that it is unknown, and why here.
+        # Whoever does not ask for our trainer is left in peace; who does is told by verl that it is
+        # unknown, and why here.
         logger.error(
-            "medusa-ppo's trainer `medusa_sync` is not available: it was made for verl 0.9 and can't be imported: %s",
+            "medusa-ppo's trainer `medusa_sync` is not available: it was made for verl 0.9 and"
+            " can't be imported: %s",
             error,
         )
 

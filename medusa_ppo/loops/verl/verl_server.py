@@ -1,4 +1,6 @@
-"""What runs in verl's vLLM: its server with two more methods, and its worker extension joined with ours."""
+"""What runs in verl's vLLM: its server with two more methods, and its worker extension joined with
+ours.
+"""
 
 from __future__ import annotations
 
@@ -34,5 +36,6 @@ class MedusaReplica(vLLMReplica):
 
 
 class MedusaVerlWorker(MedusaWorker, vLLMColocateWorkerExtension):
-    """Both extensions in one class, because vLLM takes only one. verl's weight transfer passes over draft models that are not MTP: the
-    heads are only ours to feed."""
+    """Both extensions in one class, because vLLM takes only one. verl's weight transfer passes over
+    draft models that are not MTP: the heads are only ours to feed.
+    """

@@ -1,10 +1,13 @@
-"""verl's synchronous PPO trainer with draft heads: `trainer.v1.trainer_mode=medusa_sync +medusa.heads.num_heads=4`.
+"""verl's synchronous PPO trainer with draft heads: `trainer.v1.trainer_mode=medusa_sync
++medusa.heads.num_heads=4`.
 
-What is hooked, and how (verl 0.9; tests/contracts/test_verl.py compares all of it with the installed package):
+What is hooked, and how (verl 0.9; tests/contracts/test_verl.py compares all of it with the
+installed package):
 
     trainer          registered as `medusa_sync`, a subclass of PPOTrainerSync; loaded by the entry point `verl.plugins`
     vLLM's start     `actor_rollout_ref.rollout.engine_kwargs.vllm`, which verl spreads last over its own arguments
-    calls into vLLM  our server class, through RolloutReplicaRegistry; verl's own `collective_rpc` gives no answers back
+    calls into vLLM  our server class, through RolloutReplicaRegistry; verl's own `collective_rpc`
+    gives no answers back
     log-prob pass    `ActorRolloutRefWorker.compute_log_prob`, overridden: the first data-parallel replica taps its share of the rows
     update           `_update_actor`, overridden: lm_head and embedding are gathered for the companion
     weight sync      `on_step_end`, overridden: verl's sleep throws the heads away, so they are fed after every sync
@@ -58,7 +61,9 @@ ACTOR_ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
 
 
 class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
-    """verl's actor worker; the first data-parallel replica (with FSDP that is rank 0) taps its own log-prob pass."""
+    """verl's actor worker; the first data-parallel replica (with FSDP that is rank 0) taps its own
+    log-prob pass.
+    """
 
     _medusa_tap: RowTap | None = None
     _medusa_tables: WorkerTables | None = None
@@ -84,7 +89,9 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_tables(self) -> Tables | None:
-        """lm_head and embedding, gathered from all ranks if they changed; from the rank that reports only."""
+        """lm_head and embedding, gathered from all ranks if they changed; from the rank that
+        reports only.
+        """
         if self.config.actor.strategy == MEGATRON:
             tap: Any = (
                 self._medusa_tap
@@ -108,7 +115,9 @@ def on_device(engine: Any) -> Iterator[None]:
 
 
 def engine_tap(engine: Any, config: Any) -> RowTap:
-    """The tap for the engine of an actor worker with this configuration (verl's `actor_rollout_ref`)."""
+    """The tap for the engine of an actor worker with this configuration (verl's
+    `actor_rollout_ref`).
+    """
     sampling = sampling_of(config.rollout)
     if config.actor.strategy == MEGATRON:
         return MegatronEngineTap(engine, sampling, int(config.medusa_bytes))
@@ -116,12 +125,15 @@ def engine_tap(engine: Any, config: Any) -> RowTap:
 
 
 class MegatronEngineTap(RowTap):
-    """verl's Megatron engine, tapped: whole rows and tables of one model replica come together on the rank where verl's own outputs do.
+    """verl's Megatron engine, tapped: whole rows and tables of one model replica come together on
+    the rank where verl's own outputs do.
 
-    The engine may be cut by tensor, pipeline (virtual stages too), sequence and context parallelism. Each micro-batch comes to
-    `MegatronEngine.forward_step` on every rank, its rows whole and without padding. So that method is wrapped for the time of a log-prob
-    pass, and our tap is opened around each call of it. One replica is tapped; verl's other data-parallel replicas do not notice. Every rank
-    of it has a tap, and calls all its methods when the others do: rows and tables are gathered.
+    The engine may be cut by tensor, pipeline (virtual stages too), sequence and context
+    parallelism. Each micro-batch comes to `MegatronEngine.forward_step` on every rank, its rows
+    whole and without padding. So that method is wrapped for the time of a log-prob pass, and our
+    tap is opened around each call of it. One replica is tapped; verl's other data-parallel replicas
+    do not notice. Every rank of it has a tap, and calls all its methods when the others do: rows
+    and tables are gathered.
     """
 
     def __init__(self, engine: Any, sampling: Sampling, max_bytes: int) -> None:
@@ -132,7 +144,8 @@ class MegatronEngineTap(RowTap):
 
         Raises:
             ModelError: not a GPTModel (one with an image tower, say).
-            ConfigError: the rows are cut for context parallelism in a way that the tap doesn't know.
+            ConfigError: the rows are cut for context parallelism in a way that the tap doesn't
+                know.
         """
         from medusa_ppo.actors.megatron import (
             MegatronActor,
@@ -149,7 +162,10 @@ class MegatronEngineTap(RowTap):
                 "The states of this model's rows can't be put together.",
                 given=f"context parallel layout {layout}",
                 expected="zigzag",
-                do="Set actor_rollout_ref.actor.megatron.context_parallel_size=1, or train without draft heads.",
+                do=(
+                    "Set actor_rollout_ref.actor.megatron.context_parallel_size=1, or train without"
+                    " draft heads."
+                ),
             )
         self.reports = self._actor.reports
 
@@ -202,8 +218,8 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             OmegaConf.to_container(config.get("medusa") or OmegaConf.create({}), resolve=True)
         )
         with open_dict(config):
-            config.trainer.v1.trainer_mode = (
-                "sync"  # verl asks for this name in many places; ours is the same mode.
+            config.trainer.v1.trainer_mode = (  # verl asks for this name in many places; ours is the same mode.
+                "sync"
             )
         self.medusa: RemoteAttachment | None = None
         if medusa is not None:
@@ -279,8 +295,9 @@ def unsupported(config: Any) -> dict[str, bool]:
     megatron = (actor.get("megatron") or {}) if actor.strategy == MEGATRON else {}
     return {
         f"actor_rollout_ref.rollout.name={rollout.name} (not vllm)": rollout.name != "vllm",
-        f"actor_rollout_ref.actor.strategy={actor.strategy} (not {' or '.join(STRATEGIES)})": actor.strategy
-        not in STRATEGIES,
+        f"actor_rollout_ref.actor.strategy={actor.strategy} (not {' or '.join(STRATEGIES)})": (
+            actor.strategy not in STRATEGIES
+        ),
         "actor_rollout_ref.model.use_fused_kernels with Megatron (its logits are never made, so the tap has no output layer)": (
             actor.strategy == MEGATRON and bool(model.get("use_fused_kernels", False))
         ),
@@ -290,18 +307,16 @@ def unsupported(config: Any) -> dict[str, bool]:
         "actor_rollout_ref.actor.megatron.use_megatron_fsdp": bool(
             megatron.get("use_megatron_fsdp", False)
         ),
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1": int(
-            actor.get("ulysses_sequence_parallel_size", 1)
-        )
-        > 1,
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1": (
+            int(actor.get("ulysses_sequence_parallel_size", 1)) > 1
+        ),
         "actor_rollout_ref.model.lora_rank > 0": int(model.get("lora_rank", 0)) > 0,
         "actor_rollout_ref.model.lora.rank > 0": int((model.get("lora") or {}).get("rank", 0)) > 0,
         "actor_rollout_ref.model.lora_adapter_path": bool(model.get("lora_adapter_path")),
         "actor_rollout_ref.model.mtp.enable": bool((model.get("mtp") or {}).get("enable", False)),
-        "actor_rollout_ref.rollout.data_parallel_size > 1": int(
-            rollout.get("data_parallel_size", 1)
-        )
-        > 1,
+        "actor_rollout_ref.rollout.data_parallel_size > 1": (
+            int(rollout.get("data_parallel_size", 1)) > 1
+        ),
         "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config": bool(
             kwargs.get("speculative_config")
         ),
@@ -326,7 +341,8 @@ def configure(config: Any, medusa: RemoteAttachment) -> None:
 
 
 def rows_of(data: Any) -> tuple[list[Row], list[int]]:
-    """Prompt and response of those rows of verl's nested batch that the heads can learn from, and which rows these are.
+    """Prompt and response of those rows of verl's nested batch that the heads can learn from, and
+    which rows these are.
 
     Left out are rows with tokens between the response's own (tools' answers).
     """
@@ -342,7 +358,9 @@ def rows_of(data: Any) -> tuple[list[Row], list[int]]:
 
 
 def response_logprobs(log_probs: torch.Tensor, response_mask: torch.Tensor) -> list[torch.Tensor]:
-    """The response part of verl's log-probs, row by row: they are nested over prompt and response, and one to the left."""
+    """The response part of verl's log-probs, row by row: they are nested over prompt and response,
+    and one to the left.
+    """
     pairs = zip(log_probs.unbind(), response_mask.unbind(), strict=True)
     return [
         values[values.numel() - mask.numel() - 1 : values.numel() - 1] for values, mask in pairs

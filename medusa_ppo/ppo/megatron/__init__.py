@@ -1,10 +1,12 @@
-"""PPO with a Megatron actor: the loop's process holds critic, companion and engines, and tells the actor's ranks what to do.
+"""PPO with a Megatron actor: the loop's process holds critic, companion and engines, and tells the
+actor's ranks what to do.
 
     loop (critic)  --rollouts, scores-->  rank 0 ... N-1 in Ray actors (actor, reference, optimizer)
                    <--log-probs, hidden states, weights in buckets--
 
-The critic works while the ranks do. The actor's weights come as a stream of buckets, each stage's first rank giving out its own; Ray
-holds a stage back that is more than `BUCKETS_AHEAD` buckets ahead of who reads.
+The critic works while the ranks do. The actor's weights come as a stream of buckets, each stage's
+first rank giving out its own; Ray holds a stage back that is more than `BUCKETS_AHEAD` buckets
+ahead of who reads.
 
 Shape letters: B sequences, R response positions, T tokens, D hidden, V vocabulary.
 """
@@ -56,7 +58,8 @@ class RankTeam:
             with_embedding: `tables` brings the input embedding.
 
         Raises:
-            ModelError, ConfigError: there is no such folder, the actor is of no known family, or it can't be cut so.
+            ModelError, ConfigError: there is no such folder, the actor is of no known family, or it
+                can't be cut so.
             RunError: there is no room for the ranks, or one did not start.
         """
         config = settled(config)
@@ -72,7 +75,8 @@ class RankTeam:
         self.sizes.check_cut(section.tensor_parallel, section.pipeline_parallel)
         gpus = bool(ray.cluster_resources().get("GPU"))
         resources = {section.resource: TOKEN} if section.resource else {}
-        # A tensor-parallel group talks in every layer: one bundle each, so that Ray puts it on one node.
+        # A tensor-parallel group talks in every layer: one bundle each, so that Ray puts it on one
+        # node.
         each = {"GPU" if gpus else "CPU": 1.0 if gpus else TOKEN, **resources}
         bundle = {name: share * section.tensor_parallel for name, share in each.items()}
         self._ranks: list[Any] = []
@@ -112,7 +116,9 @@ class RankTeam:
         return self.wait(self.begin(method, *arguments))
 
     def wait(self, references: list[Any]) -> list[Any]:
-        """Answers that are not None. The first error ends the wait: other ranks may wait for the one that failed."""
+        """Answers that are not None. The first error ends the wait: other ranks may wait for the
+        one that failed.
+        """
         left = list(references)
         with _rank_errors():
             while left:
@@ -233,7 +239,8 @@ class MegatronLearner(PPOLearner):
                 total.add(share.policy)
                 if tap is not None and share.hidden_BRD is not None:
                     longest = share.hidden_BRD.shape[1]
-                    # The response stands at columns 1 and on: column t is predicted from the state at t - 1.
+                    # The response stands at columns 1 and on: column t is predicted from the state
+                    # at t - 1.
                     mask_BT = torch.nn.functional.pad(
                         batch.mask_SR[list(share.sequences), :longest], (1, 0), value=False
                     )

@@ -1,12 +1,14 @@
-"""One process of a Megatron actor: its part of actor and reference, and its share of every pass of PPO.
+"""One process of a Megatron actor: its part of actor and reference, and its share of every pass of
+PPO.
 
-Every rank gets the same calls in the same order. Sequences are dealt to data-parallel replicas; the ranks of a replica run the same
-micro batches. The loss is divided by the tokens of the whole minibatch, and gradients are added up over replicas: how many there are
-changes the result by rounding only. What is learned, moments and losses are float32, as in the loop's own learner; with
+Every rank gets the same calls in the same order. Sequences are dealt to data-parallel replicas; the
+ranks of a replica run the same micro batches. The loss is divided by the tokens of the whole
+minibatch, and gradients are added up over replicas: how many there are changes the result by
+rounding only. What is learned, moments and losses are float32, as in the loop's own learner; with
 model.dtype=bfloat16 the model itself is a bfloat16 copy.
 
-Shape letters: S sequences, R response positions, B sequences of this replica, T tokens, P tokens and predictions of one context-parallel
-rank, D hidden, M response tokens, V vocabulary.
+Shape letters: S sequences, R response positions, B sequences of this replica, T tokens, P tokens
+and predictions of one context-parallel rank, D hidden, M response tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -58,10 +60,12 @@ CLIP_EPSILON = 1e-6  # As torch.nn.utils.clip_grad_norm_.
 def sharded_stats(
     logits_MV: Tensor, ids_M: Tensor, vocabulary: Vocabulary, *, entropy: bool = False
 ) -> TokenStats:
-    """As `token_stats`, from this rank's logits; the same on every rank. Gradients reach this rank's logits only.
+    """As `token_stats`, from this rank's logits; the same on every rank. Gradients reach this
+    rank's logits only.
 
     Args:
-        logits_MV: float32, without the vocabulary's padding, at the sampling temperature, and cut to what was sampled from.
+        logits_MV: float32, without the vocabulary's padding, at the sampling temperature, and cut
+            to what was sampled from.
         ids_M: the response tokens.
         vocabulary: how the tokens are spread over ranks.
     """
@@ -93,7 +97,9 @@ class _LogprobAndEntropy(torch.autograd.Function):
 
 
 class RankOptimizer:
-    """Megatron's AdamW: steps on float32 tensors, which are this rank's parameters, copies of them, or this replica's part of either."""
+    """Megatron's AdamW: steps on float32 tensors, which are this rank's parameters, copies of them,
+    or this replica's part of either.
+    """
 
     def __init__(
         self, model: RankModel, config: PPOConfig, dtype: torch.dtype, *, distributed: bool
@@ -127,7 +133,9 @@ class RankOptimizer:
         self._held = _stepped(self._part)
 
     def step(self, rate: float, clip_norm: float, norms: GradientNorms) -> None:
-        """The step that gathered gradients ask for, clipped; left out, on all ranks, where their norm is not finite."""
+        """The step that gathered gradients ask for, clipped; left out, on all ranks, where their
+        norm is not finite.
+        """
         set_learning_rate(self._chain, rate)
         self._chain.prepare_grads()
         norm = float(self._chain.get_grad_norm())
@@ -138,7 +146,9 @@ class RankOptimizer:
         self._chain.step_with_ready_grads()
 
     def value(self, what: str, parameter: nn.Parameter) -> Tensor:
-        """The weights of a parameter, or one of its moments, whole. With a distributed optimizer all replicas call it."""
+        """The weights of a parameter, or one of its moments, whole. With a distributed optimizer
+        all replicas call it.
+        """
         if what == WEIGHTS and not self._copies:
             return parameter.detach()
         stepped, place = self._held.get(parameter, (None, slice(0)))
@@ -169,7 +179,9 @@ class RankOptimizer:
 
     @property
     def steps(self) -> float:
-        """Optimizer steps so far. torch's AdamW counts them for each parameter, TransformerEngine's and Apex' for each group."""
+        """Optimizer steps so far. torch's AdamW counts them for each parameter, TransformerEngine's
+        and Apex' for each group.
+        """
         counters = [*self._state.values(), *self._chain.param_groups]
         return max(
             (float(counter["step"]) for counter in counters if "step" in counter), default=0.0
@@ -191,7 +203,9 @@ class RankOptimizer:
 
 
 def _stepped(optimizer: Any) -> dict[nn.Parameter, tuple[Tensor, slice]]:
-    """Of each parameter that this rank steps: the float32 tensor that is stepped, and which part of the flat parameter that is."""
+    """Of each parameter that this rank steps: the float32 tensor that is stepped, and which part of
+    the flat parameter that is.
+    """
     if isinstance(optimizer, FP32Optimizer):
         return {parameter: (parameter, slice(None)) for parameter in optimizer.get_parameters()}
     distributed = isinstance(optimizer, DistributedOptimizer)
@@ -230,7 +244,8 @@ class RankScores:
     Attributes:
         policy: of the whole batch's shape, zero outside of this replica's sequences.
         sequences: B indices into the rollout batch.
-        hidden_BRD: the actor's final hidden states that predict each response token, zero behind the last; None: not asked for.
+        hidden_BRD: the actor's final hidden states that predict each response token, zero behind
+            the last; None: not asked for.
     """
 
     policy: PolicyScores
@@ -239,7 +254,9 @@ class RankScores:
 
 
 class ActorRank:
-    """Lives in a Ray actor. `start` comes first, on all ranks at once, after `meet_here` on the first."""
+    """Lives in a Ray actor. `start` comes first, on all ranks at once, after `meet_here` on the
+    first.
+    """
 
     def __init__(self, rank: int, path: str, config: RunConfig, with_embedding: bool) -> None:
         """
@@ -291,7 +308,8 @@ class ActorRank:
         if dtype != torch.float32:
             self._read(Path(self._path), WEIGHTS)  # The optimizer's copies are of rounded ones.
 
-    # ---- passes ---------------------------------------------------------------------------------------------------------------
+    # ---- passes
+    # ---------------------------------------------------------------------------------------------------------------
 
     def begin_batch(self, sampling: Sampling) -> None:
         """New rollouts will be scored: what was kept of those before is forgotten."""
@@ -301,7 +319,8 @@ class ActorRank:
     def score(
         self, rollouts: Rollouts, pad_id: int, first: int, sampling: Sampling, tapped: bool
     ) -> RankScores | None:
-        """Passes of actor and reference over this replica's sequences; the answer comes from the rank that reports.
+        """Passes of actor and reference over this replica's sequences; the answer comes from the
+        rank that reports.
 
         Args:
             rollouts: the batch, or a piece of it.
@@ -341,7 +360,8 @@ class ActorRank:
     def update(
         self, rollouts: Rollouts, pad_id: int, scores: Scores, sampling: Sampling, step: int
     ) -> UpdateTotals | None:
-        """All optimizer steps of one PPO update; the sums over this replica's sequences from the rank that reports.
+        """All optimizer steps of one PPO update; the sums over this replica's sequences from the
+        rank that reports.
 
         A step whose gradient is not finite is left out, on all ranks.
         """
@@ -414,22 +434,27 @@ class ActorRank:
         return TokenStats(self._actor.of_all_columns(found.logprobs_M, places_P, total), entropy_M)
 
     def _own_predictions(self, micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
-        """The micro batch in the columns that this rank's logits have, each with the token that follows; and which of its M predictions
-        they are."""
+        """The micro batch in the columns that this rank's logits have, each with the token that
+        follows; and which of its M predictions they are.
+        """
         columns_P = self._actor.columns(micro.input_ids_BT.shape[1])
         more = max(0, int(columns_P.max()) + 1 - micro.input_ids_BT.shape[1])
         next_BT = torch.nn.functional.pad(micro.input_ids_BT[:, 1:], (0, 1 + more))
         predicts_BT = torch.nn.functional.pad(micro.predict_mask_BT, (0, more), value=False)
         number_BT = predicts_BT.flatten().cumsum(0).view(predicts_BT.shape) - 1
         mask_BP = predicts_BT[:, columns_P]
-        return MicroBatch(micro.sequences, next_BT[:, columns_P], mask_BP, micro.first), number_BT[
-            :, columns_P
-        ][mask_BP]
+        return (
+            MicroBatch(micro.sequences, next_BT[:, columns_P], mask_BP, micro.first),
+            number_BT[:, columns_P][mask_BP],
+        )
 
-    # ---- weights --------------------------------------------------------------------------------------------------------------
+    # ---- weights
+    # --------------------------------------------------------------------------------------------------------------
 
     def tables(self) -> tuple[Tensor, Tensor | None] | None:
-        """The whole lm_head and (when wanted) embedding, from the first replica's rank that reports."""
+        """The whole lm_head and (when wanted) embedding, from the first replica's rank that
+        reports.
+        """
         if self._actor.replica:
             return None
         self._view.refresh()
@@ -441,7 +466,9 @@ class ActorRank:
         )
 
     def give_out(self, what: str, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-        """This stage's tensors by the checkpoint's names, some at a time: `weights`, or one of AdamW's moments."""
+        """This stage's tensors by the checkpoint's names, some at a time: `weights`, or one of
+        AdamW's moments.
+        """
         if self._actor.first or self._optimizer.distributed:
             yield from self._actor.whole_tensors(
                 functools.partial(self._optimizer.value, what), dtype, BUCKET_BYTES

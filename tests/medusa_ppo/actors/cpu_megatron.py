@@ -1,9 +1,12 @@
-"""What megatron-core needs to run without CUDA, for tests only, and the weights of a transformers Llama in its layout.
+"""What megatron-core needs to run without CUDA, for tests only, and the weights of a transformers
+Llama in its layout.
 
-Not Megatron's own here, because its CPU forms can't: a norm for sequence parallelism (torch's is refused there), and an attention for
-context parallelism and packed sequences (both need TransformerEngine). What names CUDA and is answered here: devices called "cuda", the
-types `torch.cuda.FloatTensor` and `torch.cuda.BFloat16Tensor` that its optimizers ask for, generators' states around what is made again in
-the backward pass, and pinned memory of rotary positions. All else is megatron-core as it is.
+Not Megatron's own here, because its CPU forms can't: a norm for sequence parallelism (torch's is
+refused there), and an attention for context parallelism and packed sequences (both need
+TransformerEngine). What names CUDA and is answered here: devices called "cuda", the types
+`torch.cuda.FloatTensor` and `torch.cuda.BFloat16Tensor` that its optimizers ask for, generators'
+states around what is made again in the backward pass, and pinned memory of rotary positions. All
+else is megatron-core as it is.
 """
 
 from __future__ import annotations
@@ -43,8 +46,9 @@ class NoRandomness:
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """`device="cuda"` and `.cuda()`, which Megatron's pipeline schedules and tied tables say outright, mean the CPU; `.type()` says what
-    its optimizers ask for."""
+    """`device="cuda"` and `.cuda()`, which Megatron's pipeline schedules and tied tables say
+    outright, mean the CPU; `.type()` says what its optimizers ask for.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -85,7 +89,9 @@ class RMSNorm(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """Causal attention over gathered keys and values; knows context-parallel pieces and packed sequences."""
+    """Causal attention over gathered keys and values; knows context-parallel pieces and packed
+    sequences.
+    """
 
     def __init__(self, config: TransformerConfig, **named: Any) -> None:
         super().__init__()
@@ -123,7 +129,9 @@ class PlainAttention(nn.Module):
 
 
 def pieces_of(edges: list[int], rank: int, ranks: int) -> torch.Tensor:
-    """Positions of a context-parallel rank's tokens: of each sequence in 2 x ranks pieces the rank-th and the rank-th from behind."""
+    """Positions of a context-parallel rank's tokens: of each sequence in 2 x ranks pieces the
+    rank-th and the rank-th from behind.
+    """
     found = []
     for start, end in pairwise(edges):
         pieces = torch.arange(start, end).chunk(2 * ranks)

@@ -1,4 +1,6 @@
-"""What `actor.imports` names in tests: each rank that imports it runs megatron-core without CUDA from then on (see cpu_megatron.py)."""
+"""What `actor.imports` names in tests: each rank that imports it runs megatron-core without CUDA
+from then on (see cpu_megatron.py).
+"""
 
 import sys
 from pathlib import Path

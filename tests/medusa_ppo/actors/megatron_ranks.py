@@ -1,4 +1,5 @@
-"""One rank of test_megatron.py: taps Megatron models of every parallelism and compares with transformers on the same weights.
+"""One rank of test_megatron.py: taps Megatron models of every parallelism and compares with
+transformers on the same weights.
 
 Run as  python megatron_ranks.py RANK RANKS STORE OUT
 """
@@ -68,7 +69,9 @@ class Batch:
         return get_batch_on_this_cp_rank({"input_ids": self.ids_BT, "position_ids": positions_BT})
 
     def packed(self) -> dict[str, Any]:
-        """The same sequences in one row, each padded to a multiple of 4, as one context-parallel rank gets them."""
+        """The same sequences in one row, each padded to a multiple of 4, as one context-parallel
+        rank gets them.
+        """
         rank, ranks = (
             parallel_state.get_context_parallel_rank(),
             parallel_state.get_context_parallel_world_size(),
@@ -95,7 +98,9 @@ def causal_mask() -> torch.Tensor:
 
 
 class Companion:
-    """Stands for the companion's client: keeps what it is given. The real one is a process of its own, tested elsewhere."""
+    """Stands for the companion's client: keeps what it is given. The real one is a process of its
+    own, tested elsewhere.
+    """
 
     def __init__(self) -> None:
         self.batches: list[RolloutBatch] = []
@@ -113,7 +118,9 @@ class Companion:
 def score(
     actor: MegatronActor, batch: Batch, forward: Any, mask_BT: torch.Tensor | None = None
 ) -> dict[str, Any]:
-    """The loop's log-prob pass through the plug-in's own seam: the batch that the companion gets against transformers' states."""
+    """The loop's log-prob pass through the plug-in's own seam: the batch that the companion gets
+    against transformers' states.
+    """
     if not actor.reports:
         with actor.tap():
             forward()
@@ -195,7 +202,9 @@ def _pipeline(source: Any, batch: Batch, tied: bool) -> dict[str, Any]:
 
 
 def untouched_gradients(source: Any, batch: Batch) -> dict[str, Any]:
-    """Bit-identical gradients and outputs with and without the tap, and heads on the output layer as it is."""
+    """Bit-identical gradients and outputs with and without the tap, and heads on the output layer
+    as it is.
+    """
     model = cpu.gpt(tp=2)
     cpu.load_llama(model, source)
     actor = MegatronActor(model, cpu.V)

@@ -1,4 +1,6 @@
-"""One rank's part of test_sharded.py: an actor in one of its forms, tapped and trained, compared with the same actor whole and alone."""
+"""One rank's part of test_sharded.py: an actor in one of its forms, tapped and trained, compared
+with the same actor whole and alone.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ def merged(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def train(form: str, rank: int, tapped: bool) -> dict[str, Any]:
-    """Two steps. What came out of the tap, the tables before and after, and a print of the weights' bits on this rank."""
+    """Two steps. What came out of the tap, the tables before and after, and a print of the weights'
+    bits on this rank.
+    """
     model = FORMS[form](tiny())
     optimizer = (
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)

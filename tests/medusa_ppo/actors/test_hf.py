@@ -1,4 +1,6 @@
-"""Hidden states are tapped right for every family, and unusable model folders are refused with a sentence."""
+"""Hidden states are tapped right for every family, and unusable model folders are refused with a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,9 @@ def test_wrapped_model_is_tapped_too() -> None:
 def test_logits_that_are_more_than_a_product_are_refused_by_name(
     setting: str, value: float, plain: float | None
 ) -> None:
-    """Gemma-2, Cohere, Granite: the engine's `compute_logits` has it, the companion's product had not, and nobody said so."""
+    """Gemma-2, Cohere, Granite: the engine's `compute_logits` has it, the companion's product had
+    not, and nobody said so.
+    """
     model = tiny("llama", tied=False)
     setattr(model.config, setting, plain)
     assert hf.as_view(model).lm_head_VD.shape[0]

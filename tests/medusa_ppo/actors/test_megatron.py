@@ -1,8 +1,10 @@
-"""Megatron's final hidden states on two gloo processes against a transformers copy of the same weights, through the plug-in's own hook.
+"""Megatron's final hidden states on two gloo processes against a transformers copy of the same
+weights, through the plug-in's own hook.
 
-Real megatron-core models (tests' shim: cpu_megatron.py). What its CPU forms can't run stands there by name: torch's norms refuse sequence
-parallelism, and its local attention refuses context parallelism and packed sequences, so these cases bring a norm and an attention of
-the tests' own; everything else in them, rotary positions of packed and cut sequences included, is Megatron's.
+Real megatron-core models (tests' shim: cpu_megatron.py). What its CPU forms can't run stands there
+by name: torch's norms refuse sequence parallelism, and its local attention refuses context
+parallelism and packed sequences, so these cases bring a norm and an attention of the tests' own;
+everything else in them, rotary positions of packed and cut sequences included, is Megatron's.
 """
 
 from __future__ import annotations
@@ -99,7 +101,9 @@ def test_refusals(figures: list[dict[str, Any]]) -> None:
 def test_a_checkpoint_that_megatron_wrote_becomes_one_of_transformers(
     figures: list[dict[str, Any]], ranks_folder: Path, tmp_path: Path, kind: str
 ) -> None:
-    """Layers, query groups and the vocabulary's rows were cut over two ranks, and the vocabulary has padding."""
+    """Layers, query groups and the vocabulary's rows were cut over two ranks, and the vocabulary
+    has padding.
+    """
     source = llama(tied=kind == "tied")
     source.config.save_pretrained(ranks_folder / kind)
     path = as_transformers(str(ranks_folder / kind), tmp_path / "model")
@@ -109,7 +113,8 @@ def test_a_checkpoint_that_megatron_wrote_becomes_one_of_transformers(
         assert torch.equal(ours, theirs), name
 
 
-# ---- bookkeeping --------------------------------------------------------------------------------------------------------------
+# ---- bookkeeping
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_context_parallel_pieces_by_hand() -> None:

@@ -1,4 +1,6 @@
-"""A distributed checkpoint of Megatron's, laid out by hand: what trains on it, and what is refused. Megatron's own: test_megatron.py."""
+"""A distributed checkpoint of Megatron's, laid out by hand: what trains on it, and what is refused.
+Megatron's own: test_megatron.py.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from medusa_ppo.standalone.train import train_heads
 
 
 def lay_out(source: Path, folder: Path, *, stacked: bool = True, left_out: str = "") -> Path:
-    """The model of `source` as Megatron saves it: `folder`/iter_0000007, and beside it what transformers needs."""
+    """The model of `source` as Megatron saves it: `folder`/iter_0000007, and beside it what
+    transformers needs.
+    """
     sizes, inside = LlamaSizes.read(source), folder / "iter_0000007"
     state = dict(AutoModelForCausalLM.from_pretrained(source).named_parameters())
     tensors: dict[str, torch.Tensor] = {}

@@ -1,4 +1,6 @@
-"""The key table: what is cut for the ranks and joined again is what it was, and a rank reads only what is its own."""
+"""The key table: what is cut for the ranks and joined again is what it was, and a rank reads only
+what is its own.
+"""
 
 from __future__ import annotations
 

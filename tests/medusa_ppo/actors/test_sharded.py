@@ -1,4 +1,6 @@
-"""Actors on two gloo processes, in every form that is said to work: tapped and gathered right, and trained as without the plug-in."""
+"""Actors on two gloo processes, in every form that is said to work: tapped and gathered right, and
+trained as without the plug-in.
+"""
 
 from __future__ import annotations
 

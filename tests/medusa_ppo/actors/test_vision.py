@@ -1,5 +1,7 @@
-"""Images of a vision-language actor: features from the store are those of its own pass over pixels, each image is computed once, and
-what can't be read is refused. As a script it is one of the ranks that share the tower's work."""
+"""Images of a vision-language actor: features from the store are those of its own pass over pixels,
+each image is computed once, and what can't be read is refused. As a script it is one of the ranks
+that share the tower's work.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def count_runs(actor: Any) -> list[int]:
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_features_give_what_pixels_give(vision_actor, picture: Picture, family: str):
-    """Rows with an image, with two and without; logits and the gradient of an embedding, against the model's own way."""
+    """Rows with an image, with two and without; logits and the gradient of an embedding, against
+    the model's own way.
+    """
     actor, reader = loaded(vision_actor(family))
     images = [(picture(0, 60, 90),), (picture(1), picture(2, 120, 60)), ()]
     prompts = reader.prompts(["what is it?", "compare them", "say a word"], images)
@@ -78,7 +82,9 @@ def test_features_give_what_pixels_give(vision_actor, picture: Picture, family: 
 
 
 def test_an_image_token_that_the_actor_wrote_is_a_word(vision_actor, picture: Picture):
-    """As if another word with the same embedding stood there; and the row's image is where it was."""
+    """As if another word with the same embedding stood there; and the row's image is where it
+    was.
+    """
     actor, reader = loaded(vision_actor())
     (prompt,) = reader.prompts(["what?"], [(picture(),)])
     other = copy.deepcopy(actor)

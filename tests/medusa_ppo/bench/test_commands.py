@@ -1,4 +1,6 @@
-"""The bench commands on a real engine: they end, their files hold figures, and the figures are of what was asked."""
+"""The bench commands on a real engine: they end, their files hold figures, and the figures are of
+what was asked.
+"""
 
 from __future__ import annotations
 

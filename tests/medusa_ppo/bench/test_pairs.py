@@ -1,4 +1,6 @@
-"""Paired timing: every arm runs in every round, the order rotates, warm-up is not counted, ratios stay within a round."""
+"""Paired timing: every arm runs in every round, the order rotates, warm-up is not counted, ratios
+stay within a round.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The original recipe computes what it should, both recipes learn the same, and their rates are of the same tokens."""
+"""The original recipe computes what it should, both recipes learn the same, and their rates are of
+the same tokens.
+"""
 
 from __future__ import annotations
 

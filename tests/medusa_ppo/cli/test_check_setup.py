@@ -1,4 +1,6 @@
-"""check-setup: the five commands for a setup with GPUs are real, follow from each other, and print what they are said to print."""
+"""check-setup: the five commands for a setup with GPUs are real, follow from each other, and print
+what they are said to print.
+"""
 
 from __future__ import annotations
 

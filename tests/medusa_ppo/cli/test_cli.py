@@ -1,4 +1,6 @@
-"""The command line: help with examples, exit codes, one clear sentence for each bad input, no traceback unless asked for."""
+"""The command line: help with examples, exit codes, one clear sentence for each bad input, no
+traceback unless asked for.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,10 @@ def test_an_unknown_option_is_a_usage_error() -> None:
 
 
 def test_debug_shows_the_traceback_and_plain_runs_do_not() -> None:
-    code = "import sys; from medusa_ppo.cli import main; sys.argv = ['medusa-ppo', *sys.argv[1:]]; main()"
+    code = (
+        "import sys; from medusa_ppo.cli import main; sys.argv = ['medusa-ppo', *sys.argv[1:]];"
+        " main()"
+    )
     plain = subprocess.run(
         [sys.executable, "-c", code, "ppo", "--config", "none.yaml"],
         capture_output=True,

@@ -322,9 +322,10 @@ def test_every_preset_has_a_plan(path: Path, folder: Path) -> None:
 def test_the_command_prints_it_and_starts_nothing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"model: {{path: {folder}}}\n")
     code = (
-        "import sys; from medusa_ppo.cli import app; from typer.testing import CliRunner\n"
-        f"r = CliRunner().invoke(app, ['plan', '--config', {str(tmp_path / 'run.yaml')!r}, 'engine.replicas=2', '--no-gpus'])\n"
-        "print(r.output); assert r.exit_code == 0; assert not {'torch', 'ray', 'vllm'} & set(sys.modules)"
+        "import sys; from medusa_ppo.cli import app; from typer.testing import CliRunner\nr ="
+        f" CliRunner().invoke(app, ['plan', '--config', {str(tmp_path / 'run.yaml')!r},"
+        " 'engine.replicas=2', '--no-gpus'])\nprint(r.output); assert r.exit_code == 0; assert not"
+        " {'torch', 'ray', 'vllm'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -356,9 +357,12 @@ def test_the_demo_and_mistakes(tmp_path: Path) -> None:
         after.memory - before.memory
         for after, before in zip(remembering.processes, demo.processes, strict=True)
     ]
-    assert more == [4_000_000, 4_000_000, 0, 0], (
-        "a memory for the engine, and once more for the loop"
-    )
+    assert more == [
+        4_000_000,
+        4_000_000,
+        0,
+        0,
+    ], "a memory for the engine, and once more for the loop"
     (tmp_path / "run.yaml").write_text("model: {path: /no/such/folder}\n")
     result = CliRunner().invoke(app, ["plan", "--config", str(tmp_path / "run.yaml")])
     assert result.exit_code == 2
@@ -400,7 +404,9 @@ WORDY = {
 def test_peaks_of_the_update_and_of_scoring_are_those_of_the_tensors(
     tmp_path: Path, sizes: dict, recompute: bool, dtype: str
 ) -> None:
-    """Within 15 %, optimizer states left out of both: they are known to the byte, and would hide the rest."""
+    """Within 15 %, optimizer states left out of both: they are known to the byte, and would hide
+    the rest.
+    """
     actor = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     actor.save_pretrained(tmp_path)
     ppo = {"minibatch_size": 8, "epochs": 1, "recompute": recompute}

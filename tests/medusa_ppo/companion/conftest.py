@@ -1,4 +1,6 @@
-"""A task whose answer is known: on-policy rollouts of a Markov chain that a linear lm_head models exactly."""
+"""A task whose answer is known: on-policy rollouts of a Markov chain that a linear lm_head models
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ from medusa_ppo.types import RolloutBatch
 
 
 class ChainTask:
-    """Tokens follow a permutation with probability `sure`, else any token; h_t is the one-hot state of x_t, scaled.
+    """Tokens follow a permutation with probability `sure`, else any token; h_t is the one-hot state
+    of x_t, scaled.
 
-    lm_head gives exactly the chain's log-probs, so rollouts are on-policy by construction. Head k can reach the acceptance of the
-    permutation applied k + 1 times, while the zero start (head k = lm_head) is wrong nearly always: acceptance must rise by learning.
+    lm_head gives exactly the chain's log-probs, so rollouts are on-policy by construction. Head k
+    can reach the acceptance of the permutation applied k + 1 times, while the zero start (head k =
+    lm_head) is wrong nearly always: acceptance must rise by learning.
     """
 
     def __init__(

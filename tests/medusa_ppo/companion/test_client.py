@@ -1,4 +1,6 @@
-"""The companion in a real Ray actor: batches, versions, crashes. One actor for the peaceful tests, others where they are killed."""
+"""The companion in a real Ray actor: batches, versions, crashes. One actor for the peaceful tests,
+others where they are killed.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def test_a_fraction_is_sampled_before_the_copy(chain, client_of) -> None:
 
 
 def test_a_batch_of_twenty_times_the_budget_is_sampled(chain, client_of) -> None:
-    """It was dropped. At the tap, and where it was collected elsewhere; two of them have room side by side."""
+    """It was dropped. At the tap, and where it was collected elsewhere; two of them have room side
+    by side.
+    """
     task = chain()
     batch = task.batch(600, 16)
     budget = batch.nbytes // 20
@@ -124,7 +128,9 @@ def test_a_batch_of_twenty_times_the_budget_is_sampled(chain, client_of) -> None
 
 
 def test_waiting_runs_repeat_themselves(chain, client_of) -> None:
-    """Two companions, the same batches, drained after each: the same versions with the same bytes at the same steps."""
+    """Two companions, the same batches, drained after each: the same versions with the same bytes
+    at the same steps.
+    """
 
     def run() -> list[tuple[int, str]]:
         task, seen = chain(), []
@@ -227,7 +233,9 @@ def test_killed_companion_comes_back_from_its_checkpoint(chain, client_of, tmp_p
 def test_stopped_companion_costs_a_short_poll_and_is_started_again(
     chain, client_of, tmp_path: Path
 ) -> None:
-    """SIGSTOP: alive, but it answers nothing. Batches are bounded on our side, and after `hang_s` it is ended and started again."""
+    """SIGSTOP: alive, but it answers nothing. Batches are bounded on our side, and after `hang_s`
+    it is ended and started again.
+    """
     task = chain()
     batch = task.batch()
     client = client_of(task, tmp_path, hang_s=1.0, queue_bytes=4 * batch.nbytes)
@@ -267,7 +275,9 @@ def large_batch(rows: int, hidden: int = 16, vocab: int = 12) -> RolloutBatch:
 
 
 def test_a_slow_companion_never_holds_more_than_the_budget(chain, client_of) -> None:
-    """Measured in Ray's store: on its way, waiting, and in training together. Old batches make way; in the end nothing is held."""
+    """Measured in Ray's store: on its way, waiting, and in training together. Old batches make way;
+    in the end nothing is held.
+    """
     task, batch = chain(), large_batch(20_000)
     budget = 4 * batch.nbytes
     client = client_of(task, queue_bytes=budget, epochs=30, batch_positions=512)
@@ -291,7 +301,9 @@ def test_a_slow_companion_never_holds_more_than_the_budget(chain, client_of) -> 
 def test_a_companion_that_runs_out_of_memory_goes_on_with_the_next_batch(
     chain, client_of, tmp_path: Path
 ) -> None:
-    """Its address space is limited: a batch that is too large for it fails (or ends the process), the ones after it are learned from."""
+    """Its address space is limited: a batch that is too large for it fails (or ends the process),
+    the ones after it are learned from.
+    """
     task = chain()
     client = client_of(task, tmp_path, queue_bytes=2**30)
     client.submit(task.batch())

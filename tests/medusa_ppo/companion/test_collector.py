@@ -39,7 +39,9 @@ def rollouts_of(lengths: list[int], policy_version: int = 4, temperature: float 
 def micro_batch(
     lengths: list[int], order: list[int], rng: random.Random, width: int = 12
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows with prompts and responses at random offsets; the state that predicts token i of response s is (s, i, 7)."""
+    """Rows with prompts and responses at random offsets; the state that predicts token i of
+    response s is (s, i, 7).
+    """
     hidden_BTD = torch.full((len(order), width, HIDDEN), -1.0)
     mask_BT = torch.zeros(len(order), width, dtype=torch.int64)
     for row, s in enumerate(order):
@@ -126,7 +128,9 @@ def test_dtype_is_kept_and_states_are_detached_copies() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("scored", [12, 9])
 def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) -> None:
-    """In any order, and also when some responses were never scored: only states that are trained on or judged were copied."""
+    """In any order, and also when some responses were never scored: only states that are trained on
+    or judged were copied.
+    """
     rng = random.Random(seed)
     lengths = [rng.randint(0, 6) for _ in range(11)] + [4]
     rollouts = rollouts_of(lengths)

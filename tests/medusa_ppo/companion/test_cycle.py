@@ -1,4 +1,6 @@
-"""A cycle publishes what is better, follows a policy that moves, keeps a frozen control, and resumes to the bit."""
+"""A cycle publishes what is better, follows a policy that moves, keeps a frozen control, and
+resumes to the bit.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def test_the_first_version_of_a_dozen_prompts_comes_with_the_second_batch(chain)
 
 
 def test_equal_heads_are_replayed_once(chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The frozen control is what serves until there is a second version, and then what served before it."""
+    """The frozen control is what serves until there is a second version, and then what served
+    before it.
+    """
     task, replayed = chain(), []
     cycle = make(task)
     measure = cycle._measure
@@ -222,7 +226,9 @@ def test_a_candidate_that_fell_behind_is_taken_back(chain) -> None:
 
 
 def test_trained_heads_find_the_step_size_that_suits_them(chain) -> None:
-    """With one that is far too large they would lose what they know with every batch. The gate makes it smaller until they don't."""
+    """With one that is far too large they would lose what they know with every batch. The gate
+    makes it smaller until they don't.
+    """
     task = chain()
     source = make(task)
     for _ in range(15):
@@ -273,7 +279,9 @@ def test_a_version_is_compared_with_the_one_before_on_later_batches(chain, monke
 
 
 def test_equal_heads_keep_their_step_size(chain) -> None:
-    """As many candidates are called better by chance as worse. Seven publishes to a rollback were needed before, and it ended at 1/64."""
+    """As many candidates are called better by chance as worse. Seven publishes to a rollback were
+    needed before, and it ended at 1/64.
+    """
     task = chain()
     cycle = make(task)
     row = ReplayRow(2.0, (0.5,))
@@ -467,7 +475,9 @@ def test_candidates_are_judged_at_the_temperature_that_the_engine_drafts_at(
 def test_a_version_brings_draft_temperatures_that_were_fitted_to_its_holdout(
     chain, monkeypatch, tmp_path
 ) -> None:
-    """Judged before that, with those that it came with; candidates go on from them, and so does a resumed companion."""
+    """Judged before that, with those that it came with; candidates go on from them, and so does a
+    resumed companion.
+    """
     task = chain()
     cycle = make(task, draft_temperature=1.0)
     found: list[float] = []

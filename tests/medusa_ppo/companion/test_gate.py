@@ -99,9 +99,11 @@ def test_fitted_temperatures_beat_one_on_miscalibrated_heads() -> None:
     fit_temperatures(heads, batch, lm_head_VD, served=Served())
     assert heads.temperatures_K.tolist() == [1.0] * 3, "one-hot drafts have none"
     fit_temperatures(heads, batch, lm_head_VD, served=Served(1.0, num_drafts=2))
-    assert heads.temperatures_K.tolist() == [2.0, 2.0, 1.0], (
-        "and heads that do not draft keep theirs"
-    )
+    assert heads.temperatures_K.tolist() == [
+        2.0,
+        2.0,
+        1.0,
+    ], "and heads that do not draft keep theirs"
     fit_temperatures(heads, batch, lm_head_VD, served=Served(1.0))
     after = replay(heads, fresh, lm_head_VD, draft_temperature=1.0).mean_acceptance_length
     assert heads.temperatures_K.tolist() == [2.0] * 3 and before < 3.3 and after > 3.9
@@ -194,7 +196,9 @@ def test_a_holdout_without_draft_steps_decides_nothing(chain) -> None:
 
 
 def test_rarely_wrong_when_nothing_differs(chain) -> None:
-    """Two equally good sets of heads, trained on different data: the gate may pick one now and then, not most of the time."""
+    """Two equally good sets of heads, trained on different data: the gate may pick one now and
+    then, not most of the time.
+    """
     task = chain(sure=0.8)
     left, right = trained(task, 25), trained(task, 25)
     passed = sum(
@@ -209,7 +213,9 @@ def test_rarely_wrong_when_nothing_differs(chain) -> None:
 def equal_heads(
     prompts: int, siblings: int, correlation: float, seed: int
 ) -> tuple[ReplayResult, ReplayResult, RolloutBatch]:
-    """Counts of two sets of heads that are equally good; a prompt's answers are alike in which of the two they happen to suit."""
+    """Counts of two sets of heads that are equally good; a prompt's answers are alike in which of
+    the two they happen to suit.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(10, 60, (prompts, 1), generator=generator) + torch.randint(
         0, 20, (prompts, siblings), generator=generator
@@ -243,7 +249,9 @@ def equal_heads(
 def test_equal_heads_pass_one_time_in_ten_at_most_though_siblings_are_alike(
     prompts: int, siblings: int
 ) -> None:
-    """With a bootstrap over responses it was 15 and 26 in a hundred (4 and 16 siblings, many prompts)."""
+    """With a bootstrap over responses it was 15 and 26 in a hundred (4 and 16 siblings, many
+    prompts).
+    """
     count, passed = 800, 0
     for seed in range(count):
         evidence = Evidence()
@@ -308,7 +316,9 @@ def test_a_large_holdout_is_replayed_in_pieces(chain, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", ["medusa", "markov"])
 @pytest.mark.parametrize("draft_temperature", [0.0, 0.7])
 def test_heads_are_judged_as_they_are_served(chain, kind: str, draft_temperature: float) -> None:
-    """With fewer drafts than heads, from a part of the vocabulary: what full logits give where all other tokens are cut."""
+    """With fewer drafts than heads, from a part of the vocabulary: what full logits give where all
+    other tokens are cut.
+    """
     task = chain(sure=0.8)
     heads, holdout, ids_W = (
         trained(task, 6, kind),

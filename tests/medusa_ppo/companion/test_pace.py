@@ -1,4 +1,6 @@
-"""The companion gives way to the loop: by a byte in shared memory, within a piece of work, and what it waits is no training."""
+"""The companion gives way to the loop: by a byte in shared memory, within a piece of work, and what
+it waits is no training.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_training_stands_still_at_once_and_goes_on(ray_session: None, chain, cli
     seen: list[float] = []
 
     def stands_still() -> bool:
-        """It ends the piece of work that it is in, and then next to nothing is added: waiting itself."""
+        """It ends the piece of work that it is in, and then next to nothing is added: waiting
+        itself.
+        """
         seen.append(client.status().train_s)
         return len(seen) > 5 and seen[-1] - seen[-6] < 0.02
 

@@ -1,4 +1,6 @@
-"""A team learns from a batch what one worker learns: the same positions in each step, the same verdict."""
+"""A team learns from a batch what one worker learns: the same positions in each step, the same
+verdict.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,9 @@ def make(task, kind: str = "medusa", draft_temperature: float = 0.0, **settings)
 @pytest.mark.parametrize(
     ("size", "kind", "settings"),
     [
-        # `kl`, and not the default: total variation has a kink where q equals p. There another order of summing changes the gradient
-        # and not the loss (seen: 3e-4 of 1.6e-2 at a difference of 3e-8), and AdamW makes steps of it.
+        # `kl`, and not the default: total variation has a kink where q equals p. There another
+        # order of summing changes the gradient and not the loss (seen: 3e-4 of 1.6e-2 at a
+        # difference of 3e-8), and AdamW makes steps of it.
         (2, "medusa", {"loss": "kl", "replay_versions": 2, "upper_mark_every": 2}),
         (2, "hydra", {"loss": "ce_tv", "draft_temperature": 0.8, "batch_positions": 128}),
         (3, "markov", {"loss": "kl"}),

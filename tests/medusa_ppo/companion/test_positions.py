@@ -66,7 +66,9 @@ def test_rows_without_a_weight_have_no_target(chain) -> None:
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("loss", ["ce", "ce_tv"])
 def test_states_that_were_left_out_change_nothing(chain, kind: str, loss: str) -> None:
-    """The same sample, with all states or with those of the sampled rows alone: the same training to the bit."""
+    """The same sample, with all states or with those of the sampled rows alone: the same training
+    to the bit.
+    """
     task = chain()
     batch, older = task.batch(), task.batch()
     weights_M, older_M = (fraction_weights(b.lengths_S, 0.4, seed=2) for b in (batch, older))
@@ -149,7 +151,9 @@ def test_an_early_sample_leaves_the_holdout_whole() -> None:
 
 
 def test_a_sample_is_blocks_whose_edges_are_there_for_the_others() -> None:
-    """Every row that is trained on has the states that its teacher and its context read, and all rows are as likely."""
+    """Every row that is trained on has the states that its teacher and its context read, and all
+    rows are as likely.
+    """
     lengths_S = torch.randint(1, 400, (300,), generator=torch.Generator().manual_seed(1))
     chosen_T = torch.zeros(400)
     for version in range(12):
@@ -175,7 +179,9 @@ def test_a_sample_is_blocks_whose_edges_are_there_for_the_others() -> None:
 
 @pytest.mark.parametrize("loss", ["kl_tv", "ce_tv"])
 def test_heads_learn_from_blocks_what_they_learn_from_all(chain, loss: str) -> None:
-    """A batch of twenty times the budget was dropped; losses that read the actor's distribution could not be sampled at all."""
+    """A batch of twenty times the budget was dropped; losses that read the actor's distribution
+    could not be sampled at all.
+    """
     task = chain(sure=0.8)
     batches = [task.batch(100, 100) for _ in range(4)]
     whole, part = trainer_of(task, "medusa", loss=loss), trainer_of(task, "medusa", loss=loss)
@@ -222,6 +228,8 @@ def trained(task, kind: str) -> MedusaHeads:
 
 @pytest.mark.parametrize(("prompts", "held"), [(2, 1), (6, 2), (12, 4), (18, 6), (27, 6), (40, 8)])
 def test_of_few_prompts_a_third_is_held_out(chain, prompts: int, held: int) -> None:
-    """A fifth of a dozen would be two, and three batches would pass before the gate has the six that it asks for."""
+    """A fifth of a dozen would be two, and three batches would pass before the gate has the six
+    that it asks for.
+    """
     batch = replace(chain().batch(2 * prompts, 4), prompts_S=torch.arange(2 * prompts) // 2)
     assert batch.hold_out(HOLDOUT_SHARE, 0)[1].prompts_S.unique().numel() == held

@@ -1,4 +1,6 @@
-"""Older batches join with a share that falls with age, within the byte budget, and survive a restart when asked to."""
+"""Older batches join with a share that falls with age, within the byte budget, and survive a
+restart when asked to.
+"""
 
 from __future__ import annotations
 

@@ -21,9 +21,11 @@ MOST = 2.0
 
 
 class World:
-    """A loop of 8 + 2 seconds a step without drafts. A pass costs `pass_s` of training and b times as much of the loop.
+    """A loop of 8 + 2 seconds a step without drafts. A pass costs `pass_s` of training and b times
+    as much of the loop.
 
-    Heads in training approach `reach` by a share of the rest with each pass; the gate publishes a lead of 0.03.
+    Heads in training approach `reach` by a share of the rest with each pass; the gate publishes a
+    lead of 0.03.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ def test_begins_with_the_most_and_ends_with_nothing_when_nothing_is_gained() -> 
 
 
 def test_the_last_pass_must_pay_and_not_only_their_mean() -> None:
-    """A pass more brings about half of the mean: what is worth its cost once, but not twice, is made less of; and nothing pays forever."""
+    """A pass more brings about half of the mean: what is worth its cost once, but not twice, is
+    made less of; and nothing pays forever.
+    """
     for gain, expected in ((0.5, (4.0, "pays")), (0.3, (3.0, "waning")), (0.0, (1.0, "waning"))):
         account = Account(4.0, shared=True)
         account.step(StepSeen(2.0, 9.0, 0.0, 1000, 2.0, 1.0, 0, 0.0, 0, 0))
@@ -103,7 +107,9 @@ def test_the_last_pass_must_pay_and_not_only_their_mean() -> None:
 
 
 def test_no_batch_is_collected_while_another_one_waits() -> None:
-    """Training that takes longer than a step would only fall behind; and what is skipped is no rest."""
+    """Training that takes longer than a step would only fall behind; and what is skipped is no
+    rest.
+    """
     for shared, expected in (
         (True, [(MOST, "start"), (0.0, "behind"), (MOST, "start")]),
         (False, [(MOST, "alone")] * 3),
@@ -172,7 +178,9 @@ def test_the_price_of_training_is_found_from_the_steps(price: float) -> None:
 
 
 def test_a_price_that_no_step_shows_stays_at_one() -> None:
-    """The first step warms up, and while all steps train alike nothing tells training from the rest."""
+    """The first step warms up, and while all steps train alike nothing tells training from the
+    rest.
+    """
     account, noise = Account(MOST, shared=True), random.Random(0)
     account.step(StepSeen(9.0, 60.0, 0.0, 1000, 1.0, 6.0, 0, 0.0, 0, 0))
     for _ in range(5):

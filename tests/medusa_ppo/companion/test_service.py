@@ -1,4 +1,6 @@
-"""The service without Ray: queue, training thread, published files, saved state, restart after a crash."""
+"""The service without Ray: queue, training thread, published files, saved state, restart after a
+crash.
+"""
 
 from __future__ import annotations
 
@@ -327,7 +329,9 @@ def test_versions_never_go_back_when_the_saved_state_is_older(chain, tmp_path: P
 
 
 def test_a_resumed_companion_never_goes_back_to_what_is_done_again(chain, tmp_path: Path) -> None:
-    """The state of before the run was killed is newer than the checkpoint: a crash right after the resumption must not find it."""
+    """The state of before the run was killed is newer than the checkpoint: a crash right after the
+    resumption must not find it.
+    """
     task = chain()
     batches = [task.batch() for _ in range(6)]
     first = CompanionService(arguments_for(task, tmp_path, "run"), tables_of(task))
@@ -366,7 +370,9 @@ def test_a_new_run_in_an_old_folder_takes_nothing_from_it(chain, tmp_path: Path)
 
 
 def test_the_gpu_is_left_to_others_between_batches(chain, tmp_path: Path, monkeypatch) -> None:
-    """What is mocked: the GPU. Its device is the CPU too, so moves are counted by where they go; the cycle and the training are real."""
+    """What is mocked: the GPU. Its device is the CPU too, so moves are counted by where they go;
+    the cycle and the training are real.
+    """
     moves: list[str] = []
     move = Cycle.move_to
     monkeypatch.setattr(
@@ -482,7 +488,9 @@ def test_an_error_while_leaving_the_gpu_does_not_end_the_training(
 
 
 def test_goes_on_from_what_the_engine_has(chain, tmp_path: Path) -> None:
-    """After an alarm, or when a companion has lost its state: what is published next has a newer number than the engine's."""
+    """After an alarm, or when a companion has lost its state: what is published next has a newer
+    number than the engine's.
+    """
     task = chain()
     source = CompanionService(arguments_for(task, tmp_path, "a"), tables_of(task))
     run_batches(source, [task.batch() for _ in range(8)])
@@ -531,7 +539,8 @@ def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:
     service.close()
 
 
-# ---- disks and clocks --------------------------------------------------------------------------------------------------------------
+# ---- disks and clocks
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["cut", "flip"])

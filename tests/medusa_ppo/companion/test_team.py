@@ -1,4 +1,6 @@
-"""The companion on several workers in real Ray actors: the same result as on one, and again after one is lost."""
+"""The companion on several workers in real Ray actors: the same result as on one, and again after
+one is lost.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def client_of(client_of: Callable[..., CompanionClient]) -> Callable[..., Compan
 
 
 def train_until_whole(client: CompanionClient, task, before: list[int], trained: int = 0) -> None:
-    """After a loss all workers are new processes, and learn more than `trained` batches. One on its way to a lost process is lost too."""
+    """After a loss all workers are new processes, and learn more than `trained` batches. One on its
+    way to a lost process is lost too.
+    """
 
     def once_more() -> bool:
         client.submit(task.batch())
@@ -156,7 +160,9 @@ def test_room_that_is_not_there_is_refused(ray_session: None) -> None:
 def test_a_member_that_dies_before_it_is_up_is_started_once_more(
     ray_session: None, tmp_path: Path
 ) -> None:
-    """So it goes with one that Ray placed on a node of which it did not yet know that it is lost."""
+    """So it goes with one that Ray placed on a node of which it did not yet know that it is
+    lost.
+    """
 
     class Dies:
         def __init__(self, log: Path, deaths: int) -> None:

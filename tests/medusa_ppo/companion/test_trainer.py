@@ -1,4 +1,6 @@
-"""The trainer learns, repeats itself to the bit, resumes to the bit, and puts everything back when numbers go bad."""
+"""The trainer learns, repeats itself to the bit, resumes to the bit, and puts everything back when
+numbers go bad.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,9 @@ def sequence_by_sequence(heads: MedusaHeads, batch: RolloutBatch, task) -> torch
 def test_first_step_is_that_of_the_plain_reference(
     chain, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One optimizer step over a whole batch, against autograd through full logits and the textbook AdamW."""
+    """One optimizer step over a whole batch, against autograd through full logits and the textbook
+    AdamW.
+    """
     monkeypatch.setattr("medusa_ppo.companion.trainer.CLIP_NORM", 1e9)
     monkeypatch.setattr("medusa_ppo.companion.trainer.CUT_SHARE", 0.0)
     task = chain()
@@ -198,7 +202,9 @@ def test_first_step_is_that_of_the_plain_reference(
 
 
 def test_a_tenth_of_the_positions_sees_a_part_of_its_context(chain) -> None:
-    """Blocks of neighbours in random order, each position once; the loss is that of rows whose older pairs are missing."""
+    """Blocks of neighbours in random order, each position once; the loss is that of rows whose
+    older pairs are missing.
+    """
     task = chain()
     batch, trainer = task.batch(100), make(task, "context")
     rows = look_up(batch, 3, True, PAIRS)
@@ -369,7 +375,9 @@ def test_part_of_a_pass_goes_over_part_of_the_positions(chain, epochs: float, st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_moves(chain, kind: str) -> None:
-    """Bytes of weights, both moments and tables. There is one device here; the next test moves to a GPU."""
+    """Bytes of weights, both moments and tables. There is one device here; the next test moves to a
+    GPU.
+    """
     task = chain()
     trainer = make(task, kind)
     weights = sum(p.numel() for p in trainer.heads.parameters())

@@ -1,4 +1,6 @@
-"""The cached actor: trained once, loadable by anyone, rebuilt when damaged, safe with two at a time."""
+"""The cached actor: trained once, loadable by anyone, rebuilt when damaged, safe with two at a
+time.
+"""
 
 from __future__ import annotations
 

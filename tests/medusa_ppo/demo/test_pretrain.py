@@ -1,4 +1,6 @@
-"""Training from nothing: it learns, it repeats itself, it goes on where it was, and it leaves the process as it found it."""
+"""Training from nothing: it learns, it repeats itself, it goes on where it was, and it leaves the
+process as it found it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The demo tokenizer: one token a word and a number of the task, and any other text unchanged through bytes."""
+"""The demo tokenizer: one token a word and a number of the task, and any other text unchanged
+through bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The chooser finds the best number of drafts on machines whose costs are known, and follows when they change."""
+"""The chooser finds the best number of drafts on machines whose costs are known, and follows when
+they change.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def cost_of(batch: int, drafts: int, costs: tuple[float, ...]) -> float:
 def run(
     chooser: DraftChooser, batch: int, keep: float, costs: tuple[float, ...], steps: int
 ) -> tuple[list[int], float, float]:
-    """Serve `steps` steps; (choices, tokens, seconds). Each draft is accepted with probability `keep` after accepted ones."""
+    """Serve `steps` steps; (choices, tokens, seconds). Each draft is accepted with probability
+    `keep` after accepted ones.
+    """
     choices, tokens, seconds = [], 0.0, 0.0
     for _ in range(steps):
         k = chooser.choose(batch)
@@ -97,7 +101,9 @@ def test_heads_that_are_new_all_the_time_and_always_wrong_cost_little() -> None:
 
 
 def test_the_tail_of_a_rollout_drafts_again() -> None:
-    """Costs learned at one batch size carry over to another: few sequences left, so drafts are nearly free."""
+    """Costs learned at one batch size carry over to another: few sequences left, so drafts are
+    nearly free.
+    """
     chooser, costs = DraftChooser(K), (8.0, 1.0, 0.02)
     assert usual(run(chooser, 64, 0.5, costs, 300)[0]) == 0
     assert usual(run(chooser, 1, 0.5, costs, 300)[0]) >= 2
@@ -122,7 +128,9 @@ def test_a_machine_that_became_slower_is_believed() -> None:
 
 
 def test_slow_first_steps_do_not_decide_for_good() -> None:
-    """The first steps without drafts were slow (a process warms up): that drafting does not pay is found all the same."""
+    """The first steps without drafts were slow (a process warms up): that drafting does not pay is
+    found all the same.
+    """
     chooser, costs = DraftChooser(K), (2.0, 0.5, 0.05, 4.0)
     for _ in range(FIRST_STEPS):
         k = chooser.choose(4)
@@ -133,7 +141,9 @@ def test_slow_first_steps_do_not_decide_for_good() -> None:
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
 def test_jumps_that_no_formula_has_are_learned(batch: int) -> None:
-    """Rows cost nothing up to 16 of them and then all at once; drafting pays for few sequences and not for many."""
+    """Rows cost nothing up to 16 of them and then all at once; drafting pays for few sequences and
+    not for many.
+    """
     chooser = DraftChooser(K)
 
     def seconds(sequences: int, k: int) -> float:
@@ -167,7 +177,9 @@ def test_the_report_says_what_was_chosen_for_how_many_sequences() -> None:
 
 
 def test_a_number_of_sequences_not_seen_before_is_learned_at_little_cost() -> None:
-    """At 64 sequences each row costs, which steps of one sequence could not show; heads are nearly always wrong."""
+    """At 64 sequences each row costs, which steps of one sequence could not show; heads are nearly
+    always wrong.
+    """
     chooser = DraftChooser(K)
 
     def seconds(sequences: int, k: int) -> float:
@@ -190,7 +202,9 @@ def test_a_number_of_sequences_not_seen_before_is_learned_at_little_cost() -> No
 
 
 def served_on_an_uneven_machine(seed: int) -> float:
-    """Tokens per second of what is chosen over those of no drafts, by true costs; rollouts of 16 sequences that end one by one."""
+    """Tokens per second of what is chosen over those of no drafts, by true costs; rollouts of 16
+    sequences that end one by one.
+    """
     rng, chooser = np.random.default_rng(seed), DraftChooser(K)
     plain = took = pace = 0.0
     for turn in range(800):
@@ -208,7 +222,9 @@ def served_on_an_uneven_machine(seed: int) -> float:
 
 
 def test_a_machine_that_is_fast_and_slow_by_turns_is_not_taken_for_a_gain() -> None:
-    """Drafting loses here, by 6 % with one draft; the machine's pace moves by a third all the time."""
+    """Drafting loses here, by 6 % with one draft; the machine's pace moves by a third all the
+    time.
+    """
     assert np.mean([served_on_an_uneven_machine(seed) for seed in range(8)]) > 0.97
 
 
@@ -222,13 +238,17 @@ MACHINES = {
         + (0.00001 if b * (k + 1) <= 64 else 0.00008) * b * (k + 1)
     ),
 }
-"""Seconds of a step by sequences and drafts: weights read from memory, weights in the cache, and a device with captured sizes."""
+"""Seconds of a step by sequences and drafts: weights read from memory, weights in the cache, and a
+device with captured sizes.
+"""
 
 
 def served(
     machine: Callable[[int, int], float], keep: float, batch: int, chooser: DraftChooser, seed: int
 ) -> float:
-    """Tokens per second of 800 steps over those of the best fixed number of drafts, by true costs; what is learned on the way counts."""
+    """Tokens per second of 800 steps over those of the best fixed number of drafts, by true costs;
+    what is learned on the way counts.
+    """
     rng, tokens, seconds, pace = np.random.default_rng(seed), 0.0, 0.0, 0.0
     for _ in range(800):
         k, pace = chooser.choose(batch), 0.95 * pace + 0.02 * rng.standard_normal()

@@ -1,4 +1,6 @@
-"""The ring gives back the last pairs that are there and no other; drafts with it are those of the trainer's heads on the same rollout."""
+"""The ring gives back the last pairs that are there and no other; drafts with it are those of the
+trainer's heads on the same rollout.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class Rollout:
         )
 
     def serve(self, ring: PairRing, at: list[int], first: int = 0) -> Seen:
-        """The pairs at these positions of the response, written in one step; what the last attends to."""
+        """The pairs at these positions of the response, written in one step; what the last attends
+        to.
+        """
         fused = self.core.fused
         assert isinstance(fused, ContextHeads)
         rows_N = torch.tensor(at)
@@ -103,7 +107,9 @@ class Rollout:
 
 @pytest.mark.parametrize("sizes", [{}, {"num_layers": 2, "mlp_ratio": 1}])
 def test_serving_drafts_as_replay_does_on_the_same_states(sizes: dict[str, int]) -> None:
-    """Steps of one to three accepted positions, one slot among several; the prompt was seven tokens long."""
+    """Steps of one to three accepted positions, one slot among several; the prompt was seven tokens
+    long.
+    """
     rollout, ring = Rollout(**sizes), PairRing(3, n, 2 * D, torch.float32, CPU)
     rows_Tn = context_rows(torch.zeros(10, dtype=torch.int64), n)
     for at in ([0], [1, 2], [3, 4, 5], [6], [7, 8, 9]):
@@ -119,7 +125,9 @@ def test_pairs_from_before_a_swap_are_missing() -> None:
 
 
 def test_a_steps_own_tensors_bring_the_same_pairs() -> None:
-    """As V2 hands them over: three requests' rows in one tensor, rejected drafts behind the accepted ones, a prompt that isn't finished."""
+    """As V2 hands them over: three requests' rows in one tensor, rejected drafts behind the
+    accepted ones, a prompt that isn't finished.
+    """
     rollout, ring, DRAFTS = Rollout(), PairRing(3, n, 2 * D, torch.float32, CPU), 3
     fused = rollout.core.fused
     assert isinstance(fused, ContextHeads)
@@ -130,7 +138,8 @@ def test_a_steps_own_tensors_bring_the_same_pairs() -> None:
         states_TD = torch.cat(
             [before, rollout.hidden_TD[begun : begun + accepted], torch.randn(rejected + 5, D)]
         )
-        # What each row read: the token before, and the drafts behind it; what the last accepted row gave is nobody's input yet.
+        # What each row read: the token before, and the drafts behind it; what the last accepted row
+        # gave is nobody's input yet.
         read_T = torch.randint(V, (len(states_TD),), dtype=torch.int32)
         read_T[3 : 2 + accepted] = rollout.ids_T[begun : begun + accepted - 1].int()
         at = begun + accepted - 1

@@ -1,4 +1,6 @@
-"""The drafting call: the numbers of the trainer's heads, drawn from the q that is kept, in as many operations at any size."""
+"""The drafting call: the numbers of the trainer's heads, drawn from the q that is kept, in as many
+operations at any size.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The truncated draft vocabulary: the most frequent tokens, lm_head's own rows, and a q of the whole vocabulary."""
+"""The truncated draft vocabulary: the most frequent tokens, lm_head's own rows, and a q of the
+whole vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Under a fake CUDA device: nothing in drafting, keeping q or looking it up reads a host value or copies between devices.
+"""Under a fake CUDA device: nothing in drafting, keeping q or looking it up reads a host value or
+copies between devices.
 
 Shape letters as in the modules.
 """
@@ -27,7 +28,9 @@ D, V, K, B, W = 8, 12, 4, 5, 6
 
 
 class Indexing(TorchFunctionMode):
-    """Brackets by operators: a torch without CUDA refuses them on tensors that say they are on such a device."""
+    """Brackets by operators: a torch without CUDA refuses them on tensors that say they are on such
+    a device.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -61,7 +64,9 @@ def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 class NoCopies(TorchDispatchMode):
-    """An operation whose result is on another device than what it was given is an error; reading a value of a fake tensor is one anyway."""
+    """An operation whose result is on another device than what it was given is an error; reading a
+    value of a fake tensor is one anyway.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

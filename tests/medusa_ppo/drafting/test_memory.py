@@ -1,4 +1,6 @@
-"""The memory of earlier responses: what it holds, what followed a suffix, what it adds to q, and what it learns."""
+"""The memory of earlier responses: what it holds, what followed a suffix, what it adds to q, and
+what it learns.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def texts(
 
 
 def counted(said: list[list[int]], so_far: list[int]) -> tuple[dict[int, float], int]:
-    """The slow reference: what followed suffixes of prompt and response, each occurrence by its length, and the longest length."""
+    """The slow reference: what followed suffixes of prompt and response, each occurrence by its
+    length, and the longest length.
+    """
     whole, found, longest = [*PROMPT, *so_far], dict[int, float](), 0
     for response in said:
         text = [*PROMPT, *response]
@@ -243,7 +247,9 @@ def test_a_damaged_memory_is_refused(name: str) -> None:
 
 
 def test_trust_finds_the_share_with_which_most_is_accepted() -> None:
-    """Two cells in which p is a given mixture of the sources, drafts being drawn from whatever mixture serves."""
+    """Two cells in which p is a given mixture of the sources, drafts being drawn from whatever
+    mixture serves.
+    """
     torch.manual_seed(0)
     heads_V, memory_V = torch.tensor([0.7, 0.1, 0.1, 0.1]), torch.tensor([0.0, 0.5, 0.5, 0.0])
     best = (0.1, 0.8)
@@ -265,7 +271,8 @@ def test_trust_finds_the_share_with_which_most_is_accepted() -> None:
     assert trust.by_length()[0][0] == 2400.0
 
 
-# ---- drafting from both ------------------------------------------------------------------------------------------------------------
+# ---- drafting from both
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Stand:
@@ -372,7 +379,8 @@ def test_tokens_have_the_models_distribution(honest: bool, monkeypatch: pytest.M
     assert min(p_values) > 1e-3 if honest else max(p_values) < 1e-6
 
 
-# ---- inside an engine ------------------------------------------------------------------------------------------------------------
+# ---- inside an engine
+# ------------------------------------------------------------------------------------------------------------
 
 
 def request(
@@ -395,9 +403,10 @@ def test_ended_requests_are_remembered_and_those_beside_are_seen(
     running = RunningMemory(10**6, 2, K, 64, CPU)
     live = {"a": request(PROMPT, 4), "b": request(PROMPT, 4)}
     running.attend(["a", "b"], live)
-    assert lengths(running.recall(["a", "b"])) == [0, 0], (
-        "each sees what the other has said, and nothing followed that"
-    )
+    assert lengths(running.recall(["a", "b"])) == [
+        0,
+        0,
+    ], "each sees what the other has said, and nothing followed that"
     live["a"].output_token_ids += [5, 6]
     running.attend(["a", "b"], live)
     assert lengths(running.recall(["a", "b"])) == [0, 4], "a sees no token of its own"
@@ -410,9 +419,10 @@ def test_ended_requests_are_remembered_and_those_beside_are_seen(
     assert lengths(running.recall(["c", "b"])) == [3, 4]
     live["d"] = request((9,))
     running.attend(["d", "b"], live)
-    assert lengths(running.recall(["d", "b"])) == [0, 4], (
-        "c waits, its place is taken, and d has another prompt"
-    )
+    assert lengths(running.recall(["d", "b"])) == [
+        0,
+        4,
+    ], "c waits, its place is taken, and d has another prompt"
     running.attend(["c", "d"], live)
     assert lengths(running.recall(["c", "d"])) == [3, 0]
 
@@ -427,7 +437,9 @@ def test_a_new_policy_makes_what_was_said_older() -> None:
 
 
 def test_a_request_sees_nothing_that_was_drawn_with_its_own_numbers() -> None:
-    """With the seed of another request q would depend on the very numbers that drafts are drawn by."""
+    """With the seed of another request q would depend on the very numbers that drafts are drawn
+    by.
+    """
     running = RunningMemory(10**6, 3, K, 64, CPU)
     live = {
         "a": request(PROMPT, 4, seed=1),

@@ -1,4 +1,6 @@
-"""Counted noise: uniform, independent of its neighbours in every argument, and the same whatever shares the batch."""
+"""Counted noise: uniform, independent of its neighbours in every argument, and the same whatever
+shares the batch.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def test_tokens_are_drawn_in_proportion_to_their_mass() -> None:
 
 
 def test_columns_are_drawn_with_exactly_the_probability_that_q_says() -> None:
-    """The steps of the sums are q to the last bit: uniforms just below and at each of them fall on its two sides."""
+    """The steps of the sums are q to the last bit: uniforms just below and at each of them fall on
+    its two sides.
+    """
     mass_BW = (6 * torch.randn(50, 200, generator=torch.Generator().manual_seed(0))).softmax(-1)
     sums_BX = torch.empty(50, 199)
     cumulate(mass_BW, sums_BX)

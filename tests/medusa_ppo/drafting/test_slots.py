@@ -61,7 +61,9 @@ def draw(slots: DraftSlots, q: list[torch.Tensor], columns_BK: torch.Tensor) -> 
 
 
 def filled() -> tuple[DraftSlots, torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Requests 10, 11, 12 drafted at positions 7, 8, 9 into slots 2, 0, 3; the last of them one-hot."""
+    """Requests 10, 11, 12 drafted at positions 7, 8, 9 into slots 2, 0, 3; the last of them
+    one-hot.
+    """
     torch.manual_seed(0)
     slots = DraftSlots(S, K, W, torch.device("cpu"))
     slots_B = torch.tensor([2, 0, 3])

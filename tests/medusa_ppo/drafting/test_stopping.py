@@ -1,4 +1,6 @@
-"""Runs that end early: where they end, what that depends on, what is learned, and that nothing is lost."""
+"""Runs that end early: where they end, what that depends on, what is learned, and that nothing is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Stand:
 
 
 def test_whether_a_draft_is_made_does_not_depend_on_it() -> None:
-    """Of requests whose drafts before it are the same, all go on or none does, though they drew different ones."""
+    """Of requests whose drafts before it are the same, all go on or none does, though they drew
+    different ones.
+    """
     stand = Stand(4000, 0.2)
     drafted = stand.draft(0)
     assert drafted.lengths_B is not None
@@ -93,7 +97,9 @@ def test_tokens_have_the_models_distribution(honest: bool) -> None:
             )
         )
     assert p_values[0] > 1e-3 if honest else p_values[0] < 1e-6
-    if honest:  # The second token follows a first draft that was accepted, or nobody knows which p it has: all here have the same.
+    # The second token follows a first draft that was accepted, or nobody knows which p it has: all
+    # here have the same.
+    if honest:
         assert p_values[1] > 1e-3
 
 

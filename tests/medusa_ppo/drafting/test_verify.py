@@ -1,4 +1,6 @@
-"""Verification in plain torch: the joint distribution of the emitted tokens must be the target's, whatever was drafted."""
+"""Verification in plain torch: the joint distribution of the emitted tokens must be the target's,
+whatever was drafted.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ TRIALS = 120_000
 
 
 def target_tables(seed: int = 0) -> list[torch.Tensor]:
-    """p(x1), p(x2 | x1), p(x3 | x1 x2) of a small random process, as tables [V], [V, V], [V, V, V]."""
+    """p(x1), p(x2 | x1), p(x3 | x1 x2) of a small random process, as tables [V], [V, V], [V, V,
+    V].
+    """
     torch.manual_seed(seed)
     return [
         torch.softmax(1.5 * torch.randn([V] * (n + 1), dtype=torch.float64), -1)
@@ -24,7 +28,9 @@ def target_tables(seed: int = 0) -> list[torch.Tensor]:
 
 
 def step_logprobs(tables: list[torch.Tensor], drafts_BK: torch.Tensor) -> torch.Tensor:
-    """What the target gives at the K + 1 rows of each request that drafted `drafts_BK`: [B * (K + 1), V] float32."""
+    """What the target gives at the K + 1 rows of each request that drafted `drafts_BK`: [B * (K +
+    1), V] float32.
+    """
     batch = drafts_BK.shape[0]
     rows = [
         tables[0].expand(batch, V),
@@ -58,7 +64,9 @@ def joint_probs(tables: list[torch.Tensor]) -> torch.Tensor:
 
 
 def p_value(draft_probs: torch.Tensor | None, claimed: torch.Tensor | None, seed: int) -> float:
-    """Chi-square p-value of the emitted joint. Drafts come from `draft_probs` [K, V] (or are fixed), verification believes `claimed`."""
+    """Chi-square p-value of the emitted joint. Drafts come from `draft_probs` [K, V] (or are
+    fixed), verification believes `claimed`.
+    """
     torch.manual_seed(seed)
     tables = target_tables()
     if draft_probs is None:

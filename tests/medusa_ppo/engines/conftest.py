@@ -25,7 +25,9 @@ HEADS = 4
 
 @dataclass(frozen=True)
 class Actor:
-    """The shared actor: its folder, the transformers model in float32, 64 GSM8K prompts, and heads that learned next to nothing."""
+    """The shared actor: its folder, the transformers model in float32, 64 GSM8K prompts, and heads
+    that learned next to nothing.
+    """
 
     path: Path
     model: Any
@@ -60,7 +62,9 @@ class Actor:
 
 
 def honesty_z(logits_MV: torch.Tensor, ids_M: torch.Tensor, sampling: Sampling) -> float:
-    """Standard errors between the sampled tokens' log-probs and the model's own expectation; arguments as of `Uniformity.add`."""
+    """Standard errors between the sampled tokens' log-probs and the model's own expectation;
+    arguments as of `Uniformity.add`.
+    """
     test = Uniformity()
     test.add(logits_MV, ids_M, sampling)
     return test.z
@@ -68,7 +72,9 @@ def honesty_z(logits_MV: torch.Tensor, ids_M: torch.Tensor, sampling: Sampling) 
 
 @torch.no_grad()
 def sampled_rows(model: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's own logits_MV at every sampled position of some rollouts, and ids_M of what was sampled there."""
+    """The model's own logits_MV at every sampled position of some rollouts, and ids_M of what was
+    sampled there.
+    """
     logits: list[torch.Tensor] = []
     ids: list[int] = []
     for response in rollouts.responses:
@@ -80,7 +86,9 @@ def sampled_rows(model: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Te
 
 
 def logprob_gap(model: Any, rollouts: Rollouts) -> float:
-    """The largest difference, in nats, between the engine's log-prob of a sampled token and the model's own (temperature 1)."""
+    """The largest difference, in nats, between the engine's log-prob of a sampled token and the
+    model's own (temperature 1).
+    """
     logits_MV, ids_M = sampled_rows(model, rollouts)
     taken_M = logits_MV.log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
     engines_M = torch.tensor(
@@ -137,7 +145,9 @@ def engine_config() -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def shared_engine(actor: Actor, engine_config: EngineConfig) -> Iterator[ColocatedEngine]:
-    """Of one module: vLLM has one engine a process, and one of another module that closes would take this one's groups with it."""
+    """Of one module: vLLM has one engine a process, and one of another module that closes would
+    take this one's groups with it.
+    """
     with ColocatedEngine(actor.path, actor.heads_path, engine_config, seed=0) as engine:
         yield engine
 

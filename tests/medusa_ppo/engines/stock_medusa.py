@@ -1,4 +1,5 @@
-"""Run by a test in a process of its own, without our plug-in: greedy responses and counters of stock vLLM's Medusa, as JSON.
+"""Run by a test in a process of its own, without our plug-in: greedy responses and counters of
+stock vLLM's Medusa, as JSON.
 
 Arguments: model folder, heads folder, prompts (JSON).
 """

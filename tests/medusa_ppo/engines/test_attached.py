@@ -1,4 +1,6 @@
-"""An engine that another loop drives: what is fed reaches every worker, and comes back after the loop threw it away."""
+"""An engine that another loop drives: what is fed reaches every worker, and comes back after the
+loop threw it away.
+"""
 
 from __future__ import annotations
 

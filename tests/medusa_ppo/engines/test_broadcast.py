@@ -1,4 +1,6 @@
-"""The pool that broadcasts: its own rules with stand-ins that receive over real sockets, then vLLM engines that load what they receive."""
+"""The pool that broadcasts: its own rules with stand-ins that receive over real sockets, then vLLM
+engines that load what they receive.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,8 @@ def engines_of(pool: BroadcastPool) -> list[Any]:
     return [seat.engine for seat in pool._seats]
 
 
-# ---- the pool's own rules -----------------------------------------------------------------------------------------------------
+# ---- the pool's own rules
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_all_engines_get_each_actor_and_the_group_is_kept(make_pool: Any) -> None:
@@ -272,7 +275,8 @@ def test_a_files_engine_says_that_it_takes_no_broadcast() -> None:
             call(StandIn(0), {})
 
 
-# ---- vLLM -------------------------------------------------------------------------------------------------------------------
+# ---- vLLM
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def moved(model: Any, seed: int = 3) -> Any:

@@ -1,6 +1,8 @@
-"""The real engine's tokens at a fixed prefix against the model's own joint distribution, 250,000 sampled tokens over the cases.
+"""The real engine's tokens at a fixed prefix against the model's own joint distribution, 250,000
+sampled tokens over the cases.
 
-A vocabulary of six tokens makes the joint of four tokens a table of 1,296 cells, so nothing hides in a mean.
+A vocabulary of six tokens makes the joint of four tokens a table of 1,296 cells, so nothing hides
+in a mean.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ def test_the_joint_distribution_is_the_models(
         wanted.temperature, wanted.top_p, wanted.top_k, LENGTH, requests, None, True
     )
     torch.manual_seed(1)
-    # Of 24 cases one falls below 0.01 in one run of four. It is asked for four times the tokens, which a wrong distribution fails the more.
+    # Of 24 cases one falls below 0.01 in one run of four. It is asked for four times the tokens,
+    # which a wrong distribution fails the more.
     many = replace(sampling, responses_per_prompt=4 * requests)
     assert p_value(engine, model, sampling) > 0.01 or p_value(engine, model, many) > 0.01
 

@@ -47,7 +47,8 @@ def test_server_end_to_end(
     actor: Actor, engine_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = engine_config.model_copy(update={"backend": "server"})
-    # As vLLM leaves it in a process that had an engine of its own: with a second OpenMP beside it, its server does not start.
+    # As vLLM leaves it in a process that had an engine of its own: with a second OpenMP beside it,
+    # its server does not start.
     monkeypatch.setenv(
         "LD_PRELOAD", str(next((Path(torch.__file__).parent / "lib").glob("libgomp*")))
     )
@@ -141,8 +142,14 @@ def test_a_server_that_cannot_start_shows_its_log(
 
 
 def test_the_first_exception_of_a_log_is_shown_above_its_end() -> None:
-    core = "(EngineCore pid=7) ERROR [core.py:1165] ValueError: To serve at least one request, 2.0 GiB KV cache is needed"
-    end = "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+    core = (
+        "(EngineCore pid=7) ERROR [core.py:1165] ValueError: To serve at least one request, 2.0 GiB"
+        " KV cache is needed"
+    )
+    end = (
+        "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above."
+        " Failed core proc(s): {}"
+    )
     frames = ["(APIServer pid=1)     self.engine_core = make_client()"] * 40
     shown = last_words("\n".join(["INFO: 0 errors so far", core, *frames, end])).splitlines()
     assert shown[:2] == [core, "..."] and shown[-1] == end and len(shown) < 30
@@ -166,7 +173,8 @@ def test_nobody_at_the_url(
         make_engine(actor.path, None, config)
 
 
-# ---- a server that answers late, wrongly, twice or not at all ----------------------------------------------------------------------
+# ---- a server that answers late, wrongly, twice or not at all
+# ----------------------------------------------------------------------
 
 
 COMPLETION = {
@@ -181,7 +189,9 @@ COMPLETION = {
 
 
 class Strange:
-    """A server of one listening socket. `behave` gets each connection after its request was read."""
+    """A server of one listening socket. `behave` gets each connection after its request was
+    read.
+    """
 
     def __init__(self, behave: Callable[[socket.socket, bytes], None]) -> None:
         self.requests: list[bytes] = []
@@ -305,7 +315,10 @@ def test_an_answer_that_does_not_come_is_an_error_in_time(ask, behave) -> None:
                 }
             ]
         },
-        b'{"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [NaN]}, "finish_reason": "stop"}]}',
+        (
+            b'{"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [NaN]},'
+            b' "finish_reason": "stop"}]}'
+        ),
     ],
 )
 def test_a_wrong_answer_is_an_error(ask, body: object) -> None:

@@ -1,4 +1,6 @@
-"""Conditioned heads in the real engine: what it drafts is what the heads draft, after every swap; with a context, what replay sees."""
+"""Conditioned heads in the real engine: what it drafts is what the heads draft, after every swap;
+with a context, what replay sees.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from medusa_ppo.engines.probe import Uniformity, add_rollouts
 from medusa_ppo.types import Rollouts, Sampling
 from tests.medusa_ppo.engines.conftest import HEADS, Actor
 
-# Slow, because an engine that ends in this process takes the shared engine's process groups with it; test_ray_engine.py has a quick one.
+# Slow, because an engine that ends in this process takes the shared engine's process groups with
+# it; test_ray_engine.py has a quick one.
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
@@ -96,7 +99,9 @@ def expected_q(
     drafts_K: torch.Tensor,
     cut: int = 0,
 ):
-    """q of every head at a row of a response, as replay sees it: its context are the pairs of the response alone."""
+    """q of every head at a row of a response, as replay sees it: its context are the pairs of the
+    response alone.
+    """
     text = torch.tensor([[*prompt, *response]])
     hidden_TD = actor.model.model(input_ids=text).last_hidden_state[0, len(prompt) - 1 : -1]
     ids_T = torch.tensor(response)
@@ -121,7 +126,9 @@ def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
     context_heads: MedusaHeads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of every request at many steps, whatever was accepted before; and another q where it looks at its own pair alone."""
+    """Of every request at many steps, whatever was accepted before; and another q where it looks at
+    its own pair alone.
+    """
     drafter = drafter_of(context_engine)
     honest, seen = drafter._core.draft, []
 
@@ -179,7 +186,9 @@ def test_with_a_context_greedy_tokens_are_those_without_drafts(
 def test_with_a_context_sampled_tokens_have_the_models_distribution(
     context_engine: ColocatedEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The randomised PIT; drafts that are accepted by a thousandth of the q that they were drawn from fail it."""
+    """The randomised PIT; drafts that are accepted by a thousandth of the q that they were drawn
+    from fail it.
+    """
     context_engine.configure(num_drafts=HEADS, sampled=True, draft_temperature=0.7)
     sampling = Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     right, wrong = Uniformity(), Uniformity()

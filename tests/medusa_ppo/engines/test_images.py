@@ -1,4 +1,6 @@
-"""Prompts with images in the real engine: what it samples is what the trainer says of it, drafts are accepted, new weights arrive."""
+"""Prompts with images in the real engine: what it samples is what the trainer says of it, drafts
+are accepted, new weights arrive.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.types import ImagePrompt, Rollouts, Sampling
 
-# Slow, because an engine that ends in this process takes the shared engine's process groups with it; the loop's own test runs in Ray.
+# Slow, because an engine that ends in this process takes the shared engine's process groups with
+# it; the loop's own test runs in Ray.
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SAMPLING = Sampling(max_new_tokens=16, responses_per_prompt=2)
 

@@ -295,7 +295,10 @@ def test_one_openmp_is_loaded_first_whatever_vllm_left_here(
     (tmp_path / "lib").mkdir()
     monkeypatch.setattr(launch.sys, "prefix", str(tmp_path))
     ours = tmp_path / "lib" / "libiomp5.so"
-    preloaded = "/omp/libtcmalloc.so:/torch/lib/libgomp.so.1 /torch.libs/libgomp-a34b3233.so.1.0.0:/usr/lib/libomp.so:/b/libiomp5.so"
+    preloaded = (
+        "/omp/libtcmalloc.so:/torch/lib/libgomp.so.1"
+        " /torch.libs/libgomp-a34b3233.so.1.0.0:/usr/lib/libomp.so:/b/libiomp5.so"
+    )
     monkeypatch.setenv("LD_PRELOAD", preloaded)
     assert "LD_PRELOAD" not in process_environment(EngineConfig(), has_gpu=False)
     ours.touch()
@@ -316,8 +319,12 @@ def test_counters_page_is_summed_over_engines() -> None:
             'vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 5.0',
             'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 30.0',
             'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 7.0',
-            'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 5.0',
-            'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 2.0',
+            (
+                'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 5.0'
+            ),
+            (
+                'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 2.0'
+            ),
             'vllm:spec_decode_num_accepted_tokens_created{engine="0"} 1.7e9',
         ]
     )
@@ -325,15 +332,17 @@ def test_counters_page_is_summed_over_engines() -> None:
     assert issubclass(EngineError, MedusaError)
 
 
-# ---- a started server must not outlive a run that is killed ---------------------------------------------------------------------
+# ---- a started server must not outlive a run that is killed
+# ---------------------------------------------------------------------
 
-CHILD = "from medusa_ppo.engines.launch import end_with_parent; end_with_parent()\nprint('ready', flush=True); import time; time.sleep(60)"
+CHILD = (
+    "from medusa_ppo.engines.launch import end_with_parent; end_with_parent()\nprint('ready',"
+    " flush=True); import time; time.sleep(60)"
+)
 PARENT = (
-    "import subprocess, sys\n"
-    "child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True)\n"
-    "child.stdout.readline()\n"
-    "print(child.pid, flush=True)\n"
-    "child.wait()\n"
+    "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1]],"
+    " stdout=subprocess.PIPE, start_new_session=True)\nchild.stdout.readline()\nprint(child.pid,"
+    " flush=True)\nchild.wait()\n"
 )
 
 

@@ -1,4 +1,6 @@
-"""Temperature 0 in the real engine: token for token what an engine without speculation gives, while K changes all the time."""
+"""Temperature 0 in the real engine: token for token what an engine without speculation gives, while
+K changes all the time.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
 def test_greedy_tokens_are_those_of_an_engine_without_speculation(
     actor: Actor, engine_config: EngineConfig, tmp_path: Path
 ) -> None:
-    """256 responses of 128 tokens in float32: K chosen at every step by measured costs or at random, one-hot and sampled drafts."""
+    """256 responses of 128 tokens in float32: K chosen at every step by measured costs or at
+    random, one-hot and sampled drafts.
+    """
     prompts = [
         *actor.prompts,
         *(p[:-7] for p in actor.prompts),
@@ -45,7 +49,8 @@ def test_greedy_tokens_are_those_of_an_engine_without_speculation(
             ((False, False), (True, False), (False, True), (True, True))
         ):
             if at_random:
-                # The measured choice soon settles; a random one makes every change from step to step happen.
+                # The measured choice soon settles; a random one makes every change from step to
+                # step happen.
                 chooser.choose = lambda batch: rng.randrange(HEADS + 1)
             engine.configure(choose=True, sampled=sampled)
             rollouts = engine.generate(prompts[part * 64 : (part + 1) * 64], greedy)

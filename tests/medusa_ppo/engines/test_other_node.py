@@ -1,4 +1,6 @@
-"""An engine on another node of a Ray cluster (two nodes on this machine): it is placed there, and takes weights through Ray's store."""
+"""An engine on another node of a Ray cluster (two nodes on this machine): it is placed there, and
+takes weights through Ray's store.
+"""
 
 from __future__ import annotations
 

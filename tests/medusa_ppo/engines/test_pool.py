@@ -1,4 +1,6 @@
-"""The pool: who gets what, everyone on one version, and engines that are lost. Engines are stand-ins but in the last test."""
+"""The pool: who gets what, everyone on one version, and engines that are lost. Engines are
+stand-ins but in the last test.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ SAMPLING = Sampling(max_new_tokens=8, responses_per_prompt=2, seed=3)
 
 
 class StandIn(RolloutEngine):
-    """Answers a prompt with its own tokens; slow, refusing or dead on demand. Real engines are tested on their own."""
+    """Answers a prompt with its own tokens; slow, refusing or dead on demand. Real engines are
+    tested on their own.
+    """
 
     def __init__(self, index: int, pace_s: float = 0.0) -> None:
         self.index, self.pace_s = index, pace_s
@@ -160,11 +164,14 @@ def state_file(folder: Path, value: float) -> Path:
     return path
 
 
-# ---- pieces -----------------------------------------------------------------------------------------------------------------
+# ---- pieces
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_call_in_another_thread_ends_with_the_pool() -> None:
-    """As when a run is stopped while its engine writes: what is lost by closing is not started again."""
+    """As when a run is stopped while its engine writes: what is lost by closing is not started
+    again.
+    """
 
     class Busy(StandIn):
         gone, asked = threading.Event(), threading.Event()
@@ -244,7 +251,8 @@ def test_small_pieces_are_not_worth_a_call_and_one_engine_gets_all() -> None:
     assert [len(piece) for piece in cut(PROMPTS, SAMPLING, 1)] == [len(PROMPTS)]
 
 
-# ---- generating -------------------------------------------------------------------------------------------------------------
+# ---- generating
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_answers_stand_in_prompt_order_and_counters_add_up(make_pool: Any) -> None:
@@ -299,7 +307,8 @@ def test_a_wrong_request_is_the_callers(make_pool: Any) -> None:
     assert pool.restarts == 0
 
 
-# ---- versions ---------------------------------------------------------------------------------------------------------------
+# ---- versions
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_version_reaches_all_at_once(make_pool: Any, tmp_path: Path) -> None:
@@ -403,7 +412,8 @@ def test_settings_reach_all(make_pool: Any) -> None:
     assert [report["pid"] for report in pool.plugin_report()["engines"]] == [0, 1]
 
 
-# ---- lost engines -------------------------------------------------------------------------------------------------------------
+# ---- lost engines
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_engine_is_replaced_and_catches_up(make_pool: Any, tmp_path: Path) -> None:
@@ -566,7 +576,8 @@ def test_replicas_have_addresses_of_their_own() -> None:
         build_config({"engine": {"backend": "http://a:1", "replicas": 2}})
 
 
-# ---- engines on other nodes ---------------------------------------------------------------------------------------------------
+# ---- engines on other nodes
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
@@ -593,7 +604,8 @@ def test_a_file_is_put_into_the_store_once(tmp_path: Path, monkeypatch: pytest.M
     ray_engine._put_file.cache_clear()
 
 
-# ---- real engines -------------------------------------------------------------------------------------------------------------
+# ---- real engines
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -618,13 +630,15 @@ def test_two_real_engines(
         ]
         assert all(share.counters.drafts > 0 for share in rollouts.engines)
         assert sum(share.counters.drafts for share in rollouts.engines) == rollouts.counters.drafts
-        # Each has what it wrote (of its last step it hears with its next one), and was told of what the other one wrote.
+        # Each has what it wrote (of its last step it hears with its next one), and was told of what
+        # the other one wrote.
         missing = [pool.memory.nbytes - engine.remember([]) for engine in pool._engines()]
         assert (
             all(0 <= some <= 8 * (24 * 4 + OVERHEAD) for some in missing)
             and pool.memory.nbytes > 48 * OVERHEAD
         )
-        # The second engine is treated as if it were on another node: the heads come through Ray's object store.
+        # The second engine is treated as if it were on another node: the heads come through Ray's
+        # object store.
         far = pool._seats[1].engine
         assert isinstance(far, RayEngine) and not far.elsewhere
         far.elsewhere = True

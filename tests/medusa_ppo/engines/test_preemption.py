@@ -1,4 +1,6 @@
-"""Under pressure (preemption, chunked prefill, aborts, mixed settings, another K in every step) tokens are what they would be without."""
+"""Under pressure (preemption, chunked prefill, aborts, mixed settings, another K in every step)
+tokens are what they would be without.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def watch(scheduler: Any, seen: dict[str, int], monkeypatch: pytest.MonkeyPatch)
 def answers(
     core: Any, prompts: list[list[int]], generator: random.Random, seen: dict[str, int]
 ) -> list[tuple[int, ...]]:
-    """What greedy requests get beside others with all kinds of settings, of which some are aborted."""
+    """What greedy requests get beside others with all kinds of settings, of which some are
+    aborted.
+    """
     from vllm import SamplingParams
 
     others, found = [], {}

@@ -1,4 +1,6 @@
-"""The test that the doctor trusts: honest samples pass, dishonest ones fail, its p-values are scipy's; and its verdict on an engine."""
+"""The test that the doctor trusts: honest samples pass, dishonest ones fail, its p-values are
+scipy's; and its verdict on an engine.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,9 @@ def test_the_verdict_says_whose_fault_it_is() -> None:
 def test_the_verdict_on_an_engine(
     engine: ColocatedEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Honest as it is; wrong, and not for another reason, when q is not what drafts were drawn from."""
+    """Honest as it is; wrong, and not for another reason, when q is not what drafts were drawn
+    from.
+    """
     sampling = Sampling(0.8, max_new_tokens=64, ignore_eos=True)
     engine.configure(sampled=True)
     torch.manual_seed(5)

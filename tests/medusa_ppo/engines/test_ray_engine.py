@@ -1,4 +1,6 @@
-"""The engine inside a Ray actor: same answers, our own errors, and a clear one when the process dies."""
+"""The engine inside a Ray actor: same answers, our own errors, and a clear one when the process
+dies.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,8 @@ def test_conditioned_heads_draft_step_by_step(
             hidden_BD, actor.lm_head_VD, condition=condition_BK, embedding_VD=table_VD
         ).argmax(-1)
         assert torch.equal(drafts_BK, expected)
-        # The engine's embedding and lm_head are used where they are: a synced actor changes what the same heads draft.
+        # The engine's embedding and lm_head are used where they are: a synced actor changes what
+        # the same heads draft.
         moved = copy.deepcopy(actor.model)
         for parameter in moved.parameters():
             parameter.add_(0.5 * parameter.std() * torch.randn_like(parameter))

@@ -55,7 +55,9 @@ def learn(heads: MedusaHeads, batch: RolloutBatch, lm_head_VD: torch.Tensor) -> 
 def test_replay_reproduces_the_counters_of_the_engine_that_drafted(
     engine: ColocatedEngine, actor, tmp_path: Path
 ) -> None:
-    """One-hot: draft steps exactly, accepted tokens up to what was accepted behind the ends. Sampled: within noise."""
+    """One-hot: draft steps exactly, accepted tokens up to what was accepted behind the ends.
+    Sampled: within noise.
+    """
     heads = MedusaHeads(actor.random_heads(0, scale=0.0).config)
     engine.configure(sampled=False, choose=False)
     learn(

@@ -1,4 +1,6 @@
-"""Stock vLLM on what `medusa-ppo convert --to vllm` writes: it loads, and accepts as many drafts as the replay estimate says."""
+"""Stock vLLM on what `medusa-ppo convert --to vllm` writes: it loads, and accepts as many drafts as
+the replay estimate says.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class Export:
-    """Trained heads, the folder that stock vLLM gets, and responses that no engine of ours wrote and the heads did not learn from."""
+    """Trained heads, the folder that stock vLLM gets, and responses that no engine of ours wrote
+    and the heads did not learn from.
+    """
 
     heads: MedusaHeads
     folder: Path
@@ -112,7 +116,9 @@ def export(actor: Any, tmp_path_factory: pytest.TempPathFactory) -> Export:
 
 
 def test_pure_stock_vllm_accepts_what_replay_says(actor: Any, export: Export) -> None:
-    """A process without our plug-in, greedy (without our mends its CPU build samples wrongly), against the replay of the same tokens."""
+    """A process without our plug-in, greedy (without our mends its CPU build samples wrongly),
+    against the replay of the same tokens.
+    """
     prompts = actor.prompts
     env = os.environ | {"VLLM_PLUGINS": "none", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     script = Path(__file__).with_name("stock_medusa.py")
@@ -143,7 +149,9 @@ def test_pure_stock_vllm_accepts_what_replay_says(actor: Any, export: Export) ->
 def test_stock_heads_at_temperature_1_accept_what_replay_says(
     actor: Any, export: Export, engine_config: EngineConfig
 ) -> None:
-    """vLLM's own Medusa module with its CPU sampler mended, against the replay of responses that transformers wrote, and of its own."""
+    """vLLM's own Medusa module with its CPU sampler mended, against the replay of responses that
+    transformers wrote, and of its own.
+    """
     plain = plan_launch(actor.path, None, engine_config, 0)
     speculation = {"method": "medusa", "model": str(export.folder), "num_speculative_tokens": HEADS}
     plan = replace(plain, engine_args=plain.engine_args | {"speculative_config": speculation})
@@ -158,10 +166,12 @@ def test_stock_heads_at_temperature_1_accept_what_replay_says(
     estimate = replayed(actor, export.heads, export.held_out).mean_acceptance_length
     own = replayed(actor, export.heads, samples_of([rollouts])).mean_acceptance_length
     print(
-        f"temperature 1: vLLM's module {measured:.4f}, replay {estimate:.4f}, replay of its own responses {own:.4f}"
+        f"temperature 1: vLLM's module {measured:.4f}, replay {estimate:.4f}, replay of its own"
+        f" responses {own:.4f}"
     )
     print(
-        f"{rollouts.counters.drafts} drafts, {rollouts.generated_tokens} tokens; replay of {len(export.held_out)} responses"
+        f"{rollouts.counters.drafts} drafts, {rollouts.generated_tokens} tokens; replay of"
+        f" {len(export.held_out)} responses"
     )
     assert measured > 1.15 and rollouts.counters.drafts > 3000
     assert abs(measured / estimate - 1) < TOLERANCE

@@ -1,4 +1,6 @@
-"""Two tensor-parallel ranks on the CPU: lm_head and embedding are cut up, and the drafts, their choice and a swap are those of one rank."""
+"""Two tensor-parallel ranks on the CPU: lm_head and embedding are cut up, and the drafts, their
+choice and a swap are those of one rank.
+"""
 
 from __future__ import annotations
 

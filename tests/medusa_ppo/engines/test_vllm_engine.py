@@ -1,4 +1,6 @@
-"""The real engine: greedy equality, honest sampling, swaps and syncs that show in what is drafted and sampled."""
+"""The real engine: greedy equality, honest sampling, swaps and syncs that show in what is drafted
+and sampled.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
 
 pytestmark = pytest.mark.engine
-# Its stand-in for a Triton kernel does not take USE_FP64_GUMBEL, which the sampler passes: any speculation ends in a TypeError.
+# Its stand-in for a Triton kernel does not take USE_FP64_GUMBEL, which the sampler passes: any
+# speculation ends in a TypeError.
 stock_speculates = pytest.mark.skipif(
     release(vllm_version()) < (0, 26) or not has_medusa(vllm_version()),
     reason="vLLM's CPU build of this release can't without mends, or has no Medusa",
@@ -196,7 +199,9 @@ def test_seeded_calls_repeat_and_unseeded_ones_do_not(
 
 
 def test_responses_come_as_they_end_and_are_the_same(engine: ColocatedEngine, actor: Actor) -> None:
-    """More requests than run at once: the short ones are told while others have not begun, and nobody's tokens change."""
+    """More requests than run at once: the short ones are told while others have not begun, and
+    nobody's tokens change.
+    """
     engine.configure(sampled=True)
     sampling = Sampling(1.0, max_new_tokens=48, responses_per_prompt=2, seed=5)
     whole, told = engine.generate(actor.prompts[:40], sampling), list[tuple[int, Response]]()
@@ -224,7 +229,9 @@ def test_responses_come_as_they_end_and_are_the_same(engine: ColocatedEngine, ac
 def test_a_batch_stops_half_way_and_goes_on_with_another_actor(
     engine: ColocatedEngine, actor: Actor, tmp_path: Path
 ) -> None:
-    """The randomised PIT of each token against the version that wrote it; against the other one it fails."""
+    """The randomised PIT of each token against the version that wrote it; against the other one it
+    fails.
+    """
     sampling, models = (
         Sampling(1.0, max_new_tokens=96, responses_per_prompt=2, seed=5),
         [actor.model, copy.deepcopy(actor.model)],
@@ -279,7 +286,9 @@ def test_a_batch_stops_half_way_and_goes_on_with_another_actor(
 def judged_by_writer(
     models: list[Any], rollouts: Rollouts, begun: list[int]
 ) -> dict[str, Uniformity]:
-    """All tokens against the model that wrote them, and against the other one; `begun`: so many of each are of the first model."""
+    """All tokens against the model that wrote them, and against the other one; `begun`: so many of
+    each are of the first model.
+    """
     tests = {"writer": Uniformity(), "other": Uniformity()}
     for response, count in zip(rollouts.responses, begun, strict=True):
         prompt, ids_M = rollouts.prompts[response.prompt_index], torch.tensor(response.token_ids)
@@ -320,7 +329,9 @@ def test_the_number_of_drafts_holds_up_to_the_end_of_the_context(
 
 
 def test_top_k_beside_a_draft_vocabulary(engine: ColocatedEngine, actor: Actor) -> None:
-    """A request without top-k counts in the whole vocabulary, and its neighbour with one brings the filter for both."""
+    """A request without top-k counts in the whole vocabulary, and its neighbour with one brings the
+    filter for both.
+    """
     from vllm import SamplingParams
 
     engine.configure(sampled=True, draft_vocab=40)
@@ -336,7 +347,9 @@ def test_top_k_beside_a_draft_vocabulary(engine: ColocatedEngine, actor: Actor) 
 
 
 def test_seeds_survive_chunked_prefill(engine: ColocatedEngine, actor: Actor) -> None:
-    """More prompt tokens than one step takes: on the CPU build a seeded request there dies without the mend."""
+    """More prompt tokens than one step takes: on the CPU build a seeded request there dies without
+    the mend.
+    """
     long = [prompt * 4 for prompt in actor.prompts if len(prompt) < 100][:24]
     limit = engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     assert sum(map(len, long)) > limit
@@ -455,7 +468,9 @@ def heads_that_know(actor: Actor, rollouts: Rollouts) -> object:
 def in_flight(
     engine: ColocatedEngine, actor: Actor, change: Callable[[int], object]
 ) -> list[tuple[int, ...]]:
-    """16 greedy responses of an engine that is stepped by hand; `change` is called at every third step, between two steps."""
+    """16 greedy responses of an engine that is stepped by hand; `change` is called at every third
+    step, between two steps.
+    """
     from vllm import SamplingParams
 
     core = engine._llm.llm_engine
@@ -489,7 +504,9 @@ def test_heads_swapped_in_flight_leave_the_responses_alone(
 def test_an_actor_synced_in_flight_ends_no_request(
     engine: ColocatedEngine, actor: Actor, tmp_path: Path
 ) -> None:
-    """Running requests go on with the new weights, their keys and values computed anew; the aliased lm_head drafts on."""
+    """Running requests go on with the new weights, their keys and values computed anew; the aliased
+    lm_head drafts on.
+    """
     reference = engine.generate(actor.prompts[:16], GREEDY)
     moved = copy.deepcopy(actor.model)
     torch.manual_seed(3)
@@ -564,7 +581,9 @@ def test_responses_of_other_engines_are_drafted_from(engine: ColocatedEngine, ac
 def test_heads_bring_their_draft_temperatures(
     engine: ColocatedEngine, actor: Actor, tmp_path: Path
 ) -> None:
-    """The probe after the swap compares the q that serves with the file's; what comes without has none."""
+    """The probe after the swap compares the q that serves with the file's; what comes without has
+    none.
+    """
     engine.configure(sampled=True)
     heads = actor.random_heads(seed=3, scale=0.02)
     heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.5, 2.0]))
@@ -650,7 +669,9 @@ def drafter_of(engine: ColocatedEngine) -> object:
 def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
     engine: ColocatedEngine, actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy puts the heads in another order, and the read-back reads them in that order too: only what is drafted shows it."""
+    """The copy puts the heads in another order, and the read-back reads them in that order too:
+    only what is drafted shows it.
+    """
     reference = engine.generate(actor.prompts[:8], GREEDY)
     good = actor.random_heads(seed=4)
     save_state(tmp_path / "heads.safetensors", good.trainable_state())
@@ -696,7 +717,9 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
     monkeypatch: pytest.MonkeyPatch,
     level: int,
 ) -> None:
-    """Everything is vLLM's own but the allocator: its CPU build keeps all memory, so the test throws away what CUDA's would."""
+    """Everything is vLLM's own but the allocator: its CPU build keeps all memory, so the test
+    throws away what CUDA's would.
+    """
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     def throw_away(self: CPUWorker, level: int = 1) -> None:
@@ -734,7 +757,9 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
 def test_a_loop_that_wakes_its_own_engine_does_not_draft_with_lost_heads(
     engine: ColocatedEngine, actor: Actor
 ) -> None:
-    """The hook around CUDA's worker, with this engine's worker in the place of one that has just been woken."""
+    """The hook around CUDA's worker, with this engine's worker in the place of one that has just
+    been woken.
+    """
     worker = engine._llm.llm_engine.model_executor.driver_worker.worker
     wake_up = internals._with_heads_looked_at(lambda self, tags: "woken")
     assert wake_up(worker) == "woken" and drafter_of(engine).fed
@@ -777,7 +802,8 @@ def test_a_synced_actor_is_what_samples_and_what_drafts(
     assert float((new_M - seen_M).abs().max()) < 1e-3
     assert float((old_M - seen_M).abs().mean()) > 0.05
     assert tokens(engine.generate(actor.prompts[:12], GREEDY)) != tokens(greedy_before)
-    # Zero-start heads are the lm_head: what they draft must be the new lm_head's argmax, for every head.
+    # Zero-start heads are the lm_head: what they draft must be the new lm_head's argmax, for every
+    # head.
     assert engine.probe(hidden.tolist(), [0] * 4) == [
         [int(i)] * 4 for i in (hidden @ moved.lm_head.weight.T).argmax(-1)
     ]
@@ -823,7 +849,9 @@ def test_more_drafts_than_the_engine_has(engine: ColocatedEngine) -> None:
 def test_stock_vllm_drafts_the_same_from_a_native_folder(
     engine: ColocatedEngine, actor: Actor, tmp_path: Path
 ) -> None:
-    """vLLM without our plug-in loads the folder as method=medusa, and its greedy counters are those of our own proposer."""
+    """vLLM without our plug-in loads the folder as method=medusa, and its greedy counters are those
+    of our own proposer.
+    """
     from heads.checkpoint import save_heads
 
     heads = actor.random_heads(seed=21, scale=0.02)

@@ -1,6 +1,8 @@
-"""Run by a test in a process of its own: reads files that want to do harm, with 64 MiB of address space to spare and every event watched.
+"""Run by a test in a process of its own: reads files that want to do harm, with 64 MiB of address
+space to spare and every event watched.
 
-Arguments: a JSON list of [name, reader, path], a folder to write into. Prints one JSON object: name -> {error, message, events}.
+Arguments: a JSON list of [name, reader, path], a folder to write into. Prints one JSON object: name
+-> {error, message, events}.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def address_space() -> int:
 
 
 def settle() -> None:
-    """Wait until threads of the warm-up have given their stacks back: what they hold would be to spare later."""
+    """Wait until threads of the warm-up have given their stacks back: what they hold would be to
+    spare later.
+    """
     seen = [0, 1, 2]
     while len(set(seen[-3:])) > 1:
         time.sleep(0.1)

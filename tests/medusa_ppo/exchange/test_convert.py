@@ -1,4 +1,6 @@
-"""`medusa-ppo convert`: every pair of formats that can hold the heads, bit for bit, and every known trap of the formats by name."""
+"""`medusa-ppo convert`: every pair of formats that can hold the heads, bit for bit, and every known
+trap of the formats by name.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(heads: PlainHeads, folder: Path, base: Path) -> Path:
-    """The heads in a first format that can hold them: native where there are no biases, else vllm."""
+    """The heads in a first format that can hold them: native where there are no biases, else
+    vllm.
+    """
     if not heads.biased:
         module = MedusaHeads(heads.config).to(heads.dtype)
         module.load_trainable_state(heads.tensors)
@@ -123,7 +127,9 @@ def written(heads: PlainHeads, folder: Path, base: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """Every tensor of a folder by file and name, and its configuration without our own section's checksum-bearing parts."""
+    """Every tensor of a folder by file and name, and its configuration without our own section's
+    checksum-bearing parts.
+    """
     tensors: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix == ".safetensors":
@@ -149,7 +155,9 @@ def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_round_trip_is_bit_equal(variant: str, tmp_path: Path, base: Path) -> None:
-    """A -> B -> A for every ordered pair of formats that can hold the heads: same files, names, dtypes, bits and configuration."""
+    """A -> B -> A for every ordered pair of formats that can hold the heads: same files, names,
+    dtypes, bits and configuration.
+    """
     heads = VARIANTS[variant]()
     source = written(heads, tmp_path, base)
     formats = representable_formats(heads)
@@ -177,7 +185,9 @@ def test_which_variant_fits_which_format() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_written_computes_what_was_read(variant: str, tmp_path: Path, base: Path) -> None:
-    """Each written file, loaded strictly into modules as its format's own code builds them, against the formula on what was given."""
+    """Each written file, loaded strictly into modules as its format's own code builds them, against
+    the formula on what was given.
+    """
     heads = VARIANTS[variant]()
     source = written(heads, tmp_path, base)
     h_ND = torch.randn(5, D, generator=torch.Generator().manual_seed(1)).to(heads.dtype)
@@ -226,7 +236,8 @@ def formula(heads: PlainHeads, k: int, h_ND: torch.Tensor) -> torch.Tensor:
     return f_ND @ (base_lm_head().to(heads.dtype) if own is None else own).T
 
 
-# ---- traps, each by name ---------------------------------------------------------------------------------------------------------
+# ---- traps, each by name
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Residual(torch.nn.Module):
@@ -243,7 +254,9 @@ class Residual(torch.nn.Module):
 def original_heads(
     heads: int = 5, layers: int = 1, own: bool = True, repeated: bool = True
 ) -> torch.nn.ModuleList:
-    """Heads as the original code builds them: a head's layers are one module, repeated in a list. Others build as many as there are."""
+    """Heads as the original code builds them: a head's layers are one module, repeated in a list.
+    Others build as many as there are.
+    """
     torch.manual_seed(0)
     ends = [[torch.nn.Linear(D, V, bias=False)] if own else [] for _ in range(heads)]
     blocks = [
@@ -297,7 +310,9 @@ def test_trap_no_vocabulary_in_the_config(tmp_path: Path, base: Path) -> None:
 
 
 def test_trap_tied_layers(tmp_path: Path) -> None:
-    """List repetition: both names are in the file, on one storage. They become two equal layers, and go back where that is built."""
+    """List repetition: both names are in the file, on one storage. They become two equal layers,
+    and go back where that is built.
+    """
     module = original_heads(2, layers=2)
     source = fasterdecoding(tmp_path / "a", module, medusa_num_layers=2)
     done = convert(source, tmp_path / "b", "vllm")
@@ -418,7 +433,9 @@ def test_trap_vllm_takes_any_key_with_num_and_heads_for_the_number_of_heads(
 
 
 def test_trap_fewer_drafts_than_heads_use_the_first_heads(tmp_path: Path, base: Path) -> None:
-    """vLLM sets num_heads to num_speculative_tokens; what it then looks for must be in the file, under these names."""
+    """vLLM sets num_heads to num_speculative_tokens; what it then looks for must be in the file,
+    under these names.
+    """
     medusa = pytest.importorskip("vllm.transformers_utils.configs.medusa")
     config = medusa.MedusaConfig.from_pretrained(str(vllm_source(tmp_path, base)))
     assert config.num_lookahead_tokens == K
@@ -483,7 +500,9 @@ def test_trap_the_other_place_of_a_shared_lm_head(tmp_path: Path, base: Path) ->
 
 
 def test_trap_vllm_reads_the_older_names_too(tmp_path: Path, base: Path) -> None:
-    """{h}.{l}.linear.weight in a model_type medusa folder, and the prefix medusa_heads. that vLLM strips."""
+    """{h}.{l}.linear.weight in a model_type medusa folder, and the prefix medusa_heads. that vLLM
+    strips.
+    """
     module = original_heads(2)
     for number, prefix in enumerate(("", "medusa_heads.")):
         folder = tmp_path / f"old{number}"
@@ -523,7 +542,9 @@ def test_trap_tgi_needs_biases_and_v2_knows_one_layer_and_no_own_lm_head(
 
 
 def test_trap_a_lone_model_file_hides_the_shard_with_the_heads(tmp_path: Path, base: Path) -> None:
-    """transformers prefers model.safetensors to an index; in a full model both the base and the heads must be found."""
+    """transformers prefers model.safetensors to an index; in a full model both the base and the
+    heads must be found.
+    """
     from transformers import AutoModelForCausalLM
 
     source = written(plain("own"), tmp_path, base)
@@ -577,7 +598,8 @@ def test_the_kinds_that_need_our_plug_in_are_refused(kind: str, tmp_path: Path) 
             convert(tmp_path / "a", tmp_path / "b", name)
 
 
-# ---- the request -----------------------------------------------------------------------------------------------------------------
+# ---- the request
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_single_file_is_a_source(tmp_path: Path) -> None:

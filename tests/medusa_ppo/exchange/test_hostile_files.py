@@ -1,6 +1,8 @@
-"""Files that want to do harm, to native loading and to convert: a clear error each, nothing executed, nothing allocated beyond 64 MiB.
+"""Files that want to do harm, to native loading and to convert: a clear error each, nothing
+executed, nothing allocated beyond 64 MiB.
 
-All are read by one child process (read_hostile.py) under a limit of its address space and with Python's audit events watched.
+All are read by one child process (read_hostile.py) under a limit of its address space and with
+Python's audit events watched.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def config(folder: Path, **values: Any) -> None:
     )
 
 
-# ---- .pt ---------------------------------------------------------------------------------------------------------------------------
+# ---- .pt
+# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def saved(change: Callable[[dict[str, Any]], Any], **arguments: Any) -> Build:
@@ -159,7 +162,9 @@ def overlapping_entries(folder: Path) -> None:
 
 
 def huge_directory(folder: Path) -> None:
-    """8 GiB of nothing (a sparse file) whose end says that 4 GiB less one are the zip's directory."""
+    """8 GiB of nothing (a sparse file) whose end says that 4 GiB less one are the zip's
+    directory.
+    """
     with (folder / "medusa_lm_head.pt").open("wb") as handle:
         handle.truncate(8 << 30)
         handle.seek(0, os.SEEK_END)
@@ -199,8 +204,8 @@ PICKLES: dict[str, Build] = {
     "pt: eval": saved(
         lambda state: state.update(x=Harm(eval, "__import__('os').mkdir('harm-was-done')"))
     ),
-    "pt: legacy file that runs code": lambda folder: (folder / "medusa_lm_head.pt").write_bytes(
-        pickle.dumps(Harm())
+    "pt: legacy file that runs code": (
+        lambda folder: (folder / "medusa_lm_head.pt").write_bytes(pickle.dumps(Harm()))
     ),
     "pt: legacy file of torch 1.5": saved(lambda state: None, _use_new_zipfile_serialization=False),
     "pt: code by a call in the description": described(b"\x80\x02" + HARMFUL),
@@ -264,7 +269,8 @@ PICKLES: dict[str, Build] = {
 }
 
 
-# ---- safetensors -------------------------------------------------------------------------------------------------------------------
+# ---- safetensors
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Build:
@@ -291,7 +297,9 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Build:
 
 
 def boundary_moved(entries: dict[str, Any]) -> None:
-    """The first tensor's bytes end where the second one's should: offsets that fill the file, sizes that don't fit the shapes."""
+    """The first tensor's bytes end where the second one's should: offsets that fill the file, sizes
+    that don't fit the shapes.
+    """
     one, two = sorted(entries.items(), key=lambda item: item[1].get("data_offsets", [1 << 60]))[:2]
     one[1]["data_offsets"][1] -= 4
     two[1]["data_offsets"][0] -= 4
@@ -401,13 +409,14 @@ FOLDERS: dict[str, Build] = {
     "model: 1,001 files": lambda folder: [
         (folder / f"model-{n}.safetensors").touch() for n in range(1001)
     ],
-    "model: a shard that is a link out": lambda folder: (folder / "model-0.safetensors").symlink_to(
-        "/etc/passwd"
+    "model: a shard that is a link out": (
+        lambda folder: (folder / "model-0.safetensors").symlink_to("/etc/passwd")
     ),
     "nothing at all": lambda folder: (folder / "config.json").unlink(),
 }
 
-# ---- native ------------------------------------------------------------------------------------------------------------------------
+# ---- native
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def native(change: Build) -> Build:
@@ -608,7 +617,8 @@ def test_the_harm_is_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (tmp_path / SENTINEL).is_dir()
 
 
-# ---- damage at random ----------------------------------------------------------------------------------------------------------------
+# ---- damage at random
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:

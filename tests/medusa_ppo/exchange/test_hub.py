@@ -1,4 +1,6 @@
-"""Push, model card, pull: against a local folder that stands in for the hub (no test machine may reach the real one)."""
+"""Push, model card, pull: against a local folder that stands in for the hub (no test machine may
+reach the real one).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ TOKEN = "hf_" + "Q7x" * 10
 
 
 class FolderHub:
-    """A test double for huggingface_hub.HfApi: repositories are folders. Its calls are checked against the real signatures."""
+    """A test double for huggingface_hub.HfApi: repositories are folders. Its calls are checked
+    against the real signatures.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -261,7 +265,9 @@ def test_tokens_are_never_shown(
 def test_convert_takes_a_hub_name(
     heads: Path, hub: FolderHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole command, with the double in the place of the real hub; and the same for heads of another format."""
+    """The whole command, with the double in the place of the real hub; and the same for heads of
+    another format.
+    """
     push_heads(heads, "me/heads", hub=hub)
     convert(heads, hub.root / "me" / "foreign", "tgi-v1")
     monkeypatch.setattr(hub_module, "_open", lambda given: given or hub)

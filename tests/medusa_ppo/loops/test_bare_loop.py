@@ -1,4 +1,6 @@
-"""The example for any loop runs as it stands on the page: two steps on real parts, and the heads of the first draft in the second."""
+"""The example for any loop runs as it stands on the page: two steps on real parts, and the heads of
+the first draft in the second.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_the_example_is_short_and_calls_each_hook_once():
 
 
 def without_hooks(text: str) -> str:
-    """The example as its author would have written it without us: every line of the plug-in is gone, the engine has no heads."""
+    """The example as its author would have written it without us: every line of the plug-in is
+    gone, the engine has no heads.
+    """
     text = re.sub(r"with plugin\.actor_forward\(.*\):.*", "if True:", text)
     text = re.sub(r"heads = MedusaPlugin\.prepare_heads\(.*", "heads = None", text)
     text = text.replace("plugin.metrics() | ", "")

@@ -1,4 +1,6 @@
-"""`check-loop` finds what is wrong with an adapter, by name; a right one passes all ten on real parts."""
+"""`check-loop` finds what is wrong with an adapter, by name; a right one passes all ten on real
+parts.
+"""
 
 from __future__ import annotations
 

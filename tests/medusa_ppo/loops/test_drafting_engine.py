@@ -1,4 +1,6 @@
-"""A loop of its own that knows nothing of us but the class of its engine: heads are fed, and switched off it learns the same to the bit."""
+"""A loop of its own that knows nothing of us but the class of its engine: heads are fed, and
+switched off it learns the same to the bit.
+"""
 
 from __future__ import annotations
 

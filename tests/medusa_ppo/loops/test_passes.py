@@ -1,4 +1,6 @@
-"""The worker's tap: the same training data from padded rows, from packed rows, and from the plugin's own tap."""
+"""The worker's tap: the same training data from padded rows, from packed rows, and from the
+plugin's own tap.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Several processes of one training, for real: they agree or are told why not, the first one leads, and nothing waits for the dead."""
+"""Several processes of one training, for real: they agree or are told why not, the first one leads,
+and nothing waits for the dead.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ from medusa_ppo.types import PublishedHeads, Sampling
 from tests.medusa_ppo.conftest import RecordingCompanion
 
 Work = Callable[[int], Any]
-# The processes come from a server without threads: a fork of pytest's own, where Ray and OpenMP have run, may hang.
+# The processes come from a server without threads: a fork of pytest's own, where Ray and OpenMP
+# have run, may hang.
 STARTS = multiprocessing.get_context("forkserver")
 STARTS.set_forkserver_preload(["medusa_ppo.loops.attachment", "torch.distributed.fsdp"])
 for known in (__name__, RecordingCompanion.__module__):  # The processes can't import tests.
@@ -202,7 +205,9 @@ def test_a_process_that_dies_is_an_error_for_the_other_at_once(dies: int):
 
 
 class Engine:
-    """In the place of the vLLM in each process (tests/medusa_ppo/loops/test_trl_grpo_ranks.py has the real ones): what it holds."""
+    """In the place of the vLLM in each process (tests/medusa_ppo/loops/test_trl_grpo_ranks.py has
+    the real ones): what it holds.
+    """
 
     def __init__(self) -> None:
         self.version, self.heads, self.drafts = 0, "", 0
@@ -243,7 +248,9 @@ class Engine:
 
 
 class Companion(RecordingCompanion):
-    """In the place of the companion: keeps what it is given, and has newer heads after the first batch."""
+    """In the place of the companion: keeps what it is given, and has newer heads after the first
+    batch.
+    """
 
     made: ClassVar[list[Companion]] = []
 
@@ -266,7 +273,9 @@ class Companion(RecordingCompanion):
 
 
 def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
-    """Two steps of a trainer under DDP or FSDP2; each process has its own engine and its own rows."""
+    """Two steps of a trainer under DDP or FSDP2; each process has its own engine and its own
+    rows.
+    """
     os.environ["OUT"] = str(out)
     attachment_module.local_ray = lambda **_: contextlib.nullcontext()  # type: ignore[assignment]
     plugin_module.CompanionClient = Companion  # type: ignore[assignment,misc]

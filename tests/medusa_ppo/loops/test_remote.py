@@ -1,4 +1,6 @@
-"""The driver's half for verl and OpenRLHF, without either: real actor, tap and companion; only the foreign engine is stood in for."""
+"""The driver's half for verl and OpenRLHF, without either: real actor, tap and companion; only the
+foreign engine is stood in for.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from medusa_ppo.vllm_plugin import TOKEN
 
 
 class Workers:
-    """In the place of a vLLM that needs CUDA to be started as verl starts it: answers as our worker extension does."""
+    """In the place of a vLLM that needs CUDA to be started as verl starts it: answers as our worker
+    extension does.
+    """
 
     def __init__(self) -> None:
         self.version = 0

@@ -1,4 +1,6 @@
-"""Rows of a trainer's batch are known by their tokens, in any order, padding and split; and the tap hands each to the plugin once."""
+"""Rows of a trainer's batch are known by their tokens, in any order, padding and split; and the tap
+hands each to the plugin once.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def rollouts() -> Rollouts:
 
 
 def padded(order: Sequence[int], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as trainers make them: padding in front of the prompt and behind the response; its ids are those of real tokens."""
+    """Rows as trainers make them: padding in front of the prompt and behind the response; its ids
+    are those of real tokens.
+    """
     ids, attention = torch.full((len(order), 9), 1), torch.zeros(len(order), 9, dtype=torch.int64)
     for row, index in enumerate(order):
         tokens = (*PROMPTS[ANSWERS[index][0]], *ANSWERS[index][1])

@@ -1,4 +1,6 @@
-"""TRL's trainers on real parts: heads are trained and fed while GRPO runs, and what is learned is what TRL learns without them."""
+"""TRL's trainers on real parts: heads are trained and fed while GRPO runs, and what is learned is
+what TRL learns without them.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +175,9 @@ def test_the_actor_learns_the_same_to_the_bit_with_drafts_and_without(
 @pytest.mark.slow
 @pytest.mark.engine
 def test_switched_off_it_is_trls_own_trainer_on_vllm_to_the_bit(chain_actor: Path, tmp_path: Path):
-    """Sampled at temperature 1. The other arm is TRL's trainer, imports nothing of ours, and its vLLM does not load our plug-in."""
+    """Sampled at temperature 1. The other arm is TRL's trainer, imports nothing of ours, and its
+    vLLM does not load our plug-in.
+    """
     off = {"companion": {"enabled": False}, "engine": {"num_drafts": 0}}
     switched_off = train("grpo", chain_actor, tmp_path / "off", off, max_steps=3, **VLLM)
     plain = train(

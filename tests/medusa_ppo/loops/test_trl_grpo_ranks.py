@@ -1,4 +1,6 @@
-"""TRL's GRPO on two processes, for real: one companion, both engines fed, both processes' rows learned from, nothing hangs."""
+"""TRL's GRPO on two processes, for real: one companion, both engines fed, both processes' rows
+learned from, nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +170,8 @@ def test_two_processes_have_one_companion_and_both_are_fed(
     first, last = run.steps[0], run.steps[-1]
     assert len(run.steps) == 8 and last[names.HEADS_VERSION] >= 1
     assert last[names.MAL_SERVING] > first[names.MAL_SERVING] + 0.2
-    # 16 responses a step, 8 of each process, a quarter of the prompts held out: one process's alone would be less than 0.4.
+    # 16 responses a step, 8 of each process, a quarter of the prompts held out: one process's alone
+    # would be less than 0.4.
     tokens = sum(step[names.RESPONSE_LENGTH] * 16 for step in run.steps[:-1])
     assert last[names.COMPANION_TRAINED_TOKENS] > 0.55 * tokens
     ranks: list[dict[str, Any]] = [
@@ -215,7 +218,9 @@ def test_a_process_that_dies_ends_the_training_within_a_minute(chain_actor: Path
 def train_with_a_server(
     served: Served, actor: Path, out: Path, steps: int, *, again: bool
 ) -> tuple[Any, float]:
-    """A training whose server is killed between two steps, and started again or not; and its seconds from then on."""
+    """A training whose server is killed between two steps, and started again or not; and its
+    seconds from then on.
+    """
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(
             launch, "ddp", actor, out, steps, "server", served.settings, served.heads

@@ -1,4 +1,6 @@
-"""Tiny actors, and an engine that samples with transformers: PPO's arithmetic needs no vLLM to be tested."""
+"""Tiny actors, and an engine that samples with transformers: PPO's arithmetic needs no vLLM to be
+tested.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +205,9 @@ def sampling_engine() -> Callable[[LlamaForCausalLM], RolloutEngine]:
 
 @pytest.fixture
 def make_rollouts() -> Callable[..., Rollouts]:
-    """Random rollouts of unequal lengths: make(sequences, seed) -> Rollouts, two responses a prompt."""
+    """Random rollouts of unequal lengths: make(sequences, seed) -> Rollouts, two responses a
+    prompt.
+    """
 
     def make(sequences: int = 8, seed: int = 0, vocab: int = VOCAB) -> Rollouts:
         generator = torch.Generator().manual_seed(seed)
@@ -222,7 +226,9 @@ def make_rollouts() -> Callable[..., Rollouts]:
 
 @pytest.fixture(scope="session")
 def save_judge() -> Callable[..., None]:
-    """save_judge(folder, labels=1, by_steps=False, hidden=16) -> a random reward model of the letters a, b and c, with its tokenizer."""
+    """save_judge(folder, labels=1, by_steps=False, hidden=16) -> a random reward model of the
+    letters a, b and c, with its tokenizer.
+    """
     return _save_judge
 
 

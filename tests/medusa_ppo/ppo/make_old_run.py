@@ -1,10 +1,13 @@
-"""Makes old_run.tar.gz, the run folder of an earlier release that test_old_run.py opens. Run it with that release's code:
+"""Makes old_run.tar.gz, the run folder of an earlier release that test_old_run.py opens. Run it
+with that release's code:
 
 git worktree add --detach OLD 09356bd
 pip install --no-deps --target OLD/installed OLD      # vLLM finds a plug-in by what is installed
-PYTHONPATH=OLD/installed python tests/medusa_ppo/ppo/make_old_run.py NEW_FOLDER tests/medusa_ppo/ppo/old_run.tar.gz
+PYTHONPATH=OLD/installed python tests/medusa_ppo/ppo/make_old_run.py NEW_FOLDER
+tests/medusa_ppo/ppo/old_run.tar.gz
 
-The copies of actor and heads at the end of the run are left out, and paths of the machine are replaced by ACTOR and OUT.
+The copies of actor and heads at the end of the run are left out, and paths of the machine are
+replaced by ACTOR and OUT.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Who takes a step when, on which weights, and what is counted: the comparison with the same loop without the plugin."""
+"""Who takes a step when, on which weights, and what is counted: the comparison with the same loop
+without the plugin.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,8 @@ def test_steps_alternate_and_each_finds_what_steps_of_its_kind_leave(
     comparison, diary = scene
     pairs = comparison.steps(3)
     assert diary == [
-        "ours step 14", "ours step 14",  # The first is not timed: the companion has nothing to do in it.
+        # The first is not timed: the companion has nothing to do in it.
+        "ours step 14", "ours step 14",
         "drain", "swap", "plain gets 16", "plain step 14",
         "drain", "swap", "plain step 15",
         "ours gets 18", "ours step 15", "ours step 15",

@@ -1,7 +1,9 @@
-"""Every key of the configuration does something: each is changed, and the plan, the engine's start, a training or a file differs.
+"""Every key of the configuration does something: each is changed, and the plan, the engine's start,
+a training or a file differs.
 
-A row of ROWS is a key, a value that is not its default, and where a difference must show. What a place shows is never the value itself
-as it was written, but what was made of it. A key without a row fails, and so does a row without a key.
+A row of ROWS is a key, a value that is not its default, and where a difference must show. What a
+place shows is never the value itself as it was written, but what was made of it. A key without a
+row fails, and so does a row without a key.
 """
 
 from __future__ import annotations
@@ -249,7 +251,9 @@ class _Enough(Exception):
 
 
 class Places:
-    """What is looked at. Every method takes a configuration and gives something that can be compared."""
+    """What is looked at. Every method takes a configuration and gives something that can be
+    compared.
+    """
 
     def __init__(
         self,
@@ -288,9 +292,10 @@ class Places:
         return process_environment(config.engine, has_gpu=False)
 
     def ray_room(self, config: RunConfig) -> Any:
-        return bundle(0, config.engine.resource), client_file.actor_options(
-            config.companion, None, 0
-        )["resources"]
+        return (
+            bundle(0, config.engine.resource),
+            client_file.actor_options(config.companion, None, 0)["resources"],
+        )
 
     def rank(self, config: RunConfig) -> Any:
         imported: list[str] = []
@@ -479,7 +484,9 @@ class Places:
         return measured
 
     def written_ahead(self, config: RunConfig) -> Any:
-        """What the engine was asked until the first step is learned from: each step's whole batch, or so many prompts of it."""
+        """What the engine was asked until the first step is learned from: each step's whole batch,
+        or so many prompts of it.
+        """
         asked: list[int] = []
         learner: Any = SimpleNamespace(device="cpu", turns=Turns(), update=_enough)
 
@@ -527,7 +534,8 @@ class Places:
     def reward_processes(self, config: RunConfig) -> Any:
         """In how many processes a slow function is called, and what of it comes in time."""
         (self._folder / "slow_rewards.py").write_text(
-            "import os, time\n\n\ndef pid(*_):\n    time.sleep(0.3)\n    return float(os.getpid())\n"
+            "import os, time\n\n\ndef pid(*_):\n    time.sleep(0.3)\n    return"
+            " float(os.getpid())\n"
         )
         source = make_reward(config.ppo.model_copy(update={"reward": "slow_rewards:pid"}))
         try:

@@ -1,4 +1,6 @@
-"""Prompts: their order, the rows behind them, what is left out. Paired steps: which, in which order, what becomes of the extra rollouts."""
+"""Prompts: their order, the rows behind them, what is left out. Paired steps: which, in which
+order, what becomes of the extra rollouts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The update: what it computes, that cutting it into micro batches changes nothing, that it repeats itself, that it learns."""
+"""The update: what it computes, that cutting it into micro batches changes nothing, that it repeats
+itself, that it learns.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def test_the_first_scores_by_hand(tiny_actor, make_rollouts):
     scores, report = learner(tiny_actor(), gamma=1.0, lam=1.0).score(batch, rewards, Sampling())
     assert report[names.KL_REFERENCE] == 0.0, "actor and reference are the same at first"
     assert torch.equal(scores.logprobs_SR, scores.reference_SR)
-    # No value and no KL yet: with gamma = lambda = 1 the return of each token is the response's reward.
+    # No value and no KL yet: with gamma = lambda = 1 the return of each token is the response's
+    # reward.
     torch.testing.assert_close(scores.returns_SR, torch.where(batch.mask_SR, rewards[:, None], 0.0))
     assert scores.advantages_SR[batch.mask_SR].mean().item() == pytest.approx(0.0, abs=1e-6)
     gap = (
@@ -50,7 +53,9 @@ def test_the_first_scores_by_hand(tiny_actor, make_rollouts):
 
 @pytest.mark.parametrize("micro", [1, 3, 4])
 def test_micro_batches_change_nothing_but_rounding(tiny_actor, make_rollouts, micro: int):
-    """Responses of unequal length: normalising by micro batch instead of by minibatch would fail here by far."""
+    """Responses of unequal length: normalising by micro batch instead of by minibatch would fail
+    here by far.
+    """
     batch, rewards = (
         PPOBatch(make_rollouts(12)),
         torch.randn(12, generator=torch.Generator().manual_seed(0)),
@@ -104,7 +109,9 @@ def test_a_reference_in_bfloat16_stays_near(tiny_actor, make_rollouts):
 
 
 def test_old_logprobs_are_the_actors_own(tiny_actor, make_rollouts):
-    """The engine's log-probs (all -1 here, far off) must not enter the ratio: the first pass starts at ratio 1."""
+    """The engine's log-probs (all -1 here, far off) must not enter the ratio: the first pass starts
+    at ratio 1.
+    """
     batch = PPOBatch(make_rollouts(8))
     one = learner(tiny_actor(), epochs=1, minibatch_size=8)
     scores, _ = one.score(batch, torch.randn(8), Sampling())
@@ -435,7 +442,9 @@ def test_the_gap_to_the_engine_by_hand(tiny_actor, make_rollouts):
 
 
 def test_a_value_clip_in_units_of_the_returns_follows_the_rewards_scale(tiny_actor, make_rollouts):
-    """With rewards a thousand times larger the critic's loss grows by a million, and just as much is clipped away."""
+    """With rewards a thousand times larger the critic's loss grows by a million, and just as much
+    is clipped away.
+    """
     batch, rewards, shares = PPOBatch(make_rollouts(8)), torch.tensor([1.0, 0.0] * 4), []
     for scale in (1.0, 1000.0):
         one = learner(
@@ -477,7 +486,9 @@ def test_side_by_side_changes_no_bit(tiny_actor, make_rollouts, top_k: int):
 
 
 def test_side_by_side_is_at_once(tiny_actor, make_rollouts):
-    """The actor's pass waits until the reference is in its own, and the critic's update until the actor is in its own."""
+    """The actor's pass waits until the reference is in its own, and the critic's update until the
+    actor is in its own.
+    """
     one = learner(tiny_actor(), side_by_side=True)
     seen = {"reference": threading.Event(), "actor": threading.Event()}
     one.reference.model.register_forward_hook(lambda *_: seen["reference"].set())
@@ -507,7 +518,9 @@ def test_side_by_side_is_refused_where_it_can_not_be(more: dict):
 
 
 def test_actor_critic_and_reference_see_images_that_the_tower_computed_once(vision_actor, picture):
-    """Scoring and four epochs of updates; with the features of another image the old log-probs are others."""
+    """Scoring and four epochs of updates; with the features of another image the old log-probs are
+    others.
+    """
     actor = load_actor(vision_actor())
     reader = ImageReader.load(vision_actor(), load_tokenizer(vision_actor()))
     runs: list[int] = []

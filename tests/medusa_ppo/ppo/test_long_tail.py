@@ -1,5 +1,7 @@
-"""Prompts carried over: each token by the version that is said and weighed by it, every prompt learned from once, whole and in time; the
-same numbers again, also after a stop; and what is refused."""
+"""Prompts carried over: each token by the version that is said and weighed by it, every prompt
+learned from once, whole and in time; the same numbers again, also after a stop; and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +208,8 @@ def test_it_learns(tmp_path: Path, tiny_actor, sampling_engine):
     assert rewards[0] < 0.25 and sum(rewards[-3:]) / 3 > 0.5, rewards
 
 
-# ---- files, and what is refused ----------------------------------------------------------------------------------------------------
+# ---- files, and what is refused
+# ----------------------------------------------------------------------------------------------------
 
 
 CARRIED = Carried(

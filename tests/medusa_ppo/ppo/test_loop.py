@@ -1,4 +1,6 @@
-"""The loop on an engine that samples with transformers: it learns, repeats itself, resumes, and is the same with and without the plugin."""
+"""The loop on an engine that samples with transformers: it learns, repeats itself, resumes, and is
+the same with and without the plugin.
+"""
 
 from __future__ import annotations
 
@@ -208,7 +210,9 @@ def test_the_loop_makes_as_many_passes_over_the_actor_with_the_plugin_as_without
 def test_an_engine_that_sleeps_through_every_update_changes_nothing_but_its_heads(
     tmp_path: Path, tiny_actor, sampling_engine, level
 ):
-    """It sleeps from the rollouts to the sync of each step; what a deep sleep threw away is there again when it generates."""
+    """It sleeps from the rollouts to the sync of each step; what a deep sleep threw away is there
+    again when it generates.
+    """
     awake = Scene(settings(tmp_path / "awake"), tiny_actor(), sampling_engine)
     expected = awake.run()
     config = settings(tmp_path / "asleep")
@@ -233,7 +237,9 @@ def test_an_engine_that_sleeps_through_every_update_changes_nothing_but_its_head
 
 
 def test_removing_the_plugin_is_deleting_its_lines(tmp_path: Path, tiny_actor, sampling_engine):
-    """The loop's own source, without every line marked `# medusa`, is a PPO loop that gives the same weights."""
+    """The loop's own source, without every line marked `# medusa`, is a PPO loop that gives the
+    same weights.
+    """
     source = Path(loop.__file__).read_text()
     kept = [line for line in source.splitlines() if not line.endswith("# medusa")]
     assert len(kept) <= len(source.splitlines()) - 10

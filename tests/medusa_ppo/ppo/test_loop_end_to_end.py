@@ -1,4 +1,6 @@
-"""The whole run on real parts: vLLM in Ray, companion, swaps, syncs, report; then resumed; then stopped by a signal."""
+"""The whole run on real parts: vLLM in Ray, companion, swaps, syncs, report; then resumed; then
+stopped by a signal.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def settings(actor: Path, out: Path, steps: int, compare_pairs: int | None = Non
             "sampling": {"max_new_tokens": 24, "responses_per_prompt": 4},
             "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "num_drafts": 3},
             "heads": {"num_heads": 3},
-            # Waiting makes the number of published versions certain; that PPO never waits otherwise is the plugin's own test.
+            # Waiting makes the number of published versions certain; that PPO never waits otherwise
+            # is the plugin's own test.
             "companion": {"wait": True, "epochs": 8, "learning_rate": 1e-2},
             "ppo": {
                 "steps": steps,
@@ -66,7 +69,9 @@ def settings(actor: Path, out: Path, steps: int, compare_pairs: int | None = Non
 
 
 def leftovers() -> set[str]:
-    """Our folders in shared memory and in the folder for temporary files, but for those that a living program beside this one owns."""
+    """Our folders in shared memory and in the folder for temporary files, but for those that a
+    living program beside this one owns.
+    """
     places = [Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp"))]
     found = [
         p
@@ -84,7 +89,9 @@ def leftovers() -> set[str]:
 
 
 def check_none_left(before: set[str]) -> None:
-    """Not at once: another program's folder has no lock for a moment when it comes and when it goes."""
+    """Not at once: another program's folder has no lock for a moment when it comes and when it
+    goes.
+    """
     ends = time.monotonic() + 10
     while not (left := leftovers()) <= before and time.monotonic() < ends:
         time.sleep(0.2)
@@ -176,7 +183,8 @@ def test_each_way_through_a_step_on_a_real_engine(
     chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ):
     """Some steps, heads and companion included; what each way promises of its engine."""
-    # Heads are there from the third step on; two steps ahead, what a policy of then wrote is learned from in the sixth at the latest.
+    # Heads are there from the third step on; two steps ahead, what a policy of then wrote is
+    # learned from in the sixth at the latest.
     count = 6 if way == "ahead" else 4
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
@@ -244,7 +252,9 @@ def check_nothing_left(before: set[str], children: set[psutil.Process]) -> None:
 def test_a_vision_language_actor_runs_the_whole_loop_with_heads(
     vision_actor, picture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """vLLM computes its own features, the trainer those of each image once; their log-probs agree, and heads learn and are swapped."""
+    """vLLM computes its own features, the trainer those of each image once; their log-probs agree,
+    and heads learn and are swapped.
+    """
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
     for number in range(4):

@@ -1,4 +1,6 @@
-"""Log-probs against the plain formula, the sampler's temperature and truncation, the critic, the reference; PPO's formulas by hand."""
+"""Log-probs against the plain formula, the sampler's temperature and truncation, the critic, the
+reference; PPO's formulas by hand.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,9 @@ def test_a_soft_cap_stays_the_models_own(make_rollouts):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive at once, and those of `held`; what a kernel takes for itself is not seen."""
+    """Counts the bytes of all tensors that are alive at once, and those of `held`; what a kernel
+    takes for itself is not seen.
+    """
 
     def __init__(self, held: torch.nn.Module) -> None:
         super().__init__()
@@ -219,7 +223,9 @@ def peak_bytes(work, held: torch.nn.Module) -> int:
 
 
 def test_scoring_with_a_large_vocabulary_takes_little_more_than_the_model(tiny_actor):
-    """V = 152k: logits of these 192 tokens alone would be 111 MiB, the log-softmax as much again."""
+    """V = 152k: logits of these 192 tokens alone would be 111 MiB, the log-softmax as much
+    again.
+    """
     actor = tiny_actor(vocab=152_000, hidden=256, layers=2)
     ids = tuple(range(1, 25))
     rollouts = Rollouts(
@@ -385,7 +391,8 @@ def test_value_loss_by_hand():
     values = torch.tensor([1.0, 0.0], requires_grad=True)
     old, returns = torch.tensor([0.5, 0.0]), torch.tensor([1.0, 1.0])
     loss = losses.clipped_value_loss(values, old, returns, 0.2)
-    # First: moved past the clip, so the clipped error (0.7 - 1)^2 is the worse one. Second: not moved, error 1.
+    # First: moved past the clip, so the clipped error (0.7 - 1)^2 is the worse one. Second: not
+    # moved, error 1.
     assert loss.item() == pytest.approx(0.5 * (0.09 + 1.0))
     loss.backward()
     torch.testing.assert_close(values.grad, torch.tensor([0.0, -1.0]))
@@ -468,7 +475,9 @@ def test_importance_weights_by_hand():
 
 
 def test_support_is_of_the_actor_that_sampled(tiny_actor, make_rollouts):
-    """Another policy's probabilities are taken over the same tokens; without a cut nothing changes."""
+    """Another policy's probabilities are taken over the same tokens; without a cut nothing
+    changes.
+    """
     batch, actor, other = PPOBatch(make_rollouts(4)), tiny_actor(), tiny_actor(seed=1)
     for model in (actor, other):
         model.lm_head.weight.data.mul_(8.0)

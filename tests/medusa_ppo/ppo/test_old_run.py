@@ -1,4 +1,6 @@
-"""A run folder of an earlier release (commit 09356bd, by make_old_run.py): `report` opens it, `--resume` goes on from its checkpoint."""
+"""A run folder of an earlier release (commit 09356bd, by make_old_run.py): `report` opens it,
+`--resume` goes on from its checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Roles that take turns on one device: the same bits as with a place for each, less memory, and no use of what is not there."""
+"""Roles that take turns on one device: the same bits as with a place for each, less memory, and no
+use of what is not there.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def placed(tmp_path: Path, placement: str, **ppo: object) -> RunConfig:
 
 
 def scene_of(config: RunConfig, actor, engine_class, judge: Path | None = None) -> Scene:
-    """With an engine of as many bytes as the actor's weights, and a reward model that is a role too."""
+    """With an engine of as many bytes as the actor's weights, and a reward model that is a role
+    too.
+    """
     scene = Scene(config, actor, engine_class)
     turns = scene.learner.turns
     turns.engine_started(sum(p.nbytes for p in actor.parameters()))

@@ -1,4 +1,6 @@
-"""A run that was killed with all it had started, and goes on: the same numbers, and the same heads to the bit, as one that was not."""
+"""A run that was killed with all it had started, and goes on: the same numbers, and the same heads
+to the bit, as one that was not.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STEPS = 9
 COMPANIONS = ("companion_", "replay_", "versions_")
-"""How far the companion is when a step's line is written is the clock's to say; its state at the end is compared instead."""
+"""How far the companion is when a step's line is written is the clock's to say; its state at the
+end is compared instead.
+"""
 CLOCKED = ("_s", "idle_frac", "_gib")
 
 

@@ -1,4 +1,6 @@
-"""Reward functions in processes of their own: the same numbers, and what hangs, raises or dies costs its own response alone."""
+"""Reward functions in processes of their own: the same numbers, and what hangs, raises or dies
+costs its own response alone.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Pieces scored while the engine writes: the same bits as afterwards, whatever ends first. Rollouts written ahead: each token by the
-version that is said. Both really at the same time; and what goes wrong."""
+"""Pieces scored while the engine writes: the same bits as afterwards, whatever ends first. Rollouts
+written ahead: each token by the version that is said. Both really at the same time; and what goes
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,9 @@ def in_any_order(seed: int) -> Callable[..., None]:
 
 
 def run(config: RunConfig, actor: Any, engine_class: type) -> tuple[list[dict], torch.Tensor, list]:
-    """Figures that no clock gave, the actor's weights, and the companion's batches. Where the engine writes ahead, the clock decides in
-    which step a sync is counted."""
+    """Figures that no clock gave, the actor's weights, and the companion's batches. Where the
+    engine writes ahead, the clock decides in which step a sync is counted.
+    """
     recorder = RecordingCompanion()
     scene = Scene(config, actor, engine_class, lambda engine: MedusaPlugin(engine, recorder))
     steps = [
@@ -121,7 +124,9 @@ def test_micro_batches_of_pieces_change_nothing_but_rounding(
 def test_a_piece_is_scored_while_the_engine_still_writes(
     tmp_path: Path, tiny_actor, sampling_engine
 ):
-    """The engine ends the second half only when the first piece has gone through all models and the reward."""
+    """The engine ends the second half only when the first piece has gone through all models and the
+    reward.
+    """
     scored, rewarded = threading.Event(), threading.Event()
 
     def tell(rollouts: Rollouts, finished: Callable[[int, Response], None]) -> None:
@@ -284,7 +289,8 @@ def test_a_loop_that_waits_is_idle_for_half_of_its_time_at_least(
     assert step[names.GENERATE_SCORE_IDLE] >= 0.5
 
 
-# ---- written ahead ---------------------------------------------------------------------------------------------------------------
+# ---- written ahead
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def ahead(tmp_path: Path, staleness: int, **ppo) -> RunConfig:
@@ -293,7 +299,9 @@ def ahead(tmp_path: Path, staleness: int, **ppo) -> RunConfig:
 
 
 class Snapshots(Scene):
-    """Keeps the actor's weights of every version that the engine was given, what it wrote, and the importance weights."""
+    """Keeps the actor's weights of every version that the engine was given, what it wrote, and the
+    importance weights.
+    """
 
     collect_s, nbytes = 0.0, 0
 
@@ -384,9 +392,12 @@ def test_written_one_step_ahead_the_run_repeats_itself_and_learns(
         run(ahead(tmp_path / name, 1, steps=4), tiny_actor(), sampling_engine) for name in "ab"
     ]
     same(*found)
-    assert [batch.policy_version for batch in found[0][2]] == [0, 0, 1, 2], (
-        "the companion's batches have the version that wrote them"
-    )
+    assert [batch.policy_version for batch in found[0][2]] == [
+        0,
+        0,
+        1,
+        2,
+    ], "the companion's batches have the version that wrote them"
     scene = Scene(ahead(tmp_path / "long", 1, steps=30, epochs=4), tiny_actor(), sampling_engine)
     rewards = [step[names.REWARD_MEAN] for step in scene.run()]
     assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.5, rewards

@@ -62,7 +62,8 @@ def test_lines_for_logs(monkeypatch: pytest.MonkeyPatch):
         "demo: steps 3 to 4",
     ]
     assert lines[3].startswith(
-        "step   3  reward 0.500  right 50%  acceptance length 1.79  heads v2  1234 tokens/s  speed-up 1.40  left "
+        "step   3  reward 0.500  right 50%  acceptance length 1.79  heads v2  1234 tokens/s "
+        " speed-up 1.40  left "
     )
     assert lines[4].endswith("left 0:00") and lines[5] == "done"
     assert "\x1b" not in out.file.getvalue()

@@ -1,4 +1,6 @@
-"""A saved run goes on as if it had never stopped; a damaged or foreign one is refused in one sentence."""
+"""A saved run goes on as if it had never stopped; a damaged or foreign one is refused in one
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -293,7 +295,8 @@ def test_state_names_its_configuration(tiny_actor, config: RunConfig):
     assert json.loads((folder / "state.json").read_text())["config"]["name"] == "run"
 
 
-# ---- disks: full, read-only, and files that are half there or have other bytes -----------------------------------------------------
+# ---- disks: full, read-only, and files that are half there or have other bytes
+# -----------------------------------------------------
 
 
 @pytest.fixture

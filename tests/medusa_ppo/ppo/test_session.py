@@ -1,4 +1,6 @@
-"""Beginning and end of a run: cheap mistakes are found before anything starts; whatever was started is closed, however the run ends."""
+"""Beginning and end of a run: cheap mistakes are found before anything starts; whatever was started
+is closed, however the run ends.
+"""
 
 from __future__ import annotations
 

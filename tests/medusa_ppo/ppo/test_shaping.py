@@ -1,4 +1,6 @@
-"""Rewards before they become advantages, step sizes and the KL coefficient, gradients that are not finite: by hand."""
+"""Rewards before they become advantages, step sizes and the KL coefficient, gradients that are not
+finite: by hand.
+"""
 
 from __future__ import annotations
 

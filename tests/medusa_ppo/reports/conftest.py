@@ -1,4 +1,6 @@
-"""Made-up runs for the report tests: what a demo on two cores and a long run on a GPU look like on disk."""
+"""Made-up runs for the report tests: what a demo on two cores and a long run on a GPU look like on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def write_run(
     learning_steps: int | None = None,
     overrides: dict[str, dict[str, Any]] | None = None,
 ) -> Path:
-    """Write metrics.jsonl and run.json of a made-up run; `quality` scales how well the heads follow the policy."""
+    """Write metrics.jsonl and run.json of a made-up run; `quality` scales how well the heads follow
+    the policy.
+    """
     path.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     lines, state = [], {"wall": 0.0, "version": 0, "trained": 0, "staleness": 0}
@@ -169,7 +173,9 @@ def make_run() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs: demo (16 steps), other (20), long (10,000), one, zero. Tests must not write into them."""
+    """A folder with runs: demo (16 steps), other (20), long (10,000), one, zero. Tests must not
+    write into them.
+    """
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "demo", 16)
     write_run(

@@ -1,4 +1,6 @@
-"""What `eval` shows: every figure is there, in the terminal, in Markdown and on a page that loads nothing."""
+"""What `eval` shows: every figure is there, in the terminal, in Markdown and on a page that loads
+nothing.
+"""
 
 from __future__ import annotations
 

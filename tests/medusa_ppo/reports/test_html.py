@@ -1,4 +1,6 @@
-"""The page as text: self-contained, safe against hostile names, small for long runs, readable at every stage of a run."""
+"""The page as text: self-contained, safe against hostile names, small for long runs, readable at
+every stage of a run.
+"""
 
 from __future__ import annotations
 
@@ -310,8 +312,8 @@ def test_what_the_plugin_is_worth_stands_on_the_page_with_and_without(runs: Path
     )
     parsed(text)
     assert (
-        '<tr><th scope="row">a whole PPO step</th><td>11.0 s</td><td>10.0 s</td><td>\N{MULTIPLICATION SIGN}1.10</td>'
-        in text
+        '<tr><th scope="row">a whole PPO step</th><td>11.0 s</td><td>10.0'
+        " s</td><td>\N{MULTIPLICATION SIGN}1.10</td>" in text
     )
     assert (
         "<td>650</td><td>500</td>" in text

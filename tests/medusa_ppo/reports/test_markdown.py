@@ -36,9 +36,10 @@ def test_the_verdict_does_not_praise_what_did_not_pay() -> None:
         Path("r"),
         ({"step": 0, "pair_speedup": 0.8, "replay_mal_serving": 1.4, "replay_mal_frozen": 1.6},),
     )
-    assert verdict(build_summary(run)) == (
-        "Drafts slowed generation down to 0.80 of the same engine without drafts and the heads trained along the way give "
-        "0.20 tokens fewer per engine step than frozen ones."
+    assert (
+        verdict(build_summary(run))
+        == "Drafts slowed generation down to 0.80 of the same engine without drafts and the heads"
+        " trained along the way give 0.20 tokens fewer per engine step than frozen ones."
     )
 
 
@@ -56,9 +57,11 @@ def test_a_loop_that_is_slower_with_the_plugin_is_called_that() -> None:
         Path("r"), ({"step": 0},), {"comparison": comparison, "actor_note": "an actor of paper"}
     )
     summary = build_summary(run)
-    assert verdict(summary) == (
-        "Drafts made generation 1.30 times as fast as vLLM without speculation and a whole PPO step took 11.0 s with the plugin and "
-        "10.0 s without it (10 % more time). Measured on an actor of paper."
+    assert (
+        verdict(summary)
+        == "Drafts made generation 1.30 times as fast as vLLM without speculation and a whole PPO"
+        " step took 11.0 s with the plugin and 10.0 s without it (10 % more time). Measured on"
+        " an actor of paper."
     )
     text = render_markdown(run, summary)
     assert (
@@ -81,7 +84,8 @@ def test_the_advice_says_when_drafting_pays_and_what_would_change_it() -> None:
     alone = Run(Path("r"), (step,), {"config": {"engine": {"max_num_seqs": 8}}})
     text = advice(alone, build_summary(alone))
     assert text.startswith(
-        "Worth it for rollouts of this run, with at most 8 sequences at once: \N{MULTIPLICATION SIGN}1.30 at 2.60"
+        "Worth it for rollouts of this run, with at most 8 sequences at once:"
+        " \N{MULTIPLICATION SIGN}1.30 at 2.60"
     )
     assert (
         "it pays above 2.00." in text

@@ -1,4 +1,6 @@
-"""The page in a real browser: no console error, theme, sorting, hover and keys, width of a telephone, time to open."""
+"""The page in a real browser: no console error, theme, sorting, hover and keys, width of a
+telephone, time to open.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +181,8 @@ def test_ten_thousand_steps_open_at_once(browser: Any, pages: Path) -> None:
     """The page's own measure of its loading; generous, for a machine that does other things too."""
     with Opened(browser, pages / "long.html") as opened:
         timing = opened.page.evaluate(
-            "(() => { const t = performance.getEntriesByType('navigation')[0]; return t.loadEventEnd - t.startTime; })()"
+            "(() => { const t = performance.getEntriesByType('navigation')[0]; return"
+            " t.loadEventEnd - t.startTime; })()"
         )
         assert 0 < timing < 10_000
         assert opened.page.locator(".plot").count() > 14

@@ -1,4 +1,6 @@
-"""Reading a run folder: torn lines, repeated steps, folders that are no run, processes that are gone."""
+"""Reading a run folder: torn lines, repeated steps, folders that are no run, processes that are
+gone.
+"""
 
 from __future__ import annotations
 

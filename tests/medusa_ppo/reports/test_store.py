@@ -1,4 +1,6 @@
-"""Writing a run folder: flushed lines, numbers that JSON lacks, resume, earlier runs, second writers, reports at any moment."""
+"""Writing a run folder: flushed lines, numbers that JSON lacks, resume, earlier runs, second
+writers, reports at any moment.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +194,10 @@ def test_a_new_run_moves_what_an_earlier_one_left(tmp_path: Path) -> None:
 
 
 def test_two_processes_can_not_write_into_one_folder(tmp_path: Path) -> None:
-    code = f"from medusa_ppo.reports.store import RunWriter; w = RunWriter({str(tmp_path)!r}, {{}}); print('up', flush=True); input()"
+    code = (
+        f"from medusa_ppo.reports.store import RunWriter; w = RunWriter({str(tmp_path)!r}, {{}});"
+        " print('up', flush=True); input()"
+    )
     other = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -339,8 +344,9 @@ def test_a_thousand_warnings_stay_few(tmp_path: Path) -> None:
 
 def test_who_set_up_no_logging_still_sees_warnings() -> None:
     code = (
-        "import logging, tempfile; from medusa_ppo.reports.store import RunWriter; w = RunWriter(tempfile.mkdtemp(), {});"
-        "logging.getLogger('medusa_ppo.x').warning('seen'); w.close(); logging.getLogger('medusa_ppo.x').warning('seen')"
+        "import logging, tempfile; from medusa_ppo.reports.store import RunWriter; w ="
+        " RunWriter(tempfile.mkdtemp(), {});logging.getLogger('medusa_ppo.x').warning('seen');"
+        " w.close(); logging.getLogger('medusa_ppo.x').warning('seen')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.count("seen") == 2

@@ -1,4 +1,6 @@
-"""The figures of a run, checked against numbers worked out by hand; null where nothing was measured."""
+"""The figures of a run, checked against numbers worked out by hand; null where nothing was
+measured.
+"""
 
 from __future__ import annotations
 

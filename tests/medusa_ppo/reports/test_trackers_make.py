@@ -1,4 +1,6 @@
-"""Which trackers a run gets: names, missing packages and failed starts are told before PPO begins."""
+"""Which trackers a run gets: names, missing packages and failed starts are told before PPO
+begins.
+"""
 
 from __future__ import annotations
 

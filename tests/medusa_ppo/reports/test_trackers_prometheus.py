@@ -16,7 +16,9 @@ DASHBOARD = Path(__file__).resolve().parents[3] / "configs" / "grafana-dashboard
 
 
 class Gauges:
-    """Stands for ray.util.metrics.Gauge where a test looks at what is set; test_ray_exports_them has the real one."""
+    """Stands for ray.util.metrics.Gauge where a test looks at what is set; test_ray_exports_them
+    has the real one.
+    """
 
     def __init__(self) -> None:
         self.made: list[str] = []

@@ -1,4 +1,5 @@
-"""TensorBoard with real event files; Weights & Biases and trackio with stand-ins, because the real ones want an account or a server.
+"""TensorBoard with real event files; Weights & Biases and trackio with stand-ins, because the real
+ones want an account or a server.
 
 The stand-ins have the signatures of wandb 0.31 and trackio 0.43; what was called is compared.
 """

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from medusa_ppo.demo.task import demo_rows
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %} {% endfor %}"
-    "{% if add_generation_prompt %}a: {% endif %}"
+    "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}{% if m['role'] == 'assistant'"
+    " %}{{ eos_token }}{% endif %} {% endfor %}{% if add_generation_prompt %}a: {% endif %}"
 )
 
 

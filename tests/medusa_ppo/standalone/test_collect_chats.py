@@ -1,4 +1,6 @@
-"""Chats become sequences whose written tokens are the assistant's alone, whatever the template does to a conversation."""
+"""Chats become sequences whose written tokens are the assistant's alone, whatever the template does
+to a conversation.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ def test_a_turn_that_the_template_shows_otherwise_later_stands_alone(
 ) -> None:
     """As templates of reasoning models do: the thoughts of earlier turns are dropped."""
     chat_tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] }}: "
-        "{% if m['role'] == 'assistant' and loop.last %}{{ 'so ' }}{% endif %}{{ m['content'] }}"
-        "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %} {% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+        "{% for m in messages %}{{ m['role'][0] }}: {% if m['role'] == 'assistant' and loop.last"
+        " %}{{ 'so ' }}{% endif %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token"
+        " }}{% endif %} {% endfor %}{% if add_generation_prompt %}a: {% endif %}"
     )
     samples = samples_from_chats([CHAT], chat_tokenizer, 200, 0)
     end = chat_tokenizer.eos_token

@@ -1,4 +1,6 @@
-"""Several workers take the step that one would take on all rows, hold the same heads, and go on together after an interruption."""
+"""Several workers take the step that one would take on all rows, hold the same heads, and go on
+together after an interruption.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`eval` without an engine: what is drawn from is the prompt, categories add up to the whole, and comparisons are paired."""
+"""`eval` without an engine: what is drawn from is the prompt, categories add up to the whole, and
+comparisons are paired.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def test_an_engines_counters_make_the_same_figures() -> None:
 
 
 def test_a_bootstrap_over_prompts_is_wider_than_one_over_their_responses() -> None:
-    """Sixteen answers to each of 12 prompts, alike within a prompt: taken one by one, they look far surer than they are."""
+    """Sixteen answers to each of 12 prompts, alike within a prompt: taken one by one, they look far
+    surer than they are.
+    """
     accepted_SK = (
         torch.rand(12, 1, generator=torch.Generator().manual_seed(1))
         .double()
@@ -149,7 +153,9 @@ def said(*ids: int) -> Rollouts:
 
 
 def test_a_memory_in_a_replay_knows_what_followed() -> None:
-    """Heads that say a tenth for everything; the response is one that was given before, up to its last token."""
+    """Heads that say a tenth for everything; the response is one that was given before, up to its
+    last token.
+    """
     recalled = Recalled({0: (1, 2)}, [said(5, 6, 7, 8), said(5, 6, 9)])
     ids_M = torch.tensor([5, 6, 7, 9])
     batch = RolloutBatch(

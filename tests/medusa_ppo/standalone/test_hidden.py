@@ -1,4 +1,6 @@
-"""Packed rows give each sequence the states that it has alone, and the cache changes nothing but the number of forward passes."""
+"""Packed rows give each sequence the states that it has alone, and the cache changes nothing but
+the number of forward passes.
+"""
 
 from __future__ import annotations
 

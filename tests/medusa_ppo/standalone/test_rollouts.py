@@ -1,4 +1,6 @@
-"""Rollouts as training data: what a run wrote trains heads without an engine, and a row that can't be used is named."""
+"""Rollouts as training data: what a run wrote trains heads without an engine, and a row that can't
+be used is named.
+"""
 
 from __future__ import annotations
 

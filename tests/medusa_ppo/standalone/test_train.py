@@ -1,4 +1,6 @@
-"""Training from texts and chats, without an engine: it resumes to the bit, stops where it is told, and says what is wrong."""
+"""Training from texts and chats, without an engine: it resumes to the bit, stops where it is told,
+and says what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_an_interrupted_training_ends_with_the_same_bits(
 def test_a_killed_training_goes_on_from_its_last_save(
     options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing ran when the process died: the log and the best heads may be further on than the state."""
+    """Nothing ran when the process died: the log and the best heads may be further on than the
+    state.
+    """
     snapshot, real = tmp_path / "snapshot", ResumeFolder.save_trainer
 
     def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: TrainPosition) -> None:

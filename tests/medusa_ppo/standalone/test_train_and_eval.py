@@ -1,4 +1,6 @@
-"""`train` and `eval` on a real engine: heads that learn, and two measurements of them that agree."""
+"""`train` and `eval` on a real engine: heads that learn, and two measurements of them that
+agree.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ def test_trained_heads_are_worth_what_replay_and_the_engine_say(
         ) == 48
         for row in found["temperatures"]:
             length, (least, most) = row["mean_acceptance_length"], row["confidence_interval"]
-            # At 0.5 this actor is so sure that every draft may be accepted; then, and only then, the interval is a point.
+            # At 0.5 this actor is so sure that every draft may be accepted; then, and only then,
+            # the interval is a point.
             assert least < length < most or (
                 row["temperature"] == 0.5 and least == length == most == 1 + heads.config.num_heads
             )
@@ -117,8 +120,9 @@ def test_trained_heads_are_worth_what_replay_and_the_engine_say(
             and "<svg" in file.with_suffix(".html").read_text()
         )
     by_replay, by_engine = (figures[name]["mean_acceptance_length"] for name in ("replay", "vllm"))
-    # About 1,100 tokens each, sampled anew: seeds 0 to 3 gave 3.0 to 3.8 with the same heads. How far apart the two may be is what their
-    # own intervals say; tests/medusa_ppo/engines/test_replay_against_counters.py compares them closely.
+    # About 1,100 tokens each, sampled anew: seeds 0 to 3 gave 3.0 to 3.8 with the same heads. How
+    # far apart the two may be is what their own intervals say;
+    # tests/medusa_ppo/engines/test_replay_against_counters.py compares them closely.
     deviations = [
         (high - low) / (2 * 1.96)
         for low, high in (figures[name]["confidence_interval"] for name in ("replay", "vllm"))

@@ -1,4 +1,5 @@
-"""An engine on vLLM's V2 model runner, by Triton's interpreter: test_speculator.py runs it by itself and reads the JSON that it prints.
+"""An engine on vLLM's V2 model runner, by Triton's interpreter: test_speculator.py runs it by
+itself and reads the JSON that it prints.
 
     python serve_on_v2.py FOLDER CONTEXT v1|v2
 

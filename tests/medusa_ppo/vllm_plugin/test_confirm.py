@@ -1,4 +1,6 @@
-"""The probe after a swap: silent for what the file's heads draft, whatever their kind and dtype; not for anything else."""
+"""The probe after a swap: silent for what the file's heads draft, whatever their kind and dtype;
+not for anything else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Who may ask a server's control routes. The real server is in tests/medusa_ppo/engines/test_http_server.py."""
+"""Who may ask a server's control routes. The real server is in
+tests/medusa_ppo/engines/test_http_server.py.
+"""
 
 from __future__ import annotations
 

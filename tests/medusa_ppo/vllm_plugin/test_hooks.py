@@ -111,7 +111,9 @@ def test_a_version_that_was_not_tested_itself_is_used_with_a_warning(
 def test_drafts_start_where_a_request_s_last_token_was_sampled(
     sampled: list[list[int]], drafted: list[int], rows: list[int]
 ) -> None:
-    """Three rows where two were drafted and accepted; of two rows the first where the draft was refused; one where the prompt goes on."""
+    """Three rows where two were drafted and accepted; of two rows the first where the draft was
+    refused; one where the prompt goes on.
+    """
     hidden_TD = torch.arange(sum(drafted) + len(drafted)).unsqueeze(1).expand(-1, 4)
     assert internals._last_states(hidden_TD, sampled, drafted)[:, 0].tolist() == rows
 

@@ -1,4 +1,6 @@
-"""Mends of vLLM on stand-ins for what they mend: those of older releases hold with every release that is installed."""
+"""Mends of vLLM on stand-ins for what they mend: those of older releases hold with every release
+that is installed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Our proposer between two steps, without an engine: what it drafts, keeps, and hands to verification when requests do not run smoothly."""
+"""Our proposer between two steps, without an engine: what it drafts, keeps, and hands to
+verification when requests do not run smoothly.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ MANY = 30_000
 
 
 class Step:
-    """A proposer of hydra heads, and requests that share one state: their drafts and tokens have one distribution each."""
+    """A proposer of hydra heads, and requests that share one state: their drafts and tokens have
+    one distribution each.
+    """
 
     def __init__(
         self,
@@ -141,7 +145,9 @@ def test_sampled_drafts_are_verified_against_the_q_of_their_step() -> None:
 
 
 def test_a_q_of_another_step_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafts of a step that was lost are verified as one-hot; with the q that lies in their slots they would be biased."""
+    """The drafts of a step that was lost are verified as one-hot; with the q that lies in their
+    slots they would be biased.
+    """
     step, keys, p_KV = Step(MANY), [str(row) for row in range(MANY)], targets()
     step.propose(keys, 7)
     fixed_BK = torch.full((MANY, K), 3)
@@ -156,7 +162,9 @@ def test_a_q_of_another_step_is_not_believed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_preempted_request_that_resumes_with_placeholders_samples_from_the_model() -> None:
-    """It drafted, was preempted, and comes back at the same length with its drafts replaced by -1."""
+    """It drafted, was preempted, and comes back at the same length with its drafts replaced by
+    -1.
+    """
     step, keys, p_KV = Step(MANY), [str(row) for row in range(MANY)], targets()
     step.propose(keys, 7)
     padded_BK = torch.full((MANY, K), -1)
@@ -173,10 +181,13 @@ def test_a_preempted_request_that_resumes_with_placeholders_samples_from_the_mod
 
 @pytest.mark.parametrize("grammar", [True, False])
 def test_drafts_that_a_grammar_cuts_are_one_hot(grammar: bool) -> None:
-    """vLLM cuts a run at its first forbidden token, which depends on what was drawn. Not known to us as a grammar, that is biased."""
+    """vLLM cuts a run at its first forbidden token, which depends on what was drawn. Not known to
+    us as a grammar, that is biased.
+    """
     step, keys, p_KV = Step(MANY, grammar=grammar), [str(row) for row in range(MANY)], targets()
     if grammar:
-        # One draft for all would hide what is being tested: each request's argmax is to be another one.
+        # One draft for all would hide what is being tested: each request's argmax is to be another
+        # one.
         step.hidden_1D = torch.randn(MANY, D)
     ids_BK = step.propose(keys, 7)
     allowed_V = torch.arange(V) % 2 == 0
@@ -230,7 +241,9 @@ def test_drafting_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_memory_and_runs_that_end_early_are_lossless(
     honest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lists of drafts, verified against the mixture; with the heads' q alone they would be biased."""
+    """Lists of drafts, verified against the mixture; with the heads' q alone they would be
+    biased.
+    """
     many = 10_000
     step, keys, p_KV = Step(many), [str(row) for row in range(many)], targets()
     for state in step.live.values():
@@ -282,7 +295,9 @@ class Response:
 
 
 class Contexts:
-    """Requests of a proposer whose heads have a context, step by step; what it attends to against the responses themselves."""
+    """Requests of a proposer whose heads have a context, step by step; what it attends to against
+    the responses themselves.
+    """
 
     def __init__(self, prompts: list[int], size: int = 3, pairs: int = PAIRS) -> None:
         self.step, self.pairs = Step(size, [None] * len(prompts), pairs=pairs), pairs
@@ -344,7 +359,9 @@ class Contexts:
 
 @pytest.mark.parametrize("pairs", [2, PAIRS])
 def test_each_request_attends_to_its_own_last_pairs(pairs: int) -> None:
-    """Through accepted runs of every length, prompts that take several steps, a batch that changes, and steps without drafts."""
+    """Through accepted runs of every length, prompts that take several steps, a batch that changes,
+    and steps without drafts.
+    """
     scene = Contexts([3, 5, 0], pairs=pairs)
     scene.run({"0": 1, "1": 0}, drafted=0)
     scene.run({"1": 1, "0": 1}, drafted=0)
@@ -370,7 +387,9 @@ def test_pairs_are_missing_after_a_swap_and_in_a_slot_that_was_given_on() -> Non
 
 
 def test_heads_with_a_context_need_its_pairs() -> None:
-    """Drafts that look back differ from those that do not; and nothing is looked up for heads that have no context."""
+    """Drafts that look back differ from those that do not; and nothing is looked up for heads that
+    have no context.
+    """
     scene = Contexts([3])
     scene.run({"0": 1}, drafted=0)
     scene.run({"0": 3})

@@ -1,4 +1,6 @@
-"""vLLM's V2 model runner with our speculator, on a CPU by Triton's interpreter: `make test-vllm VLLM=0.32 RUNNER=v2`."""
+"""vLLM's V2 model runner with our speculator, on a CPU by Triton's interpreter: `make test-vllm
+VLLM=0.32 RUNNER=v2`.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_greedy_tokens_are_the_models_own_whatever_is_drafted(seen: dict[str, An
 
 
 def test_it_drafts_what_v1_drafts(seen: dict[str, Any]) -> None:
-    """Greedy drafts of 32 requests, some accepted and most not: their states, tokens and pairs were the same."""
+    """Greedy drafts of 32 requests, some accepted and most not: their states, tokens and pairs were
+    the same.
+    """
     assert seen["drafted"] == seen["v1"] and len(seen["drafted"]) > 500
 
 

@@ -27,7 +27,9 @@ TIMEOUT_S = 5.0
 
 
 def state_of(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Sizes that are no multiple of the alignment, types of every width, and a tensor that no bucket holds."""
+    """Sizes that are no multiple of the alignment, types of every width, and a tensor that no
+    bucket holds.
+    """
     torch.manual_seed(seed)
     return {
         "b": torch.randn(3, 5),
@@ -165,7 +167,8 @@ def test_a_rank_that_leaves_or_hangs_is_an_error_within_the_timeout() -> None:
         finally:
             group.leave()
 
-    # What is small fits into the sockets: it is the end of a long stream that the trainer can't get rid of.
+    # What is small fits into the sockets: it is the end of a long stream that the trainer can't get
+    # rid of.
     state["large"] = torch.randn(4000, 1000)
     began = time.monotonic()
     sent, _, silent = in_a_group(work, timeout_s=1.0)

@@ -1,4 +1,6 @@
-"""What the worker extension checks of an actor that comes; a plain product stands for vLLM's model (engines/ has the real one)."""
+"""What the worker extension checks of an actor that comes; a plain product stands for vLLM's model
+(engines/ has the real one).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What `actor.imports` names in tests of the loop: ranks without CUDA (megatron_on_cpu.py), which join their weights in several buckets.
+"""What `actor.imports` names in tests of the loop: ranks without CUDA (megatron_on_cpu.py), which
+join their weights in several buckets.
 
-Where the environment's RANK_PEAKS is a folder, each rank counts the bytes of its tensors, and writes the most of its last step there.
+Where the environment's RANK_PEAKS is a folder, each rank counts the bytes of its tensors, and
+writes the most of its last step there.
 """
 
 import json
@@ -21,7 +23,8 @@ if FOLDER and Path(FOLDER).exists():
     sys.path.insert(0, str(Path(__file__).parents[4]))
     from tests.medusa_ppo.ppo.test_models import LiveBytes
 
-    # Ray took the rank's own methods before this module was imported: the optimizer's is what can be followed.
+    # Ray took the rank's own methods before this module was imported: the optimizer's is what can
+    # be followed.
     live, plain = LiveBytes(torch.nn.Module()), megatron_rank.RankOptimizer.step
     live.__enter__()
 

@@ -1,4 +1,6 @@
-"""The whole run with a Megatron actor on two processes, a companion in Ray and a pool of two vLLM engines."""
+"""The whole run with a Megatron actor on two processes, a companion in Ray and a pool of two vLLM
+engines.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
                 "num_drafts": 3,
             },
             "heads": {"num_heads": 3, "kind": "hydra"},
-            # Waiting makes the number of published versions certain; that PPO never waits otherwise is the plugin's own test.
+            # Waiting makes the number of published versions certain; that PPO never waits otherwise
+            # is the plugin's own test.
             "companion": {"wait": True, "epochs": 8, "learning_rate": 1e-2, "workers": 2},
             "ppo": {
                 "steps": steps,

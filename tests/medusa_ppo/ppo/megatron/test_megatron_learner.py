@@ -1,6 +1,8 @@
-"""PPO with a Megatron actor on several processes does what PPO with a transformers actor in one process does.
+"""PPO with a Megatron actor on several processes does what PPO with a transformers actor in one
+process does.
 
-Real megatron-core on gloo, ranks in Ray; what it needs to run without CUDA is imported into the ranks by `actor.imports`.
+Real megatron-core on gloo, ranks in Ray; what it needs to run without CUDA is imported into the
+ranks by `actor.imports`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
 @pytest.fixture(scope="module")
 def shim_in_reach(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Ray's workers have the environment that Ray was started in. Gives the folder in which ranks count their bytes, once it is there."""
+    """Ray's workers have the environment that Ray was started in. Gives the folder in which ranks
+    count their bytes, once it is there.
+    """
     with pytest.MonkeyPatch.context() as patch:
         peaks = tmp_path_factory.mktemp("counted") / "peaks"
         patch.setenv("PYTHONPATH", SHIM, prepend=os.pathsep)
@@ -237,7 +241,9 @@ def test_a_saved_run_goes_on_on_ranks_and_in_one_process(pair: Pair, make_rollou
 def check_resumed(
     pair: Pair, make_rollouts: Callable[..., Any], sampling: Sampling = SAMPLING
 ) -> None:
-    """The files are the same whoever wrote them, so a run may change its number of ranks on the way."""
+    """The files are the same whoever wrote them, so a run may change its number of ranks on the
+    way.
+    """
     save_checkpoint(pair.config.run_dir, pair.ranked, RunPosition(2, 2, 1.0), pair.config)
     before = dict(pair.ranked.actor.tensors(torch.float32))
     batch = PPOBatch(make_rollouts(8, seed=7, vocab=VOCAB))
@@ -347,7 +353,8 @@ def test_other_cuts_and_families(
     cuts: dict[str, Any],
     ppo: dict[str, Any],
 ) -> None:
-    # Ranks that share sequences do not know what top-k and top-p left: refused where a run is configured.
+    # Ranks that share sequences do not know what top-k and top-p left: refused where a run is
+    # configured.
     sampling = Sampling(temperature=0.8) if "context_parallel" in cuts else SAMPLING
     with pair_of(actor_of(tmp_path, family, **settings), ppo, **cuts) as pair:
         # The last minibatch has one sequence: a replica without one takes the step all the same.
@@ -355,7 +362,8 @@ def test_other_cuts_and_families(
         check_resumed(pair, make_rollouts, sampling)
 
 
-# ---- bfloat16, and what each option saves ----------------------------------------------------------------------------------------
+# ---- bfloat16, and what each option saves
+# ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -369,7 +377,9 @@ class Steps:
 
 
 def steps_of(path: Path, peaks: Path, ppo: dict[str, Any], dtype: str, **actor: Any) -> Steps:
-    """Two PPO steps on sequences that are long for so small a model: its activations are what counts."""
+    """Two PPO steps on sequences that are long for so small a model: its activations are what
+    counts.
+    """
     ppo = {"minibatch_size": 16, "micro_batch_size": 16, "clip_norm": 1.0, "epochs": 1, **ppo}
     for file in peaks.iterdir():
         file.unlink()
@@ -452,14 +462,17 @@ def test_options_change_nothing_but_rounding_and_save_memory(
     cuts: dict[str, int],
     arms: dict[str, dict[str, Any]],
 ) -> None:
-    """In bfloat16: the loop with each option is as near to the loop without as that is to float32. `pytest -s` prints the bytes."""
+    """In bfloat16: the loop with each option is as near to the loop without as that is to float32.
+    `pytest -s` prints the bytes.
+    """
     shim_in_reach.mkdir(exist_ok=True)
     path = actor_of(tmp_path, "llama", hidden_size=64, intermediate_size=192, num_hidden_layers=6)
     exact = steps_of(path, shim_in_reach, {}, "float32", **cuts)
     plain = steps_of(path, shim_in_reach, {}, "bfloat16", **cuts)
     rounding = distance(plain, exact)
     print(
-        f"\n{cuts}: float32 {exact.peak} bytes; bfloat16 {plain.peak}, changes {rounding:.3f} of what is learned"
+        f"\n{cuts}: float32 {exact.peak} bytes; bfloat16 {plain.peak}, changes {rounding:.3f} of"
+        " what is learned"
     )
     for name, options in arms.items():
         steps = steps_of(
@@ -471,7 +484,8 @@ def test_options_change_nothing_but_rounding_and_save_memory(
             **options.get("actor", {}),
         )
         print(
-            f"{name}: {steps.peak} bytes, {steps.peak / plain.peak:.2f}; changes {distance(steps, plain):.3f}"
+            f"{name}: {steps.peak} bytes, {steps.peak / plain.peak:.2f}; changes"
+            f" {distance(steps, plain):.3f}"
         )
         assert distance(steps, plain) <= rounding, name
         for ours, theirs in zip(steps.logprobs, plain.logprobs, strict=True):

@@ -1,4 +1,6 @@
-"""What is said about response tokens from a rank's logits, against the plain formulas. Several ranks: test_megatron_learner.py."""
+"""What is said about response tokens from a rank's logits, against the plain formulas. Several
+ranks: test_megatron_learner.py.
+"""
 
 from __future__ import annotations
 
