@@ -164,7 +164,7 @@ def own_ray(home: Path) -> Iterator[None]:
     """One Ray for all runs in this process, whose workers take orders."""
     import ray
 
-    from medusa_ppo.processes import OWN_RAY_ENVIRONMENT
+    from medusa_ppo.runtime.processes import OWN_RAY_ENVIRONMENT
 
     paths = os.pathsep.join(
         [str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -219,7 +219,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
-    from medusa_ppo.processes import quiet_libraries
+    from medusa_ppo.runtime.processes import quiet_libraries
 
     options = parser.parse_args()
     if options.child:

@@ -26,15 +26,16 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from heads.checkpoint import checksum
 from heads.tensorfile import tensorwise_checksum
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.http_server import ServerEngine, free_port
 from medusa_ppo.engines.launch import end_with_parent
 from medusa_ppo.engines.pieces import request_seed
-from medusa_ppo.meeting import Place
-from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin import Drafting, reports_errors
+from medusa_ppo.runtime.rendezvous import Place
 from medusa_ppo.vllm_plugin.confirm import read_state
 from medusa_ppo.vllm_plugin.transfer import Group, Incoming, read_entries
+from medusa_ppo.vllm_plugin.worker_calls import Drafting, reports_errors
 
 LATE_S = 12.0
 MAX_DRAFTS = 3

@@ -116,7 +116,7 @@ def ordered(order: str, back: bool, last: int = STEPS - 4) -> Callable[[Scene], 
 
 def head_file_damaged(harm: Callable[[Path, random.Random], object]) -> Callable[[Scene], None]:
     def undergo(scene: Scene) -> None:
-        from medusa_ppo.installer import HeadsInstaller
+        from medusa_ppo.plugin.installer import HeadsInstaller
 
         swap, harmed = HeadsInstaller._swap, list[int]()
 

@@ -68,7 +68,7 @@ class Scene:
 
     def run(self, resume: bool = False) -> None:
         """A whole run in this process."""
-        from medusa_ppo.config import build_config
+        from medusa_ppo.config.run_config import build_config
         from medusa_ppo.ppo.loop import run_ppo
 
         with patches(self):
@@ -213,12 +213,12 @@ def patches(scene: Scene) -> Iterator[None]:
     """The engine that stands in, and less patience than a run has."""
     import chaos_engine
 
-    from medusa_ppo import plugin
     from medusa_ppo.companion.client import CompanionClient
     from medusa_ppo.engines import http_server
     from medusa_ppo.engines.actor_sync import BroadcastPool
     from medusa_ppo.engines.launch import plan_launch
     from medusa_ppo.engines.pool import EnginePool
+    from medusa_ppo.plugin import medusa_plugin as plugin
     from medusa_ppo.ppo import session
     from medusa_ppo.reports import trackers
 

@@ -37,33 +37,27 @@ from transformers import PreTrainedModel
 
 from heads.checkpoint import load_state, save_state
 from heads.errors import UsageError
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
-from medusa_ppo.companion import BatchCollector
+from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import AVERAGE, replay
-from medusa_ppo.config import RunConfig, build_config, load_config
-from medusa_ppo.demo import ensure_demo_actor
+from medusa_ppo.config.run_config import RunConfig, build_config, load_config
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import CompanionStatus, SwapReceipt
+from medusa_ppo.demo.actor_cache import ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.rollout_engine import NoEngine
-from medusa_ppo.files import write_atomic
-from medusa_ppo.hardware import settled
-from medusa_ppo.plugin import MedusaPlugin, heads_for_table, initial_heads
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table, initial_heads
 from medusa_ppo.ppo.generation import PromptStream
 from medusa_ppo.ppo.learner import Learner as PPOLearner
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rewards import CallableReward, make_reward
 from medusa_ppo.ppo.session import Parts
-from medusa_ppo.types import (
-    CompanionStatus,
-    Counters,
-    Response,
-    RolloutBatch,
-    Rollouts,
-    Sampling,
-    SwapReceipt,
-)
+from medusa_ppo.runtime.files import write_atomic
+from medusa_ppo.runtime.hardware import settled
 
 TENSORS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S")
 SHORT = 100

@@ -32,11 +32,11 @@ import psutil
 import ray
 import torch
 
-from heads import HeadsConfig
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CONTROL, CompanionClient
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.processes import local_ray
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.runtime.processes import local_ray
 
 WIDTH, VOCAB, RESPONSES, TOKENS = 256, 8192, 96, 128
 ROUNDS, BATCHES = 3, 2

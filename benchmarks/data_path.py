@@ -29,12 +29,12 @@ import psutil
 import ray
 from transformers import AutoTokenizer
 
-from medusa_ppo.config import COLOCATED, SERVER, EngineConfig
-from medusa_ppo.data import load_rows
+from medusa_ppo.config.run_config import COLOCATED, SERVER, EngineConfig
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
-from medusa_ppo.processes import local_ray
-from medusa_ppo.types import Rollouts, Sampling
+from medusa_ppo.runtime.data import load_rows
+from medusa_ppo.runtime.processes import local_ray
 
 BACKENDS = (SERVER, COLOCATED)
 PROMPT_TOKENS = 128

@@ -39,16 +39,16 @@ if "v2" in sys.argv and not os.path.exists("/dev/nvidia0"):
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from heads import HeadsConfig
 from heads.checkpoint import load_heads, save_heads, save_state
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.config import EngineConfig, HeadsSection
-from medusa_ppo.data import load_rows, render_prompts
+from medusa_ppo.config.run_config import EngineConfig, HeadsSection
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import launch
 from medusa_ppo.engines.probe import Uniformity
-from medusa_ppo.types import Sampling
-from medusa_ppo.vllm_plugin import Drafting
+from medusa_ppo.runtime.data import load_rows, render_prompts
+from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 SEED = 20261122
 NEW_TOKENS = 96

@@ -30,11 +30,11 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.bench import run_rounds
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.bench.pairs import run_rounds
+from medusa_ppo.config.run_config import EngineConfig
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.vllm_plugin.hooks import Drafter
 

@@ -43,7 +43,7 @@ def random_heads(vocab: int, hidden: int, dtype: Any, pairs: int = 0) -> Any:
     import torch
 
     try:
-        from heads import HeadsConfig
+        from heads.heads_config import HeadsConfig
     except ImportError:
         from heads.config import HeadsConfig  # type: ignore[no-redef, import-not-found]
     from heads.modules import MedusaHeads
@@ -86,10 +86,10 @@ def old_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[An
 def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
     import torch
 
-    from medusa_ppo.drafting import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.core import DraftingCore, Sampling
+    from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.slots import DraftSlots, stamps
-    from medusa_ppo.vllm_plugin.hooks import packed_linear
+    from medusa_ppo.vllm_plugin.int8_products import packed_linear
 
     core = DraftingCore(heads, lm_head, embed, packed_linear)
     slots = DraftSlots(max(BATCHES), HEADS, heads.config.vocab_size, torch.device("cpu"))
@@ -108,11 +108,11 @@ def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[An
 def context_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
     import torch
 
-    from medusa_ppo.drafting import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.context import Arrived, PairRing, Standing
     from medusa_ppo.drafting.core import DraftingCore, Sampling
+    from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.slots import DraftSlots, stamps
-    from medusa_ppo.vllm_plugin.hooks import packed_linear
+    from medusa_ppo.vllm_plugin.int8_products import packed_linear
 
     core = DraftingCore(heads, lm_head, embed, packed_linear)
     D = heads.config.hidden_size
@@ -156,7 +156,7 @@ def work(
     if arm == "old":
         from medusa_ppo.serving.internals import packed_linear
     else:
-        from medusa_ppo.vllm_plugin.hooks import packed_linear
+        from medusa_ppo.vllm_plugin.int8_products import packed_linear
     torch.set_num_threads(threads)
     dtype = getattr(torch, dtype_name)
     heads = random_heads(vocab, hidden, dtype, pairs if arm == "context" else 0)

@@ -36,7 +36,7 @@ from heads.checkpoint import load_heads
 from heads.modules import Context, MedusaHeads, head_logits
 from heads.targets import context_rows
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
-from medusa_ppo.data import load_rows
+from medusa_ppo.runtime.data import load_rows
 
 TOPS = 8
 LOSSES = (0.02, 0.05)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from watched import TINY, WatchedRun, small_run
 
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 
 START_S, RECOVER_S = 600.0, 300.0
 HANG_S = (

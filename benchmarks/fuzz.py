@@ -41,24 +41,24 @@ import httpx
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads import HeadsConfig
 from heads.checkpoint import load_heads, load_lm_head, load_state, save_heads, save_state
 from heads.errors import MedusaError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config import RunConfig, load_config
-from medusa_ppo.console import say
-from medusa_ppo.data import load_rows, render_prompts
+from medusa_ppo.config.run_config import RunConfig, load_config
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.http_server import ServerEngine
-from medusa_ppo.exchange.foreign import read_foreign
-from medusa_ppo.exchange.picklefile import read_pickle_header, read_pickle_tensors
-from medusa_ppo.hardware import Hardware, settled
 from medusa_ppo.loops.passes import Generated, PassTap, RowFinder, as_rollouts, spans
+from medusa_ppo.offline.foreign import read_foreign
+from medusa_ppo.offline.picklefile import read_pickle_header, read_pickle_tensors
 from medusa_ppo.ppo.run_state import read_position
-from medusa_ppo.reports import read_run
 from medusa_ppo.reports.page import render_page
+from medusa_ppo.reports.run_files import read_run
 from medusa_ppo.reports.summary import build_summary
 from medusa_ppo.reports.tables import render_markdown
-from medusa_ppo.types import Sampling
+from medusa_ppo.runtime.console import say
+from medusa_ppo.runtime.data import load_rows, render_prompts
+from medusa_ppo.runtime.hardware import Hardware, settled
 
 Case = Any
 LIMIT_S, SPARE_BYTES, LONGEST_MESSAGE = 10.0, 1 << 30, 30_000

@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from medusa_ppo import metrics
-from medusa_ppo.config import known_keys
+from medusa_ppo.config.run_config import known_keys
+from medusa_ppo.contract import metrics
 
 Strategy = st.SearchStrategy[Any]
 

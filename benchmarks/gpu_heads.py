@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from heads import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, fused_cross_entropy, head_loss, liger_installed
 from heads.modules import FactoredLogits, MedusaHeads
 from heads.vocabulary import WHOLE

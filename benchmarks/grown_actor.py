@@ -1,4 +1,4 @@
-"""A small actor made large by neurons that say nothing (`medusa_ppo.demo.grow`): it writes what the
+"""A small actor made large by neurons that say nothing (`medusa_ppo.demo.pretraining.grow`): it writes what the
 small one writes.
 
     python benchmarks/grown_actor.py OUT [--model DIR] [--intermediate 16384]
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_ppo.demo import ensure_demo_actor, grow
+from medusa_ppo.demo.actor_cache import ensure_demo_actor
+from medusa_ppo.demo.pretraining import grow
 
 
 def main() -> None:

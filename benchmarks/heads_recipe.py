@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from heads import KINDS, LM_HEADS, HeadsConfig
 from heads.acceptance import (
     draft_ids_for_rows,
     draft_logprobs_for_rows,
@@ -43,6 +42,7 @@ from heads.acceptance import (
     replay_sampled,
 )
 from heads.checkpoint import load_state, save_heads, save_state
+from heads.heads_config import KINDS, LM_HEADS, HeadsConfig
 from heads.losses import NAMED_LOSSES, LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads, clip_per_head
 from heads.targets import (

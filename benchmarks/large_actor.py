@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 V, D, LAYERS, K = 8192, 768, 12, 4
 USED = 512

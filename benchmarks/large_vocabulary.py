@@ -30,8 +30,8 @@ import torch
 from companion_defaults import Sampler
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import (
     DTYPES,
@@ -43,9 +43,10 @@ from medusa_ppo.actors.hf import (
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import CompanionConfig, DataConfig
+from medusa_ppo.config.run_config import CompanionConfig, DataConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.ppo.generation import PromptStream
-from medusa_ppo.types import RolloutBatch, Sampling
 
 V, D, LAYERS, K = 262_144, 640, 18, 4
 ANSWERS, TOKENS = 4, 96

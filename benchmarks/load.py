@@ -39,15 +39,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from watched import make_tiny_actor
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads, save_state
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config import EngineConfig
-from medusa_ppo.data import render_prompts
-from medusa_ppo.demo import demo_rows
-from medusa_ppo.demo.task import TEMPLATE
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Sampling
+from medusa_ppo.contract.status import SwapReceipt
+from medusa_ppo.demo.task import TEMPLATE, demo_rows
 from medusa_ppo.engines.http_server import ServerEngine
-from medusa_ppo.types import Sampling, SwapReceipt
+from medusa_ppo.runtime.data import render_prompts
 
 HEADS, PROMPTS, NEW_TOKENS = 3, 200, 24
 GREEDY = Sampling(0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)

@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from medusa_ppo.vllm_plugin.hooks import onednn_product, packed_linear
+from medusa_ppo.vllm_plugin.int8_products import onednn_product, packed_linear
 
 CALLS, WARM = 60, 5
 

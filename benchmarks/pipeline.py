@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.demo.task import build_tokenizer, demo_rows
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -41,7 +41,7 @@ from medusa_ppo.ppo.generation import Prompt, SpeedPairs, sampling_of
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rollout_maker import RolloutMaker
-from medusa_ppo.processes import local_ray
+from medusa_ppo.runtime.processes import local_ray
 
 PROMPT_TOKENS = 64
 ARMS = {"pieces": 1, "whole": 1, "whole, both cores": 2}

@@ -27,15 +27,15 @@ from typing import Any
 import psutil
 import torch
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads, save_state
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
 from medusa_ppo.engines.launch import read_model_config
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.engines.ray_engine import RayEngine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.processes import local_ray
+from medusa_ppo.runtime.processes import local_ray
 
 WARM_UP = 2
 ARMS = ("checked once", "checked by each")
@@ -61,7 +61,7 @@ class UncheckedPool(EnginePool):
     """Delivers without looking at the file first, as its engines look for themselves."""
 
     def _deliver(self, what: str, path: Any, version: int, checked: Any) -> Any:
-        from medusa_ppo.types import Checked
+        from medusa_ppo.contract.status import Checked
 
         return super()._deliver(what, path, version, Checked("", 0))
 

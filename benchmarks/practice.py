@@ -45,8 +45,10 @@ from transformers import (
 from watched import TINY, small_run
 
 from heads.checkpoint import checksum, load_state
-from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
 from medusa_ppo.ppo.generation import Prompt, PromptStream
@@ -56,10 +58,9 @@ from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rewards import CallableReward, ModelReward
 from medusa_ppo.ppo.run_progress import LineProgress
 from medusa_ppo.ppo.session import Parts
-from medusa_ppo.reports import Run, read_run
+from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.store import RunWriter
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin import Drafting
+from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 logger = logging.getLogger("practice")
 

@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from heads import HeadsConfig
-from medusa_ppo.cli.plan import TOKEN_BYTES, heads_parameters, hidden_bytes, size_text
+from medusa_ppo.cli.app.plan import TOKEN_BYTES, heads_parameters, hidden_bytes, size_text
+
+from heads.heads_config import HeadsConfig
+from medusa_ppo.companion.holdout import HOLDOUT_TOKENS
 from medusa_ppo.companion.trainer import TOGETHER
-from medusa_ppo.config import HeadsSection
-from medusa_ppo.hardware import BFLOAT16, ModelSizes
-from medusa_ppo.types import HOLDOUT_TOKENS
+from medusa_ppo.config.run_config import HeadsSection
+from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes
 
 Kind = Literal["medusa", "markov", "hydra"]
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)

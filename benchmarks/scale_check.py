@@ -22,18 +22,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from medusa_ppo.cli.app.plan import heads_parameters, hidden_bytes
 from scale import head_flops
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads import HeadsConfig
 from heads.checkpoint import save_state
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.cli.plan import heads_parameters, hidden_bytes
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import CompanionConfig
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.engines.actor_sync import actor_state
-from medusa_ppo.hardware import FLOAT32, ModelSizes
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.runtime.hardware import FLOAT32, ModelSizes
 
 ROUNDS = 5
 LAYERS, WIDTH, VOCAB, ROWS, TOKENS = 6, 512, 8192, 8, 256

@@ -29,13 +29,13 @@ from scale import ACTORS, overridden
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting import DRAFT_LANE, uniforms
 from medusa_ppo.drafting.core import DraftingCore, Sampling
+from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
 from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots
-from medusa_ppo.hardware import BFLOAT16, ModelSizes
+from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes
 
 SEQUENCES = (1, 4, 16, 64, 256)
 FLOAT32 = 4

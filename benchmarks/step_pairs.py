@@ -32,8 +32,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from medusa_ppo import metrics as names
-from medusa_ppo.reports import Run, read_run
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import STEP_S
 
 COLUMNS = (

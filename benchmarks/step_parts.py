@@ -24,11 +24,12 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from transformers import AutoTokenizer
 
-from medusa_ppo.config import EngineConfig
-from medusa_ppo.demo import RECIPES, ensure_demo_actor
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Sampling
+from medusa_ppo.demo.actor_cache import ensure_demo_actor
+from medusa_ppo.demo.pretraining import RECIPES
 from medusa_ppo.demo.task import demo_rows
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.types import Sampling
 
 PROMPTS, NEW_TOKENS, LONGEST = 48, 96, 160
 

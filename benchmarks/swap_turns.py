@@ -36,17 +36,18 @@ def work(options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM
 
     try:
-        from heads import HeadsConfig
+        from heads.heads_config import HeadsConfig
         from medusa_ppo.engines.ray_engine import RayEngine
-        from medusa_ppo.processes import local_ray
+        from medusa_ppo.runtime.processes import local_ray
     except ImportError:  # As commit 09356bd has them.
         from heads.config import HeadsConfig  # type: ignore[no-redef, import-not-found]
-        from medusa_ppo.runtime import local_ray  # type: ignore[no-redef, import-not-found]
         from medusa_ppo.serving.ray_engine import RayEngine  # type: ignore[no-redef, import-not-found]
+
+        from medusa_ppo.runtime import local_ray  # type: ignore[no-redef, import-not-found]
     from heads.checkpoint import save_heads
     from heads.modules import MedusaHeads
     from heads.tensorfile import save_state
-    from medusa_ppo.config import EngineConfig
+    from medusa_ppo.config.run_config import EngineConfig
 
     torch.manual_seed(0)
     actor = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).requires_grad_(

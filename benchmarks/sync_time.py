@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES, ActorSync, BroadcastPool, actor_stream
 from medusa_ppo.engines.ray_engine import RayEngine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.processes import local_ray
+from medusa_ppo.runtime.processes import local_ray
 
 WARM_UP = 2
 WAYS = ("file", "broadcast")

@@ -34,20 +34,20 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from medusa_ppo.cli.app.plan import kept_bytes, turn_moves
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from heads.checkpoint import checksum
-from medusa_ppo import metrics as names
-from medusa_ppo.cli.plan import kept_bytes, turn_moves
-from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.engines.launch import cache_bytes
-from medusa_ppo.hardware import ModelSizes, settled
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.placement import ACTOR, REWARD
 from medusa_ppo.ppo.rewards import make_reward
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
+from medusa_ppo.runtime.hardware import ModelSizes, settled
 
 PCIE_BYTES_S = 50e9
 GIB = 2**30

@@ -103,7 +103,7 @@ def clock_generations(generations: list[dict[str, Any]]) -> None:
     from trl.generation import vllm_generation
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from medusa_ppo.plugin import MedusaPlugin
+    from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 
     whole, parts = GRPOTrainer._generate_single_turn, {}
     for owner, name in (

@@ -23,7 +23,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_ppo.demo.task import build_tokenizer
-from medusa_ppo.files import LOCK, PREFIXES
+from medusa_ppo.runtime.files import LOCK, PREFIXES
 
 TINY = "tiny"
 WIDTH = 64
@@ -229,7 +229,7 @@ def role_of(command: list[str]) -> str:
 
 
 def owned_folders(process: psutil.Process) -> set[Path]:
-    """Folders that a process has a lock in (medusa_ppo/files.py)."""
+    """Folders that a process has a lock in (medusa_ppo/runtime/files.py)."""
     try:
         return {
             Path(file.path).parent for file in process.open_files() if Path(file.path).name == LOCK

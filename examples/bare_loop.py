@@ -13,11 +13,11 @@ import torch
 
 from medusa_ppo import MedusaPlugin
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
-from medusa_ppo.config import build_config
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.processes import local_ray
-from medusa_ppo.types import Rollouts, Sampling
+from medusa_ppo.runtime.processes import local_ray
 
 
 def pad(rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:

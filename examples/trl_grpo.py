@@ -14,7 +14,8 @@ from accelerate import PartialState
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from medusa_ppo.demo import demo_rows, ensure_demo_actor
+from medusa_ppo.demo.actor_cache import ensure_demo_actor
+from medusa_ppo.demo.task import demo_rows
 from medusa_ppo.loops.trl import MedusaGRPOTrainer
 from medusa_ppo.ppo.rewards import exact_answer
 

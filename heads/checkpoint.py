@@ -22,8 +22,8 @@ from typing import IO, Any
 
 import torch
 
-from heads import TEMPERATURES, HeadsConfig
 from heads.errors import CheckpointError, ConfigError
+from heads.heads_config import TEMPERATURES, HeadsConfig
 from heads.modules import MedusaHeads
 from heads.tensorfile import (
     FLOAT_DTYPES,

@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heads import TEMPERATURES, HeadsConfig
 from heads.errors import CheckpointError, ConfigError
+from heads.heads_config import TEMPERATURES, HeadsConfig
 from heads.targets import MISSING, condition_ids, context_rows, used_rows
 from heads.vocabulary import WHOLE, Vocabulary
 

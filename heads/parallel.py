@@ -30,9 +30,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from heads import HeadsConfig
 from heads.checkpoint import HeadsMetadata, load_heads
 from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
 from heads.modules import SHARED, MedusaHeads
 from heads.vocabulary import Vocabulary
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from heads import CPU_CHUNK, GPU_CHUNK
+from heads.heads_config import CPU_CHUNK, GPU_CHUNK
 
 if TYPE_CHECKING:  # It reads this file.
     from heads.modules import FactoredLogits

@@ -26,7 +26,7 @@ HOMES = {
     "liger_kernel": ("heads/losses.py",),
     "vllm": ("medusa_ppo/vllm_plugin/", "medusa_ppo/engines/"),
     "megatron": ("medusa_ppo/actors/", "medusa_ppo/ppo/megatron/"),
-    "huggingface_hub": ("medusa_ppo/exchange/hub.py",),
+    "huggingface_hub": ("medusa_ppo/offline/hub.py",),
     "trl": ("medusa_ppo/loops/trl",),
     "verl": ("medusa_ppo/loops/verl/",),
     "tensorboard": ("medusa_ppo/reports/trackers.py",),
@@ -108,7 +108,7 @@ def test_no_module_is_called_utils() -> None:
     [
         "medusa_ppo",
         "medusa_ppo.config",
-        "medusa_ppo.metrics",
+        "medusa_ppo.contract.metrics",
         "medusa_ppo.reports.store",
         "medusa_ppo.cli",
     ],

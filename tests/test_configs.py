@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from medusa_ppo.config import RunConfig, load_config
-from medusa_ppo.config_file import preset
+from medusa_ppo.config.config_file import preset
+from medusa_ppo.config.run_config import RunConfig, load_config
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # kuberay.yaml is a manifest for Kubernetes; tests/test_kuberay.py reads it.

@@ -17,8 +17,8 @@ import yaml
 
 import medusa_ppo
 from heads.errors import UnsupportedVersionError
-from medusa_ppo.config import known_keys
-from medusa_ppo.metrics import describe
+from medusa_ppo.config.run_config import known_keys
+from medusa_ppo.contract.metrics import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS: list[dict[str, Any]] = yaml.safe_load(

@@ -41,6 +41,10 @@ def api_page() -> str:
         for name in names:
             # The class is re-exported by a lazy import that a reader of the source alone can't
             # follow.
-            target = "medusa_ppo.plugin.MedusaPlugin" if name == "medusa_ppo.MedusaPlugin" else name
+            target = (
+                "medusa_ppo.plugin.medusa_plugin.MedusaPlugin"
+                if name == "medusa_ppo.MedusaPlugin"
+                else name
+            )
             lines += [f"::: {target}", ""]
     return "\n".join(lines)

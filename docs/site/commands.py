@@ -13,8 +13,7 @@ from functools import cache
 from typing import Any, Literal
 
 import typer
-
-from medusa_ppo.cli import app
+from medusa_ppo.cli.app import app
 
 PROGRAM = "medusa-ppo"
 EXAMPLE = re.compile(r"Example:\s*\[bold\](.*?)\[/bold\]", re.DOTALL)

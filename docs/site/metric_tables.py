@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from heads.errors import UsageError
-from medusa_ppo import metrics
-from medusa_ppo.files import write_atomic
+from medusa_ppo.contract import metrics
 from medusa_ppo.reports.summary import SUMMARY_KEYS
+from medusa_ppo.runtime.files import write_atomic
 
 MARKERS = {
     "metrics": ("<!-- begin: metrics -->", "<!-- end: metrics -->"),

@@ -32,7 +32,7 @@ from torch import nn
 
 from heads.errors import DataError, ModelError
 from heads.parallel import ShardedVocabulary
-from medusa_ppo.actors import ActorView
+from medusa_ppo.actors.actor_view import ActorView
 from medusa_ppo.actors.megatron_layout import (
     Gathering,
     Groups,

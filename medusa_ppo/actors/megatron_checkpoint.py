@@ -33,7 +33,7 @@ from medusa_ppo.actors.megatron_layout import (
     checkpoint_shapes,
     key_table,
 )
-from medusa_ppo.files import write_atomic
+from medusa_ppo.runtime.files import write_atomic
 
 TRACKER, INDEX, CONFIG, SOURCE = (
     "latest_checkpointed_iteration.txt",

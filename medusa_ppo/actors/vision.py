@@ -39,10 +39,10 @@ from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenize
 from transformers.processing_utils import ProcessorMixin
 
 from heads.errors import DataError, ModelError, RunError
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import actor_config
-from medusa_ppo.config import VISION_FAMILIES
-from medusa_ppo.types import ImagePrompt
+from medusa_ppo.config.run_config import VISION_FAMILIES
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import ImagePrompt
 
 TORCHVISION_MODULE = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 PILLOW_MODULE = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"

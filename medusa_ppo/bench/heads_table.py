@@ -23,20 +23,22 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from heads import KINDS, HeadsConfig
 from heads.errors import ConfigError
+from heads.heads_config import KINDS, HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
-from medusa_ppo.bench import HeadsBench, Table, run_rounds, table_of
+from medusa_ppo.bench.bench_options import HeadsBench, Table
+from medusa_ppo.bench.pairs import run_rounds, table_of
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import CompanionConfig, HeadsSection
-from medusa_ppo.console import OfflineProgress
-from medusa_ppo.standalone.collect import Sample, response_rounds, samples_of, split_samples
-from medusa_ppo.standalone.data_parallel import cosine_schedule
-from medusa_ppo.standalone.hidden import HiddenReader, read_all
-from medusa_ppo.standalone.scene import engine_config, read_scene, running_engine
-from medusa_ppo.types import RolloutBatch, Sampling
+from medusa_ppo.config.run_config import CompanionConfig, HeadsSection
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Sampling
+from medusa_ppo.offline.collect import Sample, response_rounds, samples_of, split_samples
+from medusa_ppo.offline.data_parallel import cosine_schedule
+from medusa_ppo.offline.hidden import HiddenReader, read_all
+from medusa_ppo.offline.scene import engine_config, read_scene, running_engine
+from medusa_ppo.runtime.console import OfflineProgress
 
 ORIGINAL, SHARED, OURS = "original", "original, shared lm_head", "ours"
 EPOCHS = 2

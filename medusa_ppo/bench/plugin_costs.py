@@ -17,20 +17,21 @@ from typing import Any
 import torch
 
 from heads.checkpoint import load_heads, load_state, save_state
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
-from medusa_ppo.bench import CompanionBench, PairedRates, SwapBench, Table, run_rounds, table_of
-from medusa_ppo.config import EngineConfig, RunConfig, build_config
-from medusa_ppo.console import Advance, OfflineProgress
+from medusa_ppo.bench.bench_options import CompanionBench, SwapBench, Table
+from medusa_ppo.bench.pairs import PairedRates, run_rounds, table_of
+from medusa_ppo.config.run_config import EngineConfig, RunConfig, build_config
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
-from medusa_ppo.plugin import MedusaPlugin
+from medusa_ppo.offline.collect import take_prompts
+from medusa_ppo.offline.scene import read_scene
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner, Tap
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.processes import local_ray
-from medusa_ppo.standalone.collect import take_prompts
-from medusa_ppo.standalone.scene import read_scene
-from medusa_ppo.types import Rollouts, Sampling
+from medusa_ppo.runtime.console import Advance, OfflineProgress
+from medusa_ppo.runtime.processes import local_ray
 
 WITHOUT, WITH = "without", "with the companion"
 RESPONSES = 4

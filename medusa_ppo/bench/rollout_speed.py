@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from heads.errors import ConfigError
-from medusa_ppo.bench import PairedRates, RolloutBench, Table, draw_ratios, run_rounds, table_of
-from medusa_ppo.config import EngineConfig
-from medusa_ppo.console import OfflineProgress
+from medusa_ppo.bench.bench_options import RolloutBench, Table
+from medusa_ppo.bench.bench_page import draw_ratios
+from medusa_ppo.bench.pairs import PairedRates, run_rounds, table_of
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.drafting.products import MIN_TOKENS_PER_ENTRY
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, read_heads_config
 from medusa_ppo.engines.ray_engine import RayEngine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.processes import local_ray
-from medusa_ppo.standalone.collect import take_prompts
-from medusa_ppo.standalone.scene import read_scene
-from medusa_ppo.types import Counters, Sampling
+from medusa_ppo.offline.collect import take_prompts
+from medusa_ppo.offline.scene import read_scene
+from medusa_ppo.runtime.console import OfflineProgress
+from medusa_ppo.runtime.processes import local_ray
 
 NONE, STOCK, FIXED, CHOSEN = "none", "stock medusa", "ours, K = {}", "ours, K chosen"
 OTHERS: dict[str, dict[str, Any]] = {

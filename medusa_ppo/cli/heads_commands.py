@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import typer
 
 from heads.errors import ConfigError
-from medusa_ppo.bench import CompanionBench, HeadsBench, RolloutBench, SwapBench, write_bench
-from medusa_ppo.console import OfflineProgress, command, console, offline_progress, say
-from medusa_ppo.files import write_atomic
-from medusa_ppo.standalone import EvalOptions, TrainOptions
+from medusa_ppo.bench.bench_options import CompanionBench, HeadsBench, RolloutBench, SwapBench
+from medusa_ppo.bench.bench_page import write_bench
+from medusa_ppo.offline.options import EvalOptions, TrainOptions
+from medusa_ppo.runtime.console import OfflineProgress, command, console, offline_progress, say
+from medusa_ppo.runtime.files import write_atomic
 
 
 def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -112,8 +113,8 @@ def convert(
 
     Example:  [bold]medusa-ppo convert heads-gsm8k heads-vllm --to vllm --model models/actor[/bold]
     """
-    from medusa_ppo.exchange import convert as convert_heads
-    from medusa_ppo.exchange.hub import local_heads
+    from medusa_ppo.offline.convert import convert as convert_heads
+    from medusa_ppo.offline.hub import local_heads
 
     done = convert_heads(local_heads(source), target, to, model, say)
     sizes = done.config
@@ -148,7 +149,7 @@ def push(
 
     Example:  [bold]medusa-ppo push heads-gsm8k me/gsm8k-4m-medusa --private --eval eval.json[/bold]
     """
-    from medusa_ppo.exchange.hub import model_card, push_heads
+    from medusa_ppo.offline.hub import model_card, push_heads
 
     if dry_run:
         say(model_card(heads, repo, figures or ()))
@@ -171,12 +172,12 @@ def train(
     --template 'Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
     """
     if dry_run:
-        from medusa_ppo.standalone.scene import plan_training
+        from medusa_ppo.offline.scene import plan_training
 
         for name, value in plan_training(options):
             say(f"{name:<28}{value}")
         return
-    from medusa_ppo.standalone.train import train_heads
+    from medusa_ppo.offline.train import train_heads
 
     with offline_progress() as progress:
         result = train_heads(options, progress)
@@ -202,9 +203,9 @@ def evaluate(
     Example:  [bold]medusa-ppo eval --model models/actor --heads heads-gsm8k
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:' --engine vllm[/bold]
     """
-    from medusa_ppo.exchange.hub import local_heads
+    from medusa_ppo.offline.evaluate import evaluate_heads
+    from medusa_ppo.offline.hub import local_heads
     from medusa_ppo.reports.evaluation import lines, markdown_report, render_eval_page
-    from medusa_ppo.standalone.evaluate import evaluate_heads
 
     with offline_progress() as progress:
         result = evaluate_heads(
@@ -239,7 +240,7 @@ def serve(
 
     Example:  [bold]medusa-ppo serve --model models/actor --heads heads/ --port 8000[/bold]
     """
-    from medusa_ppo.config import load_config
+    from medusa_ppo.config.run_config import load_config
     from medusa_ppo.loops.remote import serve as become_server
 
     become_server(model, str(heads), load_config(medusa), host, context.args)

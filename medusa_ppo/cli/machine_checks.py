@@ -28,8 +28,8 @@ from medusa_ppo.vllm_plugin.registration import (
 )
 
 if TYPE_CHECKING:
-    from medusa_ppo.config import RunConfig
-    from medusa_ppo.console import OfflineProgress
+    from medusa_ppo.config.run_config import RunConfig
+    from medusa_ppo.runtime.console import OfflineProgress
 
 MIN_MEMORY_GIB = 6.0
 MIN_SHM_GIB = 1.0
@@ -44,7 +44,7 @@ RANGES = {
 }
 RAY_PROBE = """
 import ray
-from medusa_ppo.processes import local_ray
+from medusa_ppo.runtime.processes import local_ray
 with local_ray(cpus=1):
     print(ray.get(ray.remote(lambda: 6 * 7).remote()))
 """
@@ -242,14 +242,15 @@ def check_distribution(
     """
     from heads.checkpoint import save_heads
     from medusa_ppo.actors.hf import lm_head_weight, load_actor, load_tokenizer
-    from medusa_ppo.demo import RECIPES, ensure_demo_actor
+    from medusa_ppo.contract.rollouts import Sampling
+    from medusa_ppo.demo.actor_cache import ensure_demo_actor
+    from medusa_ppo.demo.pretraining import RECIPES
     from medusa_ppo.engines import probe
     from medusa_ppo.engines.probe import sentence
-    from medusa_ppo.hardware import settled
-    from medusa_ppo.plugin import initial_heads
+    from medusa_ppo.offline.scene import on_device, running_engine
+    from medusa_ppo.plugin.medusa_plugin import initial_heads
     from medusa_ppo.ppo.generation import PromptStream
-    from medusa_ppo.standalone.scene import on_device, running_engine
-    from medusa_ppo.types import Sampling
+    from medusa_ppo.runtime.hardware import settled
 
     path, asked = config.model.path, config.sampling
     progress.say(f"Loading {path} ...")

@@ -12,11 +12,19 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from heads import CPU_CHUNK, GPU_CHUNK, HeadsConfig
-from medusa_ppo.config import EMBEDDED_ACTORS, SERVER, RunConfig
+from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
+from medusa_ppo.config.run_config import EMBEDDED_ACTORS, SERVER, RunConfig
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
-from medusa_ppo.hardware import BFLOAT16, FLOAT32, Choice, Hardware, ModelSizes, applied, choices
 from medusa_ppo.reports.store import without_secrets
+from medusa_ppo.runtime.hardware import (
+    BFLOAT16,
+    FLOAT32,
+    Choice,
+    Hardware,
+    ModelSizes,
+    applied,
+    choices,
+)
 
 ADAM_COPIES = 4  # Weights, gradients and two moments, all float32.
 # The companion keeps the running mean, the serving heads and the frozen control beside those that
@@ -168,7 +176,7 @@ def model_config(path: str) -> dict[str, Any]:
     """
     if path not in EMBEDDED_ACTORS:
         return read_model_config(path)
-    from medusa_ppo.demo import RECIPES
+    from medusa_ppo.demo.pretraining import RECIPES
     from medusa_ppo.demo.task import build_tokenizer
 
     recipe = RECIPES[path]

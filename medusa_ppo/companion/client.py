@@ -21,26 +21,22 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError
 
-from heads import HeadsConfig
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import CompanionError
-from medusa_ppo.companion import (
-    HANG_S,
-    Answer,
-    BatchCollector,
-    Pace,
-    ServiceArguments,
-    pack,
-    unpack,
-)
+from heads.heads_config import HeadsConfig
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.giving_way import Pace
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import CompanionService, settle
 from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options
-from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
-from medusa_ppo.files import OwnedFolder
-from medusa_ppo.hardware import companion_gpus
-from medusa_ppo.processes import bundle, release, reserve, without_line
-from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts
+from medusa_ppo.companion.wire import HANG_S, Answer, ServiceArguments, pack, unpack
+from medusa_ppo.config.run_config import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
+from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.hardware import companion_gpus
+from medusa_ppo.runtime.processes import bundle, release, reserve, without_line
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from heads import HeadsConfig
 from heads.acceptance import ReplayResult
 from heads.errors import CheckpointError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.tensorfile import is_finite
 from medusa_ppo.companion.gate import (
@@ -32,12 +32,14 @@ from medusa_ppo.companion.gate import (
     replay_row,
     under,
 )
+from medusa_ppo.companion.holdout import hold_out
 from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
-from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.config.run_config import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.status import ReplayRow
 from medusa_ppo.drafting.products import most_frequent
-from medusa_ppo.meeting import Meeting
-from medusa_ppo.types import ReplayRow, RolloutBatch
+from medusa_ppo.runtime.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +205,7 @@ class Cycle:
         self.trainer.check(batch)
         self._count(batch)
         seed = self._seed * 1_000_003 + self.batches_seen
-        training, holdout = batch.hold_out(HOLDOUT_SHARE, seed)
+        training, holdout = hold_out(batch, HOLDOUT_SHARE, seed)
         verdict = self._judge(batch) if holdout is None and batch.weights_M is None else None
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         if (

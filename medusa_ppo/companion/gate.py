@@ -33,9 +33,11 @@ from heads.acceptance import (
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
 from heads.tensorfile import is_finite
+from medusa_ppo.companion.holdout import HOLDOUT_PROMPTS
 from medusa_ppo.companion.positions import context_of
-from medusa_ppo.meeting import Meeting
-from medusa_ppo.types import HOLDOUT_PROMPTS, ReplayRow, RolloutBatch
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.status import ReplayRow
+from medusa_ppo.runtime.rendezvous import Meeting
 
 LEAST_PROMPTS, LEAST_TOKENS = HOLDOUT_PROMPTS, 64
 """Held-out prompts and response tokens before anything is decided."""

@@ -22,7 +22,8 @@ from heads.targets import (
     segments_from_lengths,
     used_rows,
 )
-from medusa_ppo.types import RolloutBatch, held_out
+from medusa_ppo.companion.holdout import held_out
+from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 BLOCK = 64  # Rows that are sampled together.
 

@@ -26,20 +26,14 @@ import torch
 from heads.checkpoint import checksum, load_state, save_heads, save_state
 from heads.errors import CheckpointError
 from heads.tensorfile import crc
-from medusa_ppo.companion import (
-    Answer,
-    BatchQueue,
-    Pace,
-    PackedTensor,
-    ServiceArguments,
-    pack,
-    unpack,
-)
+from medusa_ppo.companion.batch_queue import BatchQueue
 from medusa_ppo.companion.cycle import Cycle, CycleReport
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.files import write_atomic
-from medusa_ppo.hardware import companion_threads, cpu_has_bfloat16
-from medusa_ppo.types import CompanionStatus, PublishedHeads
+from medusa_ppo.companion.giving_way import Pace
+from medusa_ppo.companion.wire import Answer, PackedTensor, ServiceArguments, pack, unpack
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
+from medusa_ppo.runtime.files import write_atomic
+from medusa_ppo.runtime.hardware import companion_threads, cpu_has_bfloat16
 
 logger = logging.getLogger(__name__)
 

@@ -28,14 +28,14 @@ import ray
 from ray.exceptions import RayError
 
 from heads.errors import DataError
-from medusa_ppo.companion import ServiceArguments, pack, unpack
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.service import CompanionService, make_cycle, settle
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.hardware import companion_threads
-from medusa_ppo.meeting import Meeting, PeerLostError, Place
-from medusa_ppo.processes import TOKEN, in_bundle
-from medusa_ppo.types import CompanionStatus
+from medusa_ppo.companion.wire import ServiceArguments, pack, unpack
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.status import CompanionStatus
+from medusa_ppo.runtime.hardware import companion_threads
+from medusa_ppo.runtime.processes import TOKEN, in_bundle
+from medusa_ppo.runtime.rendezvous import Meeting, PeerLostError, Place
 
 logger = logging.getLogger(__name__)
 

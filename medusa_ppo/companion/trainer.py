@@ -26,9 +26,9 @@ from heads.modules import MedusaHeads, clip_per_head
 from heads.vocabulary import of_tokens
 from medusa_ppo.companion.gate import RunningMean, under
 from medusa_ppo.companion.positions import TrainingRows, in_blocks, look_up
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.meeting import Meeting
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.runtime.rendezvous import Meeting
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 CLIP_NORM = 1.0  # Largest gradient norm of each head.

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 
 from heads.errors import ConfigError
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting import cumulate, float32_below
 from medusa_ppo.drafting.context import ContextHeads, Seen
 from medusa_ppo.drafting.memory import Recall
+from medusa_ppo.drafting.noise import cumulate, float32_below
 from medusa_ppo.drafting.products import EMBED, LINEAR, LM_HEAD, PACK, FusedHeads, plain_linear
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Ending

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from medusa_ppo.drafting import keys_of
+from medusa_ppo.drafting.noise import keys_of
 
 POSITIONS = 1 << 24
 """Positions that a stamp tells apart; 2^39 requests beside them."""

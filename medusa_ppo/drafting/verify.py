@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from medusa_ppo.drafting import draw
+from medusa_ppo.drafting.noise import draw
 
 PLACEHOLDER = -1
 

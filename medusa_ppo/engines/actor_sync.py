@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 
 from heads.errors import RunError, SwapError
 from heads.tensorfile import StateWriter, tensorwise_checksum
-from medusa_ppo.actors import SpreadActor
+from medusa_ppo.actors.actor_view import SpreadActor
 from medusa_ppo.actors.hf import DTYPES, Actor, embedding_weight, lm_head_weight
 from medusa_ppo.actors.vision import tower_of
+from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.pool import EnginePool, Seat
-from medusa_ppo.files import OwnedFolder
-from medusa_ppo.meeting import LOOPBACK
-from medusa_ppo.types import Checked, SwapReceipt
+from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.rendezvous import LOOPBACK
 from medusa_ppo.vllm_plugin import transfer
 from medusa_ppo.vllm_plugin.transfer import ActorStream, Group
 

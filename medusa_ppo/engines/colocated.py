@@ -17,20 +17,13 @@ from typing import TYPE_CHECKING, Any
 from heads.errors import EngineError, MedusaError, SwapError
 from heads.tensorfile import Header
 from medusa_ppo.actors.vision import open_image
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Counters, ImagePrompt, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
 from medusa_ppo.engines.pieces import UNFINISHED, Ended, Finished, Partly, request_seed, tell
-from medusa_ppo.types import (
-    Checked,
-    Counters,
-    ImagePrompt,
-    Response,
-    Rollouts,
-    Sampling,
-    SwapReceipt,
-)
-from medusa_ppo.vllm_plugin import Drafting, first_of, raise_reported
+from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of, raise_reported
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams

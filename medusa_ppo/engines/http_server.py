@@ -27,13 +27,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from heads.errors import EngineError
 from heads.tensorfile import tensorwise_checksum
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
 from medusa_ppo.engines.pieces import Finished, request_seed
 from medusa_ppo.engines.rollout_engine import Found
-from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin import TOKEN, Drafting, first_of, token_header
+from medusa_ppo.vllm_plugin.control_guard import TOKEN, token_header
+from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of
 
 logger = logging.getLogger(__name__)
 

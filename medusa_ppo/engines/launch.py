@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from heads import HeadsConfig
 from heads.errors import (
     CheckpointError,
     ConfigError,
@@ -26,9 +25,10 @@ from heads.errors import (
     ModelError,
     UnsupportedVersionError,
 )
-from medusa_ppo.config import VISION_FAMILIES, EngineConfig
-from medusa_ppo.hardware import settled_engine
-from medusa_ppo.vllm_plugin import GUARD, TRANSFER, WORKER_EXTENSION, Drafting
+from heads.heads_config import HeadsConfig
+from medusa_ppo.config.run_config import VISION_FAMILIES, EngineConfig
+from medusa_ppo.runtime.hardware import settled_engine
+from medusa_ppo.vllm_plugin.control_guard import GUARD
 from medusa_ppo.vllm_plugin.registration import (
     FIRST_V2,
     V2_SWITCH,
@@ -41,6 +41,7 @@ from medusa_ppo.vllm_plugin.registration import (
     v2_asked,
     vllm_version,
 )
+from medusa_ppo.vllm_plugin.worker_calls import TRANSFER, WORKER_EXTENSION, Drafting
 
 logger = logging.getLogger(__name__)
 

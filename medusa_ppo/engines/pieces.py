@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from heads.errors import EngineError
+from medusa_ppo.contract.rollouts import Response, Rollouts, Sampling
 from medusa_ppo.drafting.memory import ResponseMemory, Row, prompt_key
-from medusa_ppo.types import Response, Rollouts, Sampling
 
 Piece = tuple[int, ...]
 """Indices of some prompts of one generate call, which one engine answers in one go."""

@@ -26,6 +26,8 @@ from typing import Any, Unpack
 
 from heads.errors import DataError, EngineError, SwapError
 from heads.tensorfile import checksum, tensorwise_checksum
+from medusa_ppo.contract.rollouts import Counters, EngineShare, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.drafting.memory import Row
 from medusa_ppo.engines import rollout_engine as base
@@ -38,17 +40,8 @@ from medusa_ppo.engines.pieces import (
     in_call,
     piece_seed,
 )
-from medusa_ppo.files import OwnedFolder
-from medusa_ppo.types import (
-    Checked,
-    Counters,
-    EngineShare,
-    Response,
-    Rollouts,
-    Sampling,
-    SwapReceipt,
-)
-from medusa_ppo.vllm_plugin import Drafting
+from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 logger = logging.getLogger(__name__)
 

@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.vocabulary import truncate_logits
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Response, Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
-from medusa_ppo.types import Response, Rollouts, Sampling
 
 BINS = 20
 LEAST_P = 0.001

@@ -22,7 +22,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from heads.errors import EngineError, MedusaError
-from medusa_ppo.config import COLOCATED, EngineConfig
+from medusa_ppo.config.run_config import COLOCATED, EngineConfig
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import http_server
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.actor_sync import BroadcastPool
@@ -31,10 +33,9 @@ from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
 from medusa_ppo.engines.pieces import Ended, Finished, Partly, SharedMemory, tell
 from medusa_ppo.engines.pool import EnginePool
-from medusa_ppo.files import OwnedFolder, forget_registration
-from medusa_ppo.hardware import settled_engine
-from medusa_ppo.processes import TOKEN, bundle, in_bundle, ray_errors, release, reserve
-from medusa_ppo.types import Checked, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.runtime.files import OwnedFolder, forget_registration
+from medusa_ppo.runtime.hardware import settled_engine
+from medusa_ppo.runtime.processes import TOKEN, bundle, in_bundle, ray_errors, release, reserve
 
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
@@ -146,7 +147,7 @@ class RayEngine(base.RolloutEngine):
 
         Args:
             plan: as for `ColocatedEngine`.
-            where: options of Ray that give the actor its place (`medusa_ppo.processes.place`);
+            where: options of Ray that give the actor its place (`medusa_ppo.runtime.processes.place`);
                 None: Ray finds one.
         """
         given, plan = plan, plan or plan_launch(model_path, heads_path, config, seed)

@@ -17,11 +17,12 @@ from torch import Tensor
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.drafting.memory import Row
 from medusa_ppo.engines.pieces import Finished, Partly
-from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin import Drafting
 from medusa_ppo.vllm_plugin.confirm import read_state
+from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class RolloutEngine(ABC):
         """Enter a group that actors are broadcast in; waits until all its ranks are there.
 
         Args:
-            place: fields of `medusa_ppo.meeting.Place`, `rank` being that of this engine's first
+            place: fields of `medusa_ppo.runtime.rendezvous.Place`, `rank` being that of this engine's first
                 rank.
         """
         raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")

@@ -26,23 +26,26 @@ from torch import nn
 
 from heads.checkpoint import save_state
 from heads.errors import ConfigError
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.positions import EarlySample
-from medusa_ppo.config import RunConfig, build_config, load_config
+from medusa_ppo.config.run_config import RunConfig, build_config, load_config
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.figures import logged, rollout_figures
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
+from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorStream, BroadcastPool
 from medusa_ppo.engines.colocated import AttachedEngine
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine, WorkerEngine
-from medusa_ppo.files import OwnedFolder
 from medusa_ppo.loops.passes import ForwardTap, Generated, RowShare, as_rollouts
 from medusa_ppo.loops.ranks import Found, Ranks, Serve, no_engine, serve_llm
-from medusa_ppo.plugin import MedusaPlugin, initial_heads
-from medusa_ppo.processes import local_ray
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
 from medusa_ppo.reports.store import RunWriter
-from medusa_ppo.types import Counters, RolloutBatch, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.processes import local_ray
 
 OURS = ("speculative_config", "worker_extension_cls", "disable_log_stats")
 """Of the arguments that our own engines start with, those that a foreign engine needs as well."""
@@ -317,14 +320,14 @@ class Attachment:
         if rollouts is not None and self._writer is not None and self.plugin is not None:
             values = {
                 names.STEP: self._steps,
-                **names.rollout_figures(rollouts),
+                **rollout_figures(rollouts),
                 **self.plugin.metrics(),
                 **self._more,
             }
             values[names.WALL_S] = time.monotonic() - self._began
             self._writer.step(values)
             self._steps += 1
-            self._figures, self._more = names.logged(values), {}
+            self._figures, self._more = logged(values), {}
 
     def figures(self) -> dict[str, float]:
         """The last step's figures for the trainer's own log, under names of their own."""
@@ -443,7 +446,7 @@ class DraftingEngine:
         return receipt
 
     def metrics(self) -> dict[str, Any]:
-        """The plug-in's figures since the last call, under the names of medusa_ppo/metrics.py; none
+        """The plug-in's figures since the last call, under the names of medusa_ppo/contract/metrics.py; none
         without a plug-in.
         """
         return self.plugin.metrics() if self.plugin is not None else {}

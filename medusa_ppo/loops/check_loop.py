@@ -30,8 +30,9 @@ import torch
 from heads.errors import ConfigError
 from medusa_ppo.actors.actor_tables import plain_model
 from medusa_ppo.companion.client import CompanionClient
-from medusa_ppo.plugin import MedusaPlugin
-from medusa_ppo.types import RolloutBatch, Rollouts
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 
 SETTINGS = {
     "heads": {"num_heads": 2},

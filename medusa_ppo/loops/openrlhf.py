@@ -24,9 +24,11 @@ from typing import Any
 
 import ray
 
-from medusa_ppo.config import RunConfig, load_config
-from medusa_ppo.loops import require_loop
+from medusa_ppo.config.run_config import RunConfig, load_config
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.loops.attachment import as_config
+from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.passes import PassTap, Row
 from medusa_ppo.loops.remote import (
     RemoteAttachment,
@@ -36,7 +38,6 @@ from medusa_ppo.loops.remote import (
     refuse,
     sum_counters,
 )
-from medusa_ppo.types import Counters, RolloutBatch, Sampling
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,11 @@ from torch import nn
 from heads.errors import ConfigError, DataError
 from medusa_ppo.actors.actor_tables import adapters_in_use, plain_model
 from medusa_ppo.actors.hf import Actor, as_view
-from medusa_ppo.companion import BatchCollector
+from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.positions import EarlySample
-from medusa_ppo.plugin import MedusaPlugin
-from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,15 @@ from torch import nn
 from heads.checkpoint import save_heads, save_state
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import HFActor, embedding_weight, lm_head_weight, load_actor, table_names
-from medusa_ppo.config import RunConfig
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.engines.colocated import AttachedEngine, Call
 from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_launch
 from medusa_ppo.loops.attachment import OURS, Attachment
-from medusa_ppo.plugin import MedusaPlugin, heads_for_table
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.store import RunWriter
-from medusa_ppo.types import Counters, RolloutBatch, Rollouts, Sampling
-from medusa_ppo.vllm_plugin import GUARD, TOKEN
+from medusa_ppo.vllm_plugin.control_guard import GUARD, TOKEN
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.errors import ConfigError
-from medusa_ppo.loops import replaced, require_loop
+from medusa_ppo.loops.loop_versions import replaced, require_loop
 
 require_loop("trl")  # First: another version may not even have what is imported next.
 
@@ -28,11 +28,11 @@ import trl  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl.generation import vllm_generation  # noqa: E402
 
+from medusa_ppo.contract.rollouts import Sampling  # noqa: E402
 from medusa_ppo.loops.attachment import Attachment, as_config  # noqa: E402
 from medusa_ppo.loops.passes import Generated  # noqa: E402
 from medusa_ppo.loops.ranks import Ranks  # noqa: E402
-from medusa_ppo.types import Sampling  # noqa: E402
-from medusa_ppo.vllm_plugin import token_header  # noqa: E402
+from medusa_ppo.vllm_plugin.control_guard import token_header  # noqa: E402
 from medusa_ppo.vllm_plugin.registration import is_cpu_build  # noqa: E402
 
 __all__ = ["MedusaCallback", "MedusaGRPOTrainer", "MedusaMixin", "MedusaRLOOTrainer"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.errors import ConfigError
-from medusa_ppo.loops import replaced, require_loop
+from medusa_ppo.loops.loop_versions import replaced, require_loop
 
 require_loop(
     "trl.experimental.ppo"
@@ -25,11 +25,11 @@ import torch  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl.experimental.ppo import PPOTrainer, ppo_trainer  # noqa: E402
 
+from medusa_ppo.contract.rollouts import Sampling  # noqa: E402
 from medusa_ppo.engines.rollout_engine import NoEngine  # noqa: E402
 from medusa_ppo.loops.attachment import Attachment, as_config  # noqa: E402
 from medusa_ppo.loops.passes import Generated  # noqa: E402
 from medusa_ppo.loops.ranks import Ranks  # noqa: E402
-from medusa_ppo.types import Sampling  # noqa: E402
 
 
 class _Events(TrainerCallback):

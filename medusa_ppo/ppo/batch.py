@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from heads.errors import DataError
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 
 if TYPE_CHECKING:
     from medusa_ppo.actors.vision import Seen
-    from medusa_ppo.config import PPOConfig
+    from medusa_ppo.config.ppo_config import PPOConfig
     from medusa_ppo.ppo.models import TokenStats
 
 

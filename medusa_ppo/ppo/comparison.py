@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.ppo.generation import pair_figures, sampling_of
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition

@@ -16,16 +16,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from heads.errors import DataError
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.vision import ImageReader
-from medusa_ppo.config import DataConfig, RunConfig
-from medusa_ppo.data import Row, image_files, load_rows, render_prompts, require_column
-from medusa_ppo.demo import demo_rows
+from medusa_ppo.config.run_config import DataConfig, RunConfig
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.demo.task import demo_rows
 from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.files import write_atomic
-from medusa_ppo.reports import LOGPROBS, PROMPT_IDS, RESPONSE_IDS, ROLLOUTS_FOLDER
-from medusa_ppo.types import Rollouts, Sampling
+from medusa_ppo.reports.run_files import LOGPROBS, PROMPT_IDS, RESPONSE_IDS, ROLLOUTS_FOLDER
+from medusa_ppo.runtime.data import Row, image_files, load_rows, render_prompts, require_column
+from medusa_ppo.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class PromptStream:
             reader: of the images, where the data has some.
 
         Raises:
-            DataError: see medusa_ppo.data; also when the answer column is missing or every prompt
+            DataError: see medusa_ppo.runtime.data; also when the answer column is missing or every prompt
                 is too long.
         """
         rows = _rows(config)

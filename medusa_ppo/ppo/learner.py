@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor
 from medusa_ppo.actors.vision import FeatureStore, copy_without_tower, tower_of
-from medusa_ppo.config import PPOConfig
+from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.ppo import models
 from medusa_ppo.ppo.batch import Measured, MicroBatch, PolicyScores, PPOBatch, Scores, minibatches
 from medusa_ppo.ppo.models import (
@@ -49,7 +50,6 @@ from medusa_ppo.ppo.shaping import (
     learning_rate_share,
     set_learning_rate,
 )
-from medusa_ppo.types import Sampling
 
 # Signature of MedusaPlugin.actor_forward: a context around the actor's own forward pass.
 Tap = Callable[[Actor, Tensor, tuple[int, ...]], contextlib.AbstractContextManager[Any]]

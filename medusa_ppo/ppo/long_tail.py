@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from heads.errors import CheckpointError, ConfigError
+from medusa_ppo.contract.rollouts import Response, Rollouts, Sampling
 from medusa_ppo.engines.pieces import UNFINISHED, Partly
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.ppo.generation import Prompt
-from medusa_ppo.types import Response, Rollouts, Sampling
 
 FILE = "carried.jsonl"
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig
-from medusa_ppo.hardware import settled
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.figures import counter_figures, lag_figures, rollout_figures
+from medusa_ppo.contract.rollouts import Rollouts
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
@@ -31,7 +32,7 @@ from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, keep_best, t
 from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.findings import LOGPROB_GAP_NATS
 from medusa_ppo.reports.store import RunWriter
-from medusa_ppo.types import Rollouts
+from medusa_ppo.runtime.hardware import settled
 
 Metrics = dict[str, Any]
 
@@ -142,8 +143,8 @@ class PPOLoop:
                 self.plugin.rollout_ready(rollouts)  # medusa
             self._write_up_to(step + config.ppo.steps_ahead, step)
             self.turns.sleep(self.engine, config.engine.sleep_level)
-        values |= names.rollout_figures(rollouts) | names.counter_figures(rollouts) | pair
-        values |= names.lag_figures(rollouts, version)
+        values |= rollout_figures(rollouts) | counter_figures(rollouts) | pair
+        values |= lag_figures(rollouts, version)
         self.rollout_files.write(step, rollouts)
 
         # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.

@@ -36,8 +36,8 @@ from heads.vocabulary import WHOLE, Vocabulary
 from medusa_ppo.actors.actor_tables import beyond_lm_head
 from medusa_ppo.actors.hf import lm_head_weight
 from medusa_ppo.actors.vision import copy_without_tower, forward
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.ppo.batch import MicroBatch
-from medusa_ppo.types import Sampling
 
 AGAIN: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # Nothing here draws.
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")

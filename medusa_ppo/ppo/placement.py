@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from heads.errors import ConfigError
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 
 ENGINE, ACTOR, REFERENCE, CRITIC, REWARD = "engine", "actor", "reference", "critic", "reward"
 UNFREED = "left, held elsewhere"

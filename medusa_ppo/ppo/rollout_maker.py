@@ -33,16 +33,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_ppo import metrics as names
-from medusa_ppo.actors import ActorView
+from medusa_ppo.actors.actor_view import ActorView
 from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Counters, ImagePrompt, Response, Rollouts, Sampling
 from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.ppo.batch import Measured, PPOBatch, Scores
 from medusa_ppo.ppo.generation import Prompt, SpeedPairs
 from medusa_ppo.ppo.learner import PPOLearner, Tap
 from medusa_ppo.ppo.long_tail import Carried, LongTail
 from medusa_ppo.ppo.run_progress import Timeline
-from medusa_ppo.types import Counters, ImagePrompt, Response, Rollouts, Sampling
 
 Rewards = Callable[[Rollouts, list[Prompt]], Tensor]
 """rewards_S of responses, or with steps rewards_SR."""

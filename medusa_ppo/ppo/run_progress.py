@@ -22,7 +22,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 
 RAY, ACTOR, RANKS, ENGINE = (
     "start Ray",
@@ -154,7 +154,7 @@ class ProgressSink:
         """The phase ended after so many seconds."""
 
     def step_finished(self, values: Mapping[str, Any]) -> None:
-        """A step ended; its metrics, keys as in medusa_ppo/metrics.py."""
+        """A step ended; its metrics, keys as in medusa_ppo/contract/metrics.py."""
 
     def note(self, text: str) -> None:
         """One sentence worth reading."""

@@ -20,15 +20,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import DTYPES, Actor, load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader
-from medusa_ppo.config import RunConfig
-from medusa_ppo.demo import RECIPES, actor_note, ensure_demo_actor
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.demo.actor_cache import actor_note, ensure_demo_actor
+from medusa_ppo.demo.pretraining import RECIPES
 from medusa_ppo.engines.actor_sync import ActorSync, actor_stream
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.files import OwnedFolder
-from medusa_ppo.plugin import MedusaPlugin
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo import run_state
 from medusa_ppo.ppo.generation import PromptStream, num_drafts
@@ -38,10 +38,11 @@ from medusa_ppo.ppo.placement import ACTOR, REWARD
 from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
-from medusa_ppo.processes import StopSignals, local_ray
-from medusa_ppo.reports import METRICS_FILE
+from medusa_ppo.reports.run_files import METRICS_FILE
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
+from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.processes import StopSignals, local_ray
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ class RunSession:
                 features=features,
             )
         # An optional dependency.
-        from medusa_ppo.ppo.megatron import MegatronLearner, RankTeam
+        from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankTeam
 
         critic = None
         if config.ppo.advantages == "gae":

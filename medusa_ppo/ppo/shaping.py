@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from heads.errors import CheckpointError, RunError
-from medusa_ppo import metrics as names
-from medusa_ppo.config import PPOConfig
+from medusa_ppo.config.ppo_config import MASK, PPOConfig
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.ppo import models
 from medusa_ppo.ppo.batch import PolicyScores, PPOBatch
-from medusa_ppo.ppo_config import MASK
 
 STATE_FILE = "shaping.json"
 IMPORTANCE_BOUND = 2.0

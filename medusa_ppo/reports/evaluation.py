@@ -10,9 +10,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.page import page_template
 from medusa_ppo.reports.svg import nice_ticks
+from medusa_ppo.runtime import wording as w
 
 Figures = Mapping[str, Any]
 HEADINGS = ("tokens a step", "95 % interval", "accepted at position 1, 2, ...", "draft steps")

@@ -11,10 +11,10 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from medusa_ppo import metrics as m
-from medusa_ppo.reports import KILLED, NONFINITE, Run, number
-from medusa_ppo.reports import wording as w
+from medusa_ppo.contract import metrics as m
+from medusa_ppo.reports.run_files import KILLED, NONFINITE, Run, number
 from medusa_ppo.reports.summary import first_last, window_steps
+from medusa_ppo.runtime import wording as w
 
 STALE_UPDATES = 5
 """Serving heads this many policy updates old are called stale."""

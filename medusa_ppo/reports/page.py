@@ -16,13 +16,14 @@ import jinja2
 from markupsafe import Markup
 
 from medusa_ppo import __version__
-from medusa_ppo import metrics as m
-from medusa_ppo.files import write_atomic
-from medusa_ppo.reports import META_FILE, METRICS_FILE, Run, read_run, svg, tables
-from medusa_ppo.reports import wording as w
+from medusa_ppo.contract import metrics as m
+from medusa_ppo.reports import svg, tables
 from medusa_ppo.reports.findings import find
 from medusa_ppo.reports.panels import Figure, Panels, spark_values
+from medusa_ppo.reports.run_files import META_FILE, METRICS_FILE, Run, read_run
 from medusa_ppo.reports.summary import build_summary
+from medusa_ppo.runtime import wording as w
+from medusa_ppo.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from medusa_ppo import metrics as m
-from medusa_ppo.reports import Run, number, numbers, svg
+from medusa_ppo.contract import metrics as m
+from medusa_ppo.reports import svg
+from medusa_ppo.reports.run_files import Run, number, numbers
 from medusa_ppo.reports.summary import PHASES
 from medusa_ppo.reports.svg import Grid, Series, bin_values
-from medusa_ppo.reports.wording import FORMATS, percent, seconds
+from medusa_ppo.runtime.wording import FORMATS, percent, seconds
 
 Column = str | list[float | None]
 """A metric by its name, or its values step by step."""

@@ -23,9 +23,11 @@ from typing import Any
 import psutil
 
 from heads.errors import RunError, UsageError
-from medusa_ppo import __version__, metrics
-from medusa_ppo.files import write_atomic
-from medusa_ppo.reports import (
+from medusa_ppo import __version__
+from medusa_ppo.contract import metrics
+from medusa_ppo.reports.findings import Events
+from medusa_ppo.reports.page import HTML_FILE, MARKDOWN_FILE, SUMMARY_FILE, write_files
+from medusa_ppo.reports.run_files import (
     BEST_FOLDER,
     KEPT_FOLDER,
     META_FILE,
@@ -39,9 +41,8 @@ from medusa_ppo.reports import (
     read_steps,
     start_ticks,
 )
-from medusa_ppo.reports.findings import Events
-from medusa_ppo.reports.page import HTML_FILE, MARKDOWN_FILE, SUMMARY_FILE, write_files
 from medusa_ppo.reports.tables import flatten
+from medusa_ppo.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
 

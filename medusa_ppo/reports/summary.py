@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from statistics import fmean, median, quantiles, stdev
 from typing import Any
 
-from medusa_ppo import metrics as m
-from medusa_ppo.reports import Run, number, numbers
-from medusa_ppo.reports import wording as w
+from medusa_ppo.contract import metrics as m
+from medusa_ppo.reports.run_files import Run, number, numbers
+from medusa_ppo.runtime import wording as w
 
 WINDOW_SHARE = 4
 """The first and the last 1/4 of the steps ..."""

@@ -14,7 +14,7 @@ from html import escape
 from itertools import chain, groupby
 from statistics import fmean
 
-from medusa_ppo.reports.wording import FORMATS, ratio, seconds, short
+from medusa_ppo.runtime.wording import FORMATS, ratio, seconds, short
 
 MAX_COLUMNS = 360
 """About as many as a chart is pixels wide on a telephone; more would only make the page heavier."""

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
-from medusa_ppo import metrics as m
-from medusa_ppo.config import RunConfig
-from medusa_ppo.reports import Run, number
-from medusa_ppo.reports import wording as w
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract import metrics as m
 from medusa_ppo.reports.findings import find
+from medusa_ppo.reports.run_files import Run, number
 from medusa_ppo.reports.summary import (
     STEP_S,
     ledger_rows,
@@ -21,6 +20,7 @@ from medusa_ppo.reports.summary import (
     speed_pairs,
     step_pairs,
 )
+from medusa_ppo.runtime import wording as w
 
 MIB = 1024**2
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from heads.errors import ConfigError
-from medusa_ppo import metrics
-from medusa_ppo.config import RunConfig
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract import metrics
 from medusa_ppo.reports.store import without_secrets
 
 PREFIX = "medusa_ppo_"  # Prometheus sees it behind Ray's own, `ray_`.
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayTracker:
-    """One gauge for each name of medusa_ppo/metrics.py that the run has figures for."""
+    """One gauge for each name of medusa_ppo/contract/metrics.py that the run has figures for."""
 
     def __init__(self, run: str) -> None:
         self._run = run

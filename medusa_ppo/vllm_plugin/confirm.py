@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heads import TEMPERATURES, HeadsConfig
 from heads.errors import CheckpointError, SwapError
+from heads.heads_config import TEMPERATURES, HeadsConfig
 from heads.modules import rms_normalise
 from heads.tensorfile import crc, is_finite, load_state
+from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.core import Drafted, Sampling
 from medusa_ppo.drafting.products import spread
-from medusa_ppo.types import Checked
 
 ROWS = 4
 TOLERANCE, TOLERANCE_16_BIT, TOLERANCE_8_BIT = 1e-3, 3e-2, 1e-1

@@ -17,19 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vllm._custom_ops as custom_ops
 import vllm.v1.worker.gpu_model_runner as model_runner
 import vllm.v1.worker.gpu_worker as gpu_worker
-from torch.distributed import ReduceOp
 from vllm import ModelRegistry
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from heads.errors import UnsupportedVersionError
-from medusa_ppo.drafting.products import LINEAR, plain_linear
-from medusa_ppo.vllm_plugin import TRANSFER
-from medusa_ppo.vllm_plugin.mends import CPU_MENDS, Mend, mends_of_older, refuse_lossy_rule
+from medusa_ppo.vllm_plugin.patches import CPU_MENDS, Mend, mends_of_older, refuse_lossy_rule
 from medusa_ppo.vllm_plugin.registration import (
     HOOKS,
     TESTED,
@@ -46,11 +41,10 @@ from medusa_ppo.vllm_plugin.registration import (
     v2_asked,
     vllm_version,
 )
+from medusa_ppo.vllm_plugin.worker_calls import TRANSFER
 
 V2_PLACES = {"vllm.v1.worker.gpu.model_runner.init_speculator"}
 """Where our speculator's module has put something in its place (`Installed.places`)."""
-PRIMITIVES = 32
-"""Sizes of batches for which oneDNN keeps a compiled product, as vLLM's own layers do."""
 
 
 @dataclass
@@ -367,128 +361,3 @@ def _with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return wake_up
-
-
-def agreed(number: int) -> int:
-    """The number of the first tensor-parallel rank, on all of them."""
-    return _over_ranks(
-        number,
-        lambda shared, group: torch.distributed.broadcast(
-            shared, src=group.ranks[0], group=group.cpu_group
-        ),
-    )
-
-
-def agreed_by_all(good: bool) -> bool:
-    """Whether it is so on all tensor-parallel ranks; each of them asks."""
-    return bool(
-        _over_ranks(
-            int(good),
-            lambda shared, group: torch.distributed.all_reduce(
-                shared, ReduceOp.MIN, group=group.cpu_group
-            ),
-        )
-    )
-
-
-def _over_ranks(number: int, share: Callable[[torch.Tensor, Any], Any]) -> int:
-    group = get_tp_group()
-    if group.world_size == 1:
-        return number
-    shared = torch.tensor([number], dtype=torch.int64)
-    share(shared, group)
-    return int(shared.item())
-
-
-def packed_linear(weight: torch.Tensor) -> LINEAR:
-    """The product with a weight `[out, in]`; on the CPU with a copy that oneDNN has packed, as
-    vLLM's own linear layers have.
-
-    A 16-bit weight is packed in 8 bits, a scale for each output, where the CPU has instructions for
-    it: half as much to read, and a quarter of the arithmetic's time. That adds 1 % of rounding to
-    what rounds at 0.4 % anyway; drafts may be made of any q.
-    """
-    if weight.device.type != "cpu" or not custom_ops._supports_onednn:
-        return plain_linear(weight)
-    return (
-        _onednn_8_bit(weight)
-        if packs_8_bit(weight.dtype, weight.device)
-        else onednn_product(weight.float())
-    )
-
-
-def packs_8_bit(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `packed_linear` packs such weights in 8 bits."""
-    return (
-        dtype != torch.float32
-        and device.type == "cpu"
-        and custom_ops._supports_onednn
-        and torch.cpu._is_vnni_supported()
-    )
-
-
-def onednn_product(weight: torch.Tensor) -> LINEAR:
-    """In the weight's own dtype, on the CPU."""
-    handler = custom_ops.create_onednn_mm(weight.contiguous().t(), PRIMITIVES)
-    return lambda rows: custom_ops.onednn_mm(handler, rows.to(weight.dtype), None)
-
-
-def _onednn_8_bit(weight: torch.Tensor) -> LINEAR:
-    wide = weight.float()
-    scales = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    eighths = (wide / scales.unsqueeze(1)).round_().to(torch.int8)
-    handler = custom_ops.create_onednn_scaled_mm(
-        eighths.t(), scales, torch.float32, True, False, PRIMITIVES
-    )
-    held, width = handler.handler_tensor, len(weight)
-    narrow, multiply = (
-        torch.ops._C.dynamic_scaled_int8_quant.default,
-        torch.ops._C.onednn_scaled_mm.default,
-    )
-
-    scratch: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        count = rows.shape[0]
-        if count not in scratch:
-            scratch[count] = torch.empty(rows.shape, dtype=torch.int8), torch.empty((count, 1))
-        eighths, sizes = scratch[count]
-        narrow(eighths, rows.contiguous(), sizes, None)
-        out = torch.empty((count, width))
-        multiply(out, eighths, sizes, None, None, None, held)
-        return out
-
-    product.held = handler, scales  # type: ignore[attr-defined]  # oneDNN reads the scales where they stand.
-    return product
-
-
-def embedding_module(target_model: Any) -> Any:
-    """The engine's own embedding layer, to be called with ids: it follows every sync, and tensor
-    parallelism may shard its table.
-    """
-    for name, module in target_model.named_modules():
-        if name.split(".")[-1] in ("embed_tokens", "wte", "word_embeddings") and hasattr(
-            module, "weight"
-        ):
-            return module
-    raise UnsupportedVersionError(
-        "The actor's embedding table was not found in vLLM's model.",
-        given=type(target_model).__name__,
-        expected="a module named embed_tokens",
-        do="Use heads of kind medusa or markov with this actor.",
-    )
-
-
-def lm_head_weight(target_model: Any, vocab_size: int) -> torch.Tensor | None:
-    """lm_head's own rows `[V or more, D]` where this process has them all and unpacked; what they
-    are worth is to be tried.
-    """
-    module = next(
-        (m for name, m in target_model.named_modules() if name.split(".")[-1] == "lm_head"), None
-    )
-    weight = getattr(module, "weight", None)
-    return (
-        weight.detach()
-        if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] >= vocab_size
-        else None
-    )

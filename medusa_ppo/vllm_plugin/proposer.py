@@ -21,17 +21,16 @@ from torch import nn
 from heads.checkpoint import checksum, load_heads
 from heads.errors import ConfigError, SwapError
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
+from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
+from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
 from medusa_ppo.drafting.products import TokenMap
 from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Seats, Traits, stamps
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import Proposed
-from medusa_ppo.types import Checked
-from medusa_ppo.vllm_plugin import SAMPLED, Drafting
 from medusa_ppo.vllm_plugin.confirm import (
     Plain,
     check_finite,
@@ -43,16 +42,12 @@ from medusa_ppo.vllm_plugin.confirm import (
     read_state,
     sums_of_bits,
 )
-from medusa_ppo.vllm_plugin.hooks import (
-    Drafter,
-    agreed,
-    agreed_by_all,
-    embedding_module,
-    lm_head_weight,
-    packed_linear,
-    packs_8_bit,
-)
+from medusa_ppo.vllm_plugin.hooks import Drafter
+from medusa_ppo.vllm_plugin.int8_products import packed_linear, packs_8_bit
+from medusa_ppo.vllm_plugin.rank_agreement import agreed, agreed_by_all
 from medusa_ppo.vllm_plugin.registration import heads_folder
+from medusa_ppo.vllm_plugin.target_tables import embedding_module, lm_head_weight
+from medusa_ppo.vllm_plugin.worker_calls import SAMPLED, Drafting
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from importlib import metadata
 from typing import Any
 
 from heads.errors import UnsupportedVersionError
-from medusa_ppo.vllm_plugin import HEADS, SAMPLED
+from medusa_ppo.vllm_plugin.worker_calls import HEADS, SAMPLED
 
 logger = logging.getLogger(__name__)
 

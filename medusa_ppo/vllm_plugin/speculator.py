@@ -24,13 +24,13 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from heads.errors import ConfigError
-from medusa_ppo.drafting import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, Sampling
-from medusa_ppo.vllm_plugin import Drafting
-from medusa_ppo.vllm_plugin.mends import refuse_lossy_rule
+from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
+from medusa_ppo.vllm_plugin.patches import refuse_lossy_rule
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
 from medusa_ppo.vllm_plugin.registration import heads_folder
+from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 
 class HeldHeads(MedusaProposer):

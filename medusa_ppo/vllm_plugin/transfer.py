@@ -32,7 +32,7 @@ from heads.tensorfile import (
     require_finite,
     tensor_digest,
 )
-from medusa_ppo.meeting import Backend, Meeting, Place
+from medusa_ppo.runtime.rendezvous import Backend, Meeting, Place
 
 TIMEOUT_S = 120.0
 ALIGN = 16

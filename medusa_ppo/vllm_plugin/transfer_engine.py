@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from heads.checkpoint import LM_HEAD_KEY
 from heads.errors import SwapError
-from medusa_ppo.meeting import Place
+from medusa_ppo.runtime.rendezvous import Place
 from medusa_ppo.vllm_plugin.transfer import Group, Incoming, read_entries
 
 

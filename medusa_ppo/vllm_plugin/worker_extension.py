@@ -21,14 +21,14 @@ from transformers.utils import cached_file
 from heads.checkpoint import LM_HEAD_KEY
 from heads.errors import SwapError
 from heads.tensorfile import CODES, Header, read_header, tensorwise_checksum
-from medusa_ppo.files import forget_registration
-from medusa_ppo.types import Checked
-from medusa_ppo.vllm_plugin import Drafting, reports_errors
+from medusa_ppo.contract.status import Checked
+from medusa_ppo.runtime.files import forget_registration
 from medusa_ppo.vllm_plugin.confirm import read_state
-from medusa_ppo.vllm_plugin.hooks import lm_head_weight
-from medusa_ppo.vllm_plugin.mends import pack_tied_lm_head
+from medusa_ppo.vllm_plugin.patches import pack_tied_lm_head
 from medusa_ppo.vllm_plugin.registration import activate, drafter_of, require_active, vllm_version
+from medusa_ppo.vllm_plugin.target_tables import lm_head_weight
 from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
+from medusa_ppo.vllm_plugin.worker_calls import Drafting, reports_errors
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_join_transfer(self, place: dict[str, Any]) -> dict[str, Any]:
-        """Enter the group in which the trainer broadcasts; see `medusa_ppo.meeting.Place`."""
+        """Enter the group in which the trainer broadcasts; see `medusa_ppo.runtime.rendezvous.Place`."""
         self.init_weight_transfer_engine({"place": place})  # type: ignore[attr-defined]
         return {}
 
@@ -241,8 +241,8 @@ class MedusaWorker:
         if not expected:
             logger.warning(
                 "The actor's names and shapes are not checked: no safetensors of %s here.",
-                self.vllm_config.model_config.model,
-            )  # type: ignore[attr-defined]
+                self.vllm_config.model_config.model,  # type: ignore[attr-defined]
+            )
         tied = self._medusa_tied()
         missing = [
             name for name in expected if name not in given and not (tied and name == LM_HEAD_KEY)
@@ -301,8 +301,8 @@ class MedusaWorker:
         with torch.inference_mode():
             width = runner.model_config.get_hidden_size()
             served_2V = model.compute_logits(
-                torch.eye(2, width, dtype=runner.dtype, device=self.device)
-            ).float()  # type: ignore[attr-defined]
+                torch.eye(2, width, dtype=runner.dtype, device=self.device)  # type: ignore[attr-defined]
+            ).float()
             expected_2V = given_V2.to(served_2V.device, runner.dtype).T.float()
         if not torch.equal(served_2V, expected_2V[:, : served_2V.shape[1]]):
             raise SwapError(

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from heads import HeadsConfig
+from heads.heads_config import HeadsConfig
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 

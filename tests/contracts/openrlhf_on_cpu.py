@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from medusa_ppo.loops.verl import AfterImport
+from medusa_ppo.loops.verl.verl_plugin import AfterImport
 
 REPLACED = {
     "flash_attn": (

@@ -20,9 +20,9 @@ pytest.importorskip(
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
-from medusa_ppo.config import build_config
-from medusa_ppo.loops import CHECKED, require_loop
+from medusa_ppo.config.run_config import build_config
 from medusa_ppo.loops import openrlhf as ours
+from medusa_ppo.loops.loop_versions import CHECKED, require_loop
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -280,7 +280,7 @@ def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(name: str):
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    from medusa_ppo.processes import local_ray as start
+    from medusa_ppo.runtime.processes import local_ray as start
 
     with start(cpus=2):
         yield

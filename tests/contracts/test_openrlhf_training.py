@@ -21,7 +21,7 @@ pytest.importorskip(
 
 from safetensors.torch import load_file
 
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.reports.store import read_run
 
 HERE = Path(__file__).resolve().parent

@@ -18,8 +18,8 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 from trl.generation import vllm_client, vllm_generation  # noqa: E402
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 
-from medusa_ppo.loops import require_loop  # noqa: E402
 from medusa_ppo.loops.attachment import OURS  # noqa: E402
+from medusa_ppo.loops.loop_versions import require_loop  # noqa: E402
 
 TRAINERS = [(grpo_trainer, "GRPOTrainer"), (rloo_trainer, "RLOOTrainer")]
 

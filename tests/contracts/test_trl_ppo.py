@@ -24,11 +24,11 @@ from transformers import (
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 from heads.checkpoint import load_heads
-from medusa_ppo import metrics as names
-from medusa_ppo.loops import require_loop
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.trl_ppo import MedusaPPOTrainer
-from medusa_ppo.processes import local_ray
 from medusa_ppo.reports.store import read_run
+from medusa_ppo.runtime.processes import local_ray
 
 
 def test_names_signatures_and_order():

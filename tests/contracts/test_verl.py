@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
-from medusa_ppo.config import build_config
-from medusa_ppo.loops import require_loop
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.loops.loop_versions import require_loop
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -180,8 +180,8 @@ def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding:
     from verl.utils import tensordict_utils as tu
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+    from medusa_ppo.contract.rollouts import Sampling
     from medusa_ppo.loops.passes import PassTap
-    from medusa_ppo.types import Sampling
 
     model, rows, states_MD, logprobs_M = scored
     engine = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)

@@ -20,7 +20,7 @@ pytest.importorskip("verl", reason="verl has an environment of its own: make tes
 from omegaconf import OmegaConf
 
 from heads.checkpoint import checksum, load_state, save_state
-from medusa_ppo.config import build_config
+from medusa_ppo.config.run_config import build_config
 
 SETTINGS = {
     "rollout.name": "vllm",
@@ -43,7 +43,7 @@ SETTINGS = {
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    from medusa_ppo.processes import local_ray as start
+    from medusa_ppo.runtime.processes import local_ray as start
 
     with start(cpus=2):
         yield

@@ -22,7 +22,7 @@ pytest.importorskip("verl", reason="verl has an environment of its own: make tes
 
 from safetensors.torch import load_file
 
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.reports.store import read_run
 
 HERE = Path(__file__).resolve().parent

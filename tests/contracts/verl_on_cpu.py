@@ -99,7 +99,7 @@ def _install() -> None:
     from verl.plugin.platform.platform_manager import PlatformRegistry
     from verl.utils import distributed
 
-    from medusa_ppo.loops.verl import AfterImport
+    from medusa_ppo.loops.verl.verl_plugin import AfterImport
 
     @PlatformRegistry.register(platform=PLATFORM)
     class PlatformCpu(PlatformCUDA):

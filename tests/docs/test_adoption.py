@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_ppo.config import known_keys
+from medusa_ppo.config.run_config import known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES = 5

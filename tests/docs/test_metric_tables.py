@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from heads.errors import UsageError
-from medusa_ppo import metrics
+from medusa_ppo.contract import metrics
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 sys.path.insert(0, str(PAGE.parent / "site"))

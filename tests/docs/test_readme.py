@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-
-from medusa_ppo.cli import app
+from medusa_ppo.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,10 +20,10 @@ RUN_BY = {
     "make demo": ("tests/medusa_ppo/ppo/test_loop_end_to_end.py", "demo"),
     "make test": (".ci/run", "make test"),
     "medusa-ppo ppo": ("tests/medusa_ppo/ppo/test_resume.py", '"ppo"'),
-    "medusa-ppo train": ("tests/medusa_ppo/standalone/test_train_and_eval.py", "train"),
-    "medusa-ppo convert": ("tests/medusa_ppo/exchange/test_convert.py", "convert"),
+    "medusa-ppo train": ("tests/medusa_ppo/offline/test_train_and_eval.py", "train"),
+    "medusa-ppo convert": ("tests/medusa_ppo/offline/test_convert.py", "convert"),
     "medusa-ppo plan": ("tests/medusa_ppo/cli/test_plan.py", "plan"),
-    "medusa-ppo eval": ("tests/medusa_ppo/standalone/test_train_and_eval.py", "eval"),
+    "medusa-ppo eval": ("tests/medusa_ppo/offline/test_train_and_eval.py", "eval"),
     "medusa-ppo bench rollout": ("tests/medusa_ppo/bench/test_commands.py", "rollout"),
     "medusa-ppo report": ("tests/medusa_ppo/cli/test_cli.py", "report"),
     "medusa-ppo doctor": ("tests/medusa_ppo/cli/test_machine_checks.py", "doctor"),

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from heads import HeadsConfig
 from heads.acceptance import draft_ids_for_rows, draft_logprobs_for_rows
 from heads.checkpoint import load_heads, save_heads
+from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import SHARED, Context, MedusaHeads
 from heads.parallel import ParallelHeads, ShardedVocabulary

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from heads import KINDS, HeadsConfig
 from heads.acceptance import (
     ReplayResult,
     better_temperatures,
@@ -20,6 +19,7 @@ from heads.acceptance import (
     replay_sampled,
 )
 from heads.errors import DataError
+from heads.heads_config import KINDS, HeadsConfig
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_logprobs, head_targets, segments_from_lengths
 

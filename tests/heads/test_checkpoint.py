@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads import KINDS, LM_HEADS, HeadsConfig, checkpoint
+from heads import checkpoint
 from heads.checkpoint import (
     checksum,
     load_heads,
@@ -26,6 +26,7 @@ from heads.checkpoint import (
     save_state,
 )
 from heads.errors import CheckpointError, ConfigError
+from heads.heads_config import KINDS, LM_HEADS, HeadsConfig
 from heads.modules import MedusaHeads
 
 D, V, K = 16, 40, 3

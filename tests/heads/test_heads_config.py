@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from heads import HeadsConfig
 from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
 
 
 def test_round_trip() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads import HeadsConfig
 from heads.acceptance import (
     ReplayResult,
     draft_ids_for_rows,
@@ -13,6 +12,7 @@ from heads.acceptance import (
     replay_estimate,
     replay_sampled,
 )
+from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads
 from heads.targets import (

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads import HeadsConfig, losses
+from heads import losses
 from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, head_loss, known_lse, reference_head_loss
 from heads.modules import FactoredLogits, MedusaHeads
 from heads.vocabulary import of_tokens, truncate_logits

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads import KINDS, LM_HEADS, HeadsConfig
 from heads.errors import CheckpointError, ConfigError
+from heads.heads_config import KINDS, LM_HEADS, HeadsConfig
 from heads.modules import Context, MedusaHeads, rms_normalise
 from heads.targets import MISSING, condition_ids, context_rows
 

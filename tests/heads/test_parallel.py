@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from heads import HeadsConfig
 from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.parallel import ParallelHeads, ShardedVocabulary
 from heads.vocabulary import WHOLE

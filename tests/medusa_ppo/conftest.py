@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_ppo.companion import BatchCollector
-from medusa_ppo.meeting import LOOPBACK, Meeting
-from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
+from medusa_ppo.runtime.rendezvous import LOOPBACK, Meeting
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from medusa_ppo import metrics as names
-from medusa_ppo.config import build_config
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -127,7 +127,7 @@ def test_a_run_loses_a_node_and_catches_up(
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
     # A node has room for one engine and one worker: what is lost can't come back beside the other.
-    monkeypatch.setattr("medusa_ppo.processes.TOKEN", 1.0)
+    monkeypatch.setattr("medusa_ppo.runtime.processes.TOKEN", 1.0)
     config = build_config(
         {
             "name": "run",

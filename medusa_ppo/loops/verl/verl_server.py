@@ -10,8 +10,8 @@ import ray
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from medusa_ppo.contract.rollouts import Counters
 from medusa_ppo.engines.colocated import process_counters
-from medusa_ppo.types import Counters
 from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
 

@@ -39,8 +39,10 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from heads.errors import ConfigError
-from medusa_ppo.loops import require_loop
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.attachment import as_config
+from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.passes import PassTap, Row, RowTap
 from medusa_ppo.loops.remote import (
     RemoteAttachment,
@@ -50,7 +52,6 @@ from medusa_ppo.loops.remote import (
     refuse,
     sum_counters,
 )
-from medusa_ppo.types import RolloutBatch, Sampling
 
 logger = logging.getLogger(__name__)
 

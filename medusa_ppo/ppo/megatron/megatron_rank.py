@@ -36,9 +36,10 @@ from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.actors.megatron import MegatronActor, MegatronTap
 from medusa_ppo.actors.megatron_layout import LlamaSizes
 from medusa_ppo.actors.megatron_model import RankModel, start_parallel, stop_parallel
-from medusa_ppo.config import PPOConfig, RunConfig
+from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
-from medusa_ppo.meeting import Meeting, Place
 from medusa_ppo.ppo.batch import MicroBatch, PolicyScores, PPOBatch, Scores, minibatches
 from medusa_ppo.ppo.learner import UpdateTotals
 from medusa_ppo.ppo.models import Support, TokenStats
@@ -49,7 +50,7 @@ from medusa_ppo.ppo.shaping import (
     learning_rate_share,
     set_learning_rate,
 )
-from medusa_ppo.types import Rollouts, Sampling
+from medusa_ppo.runtime.rendezvous import Meeting, Place
 
 WEIGHTS = "weights"
 TIMEOUT_S = 600.0
@@ -490,11 +491,11 @@ class ActorRank:
             steps = next(
                 (
                     float(handle.get_tensor(name))
-                    for name in handle.keys()
+                    for name in handle.keys()  # noqa: SIM118
                     if name.endswith("/step")
                 ),
                 0.0,
-            )  # noqa: SIM118
+            )
         self._optimizer.restart(steps)
         for moment in MOMENTS if steps else ():
             self._read(file, moment)

@@ -23,15 +23,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from heads import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, head_loss
 from heads.modules import MedusaHeads
 from heads.parallel import ParallelHeads
 from medusa_ppo.actors.hf import HiddenTap
 from medusa_ppo.actors.megatron import MegatronActor
-from medusa_ppo.companion import BatchCollector
-from medusa_ppo.plugin import MedusaPlugin
-from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 
 PROMPTS, RESPONSES, T = (3, 5, 4, 2), (6, 9, 12, 1), 16
 

@@ -26,10 +26,10 @@ from medusa_ppo.actors.megatron_checkpoint import (
     described_by,
 )
 from medusa_ppo.actors.megatron_layout import Cutter, LlamaSizes, key_table
-from medusa_ppo.console import OfflineProgress
-from medusa_ppo.standalone import TrainOptions
-from medusa_ppo.standalone.scene import plan_training
-from medusa_ppo.standalone.train import train_heads
+from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.offline.scene import plan_training
+from medusa_ppo.offline.train import train_heads
+from medusa_ppo.runtime.console import OfflineProgress
 
 
 def lay_out(source: Path, folder: Path, *, stacked: bool = True, left_out: str = "") -> Path:

@@ -18,7 +18,6 @@ from torch import nn
 
 from heads.checkpoint import load_state
 from heads.errors import DataError, ModelError
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
 from medusa_ppo.actors.vision import (
     FeatureStore,
@@ -29,10 +28,11 @@ from medusa_ppo.actors.vision import (
     spread,
     tower_of,
 )
-from medusa_ppo.config import VISION_FAMILIES
-from medusa_ppo.data import image_files
+from medusa_ppo.config.run_config import VISION_FAMILIES
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import ImagePrompt
 from medusa_ppo.engines.actor_sync import actor_state
-from medusa_ppo.types import ImagePrompt
+from medusa_ppo.runtime.data import image_files
 
 Picture = Callable[..., bytes]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.cli import app
 from medusa_ppo.demo.task import demo_rows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

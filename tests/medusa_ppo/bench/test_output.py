@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
 from heads.errors import ConfigError
-from medusa_ppo.bench import draw_ratios, heads_table, plugin_costs, table_of, write_bench
+from medusa_ppo.bench import heads_table, plugin_costs
 from medusa_ppo.bench import rollout_speed as rollout
+from medusa_ppo.bench.bench_page import draw_ratios, write_bench
+from medusa_ppo.bench.pairs import table_of
 from medusa_ppo.bench.rollout_speed import RolloutBench
-from medusa_ppo.cli import app
-from medusa_ppo.console import OfflineProgress
+from medusa_ppo.runtime.console import OfflineProgress
 
 
 def test_files_hold_figures_conditions_and_table(tmp_path: Path) -> None:

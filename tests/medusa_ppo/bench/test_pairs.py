@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from medusa_ppo.bench import run_rounds
+from medusa_ppo.bench.pairs import run_rounds
 
 
 def test_ratios_cancel_a_machine_that_slows_down() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import lm_head_weight, load_actor
 from medusa_ppo.bench.heads_table import (
@@ -22,8 +22,8 @@ from medusa_ppo.bench.heads_table import (
     train_originally,
     train_ours,
 )
-from medusa_ppo.console import OfflineProgress
-from medusa_ppo.standalone.collect import Sample
+from medusa_ppo.offline.collect import Sample
+from medusa_ppo.runtime.console import OfflineProgress
 
 HEADS = 2
 

@@ -9,11 +9,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from medusa_ppo.cli.app import app
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from medusa_ppo.cli import app, machine_checks
-from medusa_ppo.config import load_config
+from medusa_ppo.cli import machine_checks
+from medusa_ppo.config.run_config import load_config
 from medusa_ppo.ppo.session import ACTOR_FOLDER, HEADS_FOLDER
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
-from medusa_ppo import cli, hardware
-from medusa_ppo.cli import app
-from medusa_ppo.config import RunConfig
-from medusa_ppo.console import command
+from medusa_ppo.cli import app as cli
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.runtime import hardware
+from medusa_ppo.runtime.console import command
 
 COMMANDS = [
     "demo",

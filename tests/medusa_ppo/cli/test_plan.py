@@ -9,6 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from medusa_ppo.cli.app import app
+from medusa_ppo.cli.app.plan import (
+    companion_bytes,
+    heads_parameters,
+    hidden_bytes,
+    lines,
+    make_plan,
+    size_text,
+)
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -19,25 +28,23 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from heads import HeadsConfig
 from heads.errors import ModelError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.cli import app
-from medusa_ppo.cli.plan import (
-    companion_bytes,
-    heads_parameters,
-    hidden_bytes,
-    lines,
-    make_plan,
-    size_text,
-)
-from medusa_ppo.config import build_config, load_config
+from medusa_ppo.config.run_config import build_config, load_config
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import actor_state
-from medusa_ppo.hardware import Hardware, ModelSizes, assumed_hardware, find_hardware, settled
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
+from medusa_ppo.runtime.hardware import (
+    Hardware,
+    ModelSizes,
+    assumed_hardware,
+    find_hardware,
+    settled,
+)
 from tests.medusa_ppo.ppo.test_models import LiveBytes
 
 NO_GPU, GPUS = Hardware(0, False, 2, "two cores"), Hardware(8, True, 2, "eight GPUs")

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads import HeadsConfig
-from medusa_ppo.companion import HANG_S
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CompanionClient
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.companion.wire import HANG_S
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 
 class ChainTask:

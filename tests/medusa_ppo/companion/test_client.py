@@ -15,14 +15,15 @@ import pytest
 import ray
 import torch
 
-from heads import HeadsConfig
 from heads.checkpoint import checksum, load_state
 from heads.errors import CompanionError
-from medusa_ppo.companion import Answer
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
+from medusa_ppo.companion.wire import Answer
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from tests.medusa_ppo.companion.conftest import until
 
 pytestmark = pytest.mark.usefixtures("ray_session")

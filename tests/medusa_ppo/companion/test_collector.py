@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from heads.errors import DataError
-from medusa_ppo.companion import BatchCollector
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.holdout import hold_out
 from medusa_ppo.companion.positions import EarlySample
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 
 HIDDEN = 3
 
@@ -168,7 +169,7 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
     assert torch.equal(some.logprobs_M, expected.logprobs_M) and torch.equal(
         some.lengths_S, expected.lengths_S
     )
-    training, holdout = some.hold_out(0.3, seed=99)
+    training, holdout = hold_out(some, 0.3, seed=99)
     assert 0 < kept_M.sum() < full.hidden_MD.shape[0] and training.weights_M is not None
     assert holdout is None or holdout.hidden_MD.shape[0] == int(holdout.lengths_S.sum())
     assert sampled.left_out == sum(int((weight < 0).sum()) for weight in weights.values())

@@ -10,14 +10,15 @@ import math
 import pytest
 import torch
 
-from heads import HeadsConfig
 from heads.acceptance import Interval
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import Verdict, equal, replay
-from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
-from medusa_ppo.types import ReplayRow
+from medusa_ppo.companion.holdout import hold_out
+from medusa_ppo.config.run_config import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.contract.status import ReplayRow
 
 
 def make(
@@ -85,8 +86,8 @@ def test_what_is_held_out_is_not_trained_on(chain) -> None:
     """Not even through another answer to the same prompt."""
     task = chain()
     batch = dataclasses.replace(task.batch(16), prompts_S=torch.arange(16) // 4)
-    training, holdout = batch.hold_out(0.25, seed=5)
-    again, other = batch.hold_out(0.25, seed=5), batch.hold_out(0.25, seed=6)
+    training, holdout = hold_out(batch, 0.25, seed=5)
+    again, other = hold_out(batch, 0.25, seed=5), hold_out(batch, 0.25, seed=6)
     assert holdout is not None and again[1] is not None and other[1] is not None
     assert (
         holdout.prompts_S.unique().numel() == 2
@@ -97,11 +98,11 @@ def test_what_is_held_out_is_not_trained_on(chain) -> None:
         holdout.response_ids_M, again[1].response_ids_M
     )
     assert {
-        prompt for seed in range(20) for prompt in batch.hold_out(0.25, seed)[1].prompts_S.tolist()
+        prompt for seed in range(20) for prompt in hold_out(batch, 0.25, seed)[1].prompts_S.tolist()
     } == {0, 1, 2, 3}
     alone = dataclasses.replace(batch, prompts_S=torch.zeros(16, dtype=torch.int64))
-    assert alone.hold_out(0.25, 0) == (alone, None)
-    assert dataclasses.replace(batch, prompts_S=None).hold_out(0.25, 0)[1].lengths_S.numel() == 6
+    assert hold_out(alone, 0.25, 0) == (alone, None)
+    assert hold_out(dataclasses.replace(batch, prompts_S=None), 0.25, 0)[1].lengths_S.numel() == 6
 
 
 def test_the_first_version_of_a_dozen_prompts_comes_with_the_second_batch(chain) -> None:
@@ -465,7 +466,7 @@ def test_candidates_are_judged_at_the_temperature_that_the_engine_drafts_at(
     served = cycle.serving.trainable_state()
     batch = task.batch(temperature=temperature)
     verdict = cycle.run(batch).verdict
-    _, holdout = batch.hold_out(HOLDOUT_SHARE, cycle._seed * 1_000_003 + cycle.batches_seen)
+    _, holdout = hold_out(batch, HOLDOUT_SHARE, cycle._seed * 1_000_003 + cycle.batches_seen)
     heads = make(task).serving
     heads.load_trainable_state(served)
     expected = replay(heads, holdout, task.lm_head_VD, draft_temperature=1.0).mean_acceptance_length

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from heads import HeadsConfig
 from heads.acceptance import ReplayResult, replay_probabilities
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_logprobs, head_targets, segments_from_lengths
 from medusa_ppo.companion import gate
@@ -25,8 +25,8 @@ from medusa_ppo.companion.gate import (
     student_quantile,
 )
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 
 def judged(candidate, serving, frozen, lm_head_VD, holdout, **how) -> Verdict:

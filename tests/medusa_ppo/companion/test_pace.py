@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from medusa_ppo.companion import Pace
+from medusa_ppo.companion.giving_way import Pace
 from tests.medusa_ppo.companion.conftest import until
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from heads import HeadsConfig
 from heads.checkpoint import checksum
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.meeting import Meeting
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.runtime.rendezvous import Meeting
 
 InATeam = Callable[..., list[Any]]
 

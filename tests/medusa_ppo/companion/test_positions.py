@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from heads import HeadsConfig
 from heads.errors import DataError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.holdout import hold_out
 from medusa_ppo.companion.positions import BLOCK, EarlySample, fraction_weights, look_up
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.config.run_config import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 
 def compact(batch: RolloutBatch, weights_M: torch.Tensor) -> RolloutBatch:
@@ -193,7 +194,7 @@ def test_heads_learn_from_blocks_what_they_learn_from_all(chain, loss: str) -> N
             and some.hidden_MD.shape[0] < 0.12 * batch.hidden_MD.shape[0]
         )
         for _ in range(10):
-            assert part.train_batch(some.hold_out(0.1, 0)[0]).problem == ""
+            assert part.train_batch(hold_out(some, 0.1, 0)[0]).problem == ""
     held = task.batch(100, 40)
     lengths = [
         replay(trainer.heads, held, task.lm_head_VD).mean_acceptance_length
@@ -232,4 +233,4 @@ def test_of_few_prompts_a_third_is_held_out(chain, prompts: int, held: int) -> N
     that it asks for.
     """
     batch = replace(chain().batch(2 * prompts, 4), prompts_S=torch.arange(2 * prompts) // 2)
-    assert batch.hold_out(HOLDOUT_SHARE, 0)[1].prompts_S.unique().numel() == held
+    assert hold_out(batch, HOLDOUT_SHARE, 0)[1].prompts_S.unique().numel() == held

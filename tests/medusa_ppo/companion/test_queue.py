@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from medusa_ppo.companion import BatchQueue
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.companion.batch_queue import BatchQueue
+from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 
 def batch_of(rows: int, version: int = 0) -> RolloutBatch:

@@ -15,7 +15,7 @@ from medusa_ppo.companion.schedule import (
     SharedSeconds,
     StepSeen,
 )
-from medusa_ppo.metrics import REASONS
+from medusa_ppo.contract.metrics import REASONS
 
 MOST = 2.0
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from heads import HeadsConfig
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import CheckpointError
-from medusa_ppo.companion import ServiceArguments, pack, unpack
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.service import (
@@ -29,8 +28,9 @@ from medusa_ppo.companion.service import (
     forget_oldest,
 )
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.companion.wire import ServiceArguments, pack, unpack
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 
 def arguments_for(

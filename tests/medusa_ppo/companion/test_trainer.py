@@ -9,16 +9,16 @@ import dataclasses
 import pytest
 import torch
 
-from heads import HeadsConfig
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, DataError
+from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, reference_head_loss
 from heads.modules import SHARED, MedusaHeads, clip_per_head
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.positions import look_up
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 KINDS = ["medusa", "markov", "hydra", "context"]
 PAIRS = 4

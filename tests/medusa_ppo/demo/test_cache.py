@@ -14,15 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_ppo.demo import (
+from medusa_ppo.demo.actor_cache import (
     RECORD,
-    PretrainStatus,
-    Recipe,
     actor_note,
     default_cache_dir,
     ensure_demo_actor,
     is_whole,
 )
+from medusa_ppo.demo.pretraining import PretrainStatus, Recipe
 from medusa_ppo.demo.task import demo_rows
 
 MICRO = Recipe(

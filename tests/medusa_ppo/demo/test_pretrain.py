@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from medusa_ppo import demo as pretrain
-from medusa_ppo.demo import PretrainStatus, Recipe, train_actor
+from medusa_ppo.demo import actor_cache as pretrain
+from medusa_ppo.demo.pretraining import PretrainStatus, Recipe, train_actor
 from medusa_ppo.demo.task import build_tokenizer
 
 MICRO = Recipe(

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from heads.errors import DataError
-from medusa_ppo.demo import Recipe, _encode_pool
+from medusa_ppo.demo.pretraining import Recipe, _encode_pool
 from medusa_ppo.demo.task import LARGEST, SPLITS, build_tokenizer, demo_rows, problem, split_of
 from medusa_ppo.ppo.rewards import exact_answer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING, context_rows
 from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads import HeadsConfig
 from heads.acceptance import draft_logprobs_for_rows
 from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
-from medusa_ppo.drafting import DRAFT_LANE, context, keys_of, products, uniforms
+from medusa_ppo.drafting import context, products
 from medusa_ppo.drafting.core import DraftingCore, Sampling, cut
+from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 

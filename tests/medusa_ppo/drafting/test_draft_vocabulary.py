@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.core import DraftingCore, Sampling
 from medusa_ppo.drafting.products import TokenMap

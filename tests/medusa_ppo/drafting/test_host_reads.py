@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting import ACCEPT_LANE, DRAFT_LANE, uniforms
 from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen
 from medusa_ppo.drafting.core import DraftingCore, Sampling
 from medusa_ppo.drafting.memory import SUFFIX, Drawn, Recall, Trust, Waiting
+from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, uniforms
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Stopping
 

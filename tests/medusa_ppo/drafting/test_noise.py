@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from heads import MOST_HEADS
-from medusa_ppo.drafting import (
+from heads.heads_config import MOST_HEADS
+from medusa_ppo.drafting.noise import (
     ACCEPT_LANE,
     DRAFT_LANE,
     LANES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from medusa_ppo.drafting import cumulate, keys_of
+from medusa_ppo.drafting.noise import cumulate, keys_of
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Traits, stamps
 
 S, K, W = 4, 3, 5

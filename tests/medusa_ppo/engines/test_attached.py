@@ -12,8 +12,8 @@ import torch
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import EngineError, SwapError
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.colocated import AttachedEngine
-from medusa_ppo.types import Sampling
 
 
 class Workers:

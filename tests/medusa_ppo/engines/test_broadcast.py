@@ -20,14 +20,15 @@ import torch
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, EngineError, RunError, SwapError
 from heads.tensorfile import tensorwise_checksum
-from medusa_ppo.actors import SpreadActor
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.actors.actor_view import SpreadActor
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorSync, BroadcastPool, actor_state, actor_stream
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.meeting import LOOPBACK, Place
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.runtime.rendezvous import LOOPBACK, Place
 from medusa_ppo.vllm_plugin.registration import can_transfer, vllm_version
 from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, read_entries, send
 from tests.medusa_ppo.engines.conftest import logprob_gap, tiny_llama

@@ -17,15 +17,15 @@ import torch
 from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.vocabulary import truncate_logits
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.types import Sampling
-from medusa_ppo.vllm_plugin import Drafting
+from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 V, D, LENGTH, REQUESTS = 6, 64, 4, 12_500

@@ -22,11 +22,11 @@ import torch
 from heads.checkpoint import checksum, save_state
 from heads.errors import EngineError, SwapError
 from heads.tensorfile import tensorwise_checksum
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import http_server
 from medusa_ppo.engines.http_server import ServerEngine, last_words
 from medusa_ppo.engines.ray_engine import make_engine
-from medusa_ppo.types import Sampling
 from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
 
 if TYPE_CHECKING:

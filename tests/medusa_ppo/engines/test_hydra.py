@@ -15,12 +15,12 @@ import torch
 from heads.checkpoint import save_heads, save_state
 from heads.modules import Context, MedusaHeads
 from heads.targets import context_rows
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.slots import DraftSlots, KeptDrafts
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity, add_rollouts
-from medusa_ppo.types import Rollouts, Sampling
 from tests.medusa_ppo.engines.conftest import HEADS, Actor
 
 # Slow, because an engine that ends in this process takes the shared engine's process groups with

@@ -10,19 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads
 from heads.errors import EngineError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader
-from medusa_ppo.config import VISION_FAMILIES, EngineConfig, PPOConfig
+from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.run_config import VISION_FAMILIES, EngineConfig
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import ImagePrompt, Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner
-from medusa_ppo.types import ImagePrompt, Rollouts, Sampling
 
 # Slow, because an engine that ends in this process takes the shared engine's process groups with
 # it; the loop's own test runs in Ray.

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads
 from heads.errors import (
     CheckpointError,
@@ -26,16 +25,17 @@ from heads.errors import (
     ModelError,
     UnsupportedVersionError,
 )
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.engines import launch
 from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
 from medusa_ppo.engines.launch import plan_launch, process_environment
 from medusa_ppo.engines.pieces import request_seed
-from medusa_ppo.types import Counters, Sampling
-from medusa_ppo.vllm_plugin import first_of, raise_reported, reports_errors
 from medusa_ppo.vllm_plugin import registration as versions
+from medusa_ppo.vllm_plugin.worker_calls import first_of, raise_reported, reports_errors
 
 
 @pytest.fixture

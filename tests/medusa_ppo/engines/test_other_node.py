@@ -14,9 +14,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from heads.checkpoint import checksum, save_state
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.ray_engine import RayEngine
-from medusa_ppo.types import Sampling
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor

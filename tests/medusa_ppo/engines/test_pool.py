@@ -22,7 +22,9 @@ from safetensors.torch import save_file
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import crc
-from medusa_ppo.config import EngineConfig, build_config
+from medusa_ppo.config.run_config import EngineConfig, build_config
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.drafting.memory import OVERHEAD, prompt_key
 from medusa_ppo.engines import ray_engine
@@ -30,7 +32,6 @@ from medusa_ppo.engines.pieces import UNFINISHED, Partly, SharedMemory, cut, exp
 from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import launch
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity, add_rollouts
-from medusa_ppo.types import Sampling
 from tests.medusa_ppo.engines.conftest import HEADS, Actor
 
 # Slow, because it needs an engine of its own, whose cache holds a fifth of its requests.

@@ -12,10 +12,10 @@ import torch
 from scipy import stats
 
 from heads.vocabulary import truncate_logits
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.slots import DraftSlots, KeptDrafts
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity, beginnings, judge, sample, sentence
-from medusa_ppo.types import Sampling
 from tests.medusa_ppo.engines.conftest import HEADS, Actor, honesty_z
 
 M, V = 20_000, 50

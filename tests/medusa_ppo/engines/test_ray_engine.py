@@ -15,14 +15,14 @@ import pytest
 import ray
 import torch
 
-from heads import HeadsConfig
 from heads.checkpoint import checksum, save_heads, save_state
 from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Response, Sampling
 from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
-from medusa_ppo.types import Response, Sampling
 from tests.medusa_ppo.engines.conftest import honesty_z, logprob_gap, sampled_rows, tiny_llama
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from heads.checkpoint import save_state
 from heads.losses import LossConfig, head_loss
 from heads.modules import MedusaHeads
 from heads.targets import head_targets, segments_from_lengths
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.standalone.collect import samples_of
-from medusa_ppo.standalone.hidden import HiddenReader, read_all
-from medusa_ppo.types import RolloutBatch, Rollouts, Sampling
+from medusa_ppo.offline.collect import samples_of
+from medusa_ppo.offline.hidden import HiddenReader, read_all
 
 HEADS = 4
 

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 import torch
 
-from heads import HeadsConfig
 from heads.acceptance import ReplayResult
 from heads.checkpoint import save_heads
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import CompanionConfig, EngineConfig
+from medusa_ppo.config.run_config import CompanionConfig, EngineConfig
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.launch import plan_launch
-from medusa_ppo.exchange import convert
-from medusa_ppo.standalone.collect import Sample, samples_of
-from medusa_ppo.standalone.hidden import HiddenReader, read_all
-from medusa_ppo.types import Sampling
+from medusa_ppo.offline.collect import Sample, samples_of
+from medusa_ppo.offline.convert import convert
+from medusa_ppo.offline.hidden import HiddenReader, read_all
 from medusa_ppo.vllm_plugin.registration import has_medusa, vllm_version
 
 pytestmark = [

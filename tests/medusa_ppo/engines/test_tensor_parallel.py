@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from heads.checkpoint import save_heads, save_state
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.types import Rollouts, Sampling
 from tests.medusa_ppo.engines.conftest import Actor
 
 pytestmark = [

@@ -22,15 +22,16 @@ from heads.checkpoint import checksum, save_state
 from heads.errors import ConfigError, EngineError, SwapError
 from heads.modules import MedusaHeads
 from heads.tensorfile import tensorwise_checksum
-from medusa_ppo import files
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.pieces import UNFINISHED, Partly, SharedMemory
 from medusa_ppo.engines.probe import Uniformity
 from medusa_ppo.engines.rollout_engine import check_state
-from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling
+from medusa_ppo.runtime import files
 from medusa_ppo.vllm_plugin import hooks as internals
-from medusa_ppo.vllm_plugin import mends
+from medusa_ppo.vllm_plugin import patches as mends
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.registration import has_medusa, release, vllm_version
 from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows

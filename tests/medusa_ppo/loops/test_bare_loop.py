@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "bare_loop.py"

@@ -102,7 +102,7 @@ from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.config import build_config
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.loops.attachment import DraftingEngine
-from medusa_ppo.types import Sampling
+from medusa_ppo.contract.rollout_batch import Sampling
 
 FORGETS = os.environ.get("FORGETS", "")
 

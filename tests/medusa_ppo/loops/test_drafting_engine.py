@@ -13,14 +13,15 @@ import torch
 
 from heads.checkpoint import load_heads
 from heads.errors import ConfigError
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.config import build_config
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorStream, ActorSync, BroadcastPool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.loops.attachment import Attachment, DraftingEngine
-from medusa_ppo.processes import local_ray
-from medusa_ppo.types import Rollouts, Sampling, SwapReceipt
+from medusa_ppo.runtime.processes import local_ray
 
 PROMPTS = [
     [5, 6, 7],

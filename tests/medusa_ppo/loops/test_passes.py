@@ -9,8 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.errors import ConfigError
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.passes import PassTap, spans
-from medusa_ppo.types import RolloutBatch, Sampling
 
 ROWS = [((5, 6), (1, 2)), ((7,), (3, 3, 4)), ((5, 6), (9,))]
 

@@ -29,15 +29,16 @@ from torch.distributed.tensor import DTensor
 
 from heads.checkpoint import checksum, load_heads, load_state, save_state
 from heads.errors import ConfigError, EngineError, MedusaError
-from medusa_ppo import plugin as plugin_module
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.config import build_config
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract.rollouts import Sampling
+from medusa_ppo.contract.status import PublishedHeads
 from medusa_ppo.loops import attachment as attachment_module
 from medusa_ppo.loops import ranks as module
 from medusa_ppo.loops.attachment import Attachment
 from medusa_ppo.loops.passes import Generated
 from medusa_ppo.loops.ranks import Ranks
-from medusa_ppo.types import PublishedHeads, Sampling
+from medusa_ppo.plugin import medusa_plugin as plugin_module
 from tests.medusa_ppo.conftest import RecordingCompanion
 
 Work = Callable[[int], Any]

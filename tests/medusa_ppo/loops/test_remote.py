@@ -15,14 +15,14 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import ConfigError
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.config import build_config
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import RemoteAttachment, read_tables, refuse, serve
 from medusa_ppo.reports.store import read_run
-from medusa_ppo.types import Counters, Sampling
-from medusa_ppo.vllm_plugin import TOKEN
+from medusa_ppo.vllm_plugin.control_guard import TOKEN
 
 
 class Workers:

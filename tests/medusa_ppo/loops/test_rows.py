@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_ppo.actors.hf import HiddenTap
-from medusa_ppo.companion import BatchCollector
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.loops.passes import ForwardTap, RowFinder
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 PROMPTS = ((5, 6), (7,))
 ANSWERS = ((0, (1, 2)), (0, (1, 2)), (1, (3,)), (1, (4, 4, 4)))

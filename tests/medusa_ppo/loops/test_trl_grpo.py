@@ -18,7 +18,7 @@ pytest.importorskip("trl")
 
 from heads.checkpoint import load_heads
 from heads.errors import ConfigError
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.reports.store import read_run
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.reports.store import read_run
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 
 from heads.errors import UnsupportedVersionError
-from medusa_ppo.loops import CHECKED, require_loop
+from medusa_ppo.loops.loop_versions import CHECKED, require_loop
 
 
 @pytest.mark.parametrize("name", sorted(CHECKED))

@@ -21,10 +21,11 @@ from transformers import (
 )
 
 from heads.checkpoint import checksum, load_state
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.pieces import UNFINISHED, Partly
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin import Drafting
+from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 VOCAB = 16
 END = 0

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from heads.errors import DataError
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.ppo.batch import PPOBatch
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 
 def rollouts() -> Rollouts:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo import metrics as names
-from medusa_ppo.config import build_config
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.ppo.comparison import STEP_S, Comparison
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.run_state import RunPosition

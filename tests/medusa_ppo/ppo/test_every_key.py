@@ -20,21 +20,22 @@ from typing import Any
 
 import pytest
 import torch
+from medusa_ppo.cli.app.plan import make_plan
 
-from heads import HeadsConfig
 from heads.checkpoint import checksum, save_heads
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors import megatron_model
 from medusa_ppo.actors.megatron_layout import LlamaSizes
-from medusa_ppo.cli.plan import make_plan
 from medusa_ppo.companion import client as client_file
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.service import settle
-from medusa_ppo.config import RunConfig, build_config, known_keys
+from medusa_ppo.config.run_config import RunConfig, build_config, known_keys
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.launch import plan_launch, process_environment
 from medusa_ppo.engines.pieces import Partly
-from medusa_ppo.hardware import Hardware, settled
-from medusa_ppo.plugin import MedusaPlugin, initial_heads
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop as loop_file
 from medusa_ppo.ppo import session as session_file
 from medusa_ppo.ppo.batch import Measured, PolicyScores, PPOBatch, text_batch
@@ -46,9 +47,9 @@ from medusa_ppo.ppo.placement import Turns
 from medusa_ppo.ppo.rewards import make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint
-from medusa_ppo.processes import bundle
 from medusa_ppo.reports import trackers
-from medusa_ppo.types import RolloutBatch, Rollouts, Sampling
+from medusa_ppo.runtime.hardware import Hardware, settled
+from medusa_ppo.runtime.processes import bundle
 
 NODE = Hardware(8, True, 16, "eight GPUs and sixteen cores")
 CHAIN, STATE = 12, 16  # Tokens that follow from each other, and the width of their states.

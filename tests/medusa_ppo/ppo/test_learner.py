@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from heads.errors import ConfigError, RunError
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader, tower_of
-from medusa_ppo.config import PPOConfig, build_config
+from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic, masked_deviation
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 FAST = {"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2}
 

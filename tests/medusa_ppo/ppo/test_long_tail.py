@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from heads.errors import CheckpointError, ConfigError
-from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Response, Sampling
 from medusa_ppo.engines.pieces import UNFINISHED, Partly
 from medusa_ppo.engines.probe import Uniformity, add_response
 from medusa_ppo.ppo.long_tail import FILE, Carried, LongTail, read_carried, save_carried
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import read_position, saved_folder
-from medusa_ppo.types import Response, Sampling
 from tests.medusa_ppo.ppo.test_loop import LETTERS, Scene, settings
 from tests.medusa_ppo.ppo.test_rollout_maker import Snapshots, logprobs_by, run, same
 

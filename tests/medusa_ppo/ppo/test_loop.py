@@ -14,11 +14,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.engines.actor_sync import ActorSync
-from medusa_ppo.plugin import MedusaPlugin, initial_heads
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.learner import Learner

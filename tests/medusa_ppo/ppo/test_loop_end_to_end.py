@@ -18,12 +18,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from heads.checkpoint import load_heads
-from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig, build_config
-from medusa_ppo.files import LOCK, _is_free
+from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.reports.store import read_run
+from medusa_ppo.runtime.files import LOCK, _is_free
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

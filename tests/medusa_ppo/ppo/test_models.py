@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from heads.errors import ModelError
-from medusa_ppo.config import PPOConfig
+from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.ppo import models as losses
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic, Support, token_stats
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 VOCAB = 16
 

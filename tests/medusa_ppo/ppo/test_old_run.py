@@ -12,22 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
 from heads.checkpoint import load_state
 from heads.errors import ConfigError
-from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import lm_head_weight, load_actor
-from medusa_ppo.cli import app
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.config import PPOConfig, RunConfig, build_config, load_config
+from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.run_config import RunConfig, build_config, load_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.demo.task import build_tokenizer
-from medusa_ppo.hardware import settled
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.run_state import read_position, saved_folder
 from medusa_ppo.reports.store import read_run
+from medusa_ppo.runtime.hardware import settled
 
 PACKED = Path(__file__).with_name("old_run.tar.gz")
 tiny_actor = runpy.run_path(str(Path(__file__).with_name("make_old_run.py")))["tiny_actor"]

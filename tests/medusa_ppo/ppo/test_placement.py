@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from heads.errors import ConfigError
-from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.placement import ACTOR, CRITIC, ENGINE, REFERENCE, REWARD, UNFREED, Turns
 from medusa_ppo.ppo.rewards import ModelReward

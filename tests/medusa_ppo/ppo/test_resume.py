@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from heads.checkpoint import load_state
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.reports.store import read_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from heads.errors import ConfigError, DataError, RunError
-from medusa_ppo.config import build_config
+from medusa_ppo.config.run_config import build_config
 from medusa_ppo.ppo import reward_pool
 from medusa_ppo.ppo.reward_pool import RewardPool
 from medusa_ppo.ppo.rewards import CallableReward, RewardSource, make_reward

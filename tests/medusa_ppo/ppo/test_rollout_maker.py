@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from heads.errors import EngineError, RunError
-from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig
-from medusa_ppo.plugin import MedusaPlugin
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Response, Rollouts, Sampling
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.ppo.batch import PPOBatch, Scores
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.models import token_stats
 from medusa_ppo.ppo.rewards import CallableReward
 from medusa_ppo.ppo.run_progress import Timeline
-from medusa_ppo.types import Response, Rollouts, Sampling
 from tests.medusa_ppo.conftest import RecordingCompanion
 from tests.medusa_ppo.ppo.test_loop import Numbers, Scene, settings
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.ppo import run_progress as progress
 from medusa_ppo.ppo.run_progress import (
     LineProgress,

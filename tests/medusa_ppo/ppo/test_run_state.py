@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from heads.errors import CheckpointError, ConfigError
-from medusa_ppo.config import PPOConfig, RunConfig, build_config
+from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.memory import ResponseMemory, prompt_key
 from medusa_ppo.ppo import models
 from medusa_ppo.ppo import run_state as checkpoint
@@ -30,7 +32,6 @@ from medusa_ppo.ppo.run_state import (
     saved_folder,
     saved_memory,
 )
-from medusa_ppo.types import Sampling
 
 
 def learner(actor) -> Learner:

@@ -20,7 +20,7 @@ from heads.errors import (
     MedusaError,
     ModelError,
 )
-from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.demo.task import build_tokenizer
 from medusa_ppo.engines.pieces import SharedMemory
 from medusa_ppo.engines.pool import EnginePool

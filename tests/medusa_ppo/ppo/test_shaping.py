@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from heads.errors import CheckpointError, RunError
-from medusa_ppo.config import PPOConfig
+from medusa_ppo.config.ppo_config import PPOConfig
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.shaping import STATE_FILE, GradientNorms, Shaping, learning_rate_share
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo import metrics as m
-from medusa_ppo.config import RunConfig
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract import metrics as m
 
 HEADS = 4
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo.reports import Run, read_run
 from medusa_ppo.reports.findings import find
+from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import build_summary
 
 

@@ -20,12 +20,11 @@ import psutil
 import pytest
 
 from heads.errors import UsageError
-from medusa_ppo import metrics
-from medusa_ppo.metrics import REASONS
-from medusa_ppo.reports import Run, read_run
-from medusa_ppo.reports import wording as w
+from medusa_ppo.contract import metrics
+from medusa_ppo.contract.metrics import REASONS
 from medusa_ppo.reports.page import follow, render_page, write_report
 from medusa_ppo.reports.panels import other_metrics, rest_seconds, version_marks
+from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import build_summary
 from medusa_ppo.reports.tables import (
     comparison_rows,
@@ -34,6 +33,7 @@ from medusa_ppo.reports.tables import (
     summary_rows,
     version_rows,
 )
+from medusa_ppo.runtime import wording as w
 
 MakeRun = Callable[..., Path]
 VOID = {"meta", "link", "br", "hr", "img", "input"}

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from medusa_ppo.reports import Run, read_run, wording
+from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import build_summary
 from medusa_ppo.reports.tables import advice, render_markdown, summary_rows, verdict
+from medusa_ppo.runtime import wording
 
 
 def test_the_report_has_each_figure_with_its_pair(runs: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo.reports import read_run
 from medusa_ppo.reports.page import render_page, write_report
+from medusa_ppo.reports.run_files import read_run
 from medusa_ppo.reports.summary import build_summary
 
 CHROMIUM = next(

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from heads.errors import RunError, UsageError
-from medusa_ppo.reports import KILLED, UNKNOWN, number, numbers, read_run
+from medusa_ppo.reports.run_files import KILLED, UNKNOWN, number, numbers, read_run
 from medusa_ppo.reports.store import RunWriter
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo.reports import Run, read_run
+from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import (
     SUMMARY_KEYS,
     acceptance_per_position,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.reports import trackers
 from medusa_ppo.reports.trackers import TrackerGroup, flatten
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from heads.errors import ConfigError
-from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.reports import trackers as make
 
 
@@ -33,7 +33,7 @@ def test_an_unknown_name_gets_the_nearest_valid_one(tmp_path: Path, name: str, n
 
 
 def test_every_name_is_known_everywhere(tmp_path: Path) -> None:
-    from medusa_ppo.config import TRACKERS
+    from medusa_ppo.config.run_config import TRACKERS
 
     assert set(TRACKERS) == set(make.PACKAGES) == set(make.STARTS)
     assert config_of(tmp_path, "ray", "wandb", "ray").report.trackers == ("ray", "wandb")

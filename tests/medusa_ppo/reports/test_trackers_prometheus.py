@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo import metrics as names
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.reports.trackers import PREFIX, RayTracker
 
 DASHBOARD = Path(__file__).resolve().parents[3] / "configs" / "grafana-dashboard.json"
@@ -94,7 +94,7 @@ def test_ray_exports_them(tmp_path: Path) -> None:
 
     import ray
 
-    from medusa_ppo.processes import local_ray
+    from medusa_ppo.runtime.processes import local_ray
 
     pytest.importorskip(
         "opencensus",

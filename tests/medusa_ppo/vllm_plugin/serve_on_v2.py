@@ -26,15 +26,15 @@ if "v2" in sys.argv:
     import interpreter  # noqa: F401  Before vLLM.
 import torch
 
-from heads import HeadsConfig
 from heads.checkpoint import save_heads, save_state
 from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.core import Drafted, DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import HIDDEN, VOCAB, Uniformity, add_rollouts, tiny_model
-from medusa_ppo.types import Sampling
 
 HEADS, PROMPTS = 2, 32
 NEW_TOKENS, GREEDY_TOKENS = 24, 12

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.products import TokenMap, plain_linear

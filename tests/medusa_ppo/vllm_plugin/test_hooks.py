@@ -11,7 +11,7 @@ import torch
 
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.vllm_plugin import hooks as internals
-from medusa_ppo.vllm_plugin import mends
+from medusa_ppo.vllm_plugin import patches as mends
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.registration import LAST, Hook
 

@@ -12,7 +12,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from heads.errors import LossyError
 from medusa_ppo.drafting.verify import DraftRows
-from medusa_ppo.vllm_plugin.mends import (
+from medusa_ppo.vllm_plugin.patches import (
     _gather_logprobs,
     drafts_as_lists,
     kind_of_heads_known,

@@ -13,7 +13,7 @@ import torch
 
 from heads.errors import CheckpointError, SwapError
 from heads.tensorfile import tensorwise_checksum
-from medusa_ppo.meeting import LOOPBACK
+from medusa_ppo.runtime.rendezvous import LOOPBACK
 from medusa_ppo.vllm_plugin.transfer import (
     ActorStream,
     Group,

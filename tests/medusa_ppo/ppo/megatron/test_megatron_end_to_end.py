@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from heads.tensorfile import tensorwise_checksum
-from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.run_progress import ProgressSink

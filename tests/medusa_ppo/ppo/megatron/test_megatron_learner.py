@@ -23,14 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.checkpoint import load_state
 from heads.errors import ModelError, RunError
-from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.ppo.batch import Measured, PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint, saved_folder
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 pytest.importorskip("megatron.core")
 SHIM = os.pathsep.join((str(Path(__file__).parents[2] / "actors"), str(Path(__file__).parent)))
@@ -86,7 +86,7 @@ def actor_of(folder: Path, family: str, **settings: Any) -> Path:
 def pair_of(
     path: Path, ppo: dict[str, Any] | None = None, dtype: str = "float32", **actor: Any
 ) -> Iterator[Pair]:
-    from medusa_ppo.ppo.megatron import MegatronLearner, RankTeam
+    from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankTeam
 
     config = build_config(
         {
@@ -302,7 +302,7 @@ def test_an_infinite_gradient_is_told_and_spoils_nothing(pair: Pair, make_rollou
 
 
 def test_a_hub_name_is_refused_before_anything_starts(pair: Pair) -> None:
-    from medusa_ppo.ppo.megatron import RankTeam
+    from medusa_ppo.ppo.megatron.megatron_learner import RankTeam
 
     with pytest.raises(ModelError, match="from a folder"):
         RankTeam("owner/name", pair.config, with_embedding=False)

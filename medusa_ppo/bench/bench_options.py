@@ -1,0 +1,135 @@
+"""Options of `medusa-ppo bench`, each with its default and what `--help` says of it (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from typer import Option
+
+from medusa_ppo.offline.options import Data, Model, NewTokens, Seed, Template
+
+Table = Sequence[Sequence[str]]
+
+Heads = Annotated[str, Option(help="Native heads directory.")]
+
+
+@dataclass(frozen=True)
+class RolloutBench:
+    """What is served, and how often."""
+
+    model: Model
+    heads: Heads
+    data: Data
+    template: Template
+    stock_heads: Annotated[
+        str, Option(help="Heads of kind medusa for vLLM's own Medusa; empty: without that arm.")
+    ] = ""
+    batches: Annotated[tuple[int, ...], Option(help="Numbers of running sequences.")] = (
+        1,
+        4,
+        16,
+        64,
+    )
+    rounds: Annotated[int, Option(min=1, help="Rounds that every arm takes part in.")] = 6
+    max_new_tokens: NewTokens = 96
+    temperature: Annotated[float, Option(help="Sampling temperature.")] = 1.0
+    draft_temperature: Annotated[
+        float, Option(help="Draft temperature of our heads; 0: one-hot drafts.")
+    ] = 1.0
+    draft_vocab: Annotated[
+        int,
+        Option(
+            min=-1,
+            help="Draft from so many of the most frequent tokens; 0: from all; -1: as a run would.",
+        ),
+    ] = -1
+    fixed: Annotated[
+        tuple[int, ...],
+        Option(
+            min=0, help="Numbers of drafts that are arms of their own; 0: ours, drafting nothing."
+        ),
+    ] = ()
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Option(help="Dtype of the engines.")
+    ] = "float32"
+    eager: Annotated[
+        bool,
+        Option("--eager", help="Without torch.compile: starts sooner, and is not vLLM's default."),
+    ] = False
+    others: Annotated[
+        tuple[str, ...],
+        Option(
+            help=(
+                "vLLM's own ways to draft that get arms: ngram, suffix (needs arctic-inference),"
+                " none."
+            )
+        ),
+    ] = ("ngram",)
+    memory_bytes: Annotated[
+        int, Option(min=0, help="Our memory of earlier responses; 0: heads alone.")
+    ] = 0
+    threads: Annotated[int, Option(min=1, help="CPU threads of each engine.")] = 2
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class HeadsBench:
+    """What heads to compare, on what."""
+
+    model: Model
+    data: Data
+    template: Template
+    train_tokens: Annotated[int, Option(min=1, help="Response tokens to train on.")] = 100_000
+    epochs: Annotated[int, Option(min=1, help="Passes over the tokens.")] = 4
+    num_heads: Annotated[int, Option(min=1, help="K, the number of heads.")] = 4
+    kinds: Annotated[
+        tuple[str, ...], Option(help="Kinds of heads to compare; hydra:N has a context of N pairs.")
+    ] = (
+        "medusa",
+        "markov",
+        "hydra:0",
+        "hydra:16",
+    )
+    losses: Annotated[tuple[str, ...], Option(help="Losses to compare.")] = (
+        "ce",
+        "tv",
+        "ce_tv",
+        "kl",
+        "kl_tv",
+    )
+    max_new_tokens: NewTokens = 96
+    learning_rate: float = 2e-3
+    batch_positions: int = 512
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class SwapBench:
+    """What is swapped, and how often."""
+
+    model: Model
+    heads: Heads
+    repeats: Annotated[int, Option(min=1, help="Swaps to time.")] = 10
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class CompanionBench:
+    """The PPO step that is timed, and how often."""
+
+    model: Model
+    data: Data
+    template: Template
+    kind: Annotated[Literal["medusa", "markov", "hydra"], Option(help="Kind of the heads.")] = (
+        "hydra"
+    )
+    rounds: Annotated[
+        int, Option(min=1, help="Pairs of PPO steps with and without the companion.")
+    ] = 8
+    prompts_per_step: Annotated[
+        int, Option(min=1, help="Prompts of a PPO step, 4 responses each.")
+    ] = 16
+    max_new_tokens: NewTokens = 64
+    seed: Seed = 0

@@ -1,0 +1,138 @@
+"""What a benchmark found, as JSON, Markdown and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from medusa_ppo.bench.bench_options import Table
+from medusa_ppo.reports.store import hardware, package_versions
+from medusa_ppo.runtime.files import write_atomic
+
+COLOURS = ("#888888", "#b5651d", "#8a6fb0", "#4f9fd8", "#1b5f9e")
+BAR, GAP, PLOT_HEIGHT, MARGIN = 18, 26, 220, 40
+
+
+def write_bench(
+    out: Path,
+    settings: Any,
+    result: Mapping[str, Any],
+    table: Table,
+    verdict: Sequence[str],
+    plot: str = "",
+) -> list[Path]:
+    """Write `OUT` (JSON) and, beside it, the same name with .md and, with a plot, .svg.
+
+    Args:
+        settings: dataclass of the bench's options.
+        table: header and rows.
+        verdict: sentences that stand above the table.
+    """
+    conditions = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in asdict(settings).items()
+    }
+    record = {
+        **result,
+        "settings": conditions,
+        "hardware": hardware(),
+        "versions": package_versions(),
+    }
+    files = [out, out.with_suffix(".md")]
+    write_atomic(files[0], json.dumps(record, indent=1) + "\n")
+    write_atomic(files[1], _markdown(out.stem, record, table, verdict, plot))
+    if plot:
+        files.append(out.with_suffix(".svg"))
+        write_atomic(files[2], plot)
+    return files
+
+
+def _markdown(
+    name: str, record: Mapping[str, Any], table: Table, verdict: Sequence[str], plot: str
+) -> str:
+    header, *rows = table
+    machine, versions = record["hardware"], record["versions"]
+    lines = [f"# {name}", "", *verdict, "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    if plot:
+        lines += ["", f"![ratios]({name}.svg)"]
+    gpus = ", ".join(machine["gpus"]) or "none"
+    settings = ", ".join(
+        f"{key}={value}" for key, value in record["settings"].items() if value != ""
+    )
+    lines += [
+        "",
+        (
+            f"Machine: {machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_gib']}"
+            f" GiB, GPUs: {gpus}."
+        ),
+    ]
+    lines += [
+        f"Versions: {', '.join(f'{key} {value}' for key, value in versions.items())}.",
+        f"Settings: {settings}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def draw_ratios(
+    title: str, groups: Sequence[str], series: Mapping[str, Sequence[float]], unit: str
+) -> str:
+    """Grouped bars of ratios around the line at 1, as an SVG file of its own.
+
+    Args:
+        groups: names of the groups of bars, in order.
+        series: name -> one ratio per group.
+        unit: what the groups count.
+    """
+    top = max(1.2, *(value for values in series.values() for value in values)) * 1.08
+    group_width = len(series) * BAR + GAP
+    width, height = max(460, MARGIN * 2 + len(groups) * group_width), MARGIN + PLOT_HEIGHT + 64
+
+    def y(value: float) -> float:
+        return MARGIN + PLOT_HEIGHT * (1 - value / top)
+
+    parts = [_text(MARGIN, 20, title, ' font-weight="bold"')]
+    for index, group in enumerate(groups):
+        left = MARGIN + GAP / 2 + index * group_width
+        for place, (colour, values) in enumerate(zip(COLOURS, series.values(), strict=False)):
+            x, above = left + place * BAR, y(values[index])
+            parts.append(_box(x, above, BAR - 3, MARGIN + PLOT_HEIGHT - above, colour))
+            parts.append(
+                _text(
+                    x + BAR / 2 - 2,
+                    above - 4,
+                    f"{values[index]:.2f}",
+                    ' text-anchor="middle" font-size="8"',
+                )
+            )
+        middle = left + len(series) * BAR / 2
+        parts.append(
+            _text(middle, MARGIN + PLOT_HEIGHT + 16, f"{group} {unit}", ' text-anchor="middle"')
+        )
+    parts.append(
+        f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y(1):.1f}" y2="{y(1):.1f}" stroke="#333"'
+        ' stroke-dasharray="4 3"/>'
+    )
+    for place, (colour, name) in enumerate(zip(COLOURS, series, strict=False)):
+        x, row = MARGIN + (place % 3) * 130, MARGIN + PLOT_HEIGHT + 36 + (place // 3) * 16
+        parts += [_box(x, row - 9, 10, 10, colour), _text(x + 15, row, name)]
+    frame = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        ' font-family="sans-serif" font-size="11" role="img">'
+    )
+    return f"{frame}{_box(0, 0, width, height, '#fff')}{''.join(parts)}</svg>\n"
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>'
+    )
+
+
+def _text(x: float, y: float, text: str, attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}"{attributes}>{escape(text)}</text>'

@@ -1,0 +1,82 @@
+"""Several ways of doing the same thing, timed in turns, and their ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from medusa_ppo.bench.bench_options import Table
+
+
+@dataclass(frozen=True)
+class PairedRates:
+    """Rates of several arms, one per round, and their ratios to the base arm within each round.
+
+    Attributes:
+        base: name of the arm that the others are compared with.
+        rates: arm -> one rate (e.g. tokens/s) per round.
+    """
+
+    base: str
+    rates: Mapping[str, tuple[float, ...]]
+
+    def ratios(self, arm: str) -> tuple[float, ...]:
+        return tuple(
+            own / base for own, base in zip(self.rates[arm], self.rates[self.base], strict=True)
+        )
+
+    def median_ratio(self, arm: str) -> float:
+        return statistics.median(self.ratios(arm))
+
+    def spread(self, arm: str) -> tuple[float, float]:
+        """Smallest and largest ratio of any round."""
+        return min(self.ratios(arm)), max(self.ratios(arm))
+
+    def ratio_figures(self, arm: str) -> dict[str, float]:
+        """An arm's ratio with its range, as benches write it."""
+        low, high = self.spread(arm)
+        return {"ratio": self.median_ratio(arm), "ratio_low": low, "ratio_high": high}
+
+    def median_rate(self, arm: str) -> float:
+        return statistics.median(self.rates[arm])
+
+
+def run_rounds(
+    arms: Mapping[str, Callable[[int], float]], base: str, rounds: int, warmup: int = 1
+) -> PairedRates:
+    """Run every arm once per round; the order rotates, so that no arm always finds the machine as
+    another left it.
+
+    Args:
+        arms: name -> function of the round's number that does the work and returns its rate.
+        base: the arm to compare with.
+        rounds: counted rounds.
+        warmup: rounds before them that are not counted.
+    """
+    names: Sequence[str] = list(arms)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-warmup, rounds):
+        turn = number % len(names)
+        for name in [*names[turn:], *names[:turn]]:
+            rate = arms[name](number)
+            if number >= 0:
+                rates[name].append(rate)
+    return PairedRates(base, {name: tuple(values) for name, values in rates.items()})
+
+
+def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Header and rows for people. `columns`: title -> format of the row's figures; a cell whose
+    figure is None stays empty.
+    """
+
+    def cell(form: str, row: Mapping[str, Any]) -> str:
+        return (
+            ""
+            if any(name and row[name] is None for _, name, _, _ in Formatter().parse(form))
+            else form.format(**row)
+        )
+
+    return [list(columns), *([cell(form, row) for form in columns.values()] for row in rows)]

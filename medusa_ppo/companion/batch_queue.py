@@ -1,0 +1,98 @@
+"""The queue of rollout batches before the companion: bounded in bytes and in age, and nobody waits."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+MAX_LAG = 2  # Policy versions.
+
+
+class BatchQueue:
+    """First in, first out, for any number of threads that put and one that gets. Nobody ever waits
+    to put something in.
+
+    It is bounded in bytes and in age: the oldest batch (whatever knows its `nbytes` and
+    `policy_version`) goes, and is counted. One that was taken out is in use until `done`, or until
+    the next one is asked for; so long its bytes count.
+
+    Attributes:
+        dropped: batches dropped so far.
+        nbytes: bytes waiting now.
+    """
+
+    def __init__(self, max_bytes: int, max_lag: int = MAX_LAG) -> None:
+        """
+        Args:
+            max_bytes: most bytes of all batches that wait or are in use together.
+            max_lag: policy versions that a waiting batch may be behind the newest. Who is slow
+                would learn an ever older policy.
+        """
+        self.max_bytes, self.max_lag = max_bytes, max_lag
+        self.nbytes = self.dropped = self._in_use = 0
+        self._batches: deque[Any] = deque()
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, batch: Any, room: int = 0) -> int:
+        """Append a batch; the oldest ones go until it fits. One that does not fit beside the batch
+        in use is dropped itself.
+
+        Args:
+            batch: what comes.
+            room: bytes to keep free for what may be on its way, as long as older batches can go for
+                it.
+
+        Returns:
+            Number of batches dropped by this call.
+        """
+        with self._changed:
+            if self._closed or self._in_use + batch.nbytes > self.max_bytes:
+                self.dropped += 1
+                return 1
+            dropped, oldest = 0, batch.policy_version - self.max_lag
+            while self._batches and (
+                self._batches[0].policy_version < oldest
+                or self.held_nbytes + batch.nbytes + room > self.max_bytes
+            ):
+                self.nbytes -= self._batches.popleft().nbytes
+                dropped += 1
+            self._batches.append(batch)
+            self.nbytes += batch.nbytes
+            self.dropped += dropped
+            self._changed.notify()
+            return dropped
+
+    def get(self, timeout_s: float | None = None) -> Any | None:
+        """Take the oldest batch; None when the time is up or the queue is closed and empty. Without
+        a timeout it waits for either.
+        """
+        with self._changed:
+            self._in_use = 0
+            self._changed.wait_for(lambda: self._batches or self._closed, timeout_s)
+            if not self._batches:
+                return None
+            batch = self._batches.popleft()
+            self.nbytes -= batch.nbytes
+            self._in_use = batch.nbytes
+            return batch
+
+    def done(self) -> None:
+        """The batch in use is let go."""
+        with self._changed:
+            self._in_use = 0
+
+    def close(self) -> None:
+        """Wake everybody who waits; later batches are dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes waiting and in use now."""
+        return self.nbytes + self._in_use

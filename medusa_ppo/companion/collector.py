@@ -1,0 +1,211 @@
+"""Tapped hidden states, put in the places of their response tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from heads.errors import DataError
+from medusa_ppo.companion.positions import EarlySample, with_states
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Rollouts
+
+
+class BatchCollector:
+    """Collects the final hidden states of every response of one `Rollouts`.
+
+    One CPU tensor is filled in place, so a state is copied once here. With a sample only the states
+    of its rows leave the actor's device.
+
+    Attributes:
+        empty_responses: responses without a token.
+        left_out: response tokens whose states the `sample` leaves out.
+    """
+
+    def __init__(self, rollouts: Rollouts, sample: EarlySample | None = None) -> None:
+        """
+        Args:
+            rollouts: whose states are coming.
+            sample: which of them are wanted; None: all.
+        """
+        self._rollouts, self.sample = rollouts, sample
+        self._lengths = [len(response.token_ids) for response in rollouts.responses]
+        self._seen = [length == 0 for length in self._lengths]
+        self._weights_M: torch.Tensor | None = None
+        self._held_S: torch.Tensor | None = None
+        if sample is not None and any(self._lengths):
+            self._weights_M, self._held_S = sample.draw(*self._filled(), rollouts.policy_version)
+        wanted_M = (
+            torch.ones(sum(self._lengths), dtype=torch.bool)
+            if self._weights_M is None
+            else self._weights_M >= 0
+        )
+        self._wanted = wanted_M.split(
+            self._lengths
+        )  # Rows of each response whose states are wanted.
+        self._counts = [int(wanted.sum()) for wanted in self._wanted]
+        self._hidden_MD: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        self.empty_responses = sum(self._seen)
+        self.left_out = sum(self._lengths) - sum(self._counts)
+
+    @property
+    def complete(self) -> bool:
+        """True when every response with at least one token has its states."""
+        return all(self._seen)
+
+    @property
+    def seen(self) -> int:
+        """Responses that have their states."""
+        return sum(self._seen) - self.empty_responses
+
+    def add(
+        self,
+        hidden_BTD: torch.Tensor,
+        response_mask_BT: torch.Tensor,
+        sequences: Sequence[int | None] | torch.Tensor,
+    ) -> int:
+        """Take the rows of one micro-batch. Responses that were taken before are passed over.
+
+        Args:
+            hidden_BTD: final hidden states, on any device; T may be one less than the mask's (a
+                forward without the last token).
+            response_mask_BT: true where token t of the row is a response token.
+            sequences: for each row, the index of its response in `rollouts.responses`, or None: it
+                is none of them and is passed over.
+
+        Returns:
+            Number of responses taken.
+
+        Raises:
+            DataError: shapes, indices or token counts that do not fit the rollouts.
+        """
+        mask_BT = response_mask_BT.to(device="cpu", dtype=torch.bool)
+        order = [None if s is None else int(s) for s in sequences]
+        self._check(hidden_BTD, mask_BT, order)
+        taken: dict[int, int] = {}  # Response -> its row; the first one where there are several.
+        for row, s in enumerate(order):
+            if s is not None and not self._seen[s]:
+                taken.setdefault(s, row)
+        if not taken:
+            return 0
+        rows = torch.tensor(list(taken.values()))
+        row_M, token_M = mask_BT[rows].nonzero(as_tuple=True)
+        # Token t is predicted from the state one position before it.
+        index_M = rows[row_M] * hidden_BTD.shape[1] + token_M - 1
+        index_M = index_M[torch.cat([self._wanted[s] for s in taken])].to(hidden_BTD.device)
+        states_MD = hidden_BTD.detach().flatten(0, 1).index_select(0, index_M)
+        on_gpu = states_MD.is_cuda
+        if self._hidden_MD is None:
+            self._hidden_MD = torch.empty(
+                sum(self._counts), hidden_BTD.shape[-1], dtype=hidden_BTD.dtype, pin_memory=on_gpu
+            )
+        places = self._hidden_MD.split(self._counts)
+        for s, states in zip(taken, states_MD.split([self._counts[s] for s in taken]), strict=True):
+            places[s].copy_(states, non_blocking=on_gpu)
+            self._seen[s] = True
+        if on_gpu:  # The loop goes on while they are copied.
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return len(taken)
+
+    def batch(self) -> RolloutBatch:
+        """The packed batch of all responses whose states were taken.
+
+        Raises:
+            DataError: there is not one state.
+        """
+        if self._hidden_MD is None:
+            raise DataError(
+                "No response of the rollout batch has a hidden state.",
+                given=(
+                    f"{len(self._lengths)} responses, {self.empty_responses} of them empty,"
+                    f" {self.seen} scored inside the tap"
+                ),
+                expected="at least one response with a token, scored inside plugin.actor_forward",
+                do=(
+                    "Check the rollouts' end tokens, and wrap the actor's log-prob forward in"
+                    " plugin.actor_forward."
+                ),
+            )
+        if self._copied is not None:
+            self._copied.synchronize()
+        responses = self._rollouts.responses
+        ids_M = torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64)
+        logprobs_M = torch.tensor([p for r in responses for p in r.logprobs], dtype=torch.float32)
+        lengths_S, prompts_S = self._filled()
+        sampling = self._rollouts.sampling
+        whole = RolloutBatch(
+            self._hidden_MD,
+            ids_M,
+            logprobs_M,
+            lengths_S,
+            self._rollouts.policy_version,
+            sampling.temperature,
+            prompts_S,
+            sampling.top_k,
+            sampling.top_p,
+            self._weights_M,
+            self._held_S,
+        )
+        seen_S = torch.tensor(
+            [seen for seen, length in zip(self._seen, self._lengths, strict=True) if length]
+        )
+        return with_states(whole if seen_S.all() else whole.select(seen_S.nonzero()[:, 0]))
+
+    def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths and prompts of the responses with a token."""
+        filled = [
+            (len(r.token_ids), r.prompt_index) for r in self._rollouts.responses if r.token_ids
+        ]
+        lengths, prompts = zip(*filled, strict=True) if filled else ((), ())
+        return torch.tensor(lengths, dtype=torch.int64), torch.tensor(prompts, dtype=torch.int64)
+
+    def _check(
+        self, hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, order: list[int | None]
+    ) -> None:
+        rows, tokens = mask_BT.shape if mask_BT.dim() == 2 else (-1, -1)
+        if (
+            hidden_BTD.shape[0] != rows
+            or len(order) != rows
+            or hidden_BTD.shape[1] not in (tokens, tokens - 1)
+        ):
+            raise DataError(
+                "The tapped forward pass and its response mask do not fit together.",
+                given=(
+                    f"hidden {tuple(hidden_BTD.shape)}, mask {tuple(mask_BT.shape)}, {len(order)}"
+                    " sequences"
+                ),
+                expected="hidden [B, T or T - 1, D], mask [B, T], B sequences",
+                do="Pass the mask of exactly the tokens that go through the actor.",
+            )
+        outside = [s for s in order if s is not None and not 0 <= s < len(self._lengths)]
+        if outside:
+            raise DataError(
+                "A row names a response that does not exist.",
+                given=outside[:4],
+                expected=f"0 to {len(self._lengths) - 1}",
+                do="Pass indices into rollouts.responses.",
+            )
+        counts = mask_BT.sum(1).tolist()
+        spans = (mask_BT[:, 1:] & ~mask_BT[:, :-1]).sum(1).tolist()
+        for row, s in enumerate(order):
+            if s is not None and (
+                counts[row] != self._lengths[s] or spans[row] > 1 or bool(mask_BT[row, 0])
+            ):
+                raise DataError(
+                    "The response mask of a row does not cover its response.",
+                    given=(
+                        f"row {row} (response {s}): {counts[row]} tokens in"
+                        f" {spans[row] + int(mask_BT[row, 0])} stretches"
+                    ),
+                    expected=(
+                        f"{self._lengths[s]} tokens in one stretch that follows at least one prompt"
+                        " token"
+                    ),
+                    do=(
+                        "Mark every sampled token of the response, the end token included, and"
+                        " nothing else."
+                    ),
+                )

@@ -1,0 +1,127 @@
+"""What travels between loop and companion: arguments, answers, and tensors as NumPy arrays."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from heads.heads_config import HeadsConfig
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.status import PublishedHeads
+
+HANG_S = 300.0
+AS_INT16 = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """One tensor on its way: the array, and the name of its torch dtype when NumPy can't say it."""
+
+    array: np.ndarray
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class PackedRecord:
+    """A dataclass with tensors on its way."""
+
+    kind: type
+    fields: dict[str, Any]
+
+
+def pack(value: Any) -> Any:
+    """The same with its tensors, in dataclasses, dictionaries and tuples too, as NumPy arrays,
+    which Ray carries without a copy.
+
+    Nothing is copied here either where a tensor is contiguous and on the CPU.
+    """
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().to("cpu").contiguous()
+        if plain.dtype in AS_INT16:
+            return PackedTensor(
+                plain.view(torch.int16).numpy(), str(plain.dtype).removeprefix("torch.")
+            )
+        return PackedTensor(plain.numpy())
+    if isinstance(value, dict):
+        return {name: pack(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(pack, value))
+    if is_dataclass(value):
+        return PackedRecord(
+            type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)}
+        )
+    return value
+
+
+def unpack(packed: Any) -> Any:
+    """What was packed, on the same memory. Treat its tensors as read-only."""
+    if isinstance(packed, PackedTensor):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            tensor = torch.from_numpy(packed.array)
+        return tensor.view(getattr(torch, packed.dtype)) if packed.dtype else tensor
+    if isinstance(packed, dict):
+        return {name: unpack(part) for name, part in packed.items()}
+    if isinstance(packed, tuple):
+        return tuple(map(unpack, packed))
+    if isinstance(packed, PackedRecord):
+        return packed.kind(**unpack(packed.fields))
+    return packed
+
+
+@dataclass(frozen=True)
+class ServiceArguments:
+    """What a companion is built from, and built again from after a crash.
+
+    Attributes:
+        heads: sizes and kind of the heads.
+        companion: the companion's section of the configuration.
+        seed: seed of everything random in it.
+        initial_state: trainable tensors to start from, packed; None: zero start.
+        run_dir: the run's folder (native checkpoints, state for a restart); empty: nothing is
+            written there.
+        publish_dir: folder in shared memory for published versions.
+        resume_from: folder with a saved state to go on from; empty: begin anew.
+        draft_temperature: of the drafts that heads are judged by, times the rollouts' own; 0:
+            one-hot.
+        hang_s: a worker that answers nothing for so long is ended and started again.
+        num_drafts, draft_vocab: drafts of a step at most, and how many of the most frequent tokens
+            they come from; None: all.
+    """
+
+    heads: HeadsConfig
+    companion: CompanionConfig
+    seed: int
+    initial_state: dict[str, PackedTensor] | None
+    run_dir: str
+    publish_dir: str
+    resume_from: str = ""
+    draft_temperature: float = 0.0
+    hang_s: float = HANG_S
+    num_drafts: int | None = None
+    draft_vocab: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Reply to a poll.
+
+    Attributes:
+        published: a newer version, if there is one.
+        error: what failed last; a batch that was merely skipped is no failure.
+        incarnation: which process answers.
+        held_bytes: of the batches that wait or are in training.
+        version: of its serving heads.
+        stuck_s: seconds since the training thread was last seen at work, while it should be.
+    """
+
+    published: PublishedHeads | None
+    error: str
+    incarnation: str
+    held_bytes: int = 0
+    version: int = 0
+    stuck_s: float = 0.0

@@ -1,0 +1,162 @@
+"""Figures of a step under the names of `contract/metrics.py`, from what engine and companion say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medusa_ppo.contract.rollouts import Rollouts
+    from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
+from medusa_ppo.contract.metrics import (
+    ACCEPTANCE_PER_POSITION,
+    ACCEPTED,
+    COMPANION_DROPPED,
+    COMPANION_GPU,
+    COMPANION_LEFT_OUT,
+    COMPANION_LOSS,
+    COMPANION_PASSES,
+    COMPANION_POSITIONS,
+    COMPANION_RATE,
+    COMPANION_REASON,
+    COMPANION_RESTARTS,
+    COMPANION_STEPS,
+    COMPANION_TRAINED_TOKENS,
+    COMPANION_WORKERS,
+    DRAFT_CHOICES,
+    DRAFT_SPEEDUP,
+    DRAFTS,
+    GENERATE_S,
+    HEADS_VERSION,
+    LOGGED,
+    MAL_PER_ENGINE,
+    MAL_SERVING,
+    NUM_DRAFTS,
+    POLICY_LAG,
+    POLICY_LAG_MAX,
+    POLICY_VERSION,
+    REPLAY_CANDIDATE,
+    REPLAY_FROZEN,
+    REPLAY_POLICY_VERSION,
+    REPLAY_SERVING,
+    REPLAY_UPPER,
+    REPLAY_UPPER_SERVING,
+    RESPONSE_LENGTH,
+    STALENESS,
+    TOKENS_PER_ENGINE,
+    TOKENS_PER_S,
+    TRUNCATED_FRAC,
+    VERSIONS_FOLLOWED,
+    VERSIONS_PUBLISHED,
+    VERSIONS_WORSE,
+)
+
+
+def rollout_figures(rollouts: Rollouts) -> dict[str, Any]:
+    """What the rollouts say by themselves: version, speed and length."""
+    count = max(1, len(rollouts.responses))
+    return {
+        POLICY_VERSION: rollouts.policy_version,
+        GENERATE_S: rollouts.seconds,
+        TOKENS_PER_S: rollouts.tokens_per_s,
+        RESPONSE_LENGTH: sum(len(r.token_ids) for r in rollouts.responses) / count,
+        TRUNCATED_FRAC: sum(r.finish_reason == "length" for r in rollouts.responses) / count,
+    }
+
+
+def lag_figures(rollouts: Rollouts, learner: int) -> dict[str, float]:
+    """How many updates the version that learns is ahead of those that wrote the tokens."""
+    versions = [version for response in rollouts.responses for version in response.versions]
+    if not versions:
+        return {POLICY_LAG: learner - rollouts.policy_version}
+    return {
+        POLICY_LAG: learner - sum(versions) / len(versions),
+        POLICY_LAG_MAX: learner - min(versions),
+    }
+
+
+def counter_figures(rollouts: Rollouts) -> dict[str, Any]:
+    """vLLM's acceptance counters."""
+    counters = rollouts.counters
+    return {
+        NUM_DRAFTS: rollouts.num_drafts,
+        DRAFTS: counters.drafts,
+        ACCEPTED: counters.accepted,
+        MAL_SERVING: counters.mean_acceptance_length,
+        ACCEPTANCE_PER_POSITION: list(counters.acceptance_per_position),
+    }
+
+
+def logged(values: dict[str, Any]) -> dict[str, float]:
+    """Figures as other people's loggers take them: numbers only, all under `medusa/`; a list as one
+    number for each of its places.
+    """
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        places = (
+            {f"{name}_{place}": part for place, part in enumerate(value, 1)}
+            if isinstance(value, list)
+            else {name: value}
+        )
+        found |= {
+            LOGGED + key: float(part)
+            for key, part in places.items()
+            if isinstance(part, int | float)
+        }
+    return found
+
+
+def serving_figures(
+    rollouts: Rollouts, serving: PublishedHeads | None, choices: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """How the heads did that served: version, staleness, acceptance, each engine's share, and what
+    an engine that chooses K chose.
+    """
+    more: dict[str, Any] = {DRAFT_CHOICES: choices} if choices else {}
+    if counts := [sum(row["steps"]) for row in choices]:
+        more[DRAFT_SPEEDUP] = sum(
+            row["speedup"] * n for row, n in zip(choices, counts, strict=True)
+        ) / max(1, sum(counts))
+    if rollouts.engines:
+        more[MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
+        more[TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
+    staleness = rollouts.policy_version - (serving.policy_version if serving else 0)
+    return (
+        more
+        | {HEADS_VERSION: rollouts.heads_version, STALENESS: staleness}
+        | counter_figures(rollouts)
+    )
+
+
+def companion_figures(status: CompanionStatus, upper_seen: int = 0) -> dict[str, Any]:
+    """What the companion has done, and its replay estimates; those that are not known are left out.
+
+    `upper_seen`: the batch whose upper mark was told before; it is told once.
+    """
+    values: dict[str, Any] = {
+        COMPANION_TRAINED_TOKENS: status.trained_tokens,
+        COMPANION_DROPPED: status.batches_dropped,
+        COMPANION_LEFT_OUT: status.positions_left_out,
+        COMPANION_RESTARTS: status.restarts,
+        COMPANION_STEPS: status.optimizer_steps,
+        COMPANION_WORKERS: status.workers,
+        VERSIONS_PUBLISHED: status.versions_published,
+        VERSIONS_FOLLOWED: status.versions_followed,
+        VERSIONS_WORSE: status.versions_worse,
+    }
+    if status.passes:
+        values |= {COMPANION_PASSES: status.passes, COMPANION_REASON: "fixed"}
+        values |= {COMPANION_POSITIONS: status.positions_frac, COMPANION_RATE: status.rate}
+    if status.gpu_gib is not None:
+        values[COMPANION_GPU] = status.gpu_gib
+    if status.last_loss == status.last_loss:  # not NaN: something was trained
+        values[COMPANION_LOSS] = status.last_loss
+    if status.serving is not None:
+        values[REPLAY_POLICY_VERSION] = status.last_policy_version
+    rows = [
+        (REPLAY_SERVING, status.serving),
+        (REPLAY_CANDIDATE, status.candidate),
+        (REPLAY_FROZEN, status.frozen),
+    ]
+    if status.upper_batch != upper_seen:
+        rows += [(REPLAY_UPPER, status.upper), (REPLAY_UPPER_SERVING, status.upper_serving)]
+    return values | {name: row.mean_acceptance_length for name, row in rows if row is not None}

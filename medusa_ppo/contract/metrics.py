@@ -1,0 +1,261 @@
+"""Names of everything a run logs, one sentence each; the unit stands in the name.
+
+One JSON line per PPO step goes to `metrics.jsonl` with these keys; `reports/` reads nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+LOGGED = "medusa/"
+"""What stands before all of these names in another loop's logger: W&B, TensorBoard, its console."""
+
+STEP = "step"
+"""PPO step, from 0."""
+WALL_S = "wall_s"
+"""Seconds since the run started, at the end of the step."""
+POLICY_VERSION = "policy_version"
+"""Version of the actor that wrote the rollouts of this step."""
+POLICY_LAG = "policy_lag"
+"""Policy updates between the actor that wrote the rollouts and the one that learned from them, mean
+over tokens.
+"""
+POLICY_LAG_MAX = "policy_lag_max"
+"""The most of any token, where responses are carried over to the next step."""
+PROMPTS_CARRIED = "prompts_carried"
+"""Prompts that are not answered yet and go on in the next step."""
+HEADS_VERSION = "heads_version"
+"""Version of the heads the engine drafted with in this step."""
+STALENESS = "staleness"
+"""Policy updates between the serving heads' last training batch and this step's rollouts."""
+NUM_DRAFTS = "num_drafts"
+"""Draft tokens per step that the engine was set to."""
+
+MAL_SERVING = "mal_serving"
+"""Mean acceptance length from vLLM's counters, this step's rollouts."""
+ACCEPTANCE_PER_POSITION = "acceptance_per_position"
+"""Accepted at position k / draft steps, from vLLM's counters."""
+DRAFT_CHOICES = "draft_choices"
+"""Where K is chosen: decode steps by running sequences and drafts, and the speed-up of the choice.
+"""
+DRAFT_SPEEDUP = "draft_speedup"
+"""Where K is chosen: the engine's own estimate of the choice's tokens/s over those without drafts.
+"""
+DRAFTS = "drafts"
+"""Draft steps counted by vLLM."""
+ACCEPTED = "accepted"
+"""Draft tokens accepted, counted by vLLM."""
+MAL_PER_ENGINE = "mal_per_engine"
+"""Mean acceptance length of each engine of a pool, from its counters."""
+TOKENS_PER_ENGINE = "generated_tokens_per_engine"
+"""Response tokens of each engine of a pool."""
+REPLAY_SERVING = "replay_mal_serving"
+"""Replay estimate of the serving heads on this step's holdout."""
+REPLAY_CANDIDATE = "replay_mal_candidate"
+"""Replay estimate of the newly trained heads on this step's holdout."""
+REPLAY_FROZEN = "replay_mal_frozen"
+"""Replay estimate of the first published heads on this step's holdout."""
+REPLAY_UPPER = "replay_mal_upper"
+"""Replay estimate of heads fitted on a very batch, on its holdout (some batches only)."""
+REPLAY_UPPER_SERVING = "replay_mal_upper_serving"
+"""Replay estimate of the serving heads on the holdout of that upper mark."""
+REPLAY_POLICY_VERSION = "replay_policy_version"
+"""Version of the actor whose rollouts the replay estimates were made on."""
+
+TOKENS_PER_S = "rollout_tokens_per_s"
+"""Response tokens per second of this step's generation."""
+PAIR_DRAFTING_TOKENS_PER_S = "pair_drafting_tokens_per_s"
+"""The same prompts with drafting, timed in turn with plain (paired steps)."""
+PAIR_PLAIN_TOKENS_PER_S = "pair_plain_tokens_per_s"
+"""The same prompts without drafting (paired steps only)."""
+PAIR_SPEEDUP = "pair_speedup"
+"""Ratio of the two."""
+
+REWARD_MEAN = "reward_mean"
+"""Mean reward of the rollouts, KL penalty not included."""
+CORRECT_FRAC = "correct_frac"
+"""Share of responses with the right answer."""
+REWARDS_LATE = "rewards_late"
+"""Rewards so far that took longer than ppo.reward_timeout_s, and are 0."""
+KL_REFERENCE = "kl_reference"
+"""Mean over tokens of log pi - log pi_ref on the rollouts, nats."""
+KL_COEFFICIENT = "kl_coefficient"
+"""Weight of the KL penalty in this step, reward units per nat."""
+KL_UPDATE = "kl_update"
+"""Mean of (ratio - 1) - log ratio over the update, nats."""
+ENTROPY = "entropy"
+"""Mean entropy of the policy on the rollouts, nats."""
+POLICY_LOSS = "policy_loss"
+"""Clipped surrogate, mean over the update."""
+VALUE_LOSS = "value_loss"
+"""Clipped value loss, mean over the update."""
+CLIP_FRAC = "clip_frac"
+"""Share of tokens whose ratio was clipped."""
+LOGPROB_GAP = "logprob_gap"
+"""Mean |engine log-prob - actor log-prob| on the rollouts, nats."""
+LOGPROB_GAP_MAX = "logprob_gap_max"
+"""Largest |engine log-prob - actor log-prob| of a token of the rollouts, nats."""
+ENGINE_KL = "engine_kl"
+"""Mean of (ratio - 1) - log ratio of actor to engine on the rollouts: their KL, nats."""
+IMPORTANCE_CUT = "importance_cut_frac"
+"""Share of tokens whose ratio of actor to engine is above ppo.importance_bound (null: above 2)."""
+RESPONSE_LENGTH = "response_length_tokens"
+"""Mean response length."""
+TRUNCATED_FRAC = "truncated_frac"
+"""Share of responses cut at the length limit."""
+ACTOR_GRAD_NORM = "actor_grad_norm"
+"""Mean gradient norm of the actor before clipping."""
+ACTOR_STEPS = "actor_optimizer_steps"
+"""Optimizer steps of the actor in this update; fewer where ppo.kl_stop ended it."""
+STEPS_SKIPPED = "optimizer_steps_skipped"
+"""Optimizer steps of actor and critic left out, since a gradient was not finite."""
+LEARNING_RATE = "actor_learning_rate"
+"""Step size of the actor in this update."""
+PTX_LOSS = "ptx_loss"
+"""Mean loss on the texts of data.ptx_path, nats a token."""
+EVAL_REWARD = "eval_reward_mean"
+"""Mean reward on the prompts of the evaluation, with the updated actor (some steps only)."""
+EVAL_CORRECT = "eval_correct_frac"
+"""Share of the evaluation's responses with the right answer (some steps only)."""
+
+IMAGES = "images"
+"""Different images that actor, critic and reference looked at in this step."""
+TOWER_RUNS = "vision_tower_runs"
+"""Images that the vision tower computed since the last step; once each while its features are kept.
+"""
+
+GENERATE_S = "generate_s"
+"""Seconds of the rollout generation."""
+SCORE_S = "score_s"
+"""Seconds of the log-prob, value and reward passes; with ppo.piece_prompts of those after the
+generation.
+"""
+GENERATE_SCORE_S = "generate_score_s"
+"""Seconds from the generation's first to the scoring's last."""
+GENERATE_SCORE_IDLE = "generate_score_idle_frac"
+"""Share of these in which the engine, or what scores, stood idle: mean of the two."""
+SPANS = "role_spans_s"
+"""When each role worked: [from, to] in seconds of the step."""
+TOWER_S = "vision_tower_s"
+"""Seconds of the vision tower, mostly beside the generation."""
+UPDATE_S = "update_s"
+"""Seconds of the PPO update."""
+SYNC_S = "sync_s"
+"""Seconds of carrying the actor into the engine."""
+GENERATE_PEAK = "generate_peak_gib"
+"""Most memory of the loop's process in the generation: torch's on its GPU, or resident on a CPU."""
+SCORE_PEAK = "score_peak_gib"
+"""The same while it scores."""
+UPDATE_PEAK = "update_peak_gib"
+"""The same in the update."""
+SYNC_PEAK = "sync_peak_gib"
+"""The same in the sync."""
+LEDGER_PEAK = "ledger_peak_gib"
+"""Most bytes that all roles had on devices at once: weights, gradients, moments, keys and values.
+"""
+LEDGER_ROLES = "ledger_roles_gib"
+"""The most of each role."""
+OFFLOAD_S = "offload_s"
+"""Seconds of carrying roles to host memory and back (ppo.placement=shared)."""
+OFFLOAD_BYTES = "offload_bytes"
+"""Bytes that were copied for it."""
+ENGINE_WAKE_S = "engine_wake_s"
+"""Seconds that the engine took to fall asleep and to wake up."""
+EVALUATE_S = "evaluate_s"
+"""Seconds of the evaluation (some steps only)."""
+SYNC_COLLECT_S = "sync_collect_s"
+"""Of these, seconds until its weights were collected and written; in a broadcast, of waiting for
+them.
+"""
+SYNC_BYTES = "sync_bytes"
+"""Bytes of the actor's weights that each engine read."""
+TABLE_BYTES = "table_bytes"
+"""Bytes of lm_head and embedding that training processes with pieces of them gave each other in
+this step.
+"""
+SWAP_S = "swap_s"
+"""Seconds of swapping heads into the engine."""
+SWAP_ALARMS = "swap_alarms"
+"""Swaps so far after which acceptance was near zero, so that the heads before were put back."""
+ENGINE_RESTARTS = "engine_restarts"
+"""Times so far that an engine was lost and started again."""
+COMPANION_RESTARTS = "companion_restarts"
+"""Times so far that the companion's process was seen to be another one."""
+PLUGIN_EXPOSED_S = "plugin_exposed_s"
+"""Seconds the loop spent inside the plugin's hooks."""
+COMPANION_TRAIN_S = "companion_train_s"
+"""Seconds the companion trained during this step."""
+COMPANION_HIDDEN_S = "companion_hidden_s"
+"""Of these, seconds that no hook waited for."""
+COMPANION_SAVED_S = "companion_saved_s"
+"""Seconds of generation less than the same tokens took with the heads that the run began with."""
+COMPANION_LOST_S = "companion_lost_s"
+"""Seconds that the loop lost by the companion: in hooks, and by sharing cores or a device."""
+COMPANION_TRAINED_TOKENS = "companion_trained_tokens"
+"""Positions trained on so far."""
+COMPANION_STEPS = "companion_optimizer_steps"
+"""Optimizer steps of the companion so far."""
+COMPANION_PASSES = "companion_passes"
+"""Passes over a step's batch; below 1 a random part of its positions once, 0: it is not trained on.
+"""
+COMPANION_REASON = "companion_reason"
+"""Why so many, in a word of the schedule (docs/companion.md explains each)."""
+COMPANION_POSITIONS = "companion_positions_frac"
+"""Share of the last trained batch's training positions that were trained on."""
+COMPANION_RATE = "companion_rate"
+"""Share of the configured step size that the companion trains with; the gate sets it."""
+COMPANION_GPU = "companion_gpu_gib"
+"""GPU memory that the companion's process holds when the step ends; without a GPU left out."""
+COMPANION_LOSS = "companion_loss"
+"""Mean loss of the last trained batch."""
+COMPANION_DROPPED = "companion_batches_dropped"
+"""Batches dropped so far: no room was left, or newer policies had come."""
+COMPANION_LEFT_OUT = "companion_positions_left_out"
+"""Positions so far whose states were not handed over: no room, or no time for them."""
+COMPANION_WORKERS = "companion_workers"
+"""Processes that train the heads together now; fewer than configured while one is replaced."""
+VERSIONS_PUBLISHED = "versions_published"
+"""Head versions published so far."""
+VERSIONS_FOLLOWED = "versions_followed"
+"""Of these, compared with the one before on the batches that came after the swap."""
+VERSIONS_WORSE = "versions_worse"
+"""Of these, surely worse than the one before there (95 % interval over prompts below 0)."""
+
+ACCOUNT = (COMPANION_PASSES, COMPANION_REASON, COMPANION_SAVED_S, COMPANION_LOST_S)
+"""What a companion that must pay books for a step."""
+
+REASONS = {
+    "fixed": "the loop waits for the companion, or the engine writes ahead",
+    "alone": "the companion takes nothing from the loop",
+    "behind": "a batch waits already, because training takes longer than a step",
+    "start": "the run begins, and no version was published yet",
+    "pays": "more training gains more seconds of generation than the loop loses by it",
+    "waning": "the last of the training gained fewer seconds than the loop lost by it",
+    "rest": "nothing is to be gained, so nothing is trained",
+    "fell": "acceptance fell by more than training costs",
+    "probe": "nothing was trained for a while, so a little was tried",
+}
+"""Word of the schedule -> what it means."""
+
+
+def describe() -> dict[str, str]:
+    """Metric name -> its one-sentence explanation: the docstring under the constant, in this
+    file.
+    """
+    explained: dict[str, str] = {}
+    statements = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    for statement, following in pairwise(statements):
+        match statement, following:
+            case (
+                ast.Assign(targets=[ast.Name(id=constant)], value=ast.Constant(value=str(name))),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ) if constant != "LOGGED":
+                explained[name] = " ".join(text.split())
+    return explained

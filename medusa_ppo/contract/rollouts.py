@@ -1,0 +1,168 @@
+"""What an engine gives back for prompts: responses, acceptance counters, and how they were sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled. Seeds are per generate call."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 96
+    responses_per_prompt: int = 1
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+class ImagePrompt(tuple[int, ...]):
+    """Token ids of a prompt with images, as the actor reads them: an image's token stands there
+    once for each of its features.
+
+    Attributes:
+        images: the images in their order, as files hold them (PNG, JPEG, ...).
+        short_ids: the same with each image's token once, as vLLM takes it.
+    """
+
+    images: tuple[bytes, ...]
+    short_ids: tuple[int, ...]
+
+    def __new__(
+        cls, ids: Iterable[int], images: tuple[bytes, ...] = (), short_ids: tuple[int, ...] = ()
+    ) -> ImagePrompt:
+        prompt = super().__new__(cls, ids)
+        prompt.images, prompt.short_ids = images, short_ids
+        return prompt
+
+
+@dataclass(frozen=True)
+class Counters:
+    """vLLM's own acceptance counters over one interval (differences, never totals since start).
+
+    Attributes:
+        drafts: draft steps, one per request and engine step that had drafts.
+        draft_tokens: tokens drafted.
+        accepted: drafted tokens accepted (bonus token not counted).
+        accepted_per_position: accepted at position 1..K.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts; 1.0 when nothing was drafted (vLLM's definition)."""
+        return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Unconditional: accepted at position k / draft steps."""
+        return tuple(n / self.drafts if self.drafts else 0.0 for n in self.accepted_per_position)
+
+    def __add__(self, other: Counters) -> Counters:
+        return self._zip(other, 1)
+
+    def __sub__(self, other: Counters) -> Counters:
+        return self._zip(other, -1)
+
+    def _zip(self, other: Counters, sign: int) -> Counters:
+        pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
+        return Counters(
+            self.drafts + sign * other.drafts,
+            self.draft_tokens + sign * other.draft_tokens,
+            self.accepted + sign * other.accepted,
+            tuple(a + sign * b for a, b in pairs),
+        )
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response.
+
+    Attributes:
+        prompt_index: which of the prompts it answers.
+        token_ids: sampled tokens, the end token included when it was sampled.
+        logprobs: behaviour log-probs, one per token: of the distribution that was really sampled
+            from.
+        finish_reason: `stop` (end token), `length`, or `unfinished` where the call has ended before
+            it.
+        versions: of the actor that wrote each token, where calls went on with it; empty: all are of
+            the rollouts' version.
+    """
+
+    prompt_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineShare:
+    """What one engine of a pool did in one generate call.
+
+    Attributes:
+        index: its place in the pool.
+        pieces: calls that it answered.
+        tokens: prompt and response tokens that it ran.
+        generated_tokens: response tokens.
+        seconds: time that it was busy.
+        counters: its acceptance counters.
+    """
+
+    index: int = 0
+    pieces: int = 0
+    tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    counters: Counters = field(default_factory=Counters)
+
+    def plus(self, part: Rollouts) -> EngineShare:
+        """With one more call."""
+        return replace(
+            self,
+            pieces=self.pieces + 1,
+            tokens=self.tokens
+            + part.generated_tokens
+            + sum(len(prompt) for prompt in part.prompts),
+            generated_tokens=self.generated_tokens + part.generated_tokens,
+            seconds=self.seconds + part.seconds,
+            counters=self.counters + part.counters,
+        )
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What one generate call returned, responses in prompt order. `engines`: each one's part, where
+    a pool answered; `written_tokens`: what the call wrote, where that is not its responses' tokens.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    responses: tuple[Response, ...]
+    counters: Counters
+    seconds: float
+    sampling: Sampling
+    policy_version: int = 0
+    heads_version: int = 0
+    num_drafts: int = 0
+    engines: tuple[EngineShare, ...] = ()
+    written_tokens: int | None = None
+
+    @property
+    def generated_tokens(self) -> int:
+        return (
+            sum(len(r.token_ids) for r in self.responses)
+            if self.written_tokens is None
+            else self.written_tokens
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0

@@ -1,0 +1,104 @@
+"""What companion and engines say about heads: published versions, estimates, receipts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PublishedHeads:
+    """A version of the heads that the companion offers to the engine.
+
+    Attributes:
+        version: grows by one with every publish; 0 are the heads the run started with.
+        path: safetensors file (shared memory) with the trainable tensors, keys as in
+            heads/FORMAT.md.
+        checksum: hex digest over names and bytes, the same that the engine reports after the swap.
+        policy_version: version of the actor whose rollouts were trained on last.
+        mean_acceptance_length: replay estimate of these heads on the holdout.
+    """
+
+    version: int
+    path: str
+    checksum: str
+    policy_version: int
+    mean_acceptance_length: float
+
+
+@dataclass(frozen=True)
+class ReplayRow:
+    """Replay estimate of one set of heads on one batch's holdout."""
+
+    mean_acceptance_length: float
+    acceptance_per_position: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CompanionStatus:
+    """What the companion has done so far. Totals since its start unless a name says otherwise.
+
+    `train_s` runs while it trains, `worked_s` is what that takes from others: on a CPU the seconds
+    of a core that it had. `passes` and `positions_frac` are of the last batch; `rate` is the share
+    of the configured step size for the next one. The gate has judged `judged` batches, `gain` is
+    what the candidate had more than the serving heads then. `versions_followed` were compared with
+    the one before on later batches, `versions_worse` were surely worse. `upper` is the last upper
+    mark, of batch `upper_batch`. `incarnation`: which process.
+    """
+
+    alive: bool = True
+    batches_received: int = 0
+    batches_dropped: int = 0
+    batches_trained: int = 0
+    trained_tokens: int = 0
+    optimizer_steps: int = 0
+    versions_published: int = 0
+    candidates_rejected: int = 0
+    train_s: float = 0.0
+    queue_bytes: int = 0
+    last_loss: float = float("nan")
+    last_policy_version: int = -1
+    serving: ReplayRow | None = None
+    candidate: ReplayRow | None = None
+    frozen: ReplayRow | None = None
+    upper: ReplayRow | None = None
+    upper_serving: ReplayRow | None = None
+    upper_batch: int = 0
+    error: str = ""
+    restarts: int = 0
+    losses: tuple[float, ...] = ()
+    passes: float = 0.0
+    judged: int = 0
+    gain: float = 0.0
+    versions_followed: int = 0
+    versions_worse: int = 0
+    positions_frac: float = 0.0
+    positions_left_out: int = 0
+    gpu_gib: float | None = None
+    workers: int = 1
+    rate: float = 1.0
+    worked_s: float = 0.0
+    incarnation: str = ""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found of a file of weights by someone who read all of it: sound, finite, and these
+    sums.
+
+    Attributes:
+        checksum: of heads `checksum`, of an actor `tensorwise_checksum` of `heads.tensorfile`.
+        crc: as `heads.tensorfile.crc`; who takes the file confirms its bytes with it, several times
+            as quickly.
+    """
+
+    checksum: str
+    crc: int
+
+
+@dataclass(frozen=True)
+class SwapReceipt:
+    """What the engine says after new heads or a new actor arrived."""
+
+    version: int
+    checksum: str
+    seconds: float

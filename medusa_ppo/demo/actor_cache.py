@@ -1,0 +1,168 @@
+"""Where the actor of the embedded example is kept, and how it gets there once for all processes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from medusa_ppo.demo.pretraining import DEFAULT_RECIPE, PretrainProgress, Recipe, grow, train_actor
+from medusa_ppo.demo.task import build_tokenizer, document, problem
+from medusa_ppo.demo.task import demo_rows as demo_rows
+
+logger = logging.getLogger(__name__)
+
+
+RECORD = "actor.json"
+_SAMPLE = 64
+
+
+def ensure_demo_actor(
+    progress: PretrainProgress | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    recipe: Recipe = DEFAULT_RECIPE,
+) -> Path:
+    """The folder of the demo actor; trains it first if the cache has none that is whole, and grows
+    it from the small one.
+
+    Args:
+        progress: called after every training step; never called when the actor is already there.
+        cache_dir: folder to use in place of `<cache>/medusa-ppo/actors`.
+
+    Returns:
+        A folder that AutoModelForCausalLM, AutoTokenizer and vLLM load as it is.
+    """
+    small = (
+        ensure_demo_actor(progress, cache_dir, recipe=replace(recipe, grown_to=0))
+        if recipe.grown_to
+        else None
+    )
+    tokenizer = build_tokenizer()
+    folder = (Path(cache_dir) if cache_dir is not None else default_cache_dir()) / _key(
+        recipe, tokenizer
+    )
+    if is_whole(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(folder.name + ".lock")):
+        if is_whole(folder):
+            return folder
+        partial = folder.with_name(folder.name + ".partial")
+        if small is not None:
+            model = grow(LlamaForCausalLM.from_pretrained(small), recipe.grown_to)
+        else:
+            model = train_actor(
+                recipe,
+                tokenizer,
+                progress=progress,
+                partial=partial,
+                threads=len(os.sched_getaffinity(0)),
+            )
+        _install(folder, model, tokenizer, recipe)
+        partial.unlink(missing_ok=True)
+    return folder
+
+
+def actor_note(folder: Path) -> str | None:
+    """What has to be said of a demo actor beside every figure that was measured with it; None:
+    nothing.
+    """
+    note = json.loads((folder / RECORD).read_text(encoding="utf-8")).get("note")
+    return str(note) if note else None
+
+
+def default_cache_dir() -> Path:
+    """`<cache>/medusa-ppo/actors` of this user."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "medusa-ppo" / "actors"
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the folder has its record and every file that the record lists, unchanged."""
+    try:
+        files = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
+        return bool(files) and all(
+            _checksum(folder / name) == checksum for name, checksum in files.items()
+        )
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning(
+            "The demo actor in %s can't be read (%s); it will be trained again.", folder, error
+        )
+        return False
+
+
+def _install(
+    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
+) -> None:
+    """Write the folder under another name, then put it in place in one step."""
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "actor"
+        model.generation_config = GenerationConfig(
+            do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        )
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        record = {
+            "recipe": asdict(recipe),
+            "note": _note(model, recipe),
+            "files": {path.name: _checksum(path) for path in sorted(fresh.iterdir())},
+        }
+        (fresh / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        for path in fresh.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if folder.exists():
+            logger.warning("The demo actor in %s is damaged; a new one takes its place.", folder)
+            folder.rename(Path(scratch) / "damaged")
+        fresh.rename(folder)
+
+
+def _note(model: LlamaForCausalLM, recipe: Recipe) -> str:
+    if not recipe.grown_to:
+        return ""
+    new = 3 * (recipe.grown_to - recipe.intermediate_size) * recipe.hidden_size * recipe.num_layers
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"an actor of {whole / 1e6:.1f}M parameters, {new / 1e6:.1f}M of which are neurons that say"
+        " nothing (a token costs what it costs in an actor of this size, the text is as easy to"
+        " foresee as a small one's)"
+    )
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _key(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of all that the actor depends on."""
+    sample = [
+        document(problem(index, recipe.seed, "pretrain", recipe.slip_rate))
+        for index in range(_SAMPLE)
+    ]
+    text = json.dumps([asdict(recipe), tokenizer.get_vocab(), sample], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file; the system lets go of it when the process ends, however it ends. The
+    empty file stays.
+    """
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,0 +1,318 @@
+"""Trains the small actor of the embedded example, and grows it by zero-gated neurons; resumes where
+it was stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from medusa_ppo.demo.task import demo_rows as demo_rows
+from medusa_ppo.demo.task import document, problem
+
+logger = logging.getLogger(__name__)
+
+SAVE_EVERY_S = 20.0
+"""Seconds between two saves of an unfinished training."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each weight, by its names."""
+
+_LOSS_WINDOW = 20
+"""The reported loss is the mean over so many batches."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides which actor comes out (but for the rounding of different numbers of
+    threads).
+
+    Attributes:
+        seed: of the weights and of the text.
+        steps: optimizer steps.
+        batch_size: documents per step. Small on purpose: copying is learned in a number of steps,
+            not of tokens.
+        learning_rate: largest AdamW step size, after `warmup_steps`; a cosine brings it down to
+            zero.
+        slip_rate: share of the solutions that answer with the result before the last, see task.py.
+        slips_from: share of the training that sees right solutions only. With slips from the start,
+            copying is learned half as fast.
+        init_range: standard deviation of the initial weights.
+        grown_to: neurons in each feed-forward layer of the finished actor; what is beyond
+            `intermediate_size` says nothing (`grow`). 0: none.
+    """
+
+    seed: int = 0
+    steps: int = 1200
+    batch_size: int = 6
+    learning_rate: float = 2e-3
+    warmup_steps: int = 50
+    slip_rate: float = 0.6
+    slips_from: float = 0.75
+    hidden_size: int = 256
+    intermediate_size: int = 1024
+    num_layers: int = 3
+    num_heads: int = 4
+    init_range: float = 0.05
+    max_positions: int = 1024
+    grown_to: int = 0
+
+
+DEFAULT_RECIPE = Recipe()
+RECIPES = {"demo": DEFAULT_RECIPE, "demo-grown": replace(DEFAULT_RECIPE, grown_to=8192)}
+"""The embedded actors, by the names that `model.path` has for them."""
+
+
+@dataclass(frozen=True)
+class PretrainStatus:
+    """How far the training is: steps done and in total, mean loss of late (nats per response
+    token), seconds left.
+    """
+
+    done: int
+    total: int
+    loss: float
+    eta_s: float
+
+
+PretrainProgress = Callable[[PretrainStatus], None]
+"""Called after every step."""
+
+
+def train_actor(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    progress: PretrainProgress | None = None,
+    partial: Path | None = None,
+    threads: int = 1,
+    device: str | torch.device = "cpu",
+) -> LlamaForCausalLM:
+    """The trained actor, in float32 on the CPU.
+
+    Args:
+        partial: file that holds an unfinished training; read if it is there, written every
+            SAVE_EVERY_S, left there at the end.
+        threads: CPU threads; the number before is put back.
+    """
+    model = _new_model(recipe, len(tokenizer), tokenizer.eos_token_id)
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides torch's signature
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+    )
+    first = _load_partial(partial, model, optimizer) if partial is not None else 0
+    losses: list[float] = []
+    with _threads(threads):
+        started = saved = time.monotonic()
+        for step, (ids_BT, loss_mask_BT) in enumerate(
+            _batches(recipe, tokenizer, first), start=first
+        ):
+            losses.append(
+                _train_step(
+                    model, optimizer, ids_BT.to(device), loss_mask_BT.to(device), recipe, step
+                )
+            )
+            now = time.monotonic()
+            if partial is not None and now - saved > SAVE_EVERY_S:
+                _save_partial(partial, model, optimizer, step + 1)
+                saved = now
+            if progress is not None:
+                recent = losses[-_LOSS_WINDOW:]
+                eta_s = (now - started) / (step + 1 - first) * (recipe.steps - step - 1)
+                progress(PretrainStatus(step + 1, recipe.steps, sum(recent) / len(recent), eta_s))
+    return model.cpu().eval()
+
+
+def _new_model(recipe: Recipe, vocab_size: int, end_id: int) -> LlamaForCausalLM:
+    """A Llama with seeded weights; the caller's random state is left alone."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_heads,
+        max_position_embeddings=recipe.max_positions,
+        initializer_range=recipe.init_range,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=end_id,
+        pad_token_id=end_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return LlamaForCausalLM(config)
+
+
+def _train_step(
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    ids_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    recipe: Recipe,
+    step: int,
+) -> float:
+    """One optimizer step on the response tokens; returns their mean loss in nats."""
+    for group in optimizer.param_groups:
+        group["lr"] = _learning_rate(recipe, step)
+    hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
+    logits_NV = model.lm_head(hidden_BTD[loss_mask_BT[:, 1:]])
+    loss = F.cross_entropy(logits_NV, ids_BT[:, 1:][loss_mask_BT[:, 1:]])
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def _learning_rate(recipe: Recipe, step: int) -> float:
+    """Linear warm-up, then a cosine to zero at the last step."""
+    warm = min(1.0, (step + 1) / max(1, recipe.warmup_steps))
+    return recipe.learning_rate * warm * 0.5 * (1.0 + math.cos(math.pi * step / recipe.steps))
+
+
+_POOL = 8
+"""Batches that are drawn at once, so that documents of like length can share one."""
+
+
+def _batches(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, first: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(ids_BT int64, loss_mask_BT bool: response token) from step `first` on; padding on the right
+    is the end token.
+    """
+    size, end_id = recipe.batch_size, tokenizer.eos_token_id
+    for pool in range(first // _POOL, -(-recipe.steps // _POOL)):
+        documents = _encode_pool(recipe, tokenizer, pool)
+        order = list(range(_POOL))
+        random.Random(f"order/{recipe.seed}/{pool}").shuffle(order)
+        for step, place in enumerate(order, start=pool * _POOL):
+            if first <= step < recipe.steps:
+                yield _pad(documents[place * size : (place + 1) * size], end_id)
+
+
+def _encode_pool(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, pool: int
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, response ids with the end token) of one pool, shortest first."""
+    count = recipe.batch_size * _POOL
+    slip_rate = recipe.slip_rate if pool * _POOL >= recipe.slips_from * recipe.steps else 0.0
+    texts = [
+        document(problem(pool * count + i, recipe.seed, "pretrain", slip_rate))
+        for i in range(count)
+    ]
+    prompts = tokenizer([prompt for prompt, _ in texts], add_special_tokens=False)["input_ids"]
+    responses = tokenizer([response for _, response in texts], add_special_tokens=False)[
+        "input_ids"
+    ]
+    pairs = [
+        (prompt, [*response, tokenizer.eos_token_id])
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+
+
+def _pad(
+    documents: list[tuple[list[int], list[int]]], end_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = [torch.tensor(prompt + response) for prompt, response in documents]
+    written = [
+        torch.tensor([False] * len(prompt) + [True] * len(response))
+        for prompt, response in documents
+    ]
+    return pad_sequence(ids, batch_first=True, padding_value=end_id), pad_sequence(
+        written, batch_first=True
+    )
+
+
+@torch.no_grad()
+def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForCausalLM:
+    """The same function, in float32, with `intermediate` neurons in each feed-forward layer, most
+    of which say nothing.
+
+    The new ones are read and multiplied as any others, but their gates are closed and nobody
+    listens to them, so they get no gradient either: PPO learns what it learns with the small actor.
+    So text that is as foreseeable as a task's comes from an actor whose weights a CPU has to fetch
+    from memory, without training a large one: whatever is measured with it has to say so.
+    """
+    config = type(small.config)(**{**small.config.to_dict(), "intermediate_size": intermediate})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        large = LlamaForCausalLM(config).float()
+    given = small.state_dict()
+    for name, parameter in large.named_parameters():
+        if name.endswith(("down_proj.weight", "gate_proj.weight")):
+            parameter.zero_()
+        parameter[tuple(slice(0, size) for size in given[name].shape)] = given[name]
+    return large.eval()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _save_partial(
+    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, steps_done: int
+) -> None:
+    """Write weights and moments, so that what was trained so far survives an interruption."""
+    tensors = {f"weight/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    tensors |= {
+        f"{kind}/{name}": optimizer.state[p][kind]
+        for name, p in model.named_parameters()
+        for kind in MOMENTS
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".writing")
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+        temporary,
+        metadata={"steps_done": str(steps_done)},
+    )
+    temporary.replace(path)
+
+
+def _load_partial(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> int:
+    """Steps already done; 0 (and the model as it was) where there is no file or none that fits."""
+    if not path.is_file():
+        return 0
+    try:
+        with safe_open(path, framework="pt") as file:
+            steps_done = int((file.metadata() or {})["steps_done"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        if any(
+            tensors[f"{kind}/{name}"].shape != p.shape
+            for name, p in model.named_parameters()
+            for kind in ("weight", *MOMENTS)
+        ):
+            return 0
+    except (SafetensorError, KeyError, ValueError):
+        return 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"weight/{name}"])
+            moments = {kind: tensors[f"{kind}/{name}"].to(parameter.device) for kind in MOMENTS}
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(steps_done), device=parameter.device),
+                **moments,
+            }
+    return steps_done

@@ -1,0 +1,131 @@
+"""Random numbers that all of drafting and verification share, and how a token is drawn with one of
+them.
+
+They are counted, so that they depend on nothing but seed, position and purpose.
+
+A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) that started at its key:
+number n is mix(key + n * GOLDEN). A key is its seed, mixed once, so streams of neighbouring seeds
+begin far apart. The counter n is position * LANES + lane: no step, whatever shared its batch, moves
+another's. Requests without a seed take theirs from torch's generator, one draw for all.
+
+Shape letters: B requests, L lanes (numbers of one position), V tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from heads.heads_config import MOST_HEADS
+
+LANES = 64
+"""Numbers that a request may ask for at one position: drafts, their acceptances, and the token that
+ends the run.
+"""
+DRAFT_LANE, ACCEPT_LANE, LAST_LANE = 0, MOST_HEADS, 2 * MOST_HEADS
+
+_WORD = 1 << 64
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+UNIT = 2.0**-53
+
+
+def _signed(word: int) -> int:
+    """The same 64 bits as torch's int64 has them."""
+    word %= _WORD
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def keys_of(seeds: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """The keys `[B]` of seeds (any integers; on a device int64)."""
+    if isinstance(seeds, torch.Tensor):
+        return _mix(seeds + _signed(_GOLDEN))
+    return _mix(torch.tensor([_signed(seed + _GOLDEN) for seed in seeds]))
+
+
+def counted(keys_B: torch.Tensor, positions_B: torch.Tensor, lane: int, count: int) -> torch.Tensor:
+    """Float64 uniforms in [0, 1) `[B, count]` of the lanes from `lane` on."""
+    lanes_L = torch.arange(lane, lane + count, device=keys_B.device)
+    word_BL = _mix(
+        (positions_B.unsqueeze(1) * LANES + lanes_L) * _signed(_GOLDEN) + keys_B.unsqueeze(1)
+    )
+    return _shifted(word_BL, 11).double() * UNIT
+
+
+def _mix(word: torch.Tensor) -> torch.Tensor:
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        word = (word ^ _shifted(word, shift)) * _signed(factor)
+    return word ^ _shifted(word, _SHIFTS[-1])
+
+
+def _shifted(word: torch.Tensor, by: int) -> torch.Tensor:
+    """Zeros come in from the left, where torch's own shift brings the sign."""
+    return (word >> by) & ((1 << (64 - by)) - 1)
+
+
+def uniforms(
+    positions_B: torch.Tensor,
+    keys_B: torch.Tensor | None,
+    seeded_B: torch.Tensor | None,
+    lane: int,
+    count: int,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Float64 uniforms `[B, count]`; counted ones for the requests in `seeded_B`, drawn ones for
+    the others.
+
+    Args:
+        keys_B: int64; None where no request of the batch has a seed. The value of those without is
+            not read.
+        seeded_B: bool; None where every request has a seed.
+        generator: of the unseeded; None: torch's own.
+    """
+    shape = (positions_B.shape[0], count)
+    if keys_B is None:
+        return torch.rand(
+            shape, dtype=torch.float64, device=positions_B.device, generator=generator
+        )
+    counted_BL = counted(keys_B, positions_B, lane, count)
+    if seeded_B is None:
+        return counted_BL
+    drawn_BL = torch.rand(
+        shape, dtype=torch.float64, device=positions_B.device, generator=generator
+    )
+    return torch.where(seeded_B.unsqueeze(1), counted_BL, drawn_BL)
+
+
+def float32_below(uniform: torch.Tensor) -> torch.Tensor:
+    """The largest float32 that is not above a float64 uniform: it lies below exactly those float32
+    numbers that the uniform lies below.
+    """
+    return (uniform.view(torch.int64) & ~((1 << 29) - 1)).view(torch.float64).float()
+
+
+def cumulate(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
+    """Cumulative sums of all columns but the last, X = W - 1, never falling: what draws columns by
+    one uniform.
+
+    Column w is drawn, as the first whose sum exceeds the uniform, with probability C_w - C_{w-1} to
+    the last bit, where C_{-1} = 0, the last is 1, and sums above 1 count as 1. So that difference
+    is what q is, and not the mass that was rounded on its way here.
+    """
+    if mass_BW.device.type == "cpu":
+        torch.cumsum(mass_BW[:, :-1], -1, out=out_BX)  # One after the other, in double.
+    else:
+        out_BX[:] = (
+            mass_BW[:, :-1].cumsum(-1, dtype=torch.float64).cummax(-1).values
+        )  # A parallel scan may fall by a rounding.
+
+
+def draw(mass_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
+    """Ids `[B, 1]` drawn in proportion to mass: the first token whose cumulative sum exceeds the
+    uniform's share of the whole.
+
+    A uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the
+    total: some entry exceeds it, and that one has mass. (Rows of NaN give the last id.)
+    """
+    cumulative_BV = mass_BV.cumsum(-1, dtype=torch.float64)
+    point_B1 = uniform_B1 * cumulative_BV[..., -1:]
+    return torch.searchsorted(cumulative_BV, point_B1, right=True).clamp_max(mass_BV.shape[-1] - 1)

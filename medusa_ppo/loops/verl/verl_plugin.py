@@ -1,0 +1,64 @@
+"""verl loads this in each of its processes (entry point `verl.plugins`): it brings our trainer when
+verl's own is imported.
+
+verl's trainer takes long to import, and most of verl's processes never do. So nothing of verl is
+imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+AFTER = "verl.trainer.ppo.v1.trainer_sync"
+OURS = "medusa_ppo.loops.verl.verl_trainer"
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Does something right after a module was imported, in the place of importing it now."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self._module, self._then = module, then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                sys.modules[name] = module
+                self._then()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _bring_ours() -> None:
+    try:
+        importlib.import_module(OURS)
+    except ImportError as error:
+        # Whoever does not ask for our trainer is left in peace; who does is told by verl that it is
+        # unknown, and why here.
+        logger.error(
+            "medusa-ppo's trainer `medusa_sync` is not available: it was made for verl 0.9 and"
+            " can't be imported: %s",
+            error,
+        )
+
+
+sys.meta_path.insert(0, AfterImport(AFTER, _bring_ours))

@@ -1,0 +1,1 @@
+"""Heads without PPO: train and measure them, convert them, share them."""

@@ -1,0 +1,471 @@
+"""What heads are trained and measured on: sequences of tokens that the model wrote, or from texts,
+chats and a run's rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jinja2
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from heads.errors import DataError, ModelError
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.reports.run_files import LOGPROBS, PROMPT_IDS, RESPONSE_IDS
+from medusa_ppo.runtime.console import Advance
+from medusa_ppo.runtime.data import Row
+
+PROMPTS_PER_ROUND = 128
+ASSISTANT = "assistant"
+
+Prompt = TypeVar("Prompt")
+Messages = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence of tokens, and which of them count as written by the model.
+
+    Attributes:
+        ids: all tokens, those that were given included.
+        spans: (first, end) of each stretch of written tokens, in order; at least one token stands
+            before each.
+        prompt: samples of one number are much alike (answers to one prompt, windows of one text)
+            and are never parted by a hold-out.
+        logprobs: behaviour log-probs of the written tokens; None: the actor's own are taken.
+    """
+
+    ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    prompt: int
+    logprobs: tuple[float, ...] | None = None
+
+    @property
+    def written(self) -> int:
+        """Number of written tokens."""
+        return sum(end - first for first, end in self.spans)
+
+
+def take_prompts(prompts: Sequence[Prompt], start: int, count: int) -> list[Prompt]:
+    """`count` prompts from position `start` on, beginning again at the end of the list."""
+    return [prompts[i % len(prompts)] for i in range(start, start + count)]
+
+
+def response_rounds(
+    engine: RolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    max_tokens: int,
+    advance: Advance,
+    per_round: int = PROMPTS_PER_ROUND,
+    *,
+    rounds_done: int = 0,
+    tokens_done: int = 0,
+) -> Iterator[Rollouts]:
+    """Let the model answer the prompts, `per_round` at a time, until `max_tokens` response tokens
+    are there (0: each prompt once).
+
+    Args:
+        sampling: how; its seed is that of the first round, and every round has the next one.
+        rounds_done, tokens_done: what an earlier call has yielded; this one goes on after it.
+    """
+    number, tokens = rounds_done, tokens_done
+    first_seed = sampling.seed or 0
+    while (tokens < max_tokens) if max_tokens else (number * per_round < len(prompts)):
+        start = number * per_round
+        picked = (
+            take_prompts(prompts, start, per_round)
+            if max_tokens
+            else prompts[start : start + per_round]
+        )
+        rollouts = engine.generate(picked, replace(sampling, seed=first_seed + number))
+        tokens, number = tokens + rollouts.generated_tokens, number + 1
+        advance(
+            rollouts.generated_tokens if max_tokens else len(picked),
+            f"{rollouts.tokens_per_s:.0f} tokens/s",
+        )
+        yield rollouts
+
+
+def samples_of(rounds: Iterable[Rollouts]) -> list[Sample]:
+    """Flatten rollouts; empty responses teach nothing and are left out."""
+    samples = []
+    for rollouts in rounds:
+        for response in rollouts.responses:
+            if response.token_ids:
+                prompt = tuple(rollouts.prompts[response.prompt_index])
+                samples.append(
+                    response_sample(prompt, tuple(response.token_ids), tuple(response.logprobs))
+                )
+    return number_prompts(samples)
+
+
+def response_sample(
+    prompt: tuple[int, ...], response: tuple[int, ...], logprobs: tuple[float, ...] | None
+) -> Sample:
+    """A response behind its prompt, not numbered yet."""
+    return Sample(prompt + response, ((len(prompt), len(prompt) + len(response)),), 0, logprobs)
+
+
+def number_prompts(samples: Sequence[Sample]) -> list[Sample]:
+    """Responses with the same number for the same prompt, whatever round they come from."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return [
+        replace(sample, prompt=numbers.setdefault(sample.ids[: sample.spans[0][0]], len(numbers)))
+        for sample in samples
+    ]
+
+
+def samples_from_texts(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
+) -> list[Sample]:
+    """Full texts: the first token is given, everything after it counts as written. Long texts
+    become windows of `max_length` tokens.
+
+    Args:
+        max_tokens: stop when so many written tokens are there; later texts are not even read. 0:
+            all.
+
+    Raises:
+        DataError: when no text has at least two tokens.
+    """
+    windows = (_windows(text, tokenizer, max_length, number) for number, text in enumerate(texts))
+    nothing = {"expected": "at least two tokens each", "do": "Check --column."}
+    return take_samples(
+        windows, max_tokens, "No text is long enough to train on.", "texts", **nothing
+    )
+
+
+def _windows(
+    text: str, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int
+) -> list[Sample]:
+    ids = tuple(tokenizer(text, truncation=False, verbose=False).input_ids)
+    # The first token of a window was the last one of the window before.
+    windows = [ids[start : start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
+    return [Sample(window, ((1, len(window)),), number) for window in windows]
+
+
+def take_samples(
+    rows: Iterable[list[Sample]],
+    max_tokens: int,
+    problem: str,
+    what: str,
+    *,
+    expected: str,
+    do: str,
+) -> list[Sample]:
+    """The samples of one row after the other, until so many written tokens are there (0: all);
+    DataError when there are none.
+    """
+    samples: list[Sample] = []
+    tokens = seen = 0
+    for found in rows:
+        seen += 1
+        samples += found
+        tokens += sum(sample.written for sample in found)
+        if max_tokens and tokens >= max_tokens:
+            break
+    if not samples:
+        raise DataError(problem, given=f"{seen} {what}", expected=expected, do=do)
+    return samples
+
+
+def split_samples(
+    samples: Sequence[Sample], fraction: float, most_tokens: int, seed: int
+) -> tuple[list[Sample], list[Sample]]:
+    """Training samples and held-out ones; no prompt is in both.
+
+    Args:
+        fraction: share of the prompts to hold out.
+        most_tokens: no further prompt is held out when so many written tokens are.
+
+    Raises:
+        DataError: all samples answer one prompt.
+    """
+    prompts = sorted({sample.prompt for sample in samples})
+    if len(prompts) < 2:
+        given = f"{len(samples)} responses, 1 prompt"
+        raise DataError(
+            "Too few prompts to keep some out of training.",
+            given=given,
+            expected="2 prompts",
+            do="Give more.",
+        )
+    written: dict[int, int] = dict.fromkeys(prompts, 0)
+    for sample in samples:
+        written[sample.prompt] += sample.written
+    held: set[int] = set()
+    tokens = 0
+    for index in torch.randperm(
+        len(prompts), generator=torch.Generator().manual_seed(seed)
+    ).tolist():
+        if held and (len(held) >= math.floor(fraction * len(prompts)) or tokens >= most_tokens):
+            break
+        held.add(prompts[index])
+        tokens += written[prompts[index]]
+    return [s for s in samples if s.prompt not in held], [s for s in samples if s.prompt in held]
+
+
+# ---- chats
+# -----------------------------------------------------------------------------------------------------------------------
+
+
+def is_chat(value: object) -> bool:
+    """Whether a field of a row holds messages: a list of {role, content}."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    )
+
+
+def samples_from_chats(
+    chats: Iterable[Messages], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
+) -> list[Sample]:
+    """Conversations: only the assistant's turns (the token that ends each included) count as
+    written.
+
+    Args:
+        max_length: longer conversations are cut at their end.
+        max_tokens: stop when so many written tokens are there; 0: all.
+
+    Raises:
+        ModelError: the tokenizer has no chat template, or can't say where its tokens begin.
+        DataError: a row is no list of messages, the template refuses it, or nowhere does an
+            assistant say anything.
+    """
+    check_template(tokenizer)
+    every = (
+        _conversation(messages, tokenizer, max_length, number)
+        for number, messages in enumerate(chats)
+    )
+    nothing = {
+        "expected": "messages of the role assistant",
+        "do": "Add --respond, so that the model writes the answers itself.",
+    }
+    return take_samples(
+        every,
+        max_tokens,
+        "No conversation has an assistant's turn to train on.",
+        "conversations",
+        **nothing,
+    )
+
+
+def _conversation(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int
+) -> list[Sample]:
+    samples = [
+        _chat_sample(text, turns, tokenizer, max_length, number)
+        for text, turns in _written_turns(messages, tokenizer, number)
+    ]
+    return [sample for sample in samples if sample is not None]
+
+
+def chat_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int) -> str:
+    """The conversation, without its last answer if it ends with one, ready for the model to
+    answer.
+    """
+    asked = messages[:-1] if messages and messages[-1]["role"] == ASSISTANT else messages
+    return _render(asked, tokenizer, number, answer=True)
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ModelError when the tokenizer can't render messages."""
+    if not tokenizer.chat_template:
+        raise ModelError(
+            "The tokenizer has no chat template.",
+            given=tokenizer.name_or_path or type(tokenizer).__name__,
+            expected="chat_template in tokenizer_config.json, or chat_template.jinja beside it",
+            do=(
+                "Use the folder of a chat model, or train on plain texts (--column) or prompts"
+                " (--template)."
+            ),
+        )
+    if not tokenizer.is_fast:
+        raise ModelError(
+            "The tokenizer can't say where its tokens begin in the text.",
+            given=type(tokenizer).__name__,
+            expected="a fast tokenizer (tokenizer.json)",
+            do="Convert it, or train on plain texts (--column) or prompts (--template).",
+        )
+
+
+def _written_turns(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int
+) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Texts with the places (in characters) of what the assistant wrote.
+
+    One text holds all turns, unless the template shows a turn otherwise once more messages follow
+    (some drop earlier reasoning): then the turn stands in a text of its own, as the model wrote it.
+    """
+    if not is_chat(messages):
+        given, expected = (
+            f"row {number}: {messages!r:.120}",
+            "a list of messages with role and content",
+        )
+        raise DataError(
+            "A row is no conversation.", given=given, expected=expected, do="Name another --column."
+        )
+    whole = _render(messages, tokenizer, number)
+    together: list[tuple[int, int]] = []
+    alone = []
+    for index, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before, after = (
+            _render(messages[:index], tokenizer, number, answer=True),
+            _render(messages[: index + 1], tokenizer, number),
+        )
+        # A generation prompt can say more than the turn does in the end (an opening tag for
+        # reasoning): the common part was given.
+        turn = (_common_prefix(before, after), len(after))
+        if whole.startswith(after):
+            together.append(turn)
+        else:
+            alone.append((after, [turn]))
+    return [(whole, together), *alone] if together else alone
+
+
+def _common_prefix(left: str, right: str) -> int:
+    """Number of characters that both begin with."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def _render(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int, *, answer: bool = False
+) -> str:
+    if not messages:
+        return ""
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=answer
+            )
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        raise DataError(
+            "The chat template refuses a conversation.",
+            given=f"row {number}: {type(error).__name__}: {error}",
+            expected="messages as this model's template wants them",
+            do="Correct the row, or leave it out.",
+        ) from error
+
+
+def _chat_sample(
+    text: str,
+    turns: list[tuple[int, int]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    number: int,
+) -> Sample | None:
+    """Tokens of a text, and the stretches of them that lie in the turns."""
+    encoded = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+    )
+    ids, starts = (
+        tuple(encoded["input_ids"][:max_length]),
+        [start for start, _ in encoded["offset_mapping"][:max_length]],
+    )
+    spans = []
+    for begin, end in turns:
+        inside = [i for i, start in enumerate(starts) if begin <= start < end and i > 0]
+        if not inside:
+            continue
+        first, last = inside[0], inside[-1]
+        # What the template puts behind the end token is never written by the model.
+        ends = [i for i in inside if ids[i] == tokenizer.eos_token_id]
+        spans.append((first, (ends[-1] if ends else last) + 1))
+    return Sample(ids, tuple(spans), number) if spans else None
+
+
+# ---- rollouts of a run
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def samples_from_rollouts(
+    rows: Iterable[Row], vocab_size: int, context: int, temperature: float, max_tokens: int
+) -> list[Sample]:
+    """One sample per row, the last rows first: they are of the newest policy. Empty responses teach
+    nothing and are left out.
+
+    Args:
+        rows: with `prompt_ids` and `response_ids`; `logprobs` where known (else the actor's own are
+            taken), `temperature`, `top_p` and `top_k` where they are not those of plain sampling.
+        vocab_size: ids lie below it.
+        context: most tokens of prompt and response together.
+        temperature: that the heads are trained for.
+        max_tokens: stop when so many response tokens are there.
+
+    Raises:
+        DataError: no usable row, ids or log-probs that are none, a row sampled in another way.
+    """
+    newest_first = reversed(list(enumerate(rows)))
+    found = (
+        _rollout(row, number, vocab_size, context, temperature) for number, row in newest_first
+    )
+    nothing = {
+        "expected": f"prompts and responses of 1 to {context} tokens together",
+        "do": "Check --data.",
+    }
+    return number_prompts(
+        take_samples(found, max_tokens, "No rollout is usable.", "rows", **nothing)
+    )
+
+
+def _rollout(
+    row: Row, number: int, vocab_size: int, context: int, temperature: float
+) -> list[Sample]:
+    prompt, response = (_ids(row, name, number, vocab_size) for name in (PROMPT_IDS, RESPONSE_IDS))
+    _check_sampling(row, number, temperature)
+    if not prompt or not response or len(prompt) + len(response) > context:
+        return []
+    return [response_sample(prompt, response, _logprobs(row, number, len(response)))]
+
+
+def _ids(row: Row, name: str, number: int, vocab_size: int) -> tuple[int, ...]:
+    found = row.get(name)
+    if not isinstance(found, list) or not all(
+        isinstance(i, int) and 0 <= i < vocab_size for i in found
+    ):
+        raise _bad(row, name, number, f"a list of token ids below {vocab_size}")
+    return tuple(found)
+
+
+def _logprobs(row: Row, number: int, length: int) -> tuple[float, ...] | None:
+    found = row.get(LOGPROBS)
+    if found is None:
+        return None
+    if (
+        not isinstance(found, list)
+        or len(found) != length
+        or not all(isinstance(p, float | int) and p <= 0 for p in found)
+    ):
+        raise _bad(row, LOGPROBS, number, f"{length} numbers, none above 0")
+    return tuple(float(p) for p in found)
+
+
+def _check_sampling(row: Row, number: int, temperature: float) -> None:
+    plain: dict[str, tuple[Any, str]] = {
+        "temperature": (temperature, "the --temperature of this training"),
+        "top_p": (1.0, "1: heads are trained for plain sampling"),
+        "top_k": (0, "0: heads are trained for plain sampling"),
+    }
+    for name, (wanted, meaning) in plain.items():
+        if row.get(name) is not None and row[name] != wanted:
+            raise _bad(row, name, number, f"{wanted} ({meaning})")
+
+
+def _bad(row: Row, name: str, number: int, expected: str) -> DataError:
+    return DataError(
+        f"A rollout's {name} can't be used.",
+        given=f"row {number}: {row.get(name)!r:.80}",
+        expected=expected,
+        do="Correct the data.",
+    )

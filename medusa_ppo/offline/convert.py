@@ -1,0 +1,322 @@
+"""Heads of other programs. Here `medusa-ppo convert`: from any Medusa format to any other that can
+hold them, and a sentence for whatever is not as it seems.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.checkpoint import (
+    OWN_SECTION,
+    load_heads,
+    load_lm_head,
+    new_directory,
+    save_heads,
+    stock_config,
+    sync,
+    write_json,
+)
+from heads.errors import ConfigError, ModelError
+from heads.heads_config import TEMPERATURES, HeadsConfig
+from heads.modules import MedusaHeads
+from heads.tensorfile import file_inside, read_header, save_state
+from medusa_ppo.offline.foreign import (
+    CLAIMS,
+    FULL_MODELS,
+    NUMBERED_CLAIMS,
+    FoundHeads,
+    base_lm_head,
+    base_model_of,
+    is_output_table,
+    model_files,
+    open_files,
+    read_config,
+    read_foreign,
+)
+from medusa_ppo.offline.formats import FORMATS, PlainHeads, refuse_unrepresentable, to_keys
+
+INDEX_NAME = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A transformers model folder, of which only files are read.
+
+    Attributes:
+        name: as the user gave it; it goes into the configurations that name a base model.
+        lm_head_VD: in the model's own dtype; the embedding table where the two are tied.
+    """
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    lm_head_VD: torch.Tensor
+
+
+def open_base_model(name: str) -> BaseModel:
+    """ModelError when there is no such folder or no lm_head in it; CheckpointError for damaged
+    files.
+    """
+    folder = Path(name).absolute()
+    if not folder.is_dir():
+        expected = "a folder with config.json and weights"
+        raise ModelError(
+            "There is no such model folder.", given=name, expected=expected, do="Correct --model."
+        )
+    config = read_config(folder)
+    if not config:
+        raise ModelError(
+            "The model folder has no config.json.",
+            given=name,
+            expected="a transformers model folder",
+            do="Correct --model.",
+        )
+    lm_head_VD = base_lm_head(open_files(model_files(folder), is_output_table), config)
+    if lm_head_VD is None:
+        given = f"{name}: no lm_head.weight, and no embedding table that is tied to it"
+        do = "Load the model with transformers and save it again."
+        raise ModelError(
+            "The model's lm_head was not found.",
+            given=given,
+            expected="a causal LM written by save_pretrained",
+            do=do,
+        )
+    return BaseModel(folder, name, config, lm_head_VD)
+
+
+def write_full_model(
+    base: BaseModel,
+    out: Path,
+    tensors: Mapping[str, torch.Tensor],
+    changes: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> None:
+    """Copy the model into `out` with the heads as one more weight file and `changes` in its
+    config.json; `say` is told of each file.
+
+    Raises:
+        ModelError: weights that are no safetensors, or that hold heads already.
+    """
+    shards = model_files(base.folder)
+    if any(path.suffix != ".safetensors" for path in shards):
+        raise ModelError(
+            "The model's weights are no safetensors.",
+            given=shards[0].name,
+            expected="*.safetensors",
+            do="Save the model again.",
+        )
+    for path in sorted(base.folder.iterdir()):
+        if path.is_file() and not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
+            shutil.copyfile(file_inside(base.folder, path.name), out / path.name)
+    # transformers takes a lone model.safetensors for the whole model, so the shards are numbered
+    # anew with the heads as the last.
+    names = [
+        f"model-{number:05d}-of-{len(shards) + 1:05d}.safetensors"
+        for number in range(1, len(shards) + 2)
+    ]
+    weight_map: dict[str, str] = {}
+    for number, (path, name) in enumerate(zip(shards, names, strict=False), start=1):
+        say(
+            f"Copying the model: file {number} of {len(shards)}, {path.stat().st_size / 2**20:.0f}"
+            " MiB ..."
+        )
+        shutil.copyfile(path, out / name)
+        weight_map.update(dict.fromkeys(read_header(path), name))
+    if set(weight_map) & set(tensors):
+        do = "Give the model without heads."
+        raise ModelError(
+            "The model has heads already.", given=base.name, expected="the base model alone", do=do
+        )
+    save_state(out / names[-1], tensors)
+    weight_map.update(dict.fromkeys(tensors, names[-1]))
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    write_json(out / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    write_json(out / "config.json", {**base.config, **changes})
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done.
+
+    Attributes:
+        source, target: names of the formats.
+        config: sizes of the heads.
+        notes: what differed from the source's configuration, was left out or added, in sentences.
+    """
+
+    source: str
+    target: str
+    config: HeadsConfig
+    notes: tuple[str, ...]
+
+
+def convert(
+    source: Path,
+    target: Path,
+    to: str,
+    model: str = "",
+    say: Callable[[str], None] = lambda text: None,
+) -> Conversion:
+    """Read heads of any format, write them as another.
+
+    Args:
+        source: a folder, or a file medusa_lm_head.pt or .safetensors.
+        target: a new folder.
+        to: one of `formats.FORMATS`.
+        model: folder of the model that the heads are for; needed where its lm_head or its whole
+            weights go into the target.
+        say: told of what takes long.
+
+    Raises:
+        CheckpointError: the source is damaged, or is not what its own reader would take it for.
+        ConfigError: the target can't hold these heads, or is there already.
+        ModelError: the model folder can't be used.
+    """
+    if to not in FORMATS:
+        raise ConfigError(
+            "Unknown format.",
+            given=to,
+            expected=" | ".join(FORMATS),
+            do="Set --to to one of these.",
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        do = "Choose another name, or remove it."
+        raise ConfigError(
+            "The target is there already.", given=str(target), expected="a new folder", do=do
+        )
+    base = open_base_model(model) if model else None
+    read = _read(source, to, base)
+    if to in FULL_MODELS.values() and base is None:
+        do = "Give its folder with --model."
+        raise ConfigError(
+            f"{to} holds the whole model beside the heads.",
+            given="no --model",
+            expected="the base model",
+            do=do,
+        )
+    refuse_unrepresentable(read.heads, to)
+    with new_directory(target) as folder:
+        notes = _write(read, folder, to, base, say)
+    return Conversion(read.format, to, read.heads.config, (*read.notes, *notes))
+
+
+def _read(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
+    lm_head_VD = base.lm_head_VD if base else None
+    found = (
+        _read_native(source, to, base)
+        if source.is_dir() and OWN_SECTION in read_config(source)
+        else read_foreign(source, lm_head_VD)
+    )
+    return replace(found, base_model=base.name) if base else found
+
+
+def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
+    lm_head_VD = base.lm_head_VD if base else None
+    sizes = (
+        {"hidden_size": base.lm_head_VD.shape[1], "vocab_size": base.lm_head_VD.shape[0]}
+        if base
+        else {}
+    )
+    heads, metadata = load_heads(source, **sizes)
+    if heads.config.kind != "medusa":
+        raise ConfigError(
+            f"Heads of kind {heads.config.kind} exist in no other format: they read the tokens"
+            " drafted before, and need our vLLM plug-in.",
+            given=f"--to {to}",
+            expected="heads of kind medusa",
+            do=(
+                "Serve the folder as it is with medusa-ppo, or train heads with --kind medusa"
+                " --loss ce."
+            ),
+        )
+    shipped_VD = load_lm_head(source)
+    notes = []
+    if (
+        shipped_VD is not None
+        and lm_head_VD is not None
+        and not torch.equal(shipped_VD, lm_head_VD.to(shipped_VD.dtype))
+    ):
+        notes.append(
+            "The lm_head in the source is not the model's (a policy that moved on?): the model's is"
+            " written."
+        )
+    plain = PlainHeads(
+        heads.config, heads.trainable_state(), shipped_VD if lm_head_VD is None else lm_head_VD
+    )
+    return FoundHeads("native", plain, base_model_of(metadata), tuple(notes), metadata)
+
+
+def _write(
+    read: FoundHeads, folder: Path, to: str, base: BaseModel | None, say: Callable[[str], None]
+) -> list[str]:
+    heads, config = read.heads, read.heads.config
+    if to == "native":
+        return _write_native(read, folder)
+    tensors = to_keys(heads, to)
+    left = (
+        "The heads' draft temperatures are left out: the format has none, and greedy drafts need"
+        " none."
+    )
+    notes = [left] if TEMPERATURES in heads.tensors else []
+    if to in FULL_MODELS.values() and base is not None:
+        write_full_model(base, folder, tensors, _counts(config, to), say)
+    elif to == "vllm":
+        save_state(folder / "model.safetensors", tensors)
+        write_json(folder / "config.json", stock_config(config, biased=heads.biased))
+    else:
+        if to == "fasterdecoding":
+            with (folder / "medusa_lm_head.pt").open("wb") as file:
+                torch.save(tensors, file)
+                sync(file)
+        else:
+            save_state(folder / "medusa_lm_head.safetensors", tensors)
+        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        known = {"base_model_name_or_path": read.base_model} if read.base_model else {}
+        version = {"version": "2"} if to == "tgi-v2" else {}
+        write_json(folder / "config.json", {**_counts(config, to), **sizes, **known, **version})
+        if not known:
+            notes.append(
+                "Write base_model_name_or_path into config.json: the format's loader asks for it,"
+                " and the source doesn't say."
+            )
+    if not heads.biased and to != "vllm":
+        notes.append("The format wants biases: zeros are written.")
+    if config.lm_head == "shared" and to in ("fasterdecoding", "tgi-v1", *FULL_MODELS.values()):
+        notes.append(
+            f"The format wants an lm_head for each head: the model's is written {config.num_heads}"
+            " times."
+        )
+    return notes
+
+
+def _write_native(read: FoundHeads, folder: Path) -> list[str]:
+    heads = MedusaHeads(read.heads.config).to(read.heads.dtype)
+    heads.load_trainable_state(read.heads.tensors)
+    came_from = {
+        "converted_from": read.format,
+        **({"base_model": read.base_model} if read.base_model else {}),
+    }
+    metadata, version = (
+        (read.native.metadata, read.native.version) if read.native else (came_from, 0)
+    )
+    save_heads(folder, heads, lm_head_VD=read.heads.lm_head_VD, metadata=metadata, version=version)
+    if read.heads.config.lm_head == "shared" and read.heads.lm_head_VD is None:
+        return [
+            "There is no lm_head in the folder: our engine needs none, stock vLLM does (give"
+            " --model)."
+        ]
+    return []
+
+
+def _counts(config: HeadsConfig, to: str) -> dict[str, Any]:
+    counts = dict(
+        zip(CLAIMS.get(to, NUMBERED_CLAIMS), (config.num_heads, config.num_layers), strict=True)
+    )
+    return {"medusa": counts} if to == "modelopt" else counts

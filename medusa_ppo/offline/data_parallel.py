@@ -1,0 +1,311 @@
+"""Data-parallel training: workers in processes of Ray, on one machine or a cluster, each on its own
+groups: torch's DDP.
+
+    the command (no tensors of its own)
+      |  groups of the part            report, tokens
+      +--> worker 0 --+  counts, gradients: summed in place
+      +--> worker 1 --+  everything else is the same in all of them
+      +--> ...      --+
+
+Every worker takes the same optimizer steps on the same gradients, so all hold the same heads; the
+first one judges and saves them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+
+from heads.acceptance import ReplayResult
+from heads.errors import ConfigError, RunError
+from heads.modules import MedusaHeads
+from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor
+from medusa_ppo.companion.gate import Served, fit_temperatures, replay
+from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.offline.collect import Sample
+from medusa_ppo.offline.hidden import HiddenReader, HiddenStates, read_all
+from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.offline.scene import compute_dtype, on_device, training_device
+from medusa_ppo.runtime.processes import local_ray
+from medusa_ppo.runtime.rendezvous import Meeting, Place
+
+State = dict[str, torch.Tensor]
+SHARED = ("loss", "learning_rate")
+"""Options that are settings of the companion's trainer; the others of these have its defaults."""
+WARM_UP_STEPS = 20
+LAST_FACTOR = 0.01
+
+
+def cosine_schedule(steps: int) -> Callable[[int], float]:
+    """Factor of the step size by optimizer step: a linear warm-up, then a cosine down to
+    LAST_FACTOR at `steps`.
+    """
+
+    def factor(step: int) -> float:
+        warm = min(1.0, (step + 1) / WARM_UP_STEPS)
+        return warm * max(
+            LAST_FACTOR, 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps)))
+        )
+
+    return factor
+
+
+class Worker:
+    """Trains on groups of sequences; several of them, each with other groups, take every optimizer
+    step together.
+
+    Attributes:
+        groups: number of groups that all the sequences make, the other workers' included.
+        tokens: written tokens of all sequences.
+        lm_head_VD: the actor's lm_head, float32 on the CPU, for the checkpoint.
+    """
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        training: list[Sample],
+        held_out: list[Sample],
+        *,
+        rank: int = 0,
+        team: Meeting | None = None,
+    ) -> None:
+        """
+        Args:
+            training: all sequences; the groups are the same in every worker.
+            held_out: what heads are judged on; only the first worker reads it.
+            rank, team: which one of several this is, and the others.
+        """
+        self._options, self._rank, self._team = options, rank, team
+        model = on_device(load_actor(options.model, compute_dtype(options.dtype)))
+        reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
+        self._holdout = read_all(reader, held_out, lambda *_: None) if rank == 0 else None
+        self._states = HiddenStates(reader, training, options.cache_bytes, options.seed)
+        self.groups, self.tokens = len(self._states.groups), self._states.tokens
+        self.lm_head_VD = lm_head_weight(model).detach().float().cpu()
+        lm_head_VD, embedding_VD = lm_head_weight(model).detach(), embedding_weight(model).detach()
+        torch.manual_seed(options.seed)
+        shared = {name: getattr(options, name) for name in SHARED}
+        self._trainer = HeadsTrainer(
+            MedusaHeads(options.sizes(lm_head_VD.shape[1], lm_head_VD.shape[0])),
+            lm_head_VD,
+            CompanionConfig(
+                **shared, batch_positions=options.batch_positions * options.accumulate, epochs=1
+            ),
+            options.seed,
+            micro_positions=options.batch_positions,
+            embedding_VD=embedding_VD,
+            device=training_device(),
+            schedule=cosine_schedule(options.epochs * -(-self.tokens // options.step_positions)),
+            dtype=compute_dtype(options.dtype),
+        )
+        if team is not None:
+            self._trainer.join(team)
+
+    @property
+    def parts(self) -> int:
+        """Parts that the trainer has seen, whether they were trained or given up."""
+        return self._trainer.batches_trained + self._trainer.batches_skipped
+
+    def train(self, dealt: list[list[int]], number: int) -> tuple[TrainReport, int]:
+        """Train on this worker's groups of a part.
+
+        Args:
+            dealt: groups of each worker.
+            number: of the part, over all epochs.
+
+        Returns:
+            A report, and the written tokens of this worker's groups.
+        """
+        if self._team is not None:
+            # Only the first worker's state is saved: the others' order of positions must follow
+            # from the part alone.
+            self._trainer.generator.manual_seed(
+                ((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63
+            )
+        batch = self._states.batch(dealt[self._rank])
+        return self._trainer.train_batch(batch), int(batch.response_ids_M.numel())
+
+    def judge(self) -> ReplayResult:
+        """Replay of the heads on the holdout, with the drafts that their loss aims at."""
+        assert self._holdout is not None, "only the first worker judges"
+        return replay(
+            self._trainer.heads,
+            self._holdout,
+            self._trainer.lm_head_VD,
+            embedding_VD=self._trainer.embedding_VD,
+            draft_temperature=self._options.draft_temperature,
+        )
+
+    def heads(self) -> MedusaHeads:
+        """A copy of the heads, on the CPU, with draft temperatures that are fitted to the
+        holdout.
+        """
+        assert self._holdout is not None, "only the first worker judges"
+        heads, trainer = copy.deepcopy(self._trainer.heads), self._trainer
+        served = Served(self._options.draft_temperature)
+        fit_temperatures(
+            heads,
+            self._holdout,
+            trainer.lm_head_VD,
+            embedding_VD=trainer.embedding_VD,
+            served=served,
+        )
+        return heads.cpu()
+
+    def state_dict(self) -> State:
+        return self._trainer.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._trainer.load_state_dict(state)
+
+
+def deal_parts(
+    groups: int, parts: int, workers: int, seed: int, epoch: int
+) -> list[list[list[int]]]:
+    """The groups of each part of an epoch, by worker: a function of seed and epoch alone.
+
+    A worker always has the same groups, so that its cache holds what it needs; each epoch has them
+    in a new order.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    shares = []
+    for rank in range(workers):
+        own = torch.arange(rank, groups, workers)
+        shares.append(
+            [
+                part.tolist()
+                for part in own[torch.randperm(own.numel(), generator=generator)].tensor_split(
+                    parts
+                )
+            ]
+        )
+    return [[share[part] for share in shares] for part in range(parts)]
+
+
+@contextmanager
+def running_workers(
+    options: TrainOptions, training: list[Sample], held_out: list[Sample]
+) -> Iterator[Worker | Workers]:
+    """One worker in this process, or several in processes of their own, for the time of the
+    block.
+    """
+    if options.workers == 1:
+        yield Worker(options, training, held_out)
+        return
+    with local_ray(cpus=options.workers):
+        workers = Workers(options, training, held_out)
+        try:
+            yield workers
+        finally:
+            workers.close()
+
+
+class WorkerHost:
+    """What a Ray process holds: meets the others, then is a worker."""
+
+    def __init__(self, rank: int, size: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._rank, self._size = rank, size
+        self._meeting: Meeting | None = None
+
+    def meet_here(self) -> Place:
+        """Open the place where the workers find each other."""
+        self._meeting = Meeting.open(ray.util.get_node_ip_address(), self._size)
+        return self._meeting.place
+
+    def start(
+        self, place: Place, options: TrainOptions, training: list[Sample], held_out: list[Sample]
+    ) -> None:
+        self._meeting = (self._meeting or Meeting(place.seen_by(self._rank))).join()
+        self._worker = Worker(options, training, held_out, rank=self._rank, team=self._meeting)
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """A call of the worker, or one of its attributes."""
+        found = getattr(self._worker, name)
+        return found(*arguments) if callable(found) else found
+
+
+class Workers:
+    """Several workers that look like one; attributes as `Worker`."""
+
+    def __init__(
+        self, options: TrainOptions, training: list[Sample], held_out: list[Sample]
+    ) -> None:
+        size = options.workers
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        threads = max(1, len(os.sched_getaffinity(0)) // size)
+        kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(WorkerHost)
+        self._hosts = [kind.remote(rank, size, threads) for rank in range(size)]
+        place = self._get(self._hosts[0].meet_here.remote())
+        shared = ray.put(training)
+        self._get(
+            [
+                host.start.remote(place, options, shared, held_out if not rank else [])
+                for rank, host in enumerate(self._hosts)
+            ]
+        )
+        self.groups, self.tokens, self.lm_head_VD = (
+            self._first(name) for name in ("groups", "tokens", "lm_head_VD")
+        )
+        if self.groups < size:
+            expected = f"at most {self.groups}"
+            raise ConfigError(
+                "There is too little text for so many workers.",
+                given=size,
+                expected=expected,
+                do="Use fewer --workers.",
+            )
+
+    @property
+    def parts(self) -> int:
+        return self._first("parts")
+
+    def train(self, dealt: list[list[int]], number: int) -> tuple[TrainReport, int]:
+        done = self._all("train", dealt, number)
+        return done[0][0], sum(tokens for _, tokens in done)
+
+    def judge(self) -> ReplayResult:
+        return self._first("judge")
+
+    def heads(self) -> MedusaHeads:
+        return self._first("heads")
+
+    def state_dict(self) -> State:
+        return self._first("state_dict")
+
+    def load_state_dict(self, state: State) -> None:
+        self._all("load_state_dict", ray.put(state))
+
+    def close(self) -> None:
+        """End all processes."""
+        for host in self._hosts:
+            ray.kill(host)
+
+    def _first(self, name: str) -> Any:
+        return self._get(self._hosts[0].ask.remote(name))
+
+    def _all(self, name: str, *arguments: Any) -> list[Any]:
+        return self._get([host.ask.remote(name, *arguments) for host in self._hosts])
+
+    def _get(self, references: Any) -> Any:
+        try:
+            return ray.get(references)
+        except RayError as error:
+            raise RunError(
+                "A worker of the training failed.",
+                given=f"{type(error).__name__}: {error}",
+                expected="all workers up to the end",
+                do=(
+                    "The same command goes on from the last save; use fewer --workers if memory was"
+                    " short."
+                ),
+            ) from error

@@ -1,0 +1,496 @@
+"""`medusa-ppo eval`: what heads are worth, by replay or by a real engine's counters, by temperature
+and category, and against others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from heads.acceptance import ReplayResult, paired_difference
+from heads.checkpoint import load_heads
+from heads.errors import ConfigError, DataError
+from heads.modules import MedusaHeads
+from heads.targets import look_ahead, segments_from_lengths
+from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
+from medusa_ppo.companion.gate import Served, replay
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.drafting.memory import (
+    LENGTHS,
+    PLACES,
+    SUFFIX,
+    Drawn,
+    ResponseMemory,
+    Trust,
+    cells_of,
+    match,
+    prompt_key,
+    tail_of,
+    vote,
+)
+from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, samples_of
+from medusa_ppo.offline.hidden import HiddenReader, read_all
+from medusa_ppo.offline.options import EvalOptions
+from medusa_ppo.offline.scene import (
+    Scene,
+    engine_config,
+    on_device,
+    read_scene,
+    running_engine,
+    training_device,
+)
+from medusa_ppo.runtime.console import OfflineProgress
+from medusa_ppo.runtime.data import require_column
+
+BOOTSTRAP_GROUPS = 16
+"""Groups of prompts that the interval of an engine's counters is drawn from."""
+LEAST_GROUPS = 4
+"""Groups of a small category."""
+MAX_CATEGORIES = 50
+MEMORY_BYTES = 2**30
+"""Of the memory of earlier responses."""
+PLACE_BOUNDS, ENTROPY_BOUNDS = (0, 16, 64, 256, 1024), (0, 0.25, 0.5, 1, 2)
+"""What the drafts are sorted by."""
+BY_SUFFIX = "By length of the suffix that the memory knew, drafts"
+ENTROPY_ROWS = 1024
+"""Rows whose distribution is computed at once."""
+ROWS_AT_ONCE = 64
+"""Tokens of a response that a replay looks up together."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts that one call of the engine answers, all of one category."""
+
+    category: str
+    prompts: list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One set of heads at one temperature.
+
+    Attributes:
+        result: counts of each unit that a bootstrap draws: a prompt (replay) or a group of prompts
+            (an engine's counters).
+        categories: of each unit.
+        parts: what else is known of where drafts are accepted, by replay: titles of tables, and
+            their rows.
+    """
+
+    result: ReplayResult
+    categories: list[str]
+    parts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str, Any]:
+    """Generate on-policy responses and measure acceptance.
+
+    Returns:
+        The figures of DESIGN's command contract and the settings; with them those of each category
+        and temperature, and of the heads to compare with (`compare`, with the paired difference).
+
+    Raises:
+        ConfigError: a memory for one-hot drafts.
+        ModelError, DataError, CheckpointError: unusable model, data or heads.
+    """
+    if options.earlier_responses and options.draft != "sampled":
+        given = f"--earlier-responses {options.earlier_responses} --draft {options.draft}"
+        problem, do = "One-hot drafts are not mixed with a memory.", "Add --draft sampled."
+        raise ConfigError(problem, given=given, expected="--draft sampled", do=do)
+    model = AutoConfig.from_pretrained(options.model) if Path(options.model).exists() else None
+    sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size} if model else {}
+    folders = [Path(options.heads), *([options.compare] if options.compare else [])]
+    heads = [load_heads(folder, **sizes)[0] for folder in folders]
+    scene = _read(options)
+    groups = _groups(options, scene)
+    if options.engine == "replay":
+        earlier, rollouts = _generate(options, groups, "", progress)
+        measured = _replayed(options, heads, groups, earlier, rollouts, progress)
+    else:
+        runs = [_generate(options, groups, str(folder), progress)[1] for folder in folders]
+        measured = [[_counted(groups, rounds) for rounds in run] for run in runs]
+        rollouts = runs[0]
+    rows = []
+    for index, temperature in enumerate(options.every_temperature):
+        found = [measured[h][index] for h in range(len(folders))]
+        rows.append(
+            {
+                "temperature": temperature,
+                **_figures(found),
+                **_speed(rollouts[index]),
+                **_by_category(options, found),
+            }
+        )
+    settings = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in asdict(options).items()
+    }
+    several = {"temperatures": rows} if options.temperatures else {}
+    headline = {key: value for key, value in rows[0].items() if key != "temperature"}
+    return {
+        **headline,
+        **several,
+        "prompts": len(scene.prompts),
+        "settings": {**settings, "temperature": rows[0]["temperature"]},
+    }
+
+
+def _read(options: EvalOptions) -> Scene:
+    ways: Any = {"column": options.column, "respond": True}
+    scene = read_scene(
+        options.model, options.data, options.template, options.max_new_tokens, options.limit, **ways
+    )
+    if options.category:
+        require_column(list(scene.rows), options.category)
+    return scene
+
+
+def _groups(options: EvalOptions, scene: Scene) -> list[Group]:
+    """The prompts in the calls that an engine is to make. It counts for a whole call: small groups,
+    of one category each.
+    """
+    rows = list(scene.rows)
+    by_category: dict[str, list[tuple[int, ...]]] = {}
+    for prompt, row in zip(scene.prompts, scene.kept, strict=True):
+        by_category.setdefault(
+            str(rows[row][options.category]) if options.category else "", []
+        ).append(prompt)
+    if len(by_category) > MAX_CATEGORIES:
+        given, expected = (
+            f"{options.category}: {len(by_category)} values",
+            f"at most {MAX_CATEGORIES}",
+        )
+        problem = "The column has too many values to be a category."
+        raise DataError(problem, given=given, expected=expected, do="Name another --category.")
+    groups = []
+    for category, prompts in by_category.items():
+        size = PROMPTS_PER_ROUND
+        if options.engine == "vllm":
+            size = min(
+                size, -(-len(scene.prompts) // BOOTSTRAP_GROUPS), -(-len(prompts) // LEAST_GROUPS)
+            )
+        groups += [
+            Group(category, prompts[start : start + size]) for start in range(0, len(prompts), size)
+        ]
+    return groups
+
+
+def _generate(
+    options: EvalOptions, groups: Sequence[Group], heads: str, progress: OfflineProgress
+) -> tuple[list[list[Rollouts]], list[list[Rollouts]]]:
+    """Earlier responses of each group and those to measure, once for each temperature; with heads,
+    the engine drafts.
+    """
+    progress.say(f"Starting the engine {'with ' + heads if heads else ''} ...")
+    prompts = [prompt for group in groups for prompt in group.prompts]
+    earlier: list[list[Rollouts]] = []
+    runs: list[list[Rollouts]] = []
+    with running_engine(
+        options.model, heads, engine_config(prompts, options.max_new_tokens), options.seed
+    ) as engine:
+        if heads and options.draft == "sampled":
+            engine.configure(sampled=True, draft_temperature=options.draft_temperature)
+        for temperature in options.every_temperature:
+            sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens)
+            if heads and options.earlier_responses:
+                engine.configure(
+                    memory_bytes=0
+                )  # What was said at another temperature is forgotten.
+                engine.configure(memory_bytes=MEMORY_BYTES)
+            before = replace(sampling, responses_per_prompt=options.earlier_responses)
+            own = options.seed + len(groups)  # Other seeds than those of what is measured.
+            ways = (
+                [("Earlier responses", earlier, before, own)] if options.earlier_responses else []
+            )
+            for name, found, way, seed in (*ways, ("Responses", runs, sampling, options.seed)):
+                found.append([])
+                with progress.phase(
+                    f"{name}, temperature {temperature:g}", len(prompts)
+                ) as advance:
+                    for number, group in enumerate(groups):
+                        rollouts = engine.generate(group.prompts, replace(way, seed=seed + number))
+                        found[-1].append(rollouts)
+                        advance(len(group.prompts), f"{rollouts.tokens_per_s:.0f} tokens/s")
+    return earlier, runs
+
+
+def _replayed(
+    options: EvalOptions,
+    heads: Sequence[MedusaHeads],
+    groups: Sequence[Group],
+    earlier: Sequence[Sequence[Rollouts]],
+    rollouts: Sequence[Sequence[Rollouts]],
+    progress: OfflineProgress,
+) -> list[list[Measured]]:
+    """All heads on the same rollouts, at every temperature, with a memory of the earlier ones where
+    there are any.
+    """
+    device = training_device()
+    actor = on_device(load_actor(options.model))
+    lm_head_VD, embedding_VD = (
+        lm_head_weight(actor).detach().float(),
+        embedding_weight(actor).detach().float(),
+    )
+    drafts = options.draft_temperature if options.draft == "sampled" else 0.0
+    measured: list[list[Measured]] = [[] for _ in heads]
+    for temperature, before, rounds in zip(
+        options.every_temperature, earlier or [[]] * len(rollouts), rollouts, strict=True
+    ):
+        samples = samples_of(rounds)
+        prompts = {sample.prompt: sample.ids[: sample.spans[0][0]] for sample in samples}
+        with progress.phase(f"Hidden states, temperature {temperature:g}", len(samples)) as advance:
+            batch = read_all(HiddenReader(actor, temperature), samples, advance)
+        batch = replace(batch, top_k=options.top_k, top_p=options.top_p)
+        of_each = [
+            group.category
+            for group, r in zip(groups, rounds, strict=True)
+            for response in r.responses
+            if response.token_ids
+        ]
+        units: dict[tuple[str, int], int] = {}
+        pairs = zip(of_each, [sample.prompt for sample in samples], strict=True)
+        unit_S = torch.tensor([units.setdefault(pair, len(units)) for pair in pairs])
+        for one, found in zip(heads, measured, strict=True):
+            recalled = Recalled(prompts, before) if before else None
+            result = replay(
+                one.to(device),
+                batch,
+                lm_head_VD,
+                embedding_VD=embedding_VD,
+                served=Served(drafts, mix=recalled),
+            )
+            parts = _parts(result, batch, lm_head_VD) | (
+                {BY_SUFFIX: _by_suffix(recalled.trust)} if recalled else {}
+            )
+            found.append(
+                Measured(result.by_group(unit_S), [category for category, _ in units], parts)
+            )
+    return measured
+
+
+def _parts(
+    result: ReplayResult, batch: RolloutBatch, lm_head_VD: torch.Tensor
+) -> dict[str, list[dict[str, Any]]]:
+    """Tokens a step by the draft's place in its response, and by how open the policy is about the
+    first drafted token.
+    """
+    assert result.rows_M2 is not None, "a replay on one process knows its rows"
+    here_M = segments_from_lengths(batch.lengths_S)
+    place_M = torch.arange(len(here_M)) - (batch.lengths_S.cumsum(0) - batch.lengths_S)[here_M]
+    entropy = []
+    for hidden_CD in batch.hidden_MD.split(ENTROPY_ROWS):
+        logp_CV = (hidden_CD.to(lm_head_VD) @ lm_head_VD.T / batch.temperature).log_softmax(-1)
+        entropy.append(-(logp_CV.exp() * logp_CV).sum(-1).cpu())
+    next_M = look_ahead(torch.cat(entropy), here_M, 1, first=1)[0].squeeze(1)
+    return {
+        "By place in the response, tokens": _by_value(place_M, PLACE_BOUNDS, result.rows_M2),
+        "By entropy of the policy at the first draft, nats": _by_value(
+            next_M, ENTROPY_BOUNDS, result.rows_M2
+        ),
+    }
+
+
+def _by_value(
+    values_M: torch.Tensor, bounds: Sequence[float], rows_M2: torch.Tensor
+) -> list[dict[str, Any]]:
+    """Tokens a step of the rows between each two bounds; parts in which nothing was drafted are
+    left out.
+    """
+    found = []
+    for low, high in pairwise((*bounds, math.inf)):
+        drafts, accepted = rows_M2[(values_M >= low) & (values_M < high)].sum(0).tolist()
+        if drafts >= 1:
+            name = f"{low:g} and more" if high == math.inf else f"{low:g} to {high:g}"
+            found.append(
+                {
+                    "part": name,
+                    "drafts": round(drafts),
+                    "mean_acceptance_length": 1 + accepted / drafts,
+                }
+            )
+    return found
+
+
+def _by_suffix(trust: Trust) -> list[dict[str, Any]]:
+    """Share of the verified drafts that were accepted, by the length of the suffix that the memory
+    knew.
+    """
+    rows = [
+        (part, *both) for part, both in zip(LENGTHS, trust.by_length(), strict=True) if both[0] >= 1
+    ]
+    return [
+        {"part": part, "drafts": round(drafts), "accepted_share": taken / drafts}
+        for part, drafts, taken in rows
+    ]
+
+
+class Recalled:
+    """The memory in a replay: what the engine's would have known of earlier responses, response
+    after response.
+
+    How far it is believed is learned from the responses before, as an engine learns it from its
+    steps.
+
+    Attributes:
+        trust: the table of w.
+    """
+
+    def __init__(self, prompts: Mapping[int, tuple[int, ...]], earlier: Sequence[Rollouts]) -> None:
+        """
+        Args:
+            prompts: by the number that a batch has for them.
+            earlier: what the memory holds.
+        """
+        self._prompts, self._memory, self.trust = (
+            prompts,
+            ResponseMemory(MEMORY_BYTES),
+            Trust(torch.device("cpu")),
+        )
+        for rollouts in earlier:
+            for response in rollouts.responses:
+                self._memory.remember(
+                    prompt_key(rollouts.prompts[response.prompt_index]), response.token_ids
+                )
+
+    def __call__(
+        self, batch: RolloutBatch, logprobs_MK: torch.Tensor, tops_MK: torch.Tensor
+    ) -> torch.Tensor:
+        """log q of the mixture for the batch's tokens; `logprobs_MK` are those of the heads,
+        `tops_MK` the largest of each of their q.
+        """
+        assert batch.prompts_S is not None, "samples know their prompts"
+        lengths = batch.lengths_S.tolist()
+        of_each = (
+            part.split(lengths)
+            for part in (
+                batch.response_ids_M,
+                batch.logprobs_M.exp(),
+                logprobs_MK.exp(),
+                tops_MK.exp(),
+            )
+        )
+        parts = [
+            self._mixed(self._prompts[prompt], *response)
+            for prompt, *response in zip(batch.prompts_S.tolist(), *of_each, strict=True)
+        ]
+        return torch.cat(parts).log()
+
+    def _mixed(
+        self,
+        prompt: tuple[int, ...],
+        ids_T: torch.Tensor,
+        p_T: torch.Tensor,
+        heads_TK: torch.Tensor,
+        tops_TK: torch.Tensor,
+    ) -> torch.Tensor:
+        """q of a response's tokens `[T, K]`; w of the next responses follows from how these would
+        have been accepted.
+        """
+        here_T, K = torch.zeros_like(ids_T), heads_TK.shape[1]
+        ahead = [
+            look_ahead(part, here_T, K, first=1) for part in (*self._look_up(prompt, ids_T), p_T)
+        ]
+        (memory_TK, there_TK), (length_TK, _), (p_TK, _) = ahead
+        cells_TK = torch.where(there_TK, cells_of(length_TK, tops_TK), -1)
+        q_TK = torch.lerp(heads_TK, memory_TK, self.trust.share(cells_TK))
+        taken_TK = ((q_TK / p_TK.clamp_min(1e-30)).clamp_max(1) * there_TK).cumprod(1)
+        offered_TK = (
+            torch.cat([torch.ones_like(taken_TK[:, :1]), taken_TK[:, :-1]], dim=1) * there_TK
+        )
+        drawn = Drawn(
+            cells_TK, heads_TK, memory_TK, p_TK, offered_TK / p_TK.clamp_min(1e-30)
+        )  # They came from the policy itself.
+        self.trust.learn(
+            Drawn(*(part.flatten() for part in drawn)), offered_TK.flatten(), taken_TK.flatten()
+        )
+        return q_TK
+
+    def _look_up(
+        self, prompt: tuple[int, ...], ids_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q_memory of each token of a response, and the length of the suffix before it that the
+        memory knows.
+        """
+        tokens, weights = self._memory.text(prompt_key(prompt), prompt[-SUFFIX:], (), PLACES)
+        if not len(weights):
+            return torch.zeros(len(ids_T)), torch.zeros_like(ids_T)
+        text_1X, weight_1P = torch.from_numpy(tokens)[None], torch.from_numpy(weights)[None]
+        tails_Tn = (
+            torch.cat([torch.tensor(tail_of(prompt)), ids_T])
+            .unfold(0, SUFFIX, 1)[: len(ids_T)]
+            .int()
+        )
+        q, lengths = [], []
+        for tails_Bn, ids_B in zip(
+            tails_Tn.split(ROWS_AT_ONCE), ids_T.split(ROWS_AT_ONCE), strict=True
+        ):
+            votes = vote(match(text_1X.expand(len(ids_B), -1), tails_Bn), weight_1P)
+            q.append((votes.share_BP * (text_1X[:, SUFFIX:] == ids_B[:, None])).sum(1))
+            lengths.append(votes.length_B)
+        return torch.cat(q), torch.cat(lengths)
+
+
+def _counted(groups: Sequence[Group], rounds: Sequence[Rollouts]) -> Measured:
+    """vLLM's counters; the units are the calls, which are groups of prompts."""
+    accepted = list(zip_longest(*(r.counters.accepted_per_position for r in rounds), fillvalue=0))
+    drafts = torch.tensor([r.counters.drafts for r in rounds], dtype=torch.float64)
+    result = ReplayResult(
+        drafts,
+        torch.tensor(accepted, dtype=torch.float64).reshape(-1, len(rounds)).T,
+        torch.zeros_like(drafts),
+    )
+    return Measured(result, [group.category for group in groups])
+
+
+def _by_category(options: EvalOptions, found: Sequence[Measured]) -> dict[str, Any]:
+    if not options.category:
+        return {}
+    rows = []
+    for category in sorted(set(found[0].categories)):
+        chosen = torch.tensor([own == category for own in found[0].categories])
+        rows.append(
+            {
+                "category": category,
+                **_figures([Measured(one.result.select(chosen), [category]) for one in found]),
+            }
+        )
+    return {"categories": rows}
+
+
+def _figures(found: Sequence[Measured]) -> dict[str, Any]:
+    """Figures of the heads, and, paired with them, those of the heads to compare with."""
+    figures = {**_of_one(found[0].result), **({"parts": found[0].parts} if found[0].parts else {})}
+    if len(found) == 1:
+        return figures
+    difference = paired_difference(found[0].result, found[1].result)
+    other = {
+        **_of_one(found[1].result),
+        "difference": difference.value,
+        "difference_interval": [difference.low, difference.high],
+    }
+    return {**figures, "compare": other}
+
+
+def _of_one(result: ReplayResult) -> dict[str, Any]:
+    interval = result.confidence_interval()
+    return {
+        "mean_acceptance_length": result.mean_acceptance_length,
+        "acceptance_per_position": list(result.acceptance_per_position),
+        "drafts": round(result.drafts),
+        "accepted": round(result.accepted),
+        "confidence_interval": [interval.low, interval.high],
+    }
+
+
+def _speed(rounds: Sequence[Rollouts]) -> dict[str, Any]:
+    tokens, seconds = sum(r.generated_tokens for r in rounds), sum(r.seconds for r in rounds)
+    return {"generated_tokens": tokens, "tokens_per_s": tokens / seconds}

@@ -1,0 +1,433 @@
+"""Which tensor names and sizes each Medusa format has: key tables to and from heads that are free
+of any format.
+
+Shape letters: D hidden, V vocabulary. K heads, L residual layers; in names {k} and {l} count from
+0, {n} is L.
+
+All formats compute the same for head k: f = h; f = f + SiLU(W_l f + b_l) for each layer l; logits =
+lm_head f. They differ in names, in whether biases are there, in whether each head has an lm_head of
+its own, and in whether the layers of a head are one and the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from heads.checkpoint import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
+from heads.errors import CheckpointError, ConfigError
+from heads.heads_config import HeadsConfig
+from heads.tensorfile import FLOAT_DTYPES, Header
+
+BLOCK, BIAS, OWN, SHARED = (
+    "blocks.{k}.layers.{l}.weight",
+    "blocks.{k}.layers.{l}.bias",
+    "lm_heads.{k}.weight",
+    "lm_head.weight",
+)
+"""The names of heads that are free of any format: stock vLLM's, which are our native ones too."""
+INDEX = "(0|[1-9][0-9]{0,2})"
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """Names of one format, and what it can hold.
+
+    Attributes:
+        block, bias, own: templates of the three kinds of tensors; `own` is empty where heads can't
+            have an lm_head of their own.
+        shared: name of the copy of the actor's lm_head, where the format has one.
+        biases: `optional`, `always` (zeros are written when there are none) or `never`.
+        lm_heads: `any`, `own` (a shared one is written once for each head) or `shared`.
+        layers: `any`; `tied` (its own loader builds one layer and repeats it, so different layers
+            would be lost); `one`.
+        needs_lm_head: the copy of a shared lm_head must be there.
+    """
+
+    block: str
+    bias: str
+    own: str
+    shared: str = ""
+    biases: str = "always"
+    lm_heads: str = "own"
+    layers: str = "any"
+    needs_lm_head: bool = False
+
+    def prefixed(self, prefix: str) -> KeyTable:
+        return replace(
+            self, block=prefix + self.block, bias=prefix + self.bias, own=prefix + self.own
+        )
+
+
+NUMBERED = KeyTable("{k}.{l}.linear.weight", "{k}.{l}.linear.bias", "{k}.{n}.weight")
+TABLES: dict[str, KeyTable] = {
+    "native": KeyTable(BLOCK, BIAS, OWN, SHARED, biases="never", lm_heads="any"),
+    "vllm": KeyTable(
+        BLOCK, BIAS, OWN, SHARED, biases="optional", lm_heads="any", needs_lm_head=True
+    ),
+    "fasterdecoding": replace(NUMBERED, layers="tied"),
+    "medusa-1.0": replace(NUMBERED, layers="tied").prefixed("medusa_head."),
+    "tgi-v1": NUMBERED,
+    "tgi-v2": replace(NUMBERED, own="", lm_heads="shared", layers="one"),
+    "modelopt": NUMBERED.prefixed("medusa_heads."),
+}
+FORMATS = tuple(TABLES)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a configuration file says of the heads; None where it says nothing. Tensors are believed
+    more than this.
+    """
+
+    num_heads: int | None = None
+    num_layers: int | None = None
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Heads as a file's header describes them, checked; nothing is read yet.
+
+    Attributes:
+        names: name in the file -> name free of any format. Several of the latter for tied layers:
+            {name: (first, second)}.
+        hidden_size, num_heads, num_layers: sizes that the tensors have.
+        vocab_size: rows of the lm_heads, or None when no tensor says.
+        own: every head has an lm_head of its own.
+        dtype: of the heads' tensors.
+        notes: what differed from the configuration, in sentences for the reader.
+    """
+
+    names: dict[str, tuple[str, ...]]
+    hidden_size: int
+    num_heads: int
+    num_layers: int
+    vocab_size: int | None
+    own: bool
+    dtype: torch.dtype
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlainHeads:
+    """Heads of kind medusa, free of any format: tensors under the names BLOCK, BIAS (all or none),
+    OWN, and perhaps the actor's lm_head.
+    """
+
+    config: HeadsConfig
+    tensors: dict[str, torch.Tensor]
+    lm_head_VD: torch.Tensor | None = None
+
+    @property
+    def biased(self) -> bool:
+        return BIAS.format(k=0, l=0) in self.tensors
+
+    @property
+    def tied(self) -> bool:
+        """The layers of each head are bit for bit the same."""
+        pairs = [
+            (k, layer)
+            for k in range(self.config.num_heads)
+            for layer in range(1, self.config.num_layers)
+        ]
+        names = (BLOCK, BIAS) if self.biased else (BLOCK,)
+        return all(
+            torch.equal(
+                self.tensors[name.format(k=k, l=layer)], self.tensors[name.format(k=k, l=0)]
+            )
+            for k, layer in pairs
+            for name in names
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[BLOCK.format(k=0, l=0)].dtype
+
+
+# ---- from a format
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> Layout:
+    """Understand the names of a file that holds heads and nothing else, and check their sizes.
+
+    Raises:
+        CheckpointError: a name that the format doesn't have, one that is missing, or sizes that
+            contradict each other.
+    """
+    blocks, biases, own = (
+        _indices(template, header) for template in (table.block, table.bias, table.own)
+    )
+    if not blocks:
+        raise _wrong(where, "no residual block", f"names like {table.block}")
+    K, present = (1 + max(numbers) for numbers in zip(*blocks, strict=True))
+    L = max(n for _, n in own) if own and "{n}" in table.own else present
+    notes = _check_counts(K, L, present, claims, bool(own), where)
+    names: dict[str, tuple[str, ...]] = {}
+    for k in range(K):
+        for layer in range(present):
+            copies = range(L) if present == 1 else (layer,)
+            names[table.block.format(k=k, l=layer)] = tuple(
+                BLOCK.format(k=k, l=copy) for copy in copies
+            )
+            if biases:
+                names[table.bias.format(k=k, l=layer)] = tuple(
+                    BIAS.format(k=k, l=copy) for copy in copies
+                )
+        if own:
+            names[table.own.format(k=k, n=L)] = (OWN.format(k=k),)
+    if table.shared and table.shared in header:
+        names[table.shared] = (SHARED,)
+    missing, unknown = sorted(set(names) - set(header)), sorted(set(header) - set(names))
+    if unknown:
+        raise _wrong(
+            where,
+            f"unknown tensors {[name[:60] for name in unknown[:3]]}",
+            f"names like {table.block}",
+        )
+    if missing:
+        raise _wrong(
+            where, f"{missing[0]} is missing", f"{K} heads of {L} layers, alike in all tensors"
+        )
+    return _sized(header, names, K, L, claims, notes, where)
+
+
+def _indices(template: str, header: Header) -> list[tuple[int, int]]:
+    """Head, and layer (or 0), of every name that a template makes."""
+    text = re.escape(template)
+    for letter in "kln":
+        text = text.replace(re.escape("{" + letter + "}"), INDEX)
+    found = [re.fullmatch(text, name) for name in header if template and len(name) < 100]
+    return [
+        (int(match[1]), int(match[2]) if match.re.groups > 1 else 0) for match in found if match
+    ]
+
+
+def _check_counts(K: int, L: int, present: int, claims: Claims, own: bool, where: str) -> list[str]:
+    """Refuse what can't be, and note where the configuration says something else than the
+    tensors.
+    """
+    notes = []
+    if K > MAX_HEADS or L > MAX_LAYERS:
+        raise _wrong(
+            where, f"{K} heads of {L} layers", f"at most {MAX_HEADS} heads of {MAX_LAYERS} layers"
+        )
+    if L < 1 or present not in (1, L):
+        expected = "as many layers as come before the lm_head, or one tied layer"
+        raise _wrong(where, f"{present} layers, and lm_heads after layer {L}", expected)
+    if L > 1 and present == 1:
+        notes.append(
+            f"Only the first of {L} layers is in the file: they were one repeated layer (tied), and"
+            f" are written as {L} copies."
+        )
+    elif claims.num_layers not in (None, L) and present == 1 and not own:
+        given = f"1 layer in the tensors, {claims.num_layers} in the configuration"
+        raise _wrong(where, given, "the same number: tied layers look like this")
+    elif claims.num_layers not in (None, L):
+        notes.append(
+            f"The configuration says {claims.num_layers} layers, the tensors have {L}: {L} it is."
+        )
+    if claims.num_heads not in (None, K):
+        notes.append(
+            f"The configuration says {claims.num_heads} heads, the tensors have {K}: {K} it is."
+        )
+    return notes
+
+
+def _sized(
+    header: Header,
+    names: dict[str, tuple[str, ...]],
+    K: int,
+    L: int,
+    claims: Claims,
+    notes: list[str],
+    where: str,
+) -> Layout:
+    """Compare all shapes and dtypes with each other, and with the configuration where it says
+    something.
+    """
+    by_target = {targets[0]: header[name] for name, targets in names.items()}
+    code, first = by_target[BLOCK.format(k=0, l=0)]
+    D = first[0] if len(first) == 2 else 0
+    tables = {target: shape for target, (_, shape) in by_target.items() if "lm_head" in target}
+    V = next((shape[0] for shape in tables.values() if shape), None)
+    for target, (dtype, shape) in by_target.items():
+        expected = (V, D) if target in tables else (D, D) if target.endswith("weight") else (D,)
+        if shape != expected or 0 in shape or D > MAX_WIDTH or (V or 0) > MAX_VOCAB:
+            raise _wrong(
+                where,
+                f"{target} has shape {shape}",
+                f"{expected}, as the others have, within {MAX_VOCAB} x {MAX_WIDTH}",
+            )
+        if dtype not in FLOAT_DTYPES or (dtype != code and target != SHARED):
+            raise _wrong(
+                where,
+                f"{target} has dtype {dtype[:20]}",
+                f"one of {', '.join(FLOAT_DTYPES)}, the same for all heads",
+            )
+    if claims.hidden_size not in (None, D):
+        raise _wrong(
+            where,
+            f"hidden size {D} in the tensors, {claims.hidden_size} in the configuration",
+            "the same",
+        )
+    if V is not None and claims.vocab_size not in (None, V):
+        notes = [
+            *notes,
+            (
+                f"The configuration says a vocabulary of {claims.vocab_size}, the tensors have {V}:"
+                f" {V} it is."
+            ),
+        ]
+    own = OWN.format(k=0) in by_target
+    return Layout(names, D, K, L, V, own, FLOAT_DTYPES[code], tuple(notes))
+
+
+def plain_heads(
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    lm_head_VD: torch.Tensor | None,
+    vocab_size: int,
+    where: str,
+) -> tuple[PlainHeads, list[str]]:
+    """Heads free of any format from the tensors that a layout names; own lm_heads that are all the
+    actor's become a shared one.
+
+    Args:
+        tensors: by their names in the file.
+        lm_head_VD: the actor's lm_head, when known from elsewhere.
+    """
+    named = {target: tensors[name] for name, targets in layout.names.items() for target in targets}
+    notes = list(layout.notes)
+    inside = named.pop(SHARED, None)
+    if (
+        inside is not None
+        and lm_head_VD is not None
+        and not torch.equal(inside.to(layout.dtype), lm_head_VD.to(layout.dtype))
+    ):
+        notes.append(
+            "The lm_head in the file is not the model's (a policy that moved on?): the model's is"
+            " used."
+        )
+    lm_head_VD = inside if lm_head_VD is None else lm_head_VD
+    biases = [name for name in named if name.endswith(".bias")]
+    if biases and not any(named[name].count_nonzero() for name in biases):
+        notes.append("All biases are zero and left out.")
+        named = {name: tensor for name, tensor in named.items() if name not in biases}
+    own = [named[OWN.format(k=k)] for k in range(layout.num_heads)] if layout.own else []
+    same = bool(own) and all(torch.equal(tensor, own[0]) for tensor in own[1:])
+    if same and lm_head_VD is not None and torch.equal(own[0], lm_head_VD.to(layout.dtype)):
+        notes.append("Every head's lm_head is the model's own: it is shared from now on.")
+        named = {name: tensor for name, tensor in named.items() if not name.startswith("lm_heads.")}
+        own = []
+    elif same and len(own) > 1:
+        notes.append(
+            "All heads have the same lm_head. Give --model to let it be compared with the model's"
+            " and shared."
+        )
+    config = HeadsConfig(
+        layout.hidden_size,
+        vocab_size,
+        layout.num_heads,
+        "medusa",
+        layout.num_layers,
+        "own" if own else "shared",
+    )
+    if lm_head_VD is not None and tuple(lm_head_VD.shape) != (vocab_size, layout.hidden_size):
+        raise _wrong(
+            where,
+            f"lm_head of shape {tuple(lm_head_VD.shape)}",
+            f"{(vocab_size, layout.hidden_size)}",
+        )
+    return PlainHeads(config, named, lm_head_VD), notes
+
+
+def _wrong(where: str, given: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        "The heads in the file are not as their format says.",
+        given=f"{where}: {given}",
+        expected=expected,
+        do="See docs/formats.md.",
+    )
+
+
+# ---- to a format
+# -----------------------------------------------------------------------------------------------------------------
+
+
+def refuse_unrepresentable(plain: PlainHeads, target: str) -> None:
+    """ConfigError that names what the format can't hold; nothing is ever dropped in silence."""
+    reason = _obstacle(plain, target)
+    if reason:
+        others = ", ".join(representable_formats(plain)) or "none without the model's lm_head"
+        do = (
+            "Give the model's folder with --model."
+            if reason is NO_LM_HEAD
+            else "Choose one of these."
+        )
+        raise ConfigError(
+            f"These heads can't be written as {target}.",
+            given=reason,
+            expected=f"a format that can hold them: {others}",
+            do=do,
+        )
+
+
+def representable_formats(plain: PlainHeads) -> list[str]:
+    """The formats that can hold these heads."""
+    return [target for target in FORMATS if not _obstacle(plain, target)]
+
+
+NO_LM_HEAD = "the format needs the model's lm_head in the file, and it is not here"
+
+
+def _obstacle(plain: PlainHeads, target: str) -> str:
+    """Why the format can't hold the heads; empty when it can."""
+    table, config = TABLES[target], plain.config
+    if plain.biased and table.biases == "never":
+        return "the residual blocks have biases, and ours have none"
+    if table.lm_heads == "shared" and config.lm_head == "own":
+        return "each head has an lm_head of its own, and the format only knows the base model's"
+    if table.layers == "one" and config.num_layers > 1:
+        return f"the heads have {config.num_layers} layers, and the format knows one"
+    if table.layers == "tied" and config.num_layers > 1 and not plain.tied:
+        return (
+            f"the {config.num_layers} layers differ; the format's loader repeats one layer and"
+            " would keep the last only"
+        )
+    if (
+        config.lm_head == "shared"
+        and plain.lm_head_VD is None
+        and (table.needs_lm_head or table.lm_heads == "own")
+    ):
+        return NO_LM_HEAD
+    return ""
+
+
+def to_keys(plain: PlainHeads, target: str) -> dict[str, torch.Tensor]:
+    """The tensors under a format's names, in the order head by head. Call `refuse_unrepresentable`
+    first.
+    """
+    table, config = TABLES[target], plain.config
+    biased = plain.biased or table.biases == "always"
+    out: dict[str, torch.Tensor] = {}
+    for k in range(config.num_heads):
+        for layer in range(config.num_layers):
+            out[table.block.format(k=k, l=layer)] = plain.tensors[BLOCK.format(k=k, l=layer)]
+            if biased:
+                zeros_D = torch.zeros(config.hidden_size, dtype=plain.dtype)
+                out[table.bias.format(k=k, l=layer)] = plain.tensors.get(
+                    BIAS.format(k=k, l=layer), zeros_D
+                )
+        if config.lm_head == "own":
+            out[table.own.format(k=k, n=config.num_layers)] = plain.tensors[OWN.format(k=k)]
+        elif table.lm_heads == "own" and plain.lm_head_VD is not None:
+            out[table.own.format(k=k, n=config.num_layers)] = plain.lm_head_VD.to(plain.dtype)
+    if table.shared and config.lm_head == "shared" and plain.lm_head_VD is not None:
+        out[table.shared] = plain.lm_head_VD.to(plain.dtype)
+    return {name: tensor.clone().contiguous() for name, tensor in out.items()}

@@ -1,0 +1,274 @@
+"""Hidden states of samples: sequences packed into rows without padding, in fixed groups, kept up to
+a bound, else computed again.
+
+Shape letters: B rows of a forward pass, T positions, D hidden, V vocabulary, M written tokens of
+all sequences.
+
+A group is always computed in the same shapes, whoever asks for it and when: what is trained on does
+not depend, to the bit, on what the cache holds or on where an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from transformers import PreTrainedModel
+
+from medusa_ppo.actors.hf import HiddenTap
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.offline.collect import Sample
+from medusa_ppo.runtime.console import Advance
+
+GROUP_TOKENS = 8192
+"""Tokens of one group, and of one forward pass at most."""
+LEAST_GROUPS = 16
+ROW_TOKENS = 256
+"""Rows are at least so long where sequences are packed, so that little of a row stays empty."""
+LOGIT_ELEMENTS = 1 << 26
+"""Logits of one forward pass that needs them (256 MiB in float32)."""
+PROBE_LENGTHS = (7, 5)
+
+Row = list[tuple[int, int]]
+"""Sequences that stand one after the other in one row of a forward pass: (sample, its first
+position).
+"""
+
+
+def read_all(reader: HiddenReader, samples: Sequence[Sample], advance: Advance) -> RolloutBatch:
+    """All samples' states in one batch, in their order."""
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i].ids))
+    found: dict[int, RolloutBatch] = {}
+    for group in _cut([len(samples[i].ids) for i in order], GROUP_TOKENS):
+        numbers = [order[i] for i in group]
+        found |= dict(zip(numbers, reader.read([samples[i] for i in numbers]), strict=True))
+        advance(len(numbers))
+    return RolloutBatch.join([found[i] for i in range(len(samples))])
+
+
+class HiddenStates:
+    """The samples of a training, dealt into groups once; each group's batch comes from the cache or
+    from a new forward pass.
+
+    Attributes:
+        groups: indices of each group's samples.
+        cached_bytes: held now.
+        forwards: groups computed so far.
+    """
+
+    def __init__(
+        self, reader: HiddenReader, samples: Sequence[Sample], cache_bytes: int, seed: int
+    ) -> None:
+        """
+        Args:
+            reader: computes the states.
+            cache_bytes: most bytes of hidden states to keep; 0: none, every use is a forward pass.
+            seed: of the dealing.
+        """
+        self._reader = reader
+        self._samples = samples
+        self._room = cache_bytes
+        self._kept: dict[int, RolloutBatch] = {}
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
+        total = sum(len(sample.ids) for sample in samples)
+        size = max(1, min(GROUP_TOKENS, -(-total // LEAST_GROUPS)))
+        self.groups = [
+            [order[i] for i in group] for group in _cut([len(samples[i].ids) for i in order], size)
+        ]
+        self.cached_bytes = 0
+        self.forwards = 0
+
+    @property
+    def tokens(self) -> int:
+        """Written tokens of all samples."""
+        return sum(sample.written for sample in self._samples)
+
+    def batch(self, numbers: Sequence[int]) -> RolloutBatch:
+        """The batch of some groups, in that order."""
+        return RolloutBatch.join([self._group(number) for number in numbers])
+
+    def _group(self, number: int) -> RolloutBatch:
+        if number in self._kept:
+            return self._kept[number]
+        batch = RolloutBatch.join(
+            self._reader.read([self._samples[i] for i in self.groups[number]])
+        )
+        self.forwards += 1
+        # Groups stay once they are in: every epoch asks for each of them, and throwing out the
+        # oldest would throw out every one in turn.
+        if self.cached_bytes + batch.nbytes <= self._room:
+            self._kept[number] = batch
+            self.cached_bytes += batch.nbytes
+        return batch
+
+
+class HiddenReader:
+    """Reads hidden states off a model's own forward pass: packed rows where the model keeps them
+    apart, else padded ones.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, temperature: float, dtype: torch.dtype | None = None
+    ) -> None:
+        """
+        Args:
+            model: the actor, on the device where it is to run.
+            temperature: of the samples' behaviour log-probs, and of those that are the actor's own
+                because a sample has none.
+            dtype: that states are kept in; None: as the model gives them.
+        """
+        self._model = model
+        self._dtype = dtype or model.dtype
+        self._temperature = temperature
+        self._sizes = model.config.get_text_config()
+        self._accepts = set(inspect.signature(model.forward).parameters)
+        self.packed = self._keeps_packed_apart()
+
+    @torch.no_grad()
+    def read(self, samples: Sequence[Sample]) -> list[RolloutBatch]:
+        """One batch per sample, on the CPU."""
+        longest = max(len(sample.ids) for sample in samples)
+        needs_logits = any(sample.logprobs is None for sample in samples)
+        limit = max(
+            longest,
+            min(
+                GROUP_TOKENS,
+                LOGIT_ELEMENTS // self._sizes.vocab_size if needs_logits else GROUP_TOKENS,
+            ),
+        )
+        context = getattr(self._sizes, "max_position_embeddings", None) or ROW_TOKENS
+        width = max(longest, min(ROW_TOKENS, limit, context))
+        rows = (
+            _pack([len(s.ids) for s in samples], width)
+            if self.packed
+            else _one_each([len(s.ids) for s in samples])
+        )
+        found: dict[int, RolloutBatch] = {}
+        widths = [_width(row, samples) for row in rows]
+        for part in _cut(widths, limit, padded=True):
+            self._run([rows[i] for i in part], samples, needs_logits, found)
+        return [found[i] for i in range(len(samples))]
+
+    def _run(
+        self,
+        rows: Sequence[Row],
+        samples: Sequence[Sample],
+        needs_logits: bool,
+        found: dict[int, RolloutBatch],
+    ) -> None:
+        width = max(_width(row, samples) for row in rows)
+        ids_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+        # What stays empty at a row's end are sequences of one token, at position 0: nobody looks
+        # there.
+        positions_BT = torch.zeros_like(ids_BT)
+        for b, row in enumerate(rows):
+            for i, start in row:
+                stop = start + len(samples[i].ids)
+                ids_BT[b, start:stop] = torch.tensor(samples[i].ids)
+                positions_BT[b, start:stop] = torch.arange(stop - start)
+        hidden_BTD, logits_BTV = self._forward(ids_BT, positions_BT, needs_logits)
+        for b, row in enumerate(rows):
+            for i, start in row:
+                found[i] = self._sequence(
+                    samples[i], hidden_BTD[b], None if logits_BTV is None else logits_BTV[b], start
+                )
+
+    def _sequence(
+        self, sample: Sample, hidden_TD: torch.Tensor, logits_TV: torch.Tensor | None, start: int
+    ) -> RolloutBatch:
+        """Cut a sample's written tokens out of its row; the state before a token predicts it."""
+        ids_M = torch.tensor(
+            [token for first, end in sample.spans for token in sample.ids[first:end]],
+            dtype=torch.int64,
+        )
+        rows_M = torch.cat(
+            [torch.arange(start + first - 1, start + end - 1) for first, end in sample.spans]
+        ).to(hidden_TD.device)
+        if sample.logprobs is not None:
+            logprobs_M = torch.tensor(sample.logprobs, dtype=torch.float32)
+        else:
+            assert logits_TV is not None, "logits are computed when a sample lacks log-probs"
+            logp_MV = torch.log_softmax(logits_TV[rows_M].float() / self._temperature, dim=-1)
+            logprobs_M = logp_MV.gather(1, ids_M.to(logp_MV.device)[:, None])[:, 0].cpu()
+        lengths_S = torch.tensor([end - first for first, end in sample.spans], dtype=torch.int64)
+        prompts_S = torch.full_like(lengths_S, sample.prompt)
+        hidden_MD = hidden_TD[rows_M].to("cpu", self._dtype)
+        return RolloutBatch(
+            hidden_MD,
+            ids_M,
+            logprobs_M,
+            lengths_S,
+            temperature=self._temperature,
+            prompts_S=prompts_S,
+        )
+
+    def _forward(
+        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor | None, needs_logits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # Without a cache: transformers looks for packed sequences only where there is none.
+        options: dict[str, int] = {"use_cache": False} if "use_cache" in self._accepts else {}
+        if not needs_logits and "logits_to_keep" in self._accepts:
+            options["logits_to_keep"] = 1
+        positions = {}
+        if positions_BT is not None and "position_ids" in self._accepts:
+            positions["position_ids"] = positions_BT.to(self._model.device)
+        with HiddenTap(self._model) as tap:
+            logits_BTV = self._model(
+                input_ids=ids_BT.to(self._model.device), **positions, **options
+            ).logits
+        return tap.hidden_BTD, logits_BTV if needs_logits else None
+
+    @torch.no_grad()
+    def _keeps_packed_apart(self) -> bool:
+        """Seen, not assumed: the states of a short sequence behind another one must be those that
+        it has alone.
+        """
+        if "position_ids" not in self._accepts:
+            return False
+        one, two = PROBE_LENGTHS
+        ids = torch.arange(one + two).remainder(self._sizes.vocab_size)[None]
+        positions = torch.cat([torch.arange(one), torch.arange(two)])[None]
+        together = self._forward(ids, positions, False)[0][0, one:].float()
+        alone = self._forward(ids[:, one:], torch.arange(two)[None], False)[0][0].float()
+        tolerance = 1e-3 if self._model.dtype == torch.float32 else 3e-2
+        return bool((together - alone).norm() <= tolerance * alone.norm())
+
+
+def _pack(lengths: Sequence[int], width: int) -> list[Row]:
+    """Longest first, each into the first row that has room."""
+    rows: list[Row] = []
+    ends: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((r for r, end in enumerate(ends) if end + lengths[i] <= width), len(rows))
+        if row == len(rows):
+            rows.append([])
+            ends.append(0)
+        rows[row].append((i, ends[row]))
+        ends[row] += lengths[i]
+    return rows
+
+
+def _one_each(lengths: Sequence[int]) -> list[Row]:
+    """A row for each sequence, sorted by length so that neighbours need little padding (which,
+    behind a causal mask, nobody sees).
+    """
+    return [[(i, 0)] for i in sorted(range(len(lengths)), key=lambda i: lengths[i])]
+
+
+def _width(row: Row, samples: Sequence[Sample]) -> int:
+    last, start = row[-1]
+    return start + len(samples[last].ids)
+
+
+def _cut(sizes: Sequence[int], limit: int, *, padded: bool = False) -> list[list[int]]:
+    """Consecutive indices, cut so that no part is larger than `limit` (a single one may be): by
+    sum, or by its largest times its count.
+    """
+    ends = [0]
+    for i in range(1, len(sizes)):
+        part = sizes[ends[-1] : i + 1]
+        if (max(part) * len(part) if padded else sum(part)) > limit:
+            ends.append(i)
+    return [list(range(first, end)) for first, end in pairwise([*ends, len(sizes)])]

@@ -1,0 +1,225 @@
+"""Heads without PPO: train and measure them on anyone's model and data. Here, without torch: what
+`train` and `eval` can be told.
+
+Every option stands in this one place, with its default and what `--help` says of it. Where a
+setting is one of a run's too, its default is read from there. What differs says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Option
+
+from heads.heads_config import HeadsConfig
+from medusa_ppo.config.run_config import CompanionConfig, HeadsSection, SamplingConfig
+
+MEANS_NOTHING_TO_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
+"""Options that change when a training stops or how fast it is, not what the heads are after so many
+tokens.
+"""
+HEADS, COMPANION, SAMPLING = HeadsSection(), CompanionConfig(), SamplingConfig()
+"""A run's settings, at their defaults."""
+
+
+def line_breaks(text: str) -> str:
+    """A template as it was typed: a shell hands `\\n` on as two characters, and a line break is
+    meant.
+    """
+    return text.replace("\\n", "\n")
+
+
+Model = Annotated[str, Option(help="Folder or hub name of a transformers causal LM.")]
+Data = Annotated[
+    str,
+    Option(
+        help="JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name."
+    ),
+]
+Seed = Annotated[int, Option(help="Seed of everything random.")]
+Template = Annotated[
+    str, Option(help="Prompt template with the row's fields in braces.", callback=line_breaks)
+]
+NewTokens = Annotated[int, Option(min=1, help="Longest response, in tokens.")]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of `medusa-ppo train`. Pass by keyword."""
+
+    model: Annotated[
+        str,
+        Option(
+            help=(
+                "Folder or hub name of a transformers causal LM, or folder of a Megatron"
+                " distributed checkpoint."
+            )
+        ),
+    ]
+    data: Data
+    out: Annotated[Path, Option(help="Folder for the heads (native checkpoint) and train.jsonl.")]
+    kind: Annotated[Literal["medusa", "markov", "hydra"], Option(help="Kind of the heads.")] = (
+        HEADS.kind
+    )
+    num_heads: Annotated[int, Option(min=1, help="K, the number of heads.")] = HEADS.num_heads
+    context: Annotated[
+        int,
+        Option(
+            min=0,
+            help="Last positions of the response that heads of kind hydra attend to; 0: none.",
+        ),
+    ] = HEADS.context
+    loss: Annotated[
+        Literal["ce", "tv", "ce_tv", "kl", "kl_tv"], Option(help="Loss of the heads.")
+    ] = "ce_tv"
+    """Not the companion's: that one reads the actor's whole distribution, which gains where tokens
+    are few; here they are many.
+    """
+    template: Annotated[
+        str,
+        Option(
+            help="Prompt template with the row's fields in braces; the model writes the responses.",
+            callback=line_breaks,
+        ),
+    ] = ""
+    column: Annotated[
+        str,
+        Option(
+            help=(
+                "Column with full texts, or chat messages (only the assistant's turns are trained"
+                " on)."
+            )
+        ),
+    ] = ""
+    respond: Annotated[
+        bool,
+        Option(
+            "--respond",
+            help="Messages are prompts: the model answers in place of their last answer.",
+        ),
+    ] = False
+    streaming: Annotated[
+        bool, Option("--streaming", help="Read the data row by row, and only as much as is needed.")
+    ] = False
+    max_train_tokens: Annotated[int, Option(min=1, help="Response tokens to train on.")] = 100_000
+    max_minutes: Annotated[
+        float, Option(min=0, help="Stop training after this many minutes; 0: no limit.")
+    ] = 0.0
+    target_mal: Annotated[
+        float, Option(min=0, help="Stop at this mean acceptance length by replay; 0: never.")
+    ] = 0.0
+    epochs: Annotated[int, Option(min=1, help="Passes over the tokens.")] = 4
+    """More than the companion's: these tokens are all there are, the companion gets new ones with
+    every step.
+    """
+    learning_rate: Annotated[
+        float, Option(help="AdamW step size at its height; a cosine ends it.")
+    ] = COMPANION.learning_rate
+    batch_positions: Annotated[int, Option(min=1, help="Positions per micro-batch.")] = 512
+    """Fewer than the companion's: a cosine calms small steps down in the end, and the companion has
+    none, but a policy that moves.
+    """
+    accumulate: Annotated[int, Option(min=1, help="Micro-batches per optimizer step.")] = 1
+    workers: Annotated[
+        int,
+        Option(
+            min=1, help="Ray processes that train together, each on its own sequences; a GPU each."
+        ),
+    ] = 1
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Option(help="Of the model, its hidden states and all products."),
+    ] = "float32"
+    cache_bytes: Annotated[
+        int, Option(min=0, help="Most bytes of hidden states kept between epochs; 0: none.")
+    ] = 4 * 1024**3
+    temperature: Annotated[float, Option(help="Sampling temperature of the responses.")] = (
+        SAMPLING.temperature
+    )
+    max_new_tokens: NewTokens = 128
+    """More than a run's, which is sized for an engine of short contexts: here the engine is made to
+    fit.
+    """
+    seed: Seed = 0
+    fresh: Annotated[
+        bool, Option("--fresh", help="Begin anew where an interrupted training would go on.")
+    ] = False
+
+    def sizes(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
+        """Of the heads."""
+        return HeadsSection(kind=self.kind, num_heads=self.num_heads, context=self.context).sizes(
+            hidden_size, vocab_size
+        )
+
+    @property
+    def step_positions(self) -> int:
+        """Positions of one optimizer step, of all workers together."""
+        return self.batch_positions * self.accumulate * self.workers
+
+    @property
+    def draft_temperature(self) -> float:
+        """Drafts that the heads are judged by: those that their loss aims at. 0: one-hot."""
+        return 0.0 if self.loss == "ce" else 1.0
+
+    def settings(self) -> dict[str, Any]:
+        """What the heads depend on, as JSON values."""
+        return {
+            key: value for key, value in asdict(self).items() if key not in MEANS_NOTHING_TO_HEADS
+        }
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Options of `medusa-ppo eval`. Pass by keyword."""
+
+    model: Model
+    heads: Annotated[str, Option(help="Native heads directory, or hf://owner/name.")]
+    data: Data
+    template: Template = ""
+    column: Annotated[
+        str,
+        Option(
+            help="Column with prompts, or with chat messages whose last answer the model writes."
+        ),
+    ] = ""
+    engine: Annotated[
+        Literal["replay", "vllm"],
+        Option(help="`replay`: from rollouts alone; `vllm`: the engine's own counters."),
+    ] = "replay"
+    draft: Annotated[Literal["one-hot", "sampled"], Option(help="How drafts are drawn.")] = (
+        "one-hot"
+    )
+    draft_temperature: Annotated[float, Option(help="Temperature of sampled drafts.")] = 1.0
+    temperature: Annotated[float, Option(help="Sampling temperature.")] = 1.0
+    temperatures: Annotated[
+        tuple[float, ...],
+        Option(help="Several sampling temperatures, e.g. 0.3,0.7,1.0; the first is the headline."),
+    ] = ()
+    top_p: Annotated[float, Option(help="Nucleus mass; 1: off.")] = 1.0
+    top_k: Annotated[int, Option(help="Sample from the k likeliest tokens; 0: off.")] = 0
+    category: Annotated[str, Option(help="Column whose values the figures are also given for.")] = (
+        ""
+    )
+    compare: Annotated[
+        Path | None,
+        Option(help="Other heads, measured on the same rollouts (vllm: on the same prompts)."),
+    ] = None
+    earlier_responses: Annotated[
+        int,
+        Option(
+            min=0,
+            help=(
+                "Responses to each prompt that a memory has before; sampled drafts then come from"
+                " the heads and from it."
+            ),
+        ),
+    ] = 0
+    max_new_tokens: NewTokens = 128
+    limit: Annotated[int, Option(min=0, help="Prompts to use; 0: all.")] = 256
+    seed: Seed = 0
+
+    @property
+    def every_temperature(self) -> tuple[float, ...]:
+        return self.temperatures or (self.temperature,)

@@ -1,0 +1,415 @@
+"""The scene of `train` and `eval`: model, prompts, and an engine that fits them. With `train
+--dry-run` its sizes, memory and time, before anything is started or written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from heads.errors import ConfigError, DataError
+from heads.modules import MedusaHeads
+from medusa_ppo.actors.hf import DTYPES, load_tokenizer
+from medusa_ppo.actors.megatron_checkpoint import described_by
+from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.engines.ray_engine import make_engine
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, chat_prompt, check_template, is_chat
+from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.reports.run_files import PROMPT_IDS, RESPONSE_IDS
+from medusa_ppo.runtime.data import Row, load_rows, render_prompts, require_column, stream_rows
+from medusa_ppo.runtime.hardware import cpu_has_bfloat16
+from medusa_ppo.runtime.processes import local_ray
+from medusa_ppo.runtime.wording import seconds
+
+"""Flags of CPUs (x86, Arm) that multiply bfloat16 themselves. Without one, torch's products take
+many times as long as float32 ones.
+"""
+
+MAX_PROMPT_TOKENS = 1024
+MAX_TEXT_TOKENS = 2048
+"""Longer texts are cut into windows: a model's whole context would make its attention the largest
+part of a forward pass.
+"""
+DEFAULT_CONTEXT = 2048
+MESSAGES, PROMPT = "messages", "prompt"
+"""Columns that are found by their names when neither a template nor a column is given."""
+
+STREAMED_SHARE = 16
+"""Of a streamed data set as many prompts are read as would do with responses of so many tokens;
+they are gone through again if need be.
+"""
+FLOAT_BYTES = 4
+ADAM_STATES = 2
+PROBE_SIZE, PROBE_S = 1024, 0.3
+BACKWARD = 2
+"""A backward pass through a trained matrix is two products, through a frozen one (lm_head) one."""
+
+WAYS = (
+    "--template (the model answers prompts), --column (full texts or chat messages), a column named"
+    " messages or prompt, or rollouts"
+)
+
+
+def training_device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def on_device(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, moved to where heads are trained."""
+    torch.nn.Module.to(model, training_device())
+    return model
+
+
+def compute_dtype(dtype: str) -> torch.dtype:
+    """The dtype that was asked for, or float32 where the machine can't multiply it. The same on
+    every call, so runs repeat.
+    """
+    wanted = DTYPES[dtype]
+    if wanted == torch.float32 or torch.cuda.is_available() or cpu_has_bfloat16():
+        return wanted
+    return torch.float32
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where tokens come from.
+
+    Attributes:
+        kind: `prompts` that the model answers, full `texts`, `chat` messages with the assistant's
+            turns, or `rollouts` of a PPO run.
+        column: that holds them; empty with a template and for rollouts.
+    """
+
+    kind: Literal["prompts", "texts", "chat", "rollouts"]
+    column: str = ""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What both commands need before they start anything heavy.
+
+    Attributes:
+        rows: an iterator when they are streamed.
+        prompts: of source kind `prompts`, else empty.
+        kept: index of each prompt's row.
+        context: longest sequence, in tokens.
+        skipped: prompts left out because they are too long.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    rows: Iterable[Row]
+    source: Source
+    prompts: list[tuple[int, ...]]
+    kept: list[int]
+    context: int
+    skipped: int
+
+    @property
+    def texts(self) -> Iterator[Any]:
+        """The column of full texts or messages; empty fields are passed over."""
+        return (row[self.source.column] for row in self.rows if row.get(self.source.column))
+
+
+def read_scene(
+    model: str,
+    data: str,
+    template: str,
+    max_new_tokens: int,
+    limit: int = 0,
+    *,
+    column: str = "",
+    respond: bool = False,
+    streamed_rows: int = 0,
+) -> Scene:
+    """Load tokenizer and rows, find out what the rows hold, and tokenize the prompts if it is
+    prompts.
+
+    Args:
+        limit: use only the first rows; 0: all.
+        column: with full texts or messages; a column `messages` or `prompt` is found without.
+        respond: messages are prompts: the model answers in place of their last assistant's turn.
+        streamed_rows: read the rows one by one as they are asked for, and of prompts so many; 0:
+            all at once.
+
+    Raises:
+        ModelError, DataError: see `load_tokenizer`, `load_rows` and `find_source`.
+    """
+    check_one_way(template, column)
+    rows: Iterable[Row] = (
+        iter(islice(stream_rows(data), limit or None))
+        if streamed_rows
+        else _load(data, limit, bool(template or column))
+    )
+    first = next(iter(rows), None)
+    if first is None:
+        raise DataError(
+            "The data holds no rows.",
+            given=data,
+            expected="at least one row",
+            do="Check the file and the split.",
+        )
+    if streamed_rows:
+        rows = chain([first], rows)
+    source = find_source(first, template, column, respond)
+    tokenizer = load_tokenizer(model)
+    context = int(
+        getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+        or DEFAULT_CONTEXT
+    )
+    if source.kind != "prompts":
+        return Scene(tokenizer, rows, source, [], [], context, 0)
+    rows = list(islice(rows, streamed_rows or None))
+    longest = min(MAX_PROMPT_TOKENS, context - max_new_tokens)
+    if longest < 1:
+        given, expected = f"--max-new-tokens {max_new_tokens}", f"less than {context}"
+        raise DataError(
+            "No room for a prompt.", given=given, expected=expected, do="Ask for fewer tokens."
+        )
+    every = _tokenized(rows, template, source.column, tokenizer)
+    kept = [i for i, ids in enumerate(every) if 0 < len(ids) <= longest]
+    if not kept:
+        given, expected = f"{len(every)} prompts", f"1 to {longest} tokens each"
+        raise DataError(
+            "No prompt is usable.",
+            given=given,
+            expected=expected,
+            do="Check --template and --data.",
+        )
+    return Scene(
+        tokenizer, rows, source, [every[i] for i in kept], kept, context, len(every) - len(kept)
+    )
+
+
+def find_source(row: Row, template: str, column: str, respond: bool = False) -> Source:
+    """What the rows hold, judged by the first one.
+
+    Raises:
+        DataError: both a template and a column are given, or neither and no column goes by its
+            name; an unknown column.
+    """
+    check_one_way(template, column)
+    if template:
+        return Source("prompts")
+    if not column and PROMPT_IDS in row and RESPONSE_IDS in row:
+        return Source("prompts", PROMPT_IDS) if respond else Source("rollouts")
+    found = column or next((name for name in (MESSAGES, PROMPT) if name in row), "")
+    if not found:
+        raise DataError(
+            "Say where the text comes from.",
+            given=f"columns {', '.join(row)}",
+            expected=WAYS,
+            do="Give one of them.",
+        )
+    require_column([row], found)
+    if not column and found == PROMPT:
+        return Source("prompts", found)
+    return Source("prompts" if respond else "chat" if is_chat(row[found]) else "texts", found)
+
+
+def check_one_way(template: str, column: str) -> None:
+    """Raises DataError when both are given; said before anything is read."""
+    if template and column:
+        given = f"--template {template!r}, --column {column!r}"
+        raise DataError(
+            "Say where the text comes from, in one way.",
+            given=given,
+            expected=WAYS,
+            do="Give one of the two.",
+        )
+
+
+def _load(data: str, limit: int, said: bool) -> list[Row]:
+    try:
+        return load_rows(data, limit=limit)
+    except DataError as error:
+        if said:
+            raise
+        do = (
+            f"{error.do} Then say where the text comes from: --template, --column, or a column"
+            " named messages or prompt."
+        )
+        raise DataError(error.problem, given=error.given, expected=error.expected, do=do) from error
+
+
+def _tokenized(
+    rows: Sequence[Row], template: str, column: str, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, ...]]:
+    if column == PROMPT_IDS:
+        return [tuple(row[column]) for row in rows]
+    if column and is_chat(rows[0].get(column)):
+        check_template(tokenizer)
+        texts = [chat_prompt(row[column], tokenizer, number) for number, row in enumerate(rows)]
+        return [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    texts = render_prompts(rows, template=template, column=column)
+    return [tuple(ids) for ids in tokenizer(texts).input_ids]
+
+
+def engine_config(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, sequences: int = 64
+) -> EngineConfig:
+    """An engine just large enough for these prompts."""
+    longest = max(len(ids) for ids in prompts) + max_new_tokens
+    return EngineConfig(
+        max_num_seqs=sequences,
+        max_model_len=max(64, longest),
+        memory_fraction=0.6 if torch.cuda.is_available() else 0.1,
+        threads=max(1, torch.get_num_threads()),
+    )
+
+
+@contextmanager
+def running_engine(
+    model: str, heads_path: str, config: EngineConfig, seed: int
+) -> Iterator[RolloutEngine]:
+    """An engine in a Ray actor of a local Ray, for the time of the block. Both are gone afterwards,
+    come what may.
+    """
+    with local_ray(), make_engine(model, heads_path, config, seed) as engine:
+        yield engine
+
+
+def out_folder(out: Path) -> Path:
+    """Make the output folder now, so that a path that can't be written fails before the work."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        given, do = f"{out}: {error.strerror}", "Choose another --out."
+        raise DataError(
+            "The output folder can't be made.", given=given, expected="a writable folder", do=do
+        ) from None
+    return out
+
+
+def train_scene(options: TrainOptions) -> Scene:
+    """Model and data as the options name them.
+
+    Raises:
+        ConfigError, ModelError, DataError: unusable options, model, data, template or column.
+    """
+    if options.dtype not in DTYPES or options.dtype == "float16":
+        raise ConfigError(
+            "Unknown dtype.",
+            given=options.dtype,
+            expected="float32 | bfloat16",
+            do="Correct --dtype.",
+        )
+    return read_scene(
+        options.model,
+        options.data,
+        options.template,
+        options.max_new_tokens,
+        column=options.column,
+        respond=options.respond,
+        streamed_rows=(
+            max(PROMPTS_PER_ROUND, options.max_train_tokens // STREAMED_SHARE)
+            if options.streaming
+            else 0
+        ),
+    )
+
+
+def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
+    """What `--dry-run` prints, from the configuration files and a moment of matrix products."""
+    options = replace(options, model=described_by(options.model))
+    scene = train_scene(options)
+    model = AutoConfig.from_pretrained(options.model)
+    with torch.device("meta"):
+        actor = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
+    config = options.sizes(model.hidden_size, model.vocab_size)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in MedusaHeads(config).parameters())
+    width, compute = DTYPES[options.dtype].itemsize, compute_dtype(options.dtype)
+    hidden_bytes = options.max_train_tokens * model.hidden_size * width
+    kept = min(hidden_bytes, options.cache_bytes)
+    share = 1.0 if hidden_bytes <= options.cache_bytes else options.cache_bytes / hidden_bytes
+    steps = options.epochs * -(-options.max_train_tokens // options.step_positions)
+    rate = _measured_rate(compute)
+    collect_s, train_s = _estimate(options, model, actor, parameters, share, rate)
+    source = (
+        f"{len(scene.prompts)} prompts, responses by the model"
+        if scene.prompts
+        else f"column {scene.source.column!r}"
+    )
+    return [
+        (
+            "model",
+            (
+                f"{options.model} (hidden {model.hidden_size}, vocabulary {model.vocab_size},"
+                f" {actor / 1e6:.1f} M parameters)"
+            ),
+        ),
+        ("heads", f"{options.num_heads} x {options.kind}, {parameters / 1e6:.2f} M parameters"),
+        ("model in memory", f"{_mib(actor * compute.itemsize)}"),
+        ("heads, optimizer, gradients", f"{_mib(parameters * FLOAT_BYTES * (2 + ADAM_STATES))}"),
+        (
+            "hidden states",
+            (
+                f"{_mib(hidden_bytes)} for {options.max_train_tokens} tokens, {_mib(kept)} of them"
+                " kept between epochs"
+            ),
+        ),
+        ("source", f"{source} ({scene.source.kind})"),
+        ("optimizer steps", f"{steps} of {options.step_positions} positions"),
+        (
+            "matrix rate here",
+            f"{rate / 1e9:.0f} GFLOP/s in {compute} on {training_device()}, measured now",
+        ),
+        (
+            "hidden states take",
+            f"at least {seconds(collect_s)}"
+            + (", after the writing of the responses" if scene.prompts else ""),
+        ),
+        ("training takes", f"at least {seconds(train_s)} (the matrix products alone)"),
+        ("output", str(options.out)),
+    ]
+
+
+def _estimate(
+    options: TrainOptions,
+    model: PretrainedConfig,
+    actor: int,
+    parameters: int,
+    kept: float,
+    rate: float,
+) -> tuple[float, float]:
+    """Seconds of the first forward pass and of the training: the products that can't be left out,
+    at the measured rate.
+    """
+    tokens = options.max_train_tokens
+    forward = 2.0 * actor
+    logits = 2.0 * options.num_heads * model.vocab_size * model.hidden_size
+    step = 2.0 * parameters * (1 + BACKWARD) + logits * 2
+    again = (1 - kept) * forward * (options.epochs - 1)
+    return tokens * forward / rate, tokens * (options.epochs * step + again) / rate
+
+
+def _measured_rate(dtype: torch.dtype) -> float:
+    """Floating-point operations a second of square matrix products in the dtype of the training."""
+    device = training_device()
+    matrix = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
+    float((matrix @ matrix).float().sum())  # The first product also loads what later ones need.
+    count, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < PROBE_S:
+        float((matrix @ matrix)[0, 0])
+        count += 1
+    return count * 2.0 * PROBE_SIZE**3 / spent
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.0f} MiB"

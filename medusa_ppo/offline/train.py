@@ -1,0 +1,471 @@
+"""`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an
+interrupted training goes on.
+
+OUT/model/              the model as transformers has it, where it came as a distributed checkpoint of Megatron's
+
+OUT/resume/             every file of it is replaced atomically
+  settings.json         the options that the heads depend on; other ones are refused
+  round-0000.json       responses of one generation round, until all are written
+  samples.json          all sequences that are trained and judged on
+  trainer.safetensors   heads, optimizer, generator, counters, and how far the training is
+
+Hidden states are not kept: they are computed again, in the same shapes
+(medusa_ppo/offline/hidden.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from transformers import AutoConfig
+
+from heads.acceptance import ReplayResult
+from heads.checkpoint import load_state, save_heads, save_state
+from heads.errors import CheckpointError, ConfigError, DataError
+from heads.modules import MedusaHeads
+from medusa_ppo.actors.hf import DTYPES
+from medusa_ppo.actors.megatron_checkpoint import as_transformers
+from medusa_ppo.companion.trainer import TrainReport
+from medusa_ppo.contract.rollouts import Sampling
+from medusa_ppo.offline.collect import (
+    Sample,
+    number_prompts,
+    response_rounds,
+    samples_from_chats,
+    samples_from_rollouts,
+    samples_from_texts,
+    samples_of,
+    split_samples,
+)
+from medusa_ppo.offline.data_parallel import Worker, Workers, deal_parts, running_workers
+from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.offline.scene import (
+    MAX_TEXT_TOKENS,
+    Scene,
+    compute_dtype,
+    engine_config,
+    out_folder,
+    running_engine,
+    train_scene,
+)
+from medusa_ppo.runtime.console import Advance, OfflineProgress
+from medusa_ppo.runtime.files import write_atomic
+from medusa_ppo.runtime.processes import StopSignals
+
+LOG_FILE, MODEL_FOLDER = "train.jsonl", "model"
+HOLDOUT_FRACTION = 0.1
+HOLDOUT_TOKENS = 16_384
+"""Most tokens that heads are judged on: enough for two digits of acceptance, and no more work than
+the training itself.
+"""
+LOG_STEPS_PER_EPOCH = 4
+PART_TOKENS = 32_768
+"""Most tokens between two log steps, and held at once beside the cache."""
+SAVE_EVERY_S = 30.0
+RESUME_FORMAT = 2
+POSITION = "position"
+UNREADABLE, BEGIN_ANEW = "The interrupted training can't be read.", "Begin anew with --fresh."
+
+Line = dict[str, Any]
+
+
+def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
+    """Collect sequences, train on their hidden states, keep the best heads by replay on held-out
+    ones.
+
+    Returns:
+        The best line of `train.jsonl`.
+
+    Raises:
+        ConfigError, ModelError, DataError: unusable options, model, data, template or column.
+        CheckpointError: the state of an interrupted training is damaged.
+    """
+    resume = ResumeFolder(options.out, options)
+    if resume.found:
+        progress.say(
+            f"Going on with the interrupted training in {options.out} (--fresh begins anew)"
+        )
+    options = replace(options, model=as_transformers(options.model, options.out / MODEL_FOLDER))
+    samples = resume.samples()
+    if samples is None:
+        scene = train_scene(options)
+        out_folder(options.out)
+        resume.begin()
+        samples = gather_samples(options, scene, resume, progress)
+    if compute_dtype(options.dtype) != DTYPES[options.dtype]:
+        progress.say(
+            f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are"
+            " float32"
+        )
+    training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
+    progress.say("Reading the hidden states of the holdout ...")
+    with running_workers(options, training, held_out) as worker:
+        progress.say(
+            f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)}"
+            " held out"
+        )
+        run = _Run(options, worker, resume)
+        try:
+            # Anew: Ray and vLLM have put their own handlers, and a SIGTERM would end the process
+            # unsaved.
+            with StopSignals():
+                run.train(progress)
+        except BaseException:
+            run.save()
+            raise
+    return run.best
+
+
+def gather_samples(
+    options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress
+) -> list[Sample]:
+    """All samples; saved, so that an interrupted training goes on with the same ones."""
+    most, context = options.max_train_tokens, min(scene.context, MAX_TEXT_TOKENS)
+    if scene.source.kind == "prompts":
+        samples = _responses(options, scene, resume, progress)
+    elif scene.source.kind == "chat":
+        samples = samples_from_chats(scene.texts, scene.tokenizer, context, most)
+    elif scene.source.kind == "rollouts":
+        vocab_size = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
+        samples = samples_from_rollouts(
+            scene.rows, vocab_size, scene.context, options.temperature, most
+        )
+    else:
+        samples = samples_from_texts(
+            (str(text) for text in scene.texts), scene.tokenizer, context, most
+        )
+    resume.save_samples(samples)
+    return samples
+
+
+def _responses(
+    options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress
+) -> list[Sample]:
+    if scene.skipped:
+        progress.say(f"{scene.skipped} prompts are too long and left out")
+    rounds = resume.rounds()
+    tokens = sum(sample.written for part in rounds for sample in part)
+    if rounds:
+        progress.say(f"{tokens} tokens of responses are there already")
+    if tokens < options.max_train_tokens:
+        sampling = Sampling(
+            temperature=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed,
+        )
+        progress.say("Starting the engine ...")
+        config = engine_config(scene.prompts, options.max_new_tokens)
+        with running_engine(options.model, "", config, options.seed) as engine:
+            with progress.phase("Writing responses", options.max_train_tokens - tokens) as advance:
+                most, done = (
+                    options.max_train_tokens,
+                    {"rounds_done": len(rounds), "tokens_done": tokens},
+                )
+                for rollouts in response_rounds(
+                    engine, scene.prompts, sampling, most, advance, **done
+                ):
+                    rounds.append(samples_of([rollouts]))
+                    resume.save_round(len(rounds) - 1, rounds[-1])
+    return number_prompts([sample for part in rounds for sample in part])
+
+
+class _Run:
+    """One training: who does it, where it stands, and its log."""
+
+    def __init__(
+        self, options: TrainOptions, worker: Worker | Workers, resume: ResumeFolder
+    ) -> None:
+        self._options, self._worker, self._resume = options, worker, resume
+        wanted = max(
+            LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers))
+        )
+        self._parts = min(worker.groups // options.workers, wanted)
+        self._log = options.out / LOG_FILE
+        self._saved_at = time.monotonic()
+        self.position = TrainPosition()
+        self._lines: list[Line] = []
+        saved = resume.trainer()
+        if saved is not None:
+            state, self.position = saved
+            worker.load_state_dict(state)
+            self._lines = _read_log(self._log, self.position.parts)
+        self._log.write_text(
+            "".join(json.dumps(line) + "\n" for line in self._lines), encoding="utf-8"
+        )
+
+    @property
+    def best(self) -> Line:
+        return max(self._lines, key=lambda line: line["replay_mean_acceptance_length"])
+
+    def train(self, progress: OfflineProgress) -> None:
+        """All parts that are left, or until the time is up or the target reached."""
+        total = self._options.epochs * self._parts
+        with (
+            progress.phase("Training the heads", total - self.position.parts) as advance,
+            self._log.open("a", encoding="utf-8") as log,
+        ):
+            while self.position.parts < total:
+                if reason := self._reason_to_stop():
+                    progress.say(reason)
+                    self.save()
+                    return
+                self._one_part(log, advance, progress)
+        self._resume.remove()
+
+    def save(self) -> None:
+        """Write the state, unless the trainer is ahead of the position: then what was saved before
+        stands.
+        """
+        if self._worker.parts == self.position.parts > 0:
+            self._resume.save_trainer(self._worker.state_dict(), self.position)
+            self._saved_at = time.monotonic()
+
+    def _one_part(self, log: TextIO, advance: Advance, progress: OfflineProgress) -> None:
+        began = time.monotonic()
+        epoch, part = divmod(self.position.parts, self._parts)
+        dealt = deal_parts(
+            self._worker.groups, self._parts, self._options.workers, self._options.seed, epoch
+        )[part]
+        report, tokens = self._worker.train(dealt, self.position.parts)
+        if report.problem:
+            progress.say(report.problem)
+        spent_s = time.monotonic() - began
+        judged = self._worker.judge()
+        wall_s = self.position.wall_s + time.monotonic() - began
+        line = _log_line(self.position.tokens + tokens, report, judged, wall_s, tokens / spent_s)
+        self._lines.append(line)
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+        if line is self.best:
+            _keep_best(
+                self._options.out,
+                self._worker.heads(),
+                self._worker.lm_head_VD,
+                _metadata(self._options, line),
+            )
+        self.position = TrainPosition(self.position.parts + 1, line["tokens"], wall_s)
+        advance(1, _note(line))
+        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+            self.save()
+
+    def _reason_to_stop(self) -> str:
+        if (
+            self._lines
+            and 0 < self._options.target_mal <= self.best["replay_mean_acceptance_length"]
+        ):
+            return (
+                f"The target of {self._options.target_mal} is reached; the same command with a"
+                " higher one goes on."
+            )
+        if 0 < 60 * self._options.max_minutes <= self.position.wall_s:
+            return (
+                "The time is up; the best heads so far are kept, and the same command with more"
+                " minutes goes on."
+            )
+        return ""
+
+
+def _keep_best(
+    out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]
+) -> None:
+    """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and the log
+    lives in this one.
+
+    The weights come first; a reader between the two replacements finds the checksum in config.json
+    wrong, not a mixture.
+    """
+    with tempfile.TemporaryDirectory(dir=out, prefix=".best-") as folder:
+        save_heads(Path(folder) / "heads", heads, lm_head_VD=lm_head_VD, metadata=metadata)
+        for file in ("model.safetensors", "config.json"):
+            os.replace(Path(folder) / "heads" / file, out / file)
+
+
+def _read_log(path: Path, count: int) -> list[Line]:
+    """The lines of the parts that the saved state has seen; later ones will be written again."""
+    lines = path.read_text(encoding="utf-8").splitlines()[:count] if path.is_file() else []
+    try:
+        found = [json.loads(line) for line in lines]
+        problem = f"{path}: {len(found)} lines"
+    except ValueError as error:
+        found, problem = [], f"{path}: {error}"
+    if len(found) != count:
+        raise DataError(
+            "The log of the interrupted training is damaged.",
+            given=problem,
+            expected=f"{count} lines",
+            do="Use --fresh.",
+        )
+    return found
+
+
+def _log_line(
+    tokens: int, report: TrainReport, judged: ReplayResult, wall_s: float, tokens_per_s: float
+) -> Line:
+    return {
+        "tokens": tokens,
+        "loss": None if math.isnan(report.loss) else report.loss,
+        "losses": list(report.losses),
+        "replay_mean_acceptance_length": judged.mean_acceptance_length,
+        "acceptance_per_position": list(judged.acceptance_per_position),
+        "tokens_per_s": tokens_per_s,
+        "wall_s": wall_s,
+    }
+
+
+def _note(line: Line) -> str:
+    positions = " ".join(f"{value:.2f}" for value in line["acceptance_per_position"])
+    loss = "no step" if line["loss"] is None else f"loss {line['loss']:.3f}"
+    return (
+        f"{loss}, replay {line['replay_mean_acceptance_length']:.3f} ({positions}),"
+        f" {line['tokens_per_s']:.0f} tokens/s"
+    )
+
+
+def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
+    replayed = line["replay_mean_acceptance_length"]
+    return {
+        "options": options.settings(),
+        "replay_mean_acceptance_length": replayed,
+        "trained_tokens": line["tokens"],
+    }
+
+
+# ---- the folder that an interrupted training goes on from
+# ----------------------------------------------------------------------------
+
+
+class TrainPosition(NamedTuple):
+    """How far a training is.
+
+    Attributes:
+        parts: parts trained so far; each has one line in train.jsonl.
+        tokens: response tokens trained so far, each counted in every epoch.
+        wall_s: seconds of training in all sessions.
+    """
+
+    parts: int = 0
+    tokens: int = 0
+    wall_s: float = 0.0
+
+
+class ResumeFolder:
+    """Reads and writes OUT/resume.
+
+    Attributes:
+        found: there is something to go on with.
+    """
+
+    def __init__(self, out: Path, options: TrainOptions) -> None:
+        """
+        Raises:
+            ConfigError: the folder holds an interrupted training with other settings.
+            CheckpointError: its settings can't be read.
+        """
+        self._folder = out / "resume"
+        self._samples, self._trainer = (
+            self._folder / "samples.json",
+            self._folder / "trainer.safetensors",
+        )
+        self._settings = {"format_version": RESUME_FORMAT, **options.settings()}
+        self.found = (
+            not options.fresh and len(list(self._folder.glob("*"))) > 1
+        )  # More than the settings.
+        if self.found:
+            _check_settings(self._folder / "settings.json", self._settings)
+
+    def begin(self) -> None:
+        """Make the folder; what lies in it and is not to be gone on with goes."""
+        if not self.found:
+            self.remove()
+            write_atomic(
+                self._folder / "settings.json", json.dumps(self._settings, indent=1) + "\n"
+            )
+
+    def rounds(self) -> list[list[Sample]]:
+        """Responses of the rounds that were written before the interruption."""
+        found: list[list[Sample]] = []
+        while (path := self._round(len(found))).is_file():
+            found.append(_read_samples(path))
+        return found
+
+    def save_round(self, number: int, samples: Sequence[Sample]) -> None:
+        _write_samples(self._round(number), samples)
+
+    def samples(self) -> list[Sample] | None:
+        """All samples, or None when they were not all there yet."""
+        return _read_samples(self._samples) if self.found and self._samples.is_file() else None
+
+    def save_samples(self, samples: Sequence[Sample]) -> None:
+        _write_samples(self._samples, samples)
+        for path in self._folder.glob("round-*.json"):
+            path.unlink()
+
+    def trainer(self) -> tuple[dict[str, torch.Tensor], TrainPosition] | None:
+        """State of the trainer and how far it was; None before the first save."""
+        if not self.found or not self._trainer.is_file():
+            return None
+        state = load_state(self._trainer)
+        parts, tokens, wall_s = state.pop(POSITION).tolist()
+        return state, TrainPosition(int(parts), int(tokens), wall_s)
+
+    def save_trainer(self, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
+        save_state(self._trainer, {**state, POSITION: torch.tensor(position, dtype=torch.float64)})
+
+    def remove(self) -> None:
+        """Forget everything: the training is finished, or begins anew."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _round(self, number: int) -> Path:
+        return self._folder / f"round-{number:04d}.json"
+
+
+def _check_settings(path: Path, settings: dict[str, Any]) -> None:
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        changed = [key for key in {**saved, **settings} if saved.get(key) != settings.get(key)]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            UNREADABLE, given=f"{path}: {error}", expected="JSON", do=BEGIN_ANEW
+        ) from None
+    if changed:
+        given = ", ".join(
+            f"{key} {settings.get(key)!r} (was {saved.get(key)!r})" for key in changed
+        )
+        raise ConfigError(
+            "The output folder holds an interrupted training with other settings.",
+            given=given,
+            expected="the same settings, to go on with it",
+            do="Restore them, choose another --out, or begin anew with --fresh.",
+        )
+
+
+def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    write_atomic(
+        path,
+        json.dumps(
+            [(sample.ids, sample.spans, sample.prompt, sample.logprobs) for sample in samples]
+        ),
+    )
+
+
+def _read_samples(path: Path) -> list[Sample]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            Sample(tuple(ids), tuple((a, b) for a, b in spans), prompt, tuple(p) if p else None)
+            for ids, spans, prompt, p in rows
+        ]
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            UNREADABLE, given=f"{path}: {error}", expected="JSON", do=BEGIN_ANEW
+        ) from None

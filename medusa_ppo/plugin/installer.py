@@ -1,0 +1,262 @@
+"""HeadsInstaller: which heads the engine drafts with, and what happens when they don't arrive,
+don't work, or are gone.
+
+install        newer heads go in; when they don't arrive as they were sent, those before go in again
+take_back      heads that the engine accepts next to nothing of make way for those before
+feed_again     an engine that lost its heads (a deep sleep, a failed swap) gets those that it should have
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from heads.checkpoint import checksum, load_state, save_state
+from heads.errors import SwapError
+from heads.modules import MedusaHeads
+from medusa_ppo.contract.rollouts import Counters, Rollouts
+from medusa_ppo.contract.status import PublishedHeads
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+
+logger = logging.getLogger(__name__)
+
+MIN_DRAFTS = 200
+"""Draft steps until acceptance is judged: one in ten accepted is then known to about 0.02."""
+KEPT_SHARE = 0.1
+"""An alarm is raised when less than this share of the promised extra tokens per step is
+accepted.
+"""
+
+
+class SwapWatch:
+    """Judges the first rollouts after each swap by vLLM's counters.
+
+    Attributes:
+        alarms: swaps so far that were followed by next to no acceptance.
+        refused: newest version that raised an alarm; -1: none.
+    """
+
+    def __init__(self) -> None:
+        self.alarms = 0
+        self.refused = -1
+        self._new: PublishedHeads | None = None
+        self._counters = Counters()
+        self._extra_before: float | None = None
+
+    def swapped(self, new: PublishedHeads) -> None:
+        """New heads were installed over others; their next rollouts are judged."""
+        if self._counters.drafts >= MIN_DRAFTS:
+            self._extra_before = self._counters.mean_acceptance_length - 1
+        self._new, self._counters = new, Counters()
+
+    def put_back(self) -> None:
+        """The heads before are installed again: nothing is to be judged, and what is known of them
+        stays.
+        """
+        self._new, self._counters = None, Counters()
+
+    def broken(self, rollouts: Rollouts) -> bool:
+        """Whether these rollouts show that the newest heads don't work in the engine. Says so once
+        for each version.
+        """
+        if self._new is not None and rollouts.heads_version != self._new.version:
+            return False
+        if (
+            self._counters.drafts >= MIN_DRAFTS
+        ):  # What the heads before accepted is what they accepted last.
+            self._counters = Counters()
+        self._counters = self._counters + rollouts.counters
+        if self._new is None or self._counters.drafts < MIN_DRAFTS:
+            return False
+        new, self._new = self._new, None
+        extra, promised = self._counters.mean_acceptance_length - 1, new.mean_acceptance_length - 1
+        if (
+            not 0 <= extra < KEPT_SHARE * promised
+            or self._extra_before is None
+            or self._extra_before <= extra
+        ):
+            return False
+        self.alarms += 1
+        self.refused = new.version
+        logger.warning(
+            "Heads version %d are accepted next to never: %.3f tokens per engine step beyond the"
+            " first, %.3f promised by replay, %.3f with the heads before. Those go back in.",
+            new.version,
+            extra,
+            promised,
+            self._extra_before,
+        )
+        return True
+
+
+@contextlib.contextmanager
+def first_heads(heads: MedusaHeads) -> Iterator[PublishedHeads]:
+    """The heads that a run started with as version 0, in a file for the time of the block: nothing
+    was published of them.
+    """
+    with tempfile.TemporaryDirectory(prefix="medusa-ppo-heads-") as folder:
+        state, path = heads.trainable_state(), Path(folder) / "first.safetensors"
+        save_state(path, state)
+        yield PublishedHeads(0, str(path), checksum(state), 0, 1.0)
+
+
+class HeadsInstaller:
+    """Swaps heads into one engine, which must be idle whenever a method is called.
+
+    Attributes:
+        installed: the published heads that the engine should have; None: those it started with.
+        swaps, failed_swaps: heads installed, and heads that did not reach the engine.
+        watch: looks at the acceptance after each swap.
+    """
+
+    def __init__(self, engine: RolloutEngine, first: MedusaHeads | None, on_error: str) -> None:
+        """
+        Args:
+            engine: where heads go.
+            first: the heads that the engine started with; None: not known.
+            on_error: `raise` or `disable`: what newer heads that don't reach the engine do to the
+                loop.
+        """
+        self._engine, self._first, self._on_error = engine, first, on_error
+        self._before: PublishedHeads | None = None
+        self._broken = False
+        self._seconds = 0.0
+        self.installed: PublishedHeads | None = None
+        self.watch = SwapWatch()
+        self.swaps = 0
+        self.failed_swaps = 0
+
+    @property
+    def known_version(self) -> int:
+        """Only newer versions than this are worth asking for."""
+        return max(self.installed.version if self.installed else 0, self.watch.refused)
+
+    def judge(self, rollouts: Rollouts) -> None:
+        """Look at the acceptance of rollouts; heads that don't work are put back before the next
+        ones.
+        """
+        self._broken = self.watch.broken(rollouts) or self._broken
+
+    def take_seconds(self) -> float:
+        """Seconds of all swaps since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def install(self, published: PublishedHeads) -> None:
+        """Swap newer heads in.
+
+        Raises:
+            SwapError: the engine did not take them, and `on_error` is `raise`.
+        """
+        try:
+            self._swap(published)
+        except SwapError as error:
+            self.failed_swaps += 1
+            self._put_back()
+            if self._on_error == "raise":
+                raise
+            logger.warning(
+                "Heads version %d were not installed; the old ones stay. %s",
+                published.version,
+                error,
+            )
+        else:
+            self._before, self.installed = self.installed, published
+            self.watch.swapped(published)
+            self.swaps += 1
+
+    def take_back(self) -> bool:
+        """Put the heads before back, under their own version, if the last rollouts showed that
+        these don't work. True: it was done.
+        """
+        broken, self._broken = self._broken, False
+        if not broken or not self._go_back(self._before, "The heads before could not be put back."):
+            return False
+        self.installed, self._before = self._before, None
+        self.watch.put_back()
+        return True
+
+    def feed_again(self) -> None:
+        """Give an engine that has lost its heads those that it should have; until it has some it
+        drafts nothing.
+        """
+        if self._engine.heads_version >= 0:
+            return
+        wanted = (
+            self.installed
+            if self.installed is not None and Path(self.installed.path).is_file()
+            else None
+        )
+        if self._go_back(wanted, "The engine lost its heads and did not take them again."):
+            self.installed = wanted
+            logger.info(
+                "The engine had lost its heads; it has version %d again.",
+                wanted.version if wanted else 0,
+            )
+
+    def heads_to_save(self, newest: Callable[[], PublishedHeads | None]) -> tuple[MedusaHeads, int]:
+        """The heads that the engine drafts with, and their version.
+
+        Args:
+            newest: gives what stands in where the file of the installed ones is gone: swaps failed
+                for so long.
+        """
+        assert self._first is not None, "asked for by the plugin when it knows them"
+        heads, installed = copy.deepcopy(self._first), self.installed
+        if installed is not None and not Path(installed.path).is_file():
+            installed = newest()
+        if installed is not None:
+            heads.load_trainable_state(load_state(installed.path))
+        return heads, installed.version if installed else 0
+
+    # ---- parts
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _go_back(self, heads: PublishedHeads | None, failure: str) -> bool:
+        """Install these heads, or those of the start where there are none. False when that failed,
+        or those aren't known.
+        """
+        if heads is None and self._first is None:
+            return False
+        try:
+            with (
+                first_heads(self._first)
+                if heads is None and self._first is not None
+                else contextlib.nullcontext(heads)
+            ) as wanted:
+                assert wanted is not None, "one of both is known"
+                self._swap(wanted)
+        except SwapError as error:
+            self.failed_swaps += 1
+            logger.warning("%s %s", failure, error)
+            return False
+        return True
+
+    def _swap(self, published: PublishedHeads) -> None:
+        receipt = self._engine.swap_heads(published.path, published.version)
+        self._seconds += receipt.seconds
+        if receipt.checksum != published.checksum:
+            raise SwapError(
+                "The engine holds other heads than those it was given.",
+                given=f"checksum {receipt.checksum[:16]}",
+                expected=published.checksum[:16],
+                do=(
+                    "Look for a second writer of the published files; the heads before are put"
+                    " back."
+                ),
+            )
+
+    def _put_back(self) -> None:
+        """Install the heads before a failed swap again: what the engine holds now isn't known.
+        Drafts stay lossless either way.
+        """
+        if self.installed is None or not Path(self.installed.path).is_file():
+            return
+        try:
+            self._swap(self.installed)
+        except SwapError as error:
+            logger.warning("The heads before could not be put back either. %s", error)

@@ -1,0 +1,508 @@
+"""MedusaPlugin: the few hooks that a PPO loop calls. They read; the loop's own tensors and random
+numbers stay what they are.
+
+    plugin.before_generation()                                  installs newer heads in the engine
+    plugin.rollout_ready(rollouts)                              remembers tokens and behaviour log-probs
+    with plugin.actor_forward(model, response_mask_BT, rows):   taps the loop's own log-prob pass, per micro-batch
+        model(...)
+    plugin.policy_updated(model, policy_version)                the new lm_head goes to the companion
+    plugin.metrics()                                            this step's figures, under the names of medusa_ppo/contract/metrics.py
+    plugin.close()
+
+Shape letters: B rows of a micro-batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.checkpoint import load_heads, save_heads
+from heads.errors import DataError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.schedule import Account, Decision, StepSeen
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.figures import companion_figures, serving_figures
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
+from medusa_ppo.engines.launch import draft_vocabulary
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.plugin.installer import HeadsInstaller
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 600.0
+Tables = tuple[torch.Tensor, torch.Tensor | None]
+"""The actor's lm_head, and its embedding for heads that read it."""
+
+
+@dataclasses.dataclass
+class _Step:
+    """What one PPO step adds up."""
+
+    began: float = 0.0
+    exposed_s: float = 0.0
+    waited_s: float = 0.0
+    rollouts: Rollouts | None = None
+    serving: PublishedHeads | None = None
+    choices: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+class MedusaPlugin:
+    """Joins a PPO loop, a rollout engine and a companion. With `companion=None` it only reports the
+    engine's acceptance.
+
+    Attributes:
+        empty_responses: responses without a token so far; they teach nothing.
+        account: what training costs the loop and saves it, and so how much is trained; None: it is
+            trained on every batch.
+        installer: what it has installed in the engine, and how often.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        companion: CompanionClient | None,
+        *,
+        wait: bool = False,
+        on_error: str = "disable",
+        heads: MedusaHeads | None = None,
+        passes: float | None = None,
+        choices: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            engine: where the responses come from.
+            companion: where heads are trained; None: nowhere.
+            wait: let before_generation wait until the companion has trained all it was given
+                (repeatable runs).
+            on_error: `raise` or `disable`: what heads that don't reach the engine do to the loop.
+            heads: the heads that the engine started with, for `save_heads`.
+            passes: the most over a batch, where as much is trained as pays; None: what the
+                companion is configured for.
+            choices: the engine may choose the number of drafts, and is asked what it chose when the
+                rollouts are there.
+            clock: seconds.
+        """
+        self._asks_choices = choices
+        self._engine = engine
+        self._companion = companion
+        self._wait = wait
+        self._heads = heads
+        self.installer = HeadsInstaller(engine, heads, on_error)
+        self._clock = clock
+        self._collector: BatchCollector | None = None
+        self._tables: Tables | None = None
+        self._tables_sent = True
+        self.account = (
+            None
+            if passes is None or companion is None
+            else Account(passes, shared=companion.shared)
+        )
+        self._decision = Decision()
+        self._step = _Step()
+        self._train_s_before = self._worked_s_before = 0.0
+        self._upper_seen = 0
+        self.empty_responses = 0
+
+    @staticmethod
+    def prepare_heads(config: RunConfig, model: Actor, folder: str | Path) -> Path:
+        """Write the heads that a run starts with into `folder` (native format), for the engine to
+        load. See `initial_heads`.
+        """
+        save_heads(
+            folder,
+            initial_heads(config, model),
+            lm_head_VD=as_view(model).lm_head_VD.detach(),
+            metadata={"start": config.heads.path or "zero"},
+        )
+        return Path(folder)
+
+    @classmethod
+    def start(
+        cls,
+        config: RunConfig,
+        model: Actor,
+        engine: RolloutEngine,
+        run_dir: str | Path,
+        *,
+        resume_from: str | Path = "",
+    ) -> MedusaPlugin:
+        """Start the companion (if wanted) with the same heads that `prepare_heads` wrote for the
+        engine.
+
+        Args:
+            config: the run's configuration.
+            model: the actor.
+            engine: a running engine that was started with the prepared heads.
+            run_dir: the run's folder.
+            resume_from: folder that `save` wrote; empty: begin anew.
+        """
+        heads = initial_heads(config, model)
+        return cls.start_from_tables(
+            config, heads, _tables(model, heads.config), engine, run_dir, resume_from=resume_from
+        )
+
+    @classmethod
+    def start_from_tables(
+        cls,
+        config: RunConfig,
+        heads: MedusaHeads,
+        tables_VD: Tables,
+        engine: RolloutEngine,
+        run_dir: str | Path,
+        *,
+        resume_from: str | Path = "",
+    ) -> MedusaPlugin:
+        """As `start`, where the actor lives in another process. `tables_VD`: its lm_head and its
+        embedding.
+        """
+        companion = None
+        if config.companion.enabled:
+            companion = CompanionClient(
+                heads.config,
+                config.companion,
+                tables_VD[0].detach(),
+                seed=config.seed,
+                draft_temperature=config.engine.draft_temperature,
+                num_drafts=config.engine.num_drafts,
+                draft_vocab=draft_vocabulary(config.engine, heads.config, config.engine.runner),
+                run_dir=run_dir,
+                initial_state=heads.trainable_state(),
+                embedding_VD=_embedding(tables_VD, heads.config),
+                resume_from=resume_from,
+            )
+        settings = config.companion
+        passes = float(settings.epochs) if config.must_pay else None
+        wait, on_error, choices = settings.wait, settings.on_error, config.engine.choose_drafts
+        plugin = cls(
+            engine,
+            companion,
+            wait=wait,
+            on_error=on_error,
+            heads=heads,
+            passes=passes,
+            choices=choices,
+        )
+        plugin._tables = tables_VD
+        return plugin
+
+    # ---- the hooks
+    # --------------------------------------------------------------------------------------------------------
+
+    def before_generation(self) -> None:
+        """Install newer heads, if the companion has any, and give an engine that lost its heads
+        some. The engine must be idle.
+
+        Raises:
+            SwapError: the engine did not take newer heads, and `on_error` is `raise`.
+        """
+        self._step.began = self._clock()
+        with self._exposed():
+            back = self.installer.take_back()
+            if self._companion is not None:
+                if back and self._heads is not None:
+                    heads, _ = self.installer.heads_to_save(lambda: None)
+                    self._companion.go_on_from(
+                        self.installer.known_version, heads.trainable_state()
+                    )
+                published = self._ask_for_heads(self._companion)
+                if published is not None:
+                    self.installer.install(published)
+            self.installer.feed_again()
+        if self._companion is not None:
+            self._companion.give_way(True)
+
+    def _ask_for_heads(self, companion: CompanionClient) -> PublishedHeads | None:
+        began = self._clock()
+        if self._wait and not companion.drain(DRAIN_TIMEOUT_S):
+            logger.warning("The companion did not finish its batches; the serving heads stay.")
+        published = companion.newest(
+            self.installer.known_version, DRAIN_TIMEOUT_S if self._wait else POLL_TIMEOUT_S
+        )
+        self._step.waited_s += self._clock() - began
+        return published
+
+    def rollout_ready(self, rollouts: Rollouts) -> BatchCollector | None:
+        """Remember this batch's tokens and log-probs; its states come through `actor_forward`, into
+        what is returned. None: not wanted.
+        """
+        with self._exposed():
+            self._flush()
+            self._step.rollouts = rollouts
+            self._step.serving, self._step.choices = (
+                self.installer.installed,
+                self._engine.choices() if self._asks_choices else [],
+            )
+            self.installer.judge(rollouts)
+            if self._companion is not None:
+                self._decision = self.account.decide() if self.account else Decision()
+                if self._wants_states:
+                    self._collector = self._companion.collector(rollouts)
+                    self.empty_responses += self._collector.empty_responses
+        return self._collector
+
+    @property
+    def _wants_states(self) -> bool:
+        return self.account is None or self._decision.passes > 0
+
+    @contextlib.contextmanager
+    def actor_forward(
+        self,
+        model: Actor,
+        response_mask_BT: torch.Tensor,
+        sequences: Sequence[int | None] | torch.Tensor,
+    ) -> Iterator[None]:
+        """Context around one forward pass of the actor that the loop makes anyway. Any
+        micro-batches, any order of rows, any padding.
+
+        When every response has been seen, the batch goes to the companion, so that it trains while
+        the loop updates.
+
+        Args:
+            model: the actor, a transformers model or a `MegatronActor`.
+            response_mask_BT: true where token t of the row is a response token.
+            sequences: for each row, the index of its response in `rollouts.responses`; None: the
+                row is none of them.
+
+        Raises:
+            DataError: no single forward pass happened inside, or the rows do not fit the rollouts.
+        """
+        collector = self._collector
+        if collector is None:
+            yield
+            return
+        with as_view(model).tap() as tap:
+            yield
+        with self._exposed():
+            collector.add(tap.hidden_BTD, response_mask_BT, sequences)
+            if collector.complete:
+                self._flush()
+
+    def batch_ready(self, batch: RolloutBatch) -> None:
+        """In the place of `actor_forward`, where the actor lives in another process that has tapped
+        its own pass.
+        """
+        with self._exposed():
+            self._collector = None
+            if self._companion is not None and self._wants_states:
+                self._submit(batch)
+
+    def policy_updated(self, model: Actor | None, policy_version: int) -> None:
+        """The actor has changed: its lm_head goes to the companion. A batch of which only a part
+        was scored goes now.
+
+        Args:
+            model: the actor; None: its tables are what they were (adapters that leave them alone,
+                say), and are not sent again.
+        """
+        tables = (
+            None if model is None else _tables(model, self._heads.config if self._heads else None)
+        )
+        self.tables_updated(tables, policy_version)
+
+    def tables_updated(self, tables_VD: Tables | None, policy_version: int) -> None:
+        """As `policy_updated`, where the actor lives in another process."""
+        with self._exposed():
+            self._flush()
+            if tables_VD is not None:
+                self._tables, self._tables_sent = tables_VD, False
+            if self._wants_states:
+                self._send_tables(policy_version)
+
+    def metrics(self) -> dict[str, Any]:
+        """Figures of the step since the last call, under the names of medusa_ppo/contract/metrics.py. A
+        figure that isn't known is left out.
+        """
+        with self._exposed():
+            status = self._companion.status() if self._companion is not None else None
+        step, self._step = self._step, _Step()
+        values: dict[str, Any] = {
+            names.PLUGIN_EXPOSED_S: step.exposed_s,
+            names.SWAP_S: self.installer.take_seconds(),
+        }
+        if step.rollouts is not None:
+            values |= serving_figures(step.rollouts, step.serving, step.choices)
+        if status is not None:
+            trained_s = max(0.0, status.train_s - self._train_s_before)
+            self._train_s_before = status.train_s
+            values |= companion_figures(status, self._upper_seen)
+            self._upper_seen = status.upper_batch
+            values[names.SWAP_ALARMS] = self.installer.watch.alarms
+            values[names.COMPANION_TRAIN_S] = trained_s
+            values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)
+            if self.account is not None and step.rollouts is not None:
+                values |= self._book(self.account, step, status)
+        return values
+
+    def _book(self, account: Account, step: _Step, status: CompanionStatus) -> dict[str, Any]:
+        assert step.rollouts is not None
+        worked_s, self._worked_s_before = (
+            max(0.0, status.worked_s - self._worked_s_before),
+            status.worked_s,
+        )
+        step_s = self._clock() - step.began
+        took_s, tokens, length = (
+            step.rollouts.seconds,
+            step.rollouts.generated_tokens,
+            step.rollouts.counters.mean_acceptance_length,
+        )
+        versions = status.versions_published, step.rollouts.heads_version
+        took = took_s, max(0.0, step_s - took_s), step.exposed_s, tokens, length, worked_s
+        account.step(
+            StepSeen(*took, status.judged, status.gain, *versions, waiting=status.queue_bytes > 0)
+        )
+        return dict(
+            zip(
+                names.ACCOUNT,
+                (account.last.passes, account.last.reason, account.saved_s, account.lost_s),
+                strict=True,
+            )
+        )
+
+    def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
+        """Wait until the companion has trained all it was given, outside of any step. False when it
+        did not in time.
+        """
+        return self._companion is None or self._companion.drain(timeout_s)
+
+    def save(self, folder: str | Path) -> bool:
+        """Write the companion's whole state, to go on from with `start(resume_from=...)`. False
+        when there is none to write.
+
+        With `wait` it comes after the training on everything that was handed over; else after the
+        batch in training.
+        """
+        if self._wait:
+            self.drain()
+        return self._companion is not None and self._companion.save(folder)
+
+    def save_heads(self, folder: str | Path) -> Path:
+        """Write the heads that the engine drafts with as a native directory.
+
+        Raises:
+            DataError: the plugin was made without the heads that the engine started with.
+        """
+        if self._heads is None:
+            raise DataError(
+                "There are no heads to save.",
+                given="heads=None",
+                expected="the engine's heads",
+                do="Use MedusaPlugin.start.",
+            )
+        companion = self._companion
+        heads, version = self.installer.heads_to_save(
+            lambda: companion.newest(0) if companion is not None else None
+        )
+        save_heads(
+            folder, heads, lm_head_VD=self._tables[0] if self._tables else None, version=version
+        )
+        return Path(folder)
+
+    def close(self) -> None:
+        """End the companion; the engine is the caller's. Harmless when called again."""
+        self._collector = None
+        if self._companion is not None:
+            self._companion.close()
+
+    # ---- parts
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """Hand over what was tapped. A batch of which nothing was scored is only told in the log:
+        the loop may skip steps.
+        """
+        collector, self._collector = self._collector, None
+        if collector is None or self._companion is None:
+            return
+        if not collector.seen and not collector.complete:
+            logger.warning(
+                "No response of the last rollouts was scored inside plugin.actor_forward; the"
+                " companion gets nothing."
+            )
+            return
+        self._submit(collector.batch())
+
+    def _submit(self, batch: RolloutBatch) -> None:
+        assert self._companion is not None
+        self._send_tables(batch.policy_version)  # Those that stayed here while nothing was trained.
+        self._companion.submit(
+            dataclasses.replace(batch, passes=self._decision.passes) if self.account else batch
+        )
+
+    def _send_tables(self, policy_version: int) -> None:
+        """The actor's tables to the companion, once after each update."""
+        if (
+            self._tables_sent
+            or self._tables is None
+            or self._companion is None
+            or self._heads is None
+        ):
+            return
+        self._tables_sent, embedding_VD = True, _embedding(self._tables, self._heads.config)
+        if self._heads.config.lm_head == "shared" or embedding_VD is not None:
+            self._companion.update_lm_head(
+                self._tables[0].detach(), policy_version, embedding_VD=embedding_VD
+            )
+
+    @contextlib.contextmanager
+    def _exposed(self) -> Iterator[None]:
+        began = self._clock()
+        if self._companion is not None:
+            self._companion.give_way(False)
+        try:
+            yield
+        finally:
+            self._step.exposed_s += self._clock() - began
+
+
+def initial_heads(config: RunConfig, model: Actor) -> MedusaHeads:
+    """The heads that a run starts with, the same at every call: those of `config.heads.path`, or a
+    zero start (each equals lm_head).
+
+    Raises:
+        CheckpointError: the directory is damaged or of another actor.
+    """
+    return heads_for_table(config, as_view(model).lm_head_VD.detach())
+
+
+def heads_for_table(config: RunConfig, lm_head_VD: torch.Tensor) -> MedusaHeads:
+    """As `initial_heads`, from the actor's lm_head alone."""
+    vocab_size, hidden_size = lm_head_VD.shape
+    section = config.heads
+    if section.path:
+        heads, _ = load_heads(section.path, hidden_size=hidden_size, vocab_size=vocab_size)
+        return heads.to(torch.float32)
+    with torch.random.fork_rng(devices=[]):  # The loop's own random numbers stay what they are.
+        torch.default_generator.manual_seed(config.seed)
+        heads = MedusaHeads(section.sizes(hidden_size, vocab_size))
+    if section.lm_head == "own":
+        heads.init_own_lm_heads(lm_head_VD.to("cpu", torch.float32))
+    return heads
+
+
+def _embedding(tables_VD: Tables, config: HeadsConfig) -> torch.Tensor | None:
+    return tables_VD[1].detach() if config.needs_embedding and tables_VD[1] is not None else None
+
+
+def _tables(model: Actor, config: HeadsConfig | None) -> Tables:
+    """The embedding only where it is needed: a Megatron actor collects it from its ranks."""
+    view = as_view(model)
+    return (
+        view.lm_head_VD,
+        view.embedding_VD if config is not None and config.needs_embedding else None,
+    )

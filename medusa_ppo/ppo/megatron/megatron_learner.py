@@ -1,0 +1,296 @@
+"""PPO with a Megatron actor: the loop's process holds critic, companion and engines, and tells the
+actor's ranks what to do.
+
+    loop (critic)  --rollouts, scores-->  rank 0 ... N-1 in Ray actors (actor, reference, optimizer)
+                   <--log-probs, hidden states, weights in buckets--
+
+The critic works while the ranks do. The actor's weights come as a stream of buckets, each stage's
+first rank giving out its own; Ray holds a stage back that is more than `BUCKETS_AHEAD` buckets
+ahead of who reads.
+
+Shape letters: B sequences, R response positions, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
+
+from heads.errors import ModelError, RunError
+from heads.tensorfile import StateWriter
+from medusa_ppo.actors.actor_view import SpreadActor
+from medusa_ppo.actors.megatron_layout import LlamaSizes, checkpoint_shapes
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract.rollouts import Sampling
+from medusa_ppo.engines.actor_sync import actor_stream
+from medusa_ppo.ppo.batch import PolicyScores, PPOBatch, Scores
+from medusa_ppo.ppo.learner import PPOLearner, Tap, UpdateTotals
+from medusa_ppo.ppo.megatron.megatron_rank import MOMENTS, WEIGHTS, ActorRank
+from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.run_progress import Timeline
+from medusa_ppo.runtime.hardware import settled
+from medusa_ppo.runtime.processes import TOKEN, in_bundle, ray_errors, release, reserve
+
+logger = logging.getLogger(__name__)
+
+BUCKETS_AHEAD = 2
+PLACE_TIMEOUT_S = 300.0
+
+
+class RankTeam:
+    """The actor's ranks, each in a Ray actor. `ray.init` is the caller's."""
+
+    def __init__(self, path: str, config: RunConfig, *, with_embedding: bool) -> None:
+        """
+        Args:
+            path: folder of the actor's checkpoint, which all nodes can read.
+            with_embedding: `tables` brings the input embedding.
+
+        Raises:
+            ModelError, ConfigError: there is no such folder, the actor is of no known family, or it
+                can't be cut so.
+            RunError: there is no room for the ranks, or one did not start.
+        """
+        config = settled(config)
+        section = config.actor
+        if not Path(path).is_dir():
+            raise ModelError(
+                "The actor's ranks read its checkpoint from a folder.",
+                given=path,
+                expected="a folder with safetensors that all nodes can read",
+                do="Download the model, and give its folder as model.path.",
+            )
+        self.sizes = LlamaSizes.read(path)
+        self.sizes.check_cut(section.tensor_parallel, section.pipeline_parallel)
+        gpus = bool(ray.cluster_resources().get("GPU"))
+        resources = {section.resource: TOKEN} if section.resource else {}
+        # A tensor-parallel group talks in every layer: one bundle each, so that Ray puts it on one
+        # node.
+        each = {"GPU" if gpus else "CPU": 1.0 if gpus else TOKEN, **resources}
+        bundle = {name: share * section.tensor_parallel for name, share in each.items()}
+        self._ranks: list[Any] = []
+        self._group: PlacementGroup | None = None
+        try:
+            self._group = reserve(
+                [bundle] * (section.ranks // section.tensor_parallel),
+                "actor's ranks",
+                timeout_s=PLACE_TIMEOUT_S,
+            )
+            for rank in range(section.ranks):
+                options: dict[str, Any] = {
+                    "num_cpus": 0 if gpus else TOKEN,
+                    "num_gpus": 1 if gpus else 0,
+                    "resources": resources or None,
+                    "runtime_env": {
+                        "env_vars": {
+                            "OMP_NUM_THREADS": str(config.ppo.threads),
+                            "PYTHONWARNINGS": "ignore",
+                        }
+                    },
+                    **in_bundle(self._group, rank // section.tensor_parallel),
+                }
+                kind: Any = ray.remote(**options)(ActorRank)
+                self._ranks.append(kind.remote(rank, path, config, with_embedding))
+            self.call("start", self.wait([self._ranks[0].meet_here.remote()])[0])
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all ranks; references to their answers."""
+        return [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all ranks; the answers of those that have one."""
+        return self.wait(self.begin(method, *arguments))
+
+    def wait(self, references: list[Any]) -> list[Any]:
+        """Answers that are not None. The first error ends the wait: other ranks may wait for the
+        one that failed.
+        """
+        left = list(references)
+        with _rank_errors():
+            while left:
+                done, left = ray.wait(left)
+                ray.get(done)
+            return [answer for answer in ray.get(references) if answer is not None]
+
+    def stream(self, what: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors as the stages give them out, some in memory at a time."""
+        options: dict[str, Any] = {
+            "num_returns": "streaming",
+            "_generator_backpressure_num_objects": BUCKETS_AHEAD,
+        }
+        streams = [rank.give_out.options(**options).remote(what, dtype) for rank in self._ranks]
+        for stream in streams:
+            for reference in stream:
+                with _rank_errors():
+                    tensors: dict[str, Tensor] = ray.get(reference)
+                yield from tensors.items()
+
+    def close(self) -> None:
+        """End all ranks; harmless when called again."""
+        ranks, self._ranks, group, self._group = self._ranks, [], self._group, None
+        if not ray.is_initialized():
+            return
+        for rank in ranks:
+            ray.kill(rank)
+        release(group)
+
+
+def _rank_errors() -> AbstractContextManager[None]:
+    return ray_errors(
+        RunError, "A rank of the actor", "Read the log of Ray's worker, and go on with --resume."
+    )
+
+
+class RankedActor(SpreadActor):
+    """The ranks' actor as plug-in and sync see it."""
+
+    def __init__(self, team: RankTeam) -> None:
+        self._team = team
+        self._tables: tuple[Tensor, Tensor | None] | None = None
+        self._hidden_BTD: Tensor | None = None
+
+    @contextlib.contextmanager
+    def tap(self) -> Iterator[RankedActor]:
+        """Around `hold`: the ranks have made the pass already."""
+        yield self
+
+    def hold(self, hidden_BTD: Tensor) -> None:
+        self._hidden_BTD = hidden_BTD
+
+    @property
+    def hidden_BTD(self) -> Tensor:
+        assert self._hidden_BTD is not None, "hold comes first"
+        return self._hidden_BTD
+
+    @property
+    def lm_head_VD(self) -> Tensor:
+        return self._whole_tables()[0]
+
+    @property
+    def embedding_VD(self) -> Tensor:
+        embedding_VD = self._whole_tables()[1]
+        assert embedding_VD is not None, "the team was made with its embedding"
+        return embedding_VD
+
+    def changed(self) -> None:
+        """The ranks have new weights."""
+        self._tables = None
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return checkpoint_shapes(self._team.sizes)
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        return self._team.stream(WEIGHTS, dtype)
+
+    def _whole_tables(self) -> tuple[Tensor, Tensor | None]:
+        if self._tables is None:
+            (self._tables,) = self._team.call("tables")
+        return self._tables
+
+
+class MegatronLearner(PPOLearner):
+    """Critic in this process, actor and reference on ranks."""
+
+    actor: RankedActor
+
+    def __init__(self, team: RankTeam, path: str, critic: Critic | None, config: RunConfig) -> None:
+        """
+        Args:
+            team: started ranks; the caller closes it.
+            path: folder of the actor's checkpoint, whose configuration is saved with it.
+            critic: value network.
+            config: the run's, as the ranks have it.
+        """
+        super().__init__(critic, config.ppo, seed=config.seed)
+        self._team, self._path = team, path
+        self._handed: tuple[PPOBatch, Any] | None = None
+        self.actor = RankedActor(team)
+        self.device = torch.device("cpu") if critic is None else next(critic.parameters()).device
+
+    def begin_batch(self, sampling: Sampling) -> None:
+        self._team.call("begin_batch", sampling)
+
+    def _begin_scoring(
+        self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
+    ) -> Callable[[], PolicyScores]:
+        answers = self._team.begin(
+            "score", self._hand(batch), batch.pad_id, batch.first, sampling, tap is not None
+        )
+
+        def finish() -> PolicyScores:
+            total = PolicyScores.zeros(batch)
+            with timeline.at_work("actor"):  # What is left of its passes and the reference's.
+                shares = self._team.wait(answers)
+            for share in shares:
+                total.add(share.policy)
+                if tap is not None and share.hidden_BRD is not None:
+                    longest = share.hidden_BRD.shape[1]
+                    # The response stands at columns 1 and on: column t is predicted from the state
+                    # at t - 1.
+                    mask_BT = torch.nn.functional.pad(
+                        batch.mask_SR[list(share.sequences), :longest], (1, 0), value=False
+                    )
+                    with tap(self.actor, mask_BT, share.sequences):
+                        self.actor.hold(share.hidden_BRD)
+            return total
+
+        return finish
+
+    def _begin_update(
+        self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
+    ) -> Callable[[], UpdateTotals]:
+        assert texts is None, "refused at load"
+        answers = self._team.begin(
+            "update", self._hand(batch), batch.pad_id, ray.put(scores), sampling, step
+        )
+        self.actor.changed()
+        return lambda: UpdateTotals.over(self._team.wait(answers))
+
+    def _hand(self, batch: PPOBatch) -> Any:
+        """The rollouts in Ray's store; once for scoring and update."""
+        if self._handed is None or self._handed[0] is not batch:
+            self._handed = (batch, ray.put(batch.rollouts))
+        return self._handed[1]
+
+    def save_actor(self, folder: Path) -> None:
+        config = AutoConfig.from_pretrained(self._path, trust_remote_code=False)
+        config.dtype = torch.float32
+        config.save_pretrained(folder)
+        with contextlib.suppress(OSError):  # Not every checkpoint has one.
+            GenerationConfig.from_pretrained(self._path).save_pretrained(folder)
+        actor_stream(self.actor).write(folder / "model.safetensors")
+
+    def _save_policy(self, folder: Path) -> None:
+        actor_stream(self.actor).write(folder / "actor.safetensors")
+        shapes, steps = self.actor.shapes(), max(self._team.call("steps"))
+        entries = {
+            f"{name}/{moment}": (torch.float32, shape)
+            for name, shape in shapes.items()
+            for moment in MOMENTS
+            if steps
+        }
+        entries |= {f"{name}/step": (torch.float32, ()) for name in shapes if steps}
+        with StateWriter(folder / "actor_optimizer.safetensors", entries) as writer:
+            for name in shapes if steps else ():
+                writer.put(f"{name}/step", torch.tensor(steps))
+            for moment in MOMENTS if steps else ():
+                for name, tensor in self._team.stream(moment, torch.float32):
+                    writer.put(f"{name}/{moment}", tensor)
+
+    def _load_policy(self, folder: Path) -> None:
+        self._team.call("load", os.path.abspath(folder))
+        self.actor.changed()

@@ -1,0 +1,1 @@
+"""Processes, rendezvous, files, hardware, data and the console."""

@@ -1,0 +1,183 @@
+"""What all commands share: where they print, how they show progress, and how they end."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from heads.errors import MedusaError
+from medusa_ppo.runtime.wording import seconds
+
+__all__ = [
+    "FAILED",
+    "INTERRUPTED",
+    "Debug",
+    "command",
+    "console",
+    "errors",
+    "escape",
+    "offline_progress",
+    "say",
+]
+
+FAILED = 1
+INTERRUPTED = 130
+NO_SPACE, NO_WRITING = (
+    "make room on the disk; a run goes on with --resume.",
+    "give the folder to this user, or choose another with out=FOLDER.",
+)
+DISK: dict[int | None, str] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), NO_SPACE),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), NO_WRITING),
+}
+"""What to do about a disk that takes nothing."""
+
+console = Console()
+errors = Console(stderr=True)
+
+
+class Debug:
+    """Whether --debug was given anywhere on the command line."""
+
+    on = False
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Turn exceptions into one clear sentence and an exit code: 1 failed, 2 usage, 130
+    interrupted.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except KeyboardInterrupt:
+            errors.print("Stopped. What was finished is on disk.", style="yellow")
+            raise typer.Exit(INTERRUPTED) from None
+        except (typer.Exit, typer.Abort):
+            raise
+        except MedusaError as error:
+            _show(error, str(error))
+            raise typer.Exit(error.exit_code) from None
+        except Exception as error:
+            do = DISK.get(
+                getattr(error, "errno", None),
+                "run the same command with --debug and report what it prints.",
+            )
+            _show(error, f"{type(error).__name__}: {error}\n  do this:  {do}")
+            raise typer.Exit(FAILED) from None
+
+    return run
+
+
+def say(text: object) -> None:
+    """A line as it is: brackets are no markup, numbers are not coloured, and the terminal breaks it
+    where it likes.
+    """
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _show(error: BaseException, text: str) -> None:
+    if Debug.on:
+        errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False)
+    errors.print(f"[red]Error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+LINE_EVERY_S = 15.0
+"""Seconds between two lines of a phase where there is no terminal to draw a bar on."""
+
+
+class Advance(Protocol):
+    """Called with the work done since the last call and a short text (loss, acceptance)."""
+
+    def __call__(self, amount: float = 1, note: str = "") -> None: ...
+
+
+class OfflineProgress:
+    """Bars on a terminal; plain lines when the output is not one. Use as a context manager."""
+
+    def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
+        self._console = console or Console()
+        self._live = not quiet and self._console.is_terminal
+        self._quiet = quiet
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description:<28}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bars = Progress(
+            *columns,
+            TextColumn("{task.fields[note]}"),
+            console=self._console,
+            disable=not self._live,
+        )
+
+    def __enter__(self) -> OfflineProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bars.stop()
+
+    @contextmanager
+    def phase(self, name: str, total: float) -> Iterator[Advance]:
+        """A phase of known length; `total` 0 shows a spinner."""
+        task = self._bars.add_task(name, total=total or None, note="")
+        done = 0.0
+        if not self._live:
+            self.say(f"{name} ...")
+        began = said = time.monotonic()
+        last = ""
+
+        def advance(amount: float = 1, note: str = "") -> None:
+            nonlocal done, last, said
+            done += amount
+            last = note or last
+            self._bars.update(task, completed=done, note=last)
+            now = time.monotonic()
+            if not self._live and now - said > LINE_EVERY_S:
+                said = now
+                left = seconds((now - began) * max(0.0, total - done) / done) if done else "?"
+                self.say(
+                    f"{name}: {min(1.0, done / total):.0%}  {last}, {left} left"
+                    if total
+                    else f"{name}: {last}"
+                )
+
+        yield advance
+        self._bars.update(task, completed=total or done)
+        if not self._live and last:
+            self.say(f"{name}: {last}")
+
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def offline_progress() -> OfflineProgress:
+    """Progress of a command without PPO; other libraries' bars and warnings are silenced."""
+    from medusa_ppo.runtime.processes import quiet_libraries
+
+    quiet_libraries()
+    return OfflineProgress(console)

@@ -1,0 +1,371 @@
+"""What a machine has, what a model asks of it, and what follows for settings that are null: dtype,
+memory share, compiled or eager, threads (no torch).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from heads.errors import ModelError
+from medusa_ppo.config.run_config import EngineConfig, RunConfig
+
+BF16_FROM = 8.0  # NVIDIA's compute capability.
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+QUERY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 20.0
+SHARED_MEMORY, OWN_MEMORY = 0.35, 0.9
+"""Shares of a GPU for an engine: beside PPO's update, which needs more than half, and on a GPU
+where nobody else computes.
+"""
+TURNS_MEMORY = 0.8
+"""The same where PPO leaves the GPU while the engine writes: what its context and torch keep
+stays.
+"""
+CPU_MEMORY = 0.1
+MODEL_LEN = 512
+"""Longest prompt plus response of an engine whose loop does not say how long they are."""
+COMPANION_SHARE = 0.1
+COMPANION_CORES = 4
+"""One core in so many is the companion's, where it shares them with PPO and the engine."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a machine has.
+
+    Attributes:
+        gpus: that torch can use and CUDA_VISIBLE_DEVICES lets through.
+        bfloat16: they compute in it.
+        cores: that this process may use.
+        found: how it was found, in words.
+    """
+
+    gpus: int
+    bfloat16: bool
+    cores: int
+    found: str
+
+
+class Choice(NamedTuple):
+    """What a setting that was null has become."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@functools.cache
+def find_hardware() -> Hardware:
+    """What this machine has."""
+    cores, (able, why) = len(os.sched_getaffinity(0)), _capabilities()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if able and visible is not None:
+        able = able[: len([name for name in visible.split(",") if name.strip() not in ("", "-1")])]
+        why += f", CUDA_VISIBLE_DEVICES={visible}"
+    return Hardware(
+        len(able),
+        bool(able) and min(able) >= BF16_FROM,
+        cores,
+        f"{cores} cores, {len(able)} GPUs ({why})",
+    )
+
+
+def _capabilities() -> tuple[list[float], str]:
+    """Compute capability of each GPU that the installed torch could use, and where it is known
+    from.
+    """
+    try:
+        torch = importlib.metadata.version("torch")
+        if "+cpu" in torch:
+            return [], f"torch {torch} uses none"
+        answer = subprocess.run(
+            QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True
+        ).stdout
+        return [float(line) for line in answer.split()], QUERY[0]
+    except (
+        importlib.metadata.PackageNotFoundError,
+        OSError,
+        ValueError,
+        subprocess.SubprocessError,
+    ) as error:
+        return [], f"{QUERY[0]}: {type(error).__name__}"
+
+
+def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
+    """What a plan is made for: this machine, or one with or without GPUs as `gpus` says."""
+    here, engine = find_hardware(), config.engine
+    if gpus is None or gpus == (here.gpus > 0):
+        return here
+    several = (
+        engine.replicas * int(engine.extra.get("tensor_parallel_size", 1)) * config.actor.ranks > 1
+    )
+    count = int(gpus) * (8 if several or (config.companion.num_gpus or 0) >= 1 else 1)
+    return Hardware(count, gpus, here.cores, f"{here.cores} cores, {count} GPUs, as asked for")
+
+
+def settled(config: RunConfig, hardware: Hardware | None = None) -> RunConfig:
+    """The run's settings with a value for each that was null and follows from the hardware or from
+    other settings.
+
+    The companion's share of a GPU is left open: it is asked for when it starts, of what is free
+    then.
+    """
+    return applied(
+        config,
+        [choice for choice in choices(config, hardware) if not choice.key.startswith("companion.")],
+    )
+
+
+def applied(config: RunConfig, decided: Iterable[Choice]) -> RunConfig:
+    """The settings with these values."""
+    for choice in decided:
+        section, _, name = choice.key.partition(".")
+        config = config.model_copy(
+            update={section: getattr(config, section).model_copy(update={name: choice.value})}
+        )
+    return config
+
+
+def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]:
+    """What becomes of settings that are null; what was said stays."""
+    hardware = hardware or find_hardware()
+    model, engine, ppo = config.model, config.engine, config.ppo
+    found: list[Choice] = []
+    dtype = model.dtype
+    if dtype is None:
+        dtype = "bfloat16" if hardware.bfloat16 else "float32"
+        why = "a GPU that has it" if hardware.bfloat16 else "no GPU that has bfloat16"
+        found.append(Choice("model.dtype", dtype, why))
+    if engine.dtype is None:
+        found.append(Choice("engine.dtype", dtype, "as model.dtype"))
+    if engine.max_model_len is None:
+        length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+        found.append(
+            Choice(
+                "engine.max_model_len", length, "data.max_prompt_tokens + sampling.max_new_tokens"
+            )
+        )
+    if engine.memory_fraction is None and ppo.placement == "shared" and hardware.gpus:
+        found.append(
+            Choice("engine.memory_fraction", TURNS_MEMORY, "PPO and the engine take turns")
+        )
+    known = {choice.key for choice in found}
+    found += [choice for choice in _of_engine(engine, hardware) if choice.key not in known]
+    if config.companion.enabled and config.companion.num_gpus is None:
+        share = companion_gpus(hardware.gpus, config.companion.workers)
+        found.append(
+            Choice(
+                "companion.num_gpus",
+                share,
+                "a share, left free between batches" if share else "no GPU",
+            )
+        )
+    if ppo.micro_batch_size is None:
+        found.append(Choice("ppo.micro_batch_size", ppo.minibatch_size, "a whole minibatch"))
+    if ppo.threads is None:
+        ranks = config.actor.ranks
+        found.append(
+            Choice(
+                "ppo.threads",
+                max(1, hardware.cores // ranks),
+                f"{hardware.cores} cores, {ranks} process{'es' * (ranks > 1)}",
+            )
+        )
+    return found
+
+
+def settled_engine(engine: EngineConfig, hardware: Hardware | None = None) -> EngineConfig:
+    """The same for an engine by itself, where no run says more."""
+    return engine.model_copy(
+        update={
+            choice.key.removeprefix("engine."): choice.value
+            for choice in _of_engine(engine, hardware)
+        }
+    )
+
+
+def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choice]:
+    if None not in (
+        engine.dtype,
+        engine.max_model_len,
+        engine.memory_fraction,
+        engine.enforce_eager,
+        engine.threads,
+    ):
+        return
+    hardware = hardware or find_hardware()
+    if engine.dtype is None:
+        why = "a GPU that has it" if hardware.bfloat16 else "no GPU that has bfloat16"
+        yield Choice("engine.dtype", "bfloat16" if hardware.bfloat16 else "float32", why)
+    if engine.max_model_len is None:
+        yield Choice("engine.max_model_len", MODEL_LEN, "nobody says how long responses are")
+    gpus = hardware.gpus
+    if engine.memory_fraction is None:
+        shared = gpus == 1 and engine.replicas == 1
+        share, why = (
+            (SHARED_MEMORY, "PPO's update is on the same GPU")
+            if shared
+            else (OWN_MEMORY, "a GPU of its own")
+        )
+        share, why = (share, why) if gpus else (CPU_MEMORY, "no GPU")
+        yield Choice("engine.memory_fraction", share, why)
+    if engine.enforce_eager is None:
+        yield Choice(
+            "engine.enforce_eager",
+            not gpus,
+            "a GPU does not wait for Python" if gpus else "no GPU: a quick start",
+        )
+    if engine.threads is None:
+        why = f"{hardware.cores} cores, {engine.replicas} engine{'s' * (engine.replicas > 1)}"
+        yield Choice("engine.threads", max(1, hardware.cores // engine.replicas), why)
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 with units of its own."""
+    return bool(BFLOAT16_FLAGS & _cpu_flags())
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return {
+        word
+        for line in lines
+        if line.lower().startswith(("flags", "features"))
+        for word in line.partition(":")[2].split()
+    }
+
+
+def companion_gpus(free: float, workers: int) -> float:
+    """GPUs for each worker of a companion that was not told: a share where so much is free, else
+    none.
+    """
+    return COMPANION_SHARE if free >= COMPANION_SHARE * workers else 0.0
+
+
+def companion_threads(cores: tuple[int, ...] | None, *, alone: bool) -> int:
+    """CPU threads of a worker: one on each core that it is pinned to; else a part of the node's, or
+    all where the node is its own.
+    """
+    if cores:
+        return len(cores)
+    usable = len(os.sched_getaffinity(0))
+    return usable if alone else max(1, usable // COMPANION_CORES)
+
+
+# ---- what a model needs
+# -----------------------------------------------------------------------------------------------------------
+
+FLOAT32, BFLOAT16 = 4, 2
+ATTENTION_HEADS = ("num_attention_heads", "n_head")
+WITHOUT_GATE = ("gpt2", "gpt_neox", "gpt_neo", "opt", "phi")
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a dense decoder-only model.
+
+    Attributes:
+        hidden: D.
+        layers, heads, kv_heads, head_dim: of the attention.
+        intermediate: width of the MLP's inner layer.
+        vocab: V.
+        gated: the MLP has a gate beside its up projection.
+        tied: lm_head is the embedding.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> ModelSizes:
+        """From a transformers config.json. ModelError when a size is missing, or the model is a
+        mixture of experts.
+        """
+        text = {**raw, **(raw.get("text_config") or {})}
+        if any(text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+            raise ModelError(
+                "Mixtures of experts can't be planned.",
+                given=text.get("model_type"),
+                expected="a dense model",
+                do="Measure a short run.",
+            )
+        hidden, layers, heads = (
+            _first(text, *names)
+            for names in (
+                ("hidden_size", "n_embd"),
+                ("num_hidden_layers", "n_layer"),
+                ATTENTION_HEADS,
+            )
+        )
+        return cls(
+            hidden,
+            layers,
+            heads,
+            int(text.get("num_key_value_heads") or heads),
+            int(text.get("head_dim") or hidden // heads),
+            int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden),
+            _first(text, "vocab_size"),
+            text.get("model_type") not in WITHOUT_GATE,
+            bool(text.get("tie_word_embeddings", text.get("model_type") == "gpt2")),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Weights of matrices and RMS norms; biases and learned positions (older families) are left
+        out.
+        """
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
+        tables = (1 if self.tied else 2) * self.vocab * self.hidden
+        return self.layers * (attention + mlp + 2 * self.hidden) + self.hidden + tables
+
+    @property
+    def product_parameters(self) -> int:
+        """Weights that a token is multiplied with in a forward pass: all but the embedding."""
+        return self.parameters - (0 if self.tied else self.vocab * self.hidden)
+
+    def layer_bytes(self, bfloat16: bool) -> int:
+        """What a layer keeps of a token for its backward pass: what norms, attention, products and
+        the MLP's gate read. With products in bfloat16 each of them has a copy of its own.
+        """
+        inner = (
+            2 * (self.heads + self.kv_heads) * self.head_dim
+            + (4 if self.gated else 3) * self.intermediate
+        )
+        if bfloat16:
+            return FLOAT32 * 4 * self.hidden + BFLOAT16 * (5 * self.hidden + inner)
+        return FLOAT32 * (6 * self.hidden + inner)
+
+    @property
+    def cache_elements(self) -> int:
+        """Keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def _first(values: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if values.get(name):
+            return int(values[name])
+    raise ModelError(
+        "The model's config.json lacks a size.",
+        given=sorted(values)[:8],
+        expected=" or ".join(names),
+        do="Use a decoder-only model.",
+    )

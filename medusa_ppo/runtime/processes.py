@@ -1,0 +1,304 @@
+"""Other processes: a local Ray, room on its nodes, the signals that stop a run, and what a killed
+process leaves behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from heads.errors import MedusaError, RunError
+from medusa_ppo.runtime.files import OwnedFolder, sweep
+
+logger = logging.getLogger(__name__)
+
+MIB = 1024**2
+START_ATTEMPTS = 3
+CLUSTERS = "ENABLE_RAY_CLUSTER"
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Batches that nobody holds leave shared memory at once, not after a second.
+    "RAY_free_objects_period_milliseconds": "100",
+}
+OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
+    # Else Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
+    "RAY_task_events_report_interval_ms": "0",
+    # Ray's own 15 and the companion's 5 are 19 together: beside a busy loop it would get next
+    # to nothing.
+    "RAY_worker_niceness": "0",
+}
+
+
+def quiet_libraries() -> None:
+    """No progress bars of transformers between our own; for commands, which show their progress
+    themselves.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
+    """Ray for the time of the block: the caller's when it is initialised, RAY_ADDRESS's when that
+    is set, else a local one of ours.
+
+    Only what was started here is shut down. A local Ray's folder is removed with it, unless the
+    block failed: then its logs stay.
+
+    Args:
+        cpus: CPUs that the processes of the block ask for; the machine's own number when that is
+            larger.
+        queue_bytes: what is on its way to the companion at most.
+    """
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    for name, value in (RAY_ENVIRONMENT if joins else OWN_RAY_ENVIRONMENT).items():
+        os.environ.setdefault(name, value)
+    sweep()
+    if ray.is_initialized():
+        yield
+        return
+    if joins:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    folder = OwnedFolder("mppo-")  # Short on purpose: a socket's path may have 107 characters.
+    keep = False
+    try:
+        _start(folder.path, max(os.cpu_count() or 1, cpus, 2), _object_store_bytes(queue_bytes))
+        yield
+    except Exception:
+        keep = True
+        raise
+    finally:
+        ray.shutdown()
+        if keep:
+            logger.error("Ray's logs are kept in %s", folder.keep())
+        else:
+            folder.close()
+
+
+def _start(folder: Path, cpus: int, store_bytes: int) -> None:
+    """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError.
+
+    Whoever Ray listens to runs code in it: here that is this machine alone, and on it only who has
+    this process's token.
+    """
+    os.environ.setdefault(
+        "RAY_AUTH_TOKEN", secrets.token_hex(32)
+    )  # Else Ray writes one into the home folder.
+    for left in reversed(range(START_ATTEMPTS)):
+        try:
+            with _on_loopback():
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=store_bytes,
+                    _temp_dir=str(folder),
+                )
+            return
+        except Exception as error:  # Ray raises a bare Exception here, and ValueError and OSError for what it is given
+            ray.shutdown()
+            if not left:
+                given = f"{type(error).__name__}: {error}"
+                do = "Free memory or cores and try again; Ray's logs say more."
+                raise RunError(
+                    "Ray did not start.", given=given, expected="a local Ray within 30 s", do=do
+                ) from error
+            logger.warning("Ray did not start; trying once more: %s", error)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that is started in the block listens on 127.0.0.1, as it does by itself where it
+    supports no clusters (Windows, macOS).
+    """
+    before = getattr(ray_constants, CLUSTERS, None)
+    setattr(ray_constants, CLUSTERS, False)
+    try:
+        yield
+    finally:
+        setattr(ray_constants, CLUSTERS, before)
+
+
+def _object_store_bytes(queue_bytes: int) -> int:
+    """Room for what is on its way to the companion, and a little for everything else; never more
+    than a quarter of the free memory.
+    """
+    wanted = queue_bytes + 128 * MIB
+    return max(128 * MIB, min(wanted, psutil.virtual_memory().available // 4))
+
+
+class StopSignals:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt once in the block; from then on they are ignored,
+    so that the clean-up is not cut short.
+
+    Outside of the main thread it does nothing (Python allows handlers only there).
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Callable[..., object] | int | None] = {}
+        self.stopping = False
+
+    def install(self) -> StopSignals:
+        """Put the handlers in place; again after a library (Ray) has put its own."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.signal(number, self._handle)
+                self._before.setdefault(number, before)
+        return self
+
+    __enter__ = install
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def ignore(self) -> None:
+        """From now on (clean-up has begun) further signals are noted and do nothing."""
+        self.stopping = True
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.stopping:
+            logger.warning(
+                "Stopping already; a moment, please: engine and companion are being closed."
+            )
+            return
+        self.stopping = True
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ray_errors(kind: type[MedusaError], who: str, do: str) -> Iterator[None]:
+    """Our own errors as they are; whatever else Ray says of a process in the block as one of
+    `kind`.
+    """
+    try:
+        yield
+    except RayError as error:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, MedusaError):
+            raise error.cause from None
+        what = (
+            "did not answer in time"
+            if isinstance(error, GetTimeoutError)
+            else "died"
+            if isinstance(error, RayActorError)
+            else "failed"
+        )
+        given = (
+            repr(error.cause)
+            if isinstance(error, RayTaskError)
+            else (str(error).strip().splitlines() or [repr(error)])[-1]
+        )
+        raise kind(f"{who} {what}.", given=given, expected="a running process", do=do) from error
+
+
+TIMEOUT_S = 180.0
+TOKEN = 0.001  # Of a node's resource: it says where, not how many.
+
+
+def bundle(gpus: float, resource: str | None) -> dict[str, float]:
+    """What one process asks of its node. CPUs are shared, not reserved; Ray wants a token of
+    something in each bundle.
+    """
+    asked = {name: amount for name, amount in (("GPU", gpus), (resource, TOKEN)) if name and amount}
+    return asked or {"CPU": TOKEN}
+
+
+def reserve(
+    bundles: list[dict[str, float]], what: str, layout: str = "PACK", timeout_s: float = TIMEOUT_S
+) -> PlacementGroup:
+    """Reserve room for all bundles. `ray.init` is the caller's; so is `release`.
+
+    Args:
+        what: whose room it is, for the error.
+        layout: of Ray's. `PACK`, as near to each other as it goes, is right for all who send each
+            other much, and costs the others nothing.
+
+    Raises:
+        RunError: there is no such room in the cluster.
+    """
+    group = placement_group(bundles, strategy=layout)
+    if not group.wait(timeout_s):
+        remove_placement_group(group)
+        raise RunError(
+            f"The Ray cluster has no room for the {what}.",
+            given=(
+                f"{', '.join(f'{count} x {kind}' for kind, count in Counter(map(str, bundles)).items())},"
+                f" {layout}; free: {_free()}"
+            ),
+            expected=f"room for all of them within {timeout_s:.0f} s",
+            do=(
+                "Add nodes, start Ray with the resources named, or ask for fewer processes or"
+                " another placement."
+            ),
+        )
+    return group
+
+
+def release(group: PlacementGroup | None) -> None:
+    """Give the room back; whatever runs in it is ended."""
+    if group is not None and ray.is_initialized():
+        remove_placement_group(group)
+
+
+def in_bundle(group: PlacementGroup | None, index: int) -> dict[str, Any]:
+    """Options of the Ray actor that has a place of the group; none without a group."""
+    return (
+        {}
+        if group is None
+        else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
+    )
+
+
+def _free() -> str:
+    free = {
+        name: amount
+        for name, amount in ray.available_resources().items()
+        if not name.startswith(("node:", "memory", "object_store"))
+    }
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(free.items())) or "nothing"
+
+
+@contextlib.contextmanager
+def without_line(words: str) -> Iterator[None]:
+    """Leave a line with these words out of what this process writes to stderr in the block, by C++
+    too; the rest comes at its end.
+    """
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            kept.seek(0)
+            os.write(stderr, b"".join(line for line in kept if words.encode() not in line))
+            os.close(stderr)

@@ -1,0 +1,74 @@
+"""Who may reach the control routes of a vLLM server: the token, and the middleware that asks for
+it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+GUARD = "medusa_ppo.vllm_plugin.control_guard.ControlGuard"
+TOKEN = "MEDUSA_PPO_TOKEN"
+"""Environment variable of the secret without which a server answers no control request."""
+OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/metrics/", "/tokenize", "/detokenize")
+"""What a server answers to everybody who reaches it; below /v1 vLLM's own --api-key rules, but for
+GUARDED.
+"""
+GUARDED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""They change what the server serves, too."""
+
+
+def token_header(token: str | None = None) -> dict[str, str]:
+    """The header that opens a server's control routes: of `token`, or of the environment's; empty
+    where there is none.
+    """
+    token = token or os.environ.get(TOKEN, "")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class ControlGuard:
+    """ASGI middleware of vLLM's server (`--middleware`): everything but OPEN_PATHS and /v1 needs
+    the token, where there is one.
+
+    vLLM's --api-key does not cover the routes that pause the engine, reset its cache, and call and
+    refill its workers.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+        self._expected = token_header().get("Authorization", "").encode()
+
+    async def __call__(
+        self,
+        scope: dict[str, Any],
+        receive: Callable[..., Any],
+        send: Callable[..., Awaitable[None]],
+    ) -> None:
+        if scope["type"] in ("http", "websocket") and self._expected:
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            given = next(
+                (value for name, value in scope["headers"] if name == b"authorization"), b""
+            )
+            is_open = path in OPEN_PATHS or (
+                path.startswith("/v1/") and path.rstrip("/") not in GUARDED
+            )
+            if not is_open and not hmac.compare_digest(given, self._expected):
+                if scope["type"] == "websocket":
+                    await send({"type": "websocket.close", "code": 1008})
+                    return
+                text = (
+                    f"Unauthorized. given: {path} without the token  expected: Authorization:"
+                    f" Bearer TOKEN  do this: set {TOKEN}"
+                )
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": 401,
+                        "headers": [(b"content-type", b"text/plain")],
+                    }
+                )
+                await send({"type": "http.response.body", "body": text.encode()})
+                return
+        await self.app(scope, receive, send)

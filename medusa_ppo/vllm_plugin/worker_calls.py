@@ -1,0 +1,101 @@
+"""What engines and the worker extension say to each other: names, drafting settings, errors as
+data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+from heads import errors
+from heads.errors import MedusaError
+
+WORKER_EXTENSION = "medusa_ppo.vllm_plugin.worker_extension.MedusaWorker"
+TRANSFER = "medusa_ppo"
+"""Our weight-transfer backend's name in vLLM."""
+SAMPLED = "medusa_ppo_sampled"
+"""In vLLM's additional_config: drafts will be sampled."""
+HEADS = "medusa_ppo_heads"
+"""In vLLM's additional_config: the heads' folder, where vLLM has no Medusa (from 0.33 on)."""
+
+
+class Drafting(TypedDict, total=False):
+    """How an engine drafts from the next step on. What is left out stays as it is; all of it is
+    lossless, only acceptance and speed differ.
+
+    Attributes:
+        num_drafts: drafts per step, 0 (none) to `max_drafts`; with `choose` the most of them.
+        sampled: drawn from the heads; else their argmax.
+        draft_temperature: of sampled drafts, times the request's own and that which came with each
+            head.
+        choose: the engine chooses the number of drafts for each step.
+        draft_vocab: draft from so many of the most frequent tokens of prompts and rollouts; 0: from
+            all.
+        memory_bytes: of earlier responses, which sampled drafts are mixed with; 0: none are
+            remembered.
+        stop_below: a run of sampled drafts ends before one whose chance to be accepted is estimated
+            below this; 0: never.
+    """
+
+    num_drafts: int
+    sampled: bool
+    draft_temperature: float
+    choose: bool
+    draft_vocab: int
+    memory_bytes: int
+    stop_below: float
+
+
+def reports_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return one of our errors as data; anything else is a bug and travels as it is."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return method(self, *args, **kwargs)
+        except MedusaError as error:
+            texts = {
+                key: None if value is None else str(value)
+                for key, value in (("given", error.given), ("expected", error.expected))
+            }
+            return {
+                "error": {
+                    "kind": type(error).__name__,
+                    "problem": error.problem,
+                    "do": error.do,
+                    **texts,
+                }
+            }
+
+    return wrapped
+
+
+def raise_reported(result: Any) -> dict[str, Any]:
+    """The result of one worker, or the error it reported."""
+    if not isinstance(result, dict):
+        raise errors.EngineError(
+            "A worker gave an unexpected answer.",
+            given=repr(result)[:200],
+            expected="a mapping",
+            do="Read the engine's log.",
+        )
+    fault = result.get("error")
+    if fault is None:
+        return result
+    fault = fault if isinstance(fault, dict) else {"problem": fault}
+    kind = getattr(errors, str(fault.get("kind")), None)
+    if not (isinstance(kind, type) and issubclass(kind, MedusaError)):
+        kind = errors.EngineError
+    raise kind(
+        str(fault.get("problem")),
+        given=fault.get("given"),
+        expected=fault.get("expected"),
+        do=str(fault.get("do") or ""),
+    )
+
+
+def first_of(answers: list[Any]) -> dict[str, Any]:
+    """The first worker's result, after looking for an error in each."""
+    checked = [raise_reported(answer) for answer in answers]
+    return checked[0]

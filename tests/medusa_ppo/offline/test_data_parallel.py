@@ -1,0 +1,140 @@
+"""Several workers take the step that one would take on all rows, hold the same heads, and go on
+together after an interruption.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.checkpoint import load_heads
+from heads.errors import RunError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.companion.trainer import HeadsTrainer
+from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.offline.data_parallel import deal_parts
+from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.offline.train import ResumeFolder, TrainPosition, train_heads
+from medusa_ppo.runtime.console import OfflineProgress
+from medusa_ppo.runtime.rendezvous import Meeting
+
+SIZES = (32, 16)
+
+
+def random_batch(lengths: list[int], seed: int) -> RolloutBatch:
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(lengths)
+    ids = torch.randint(0, SIZES[0], (rows,), generator=generator)
+    return RolloutBatch(
+        torch.randn(rows, SIZES[1], generator=generator),
+        ids,
+        torch.full((rows,), -2.0),
+        torch.tensor(lengths),
+    )
+
+
+def trained(batch: RolloutBatch, team: Meeting | None, rows: int) -> dict[str, torch.Tensor]:
+    lm_head_VD = torch.randn(*SIZES, generator=torch.Generator().manual_seed(9))
+    config = CompanionConfig(loss="ce_tv", batch_positions=rows, epochs=1)
+    trainer = HeadsTrainer(
+        MedusaHeads(HeadsConfig(SIZES[1], SIZES[0], 2)), lm_head_VD, config, seed=0
+    )
+    trainer.join(team)
+    trainer.train_batch(batch)
+    return trainer.state_dict()
+
+
+def test_two_workers_step_as_one_would_on_all_rows(
+    in_a_team: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the one has fewer rows than the other, and none at all in the last step."""
+    monkeypatch.setattr("medusa_ppo.companion.trainer.CLIP_NORM", 1e9)
+    lengths = ([9, 4], [5, 3])
+    whole = random_batch([*lengths[0], *lengths[1]], 1)
+    halves = whole.select(torch.tensor([0, 1])), whole.select(torch.tensor([2, 3]))
+    one_step = trained(whole, None, 1000)
+    for state in in_a_team(lambda team, rank: trained(halves[rank], team, 1000)):
+        for name in ("heads.blocks.0.layers.0.weight", "optimizer.blocks.0.exp_avg"):
+            torch.testing.assert_close(state[name], one_step[name], rtol=1e-4, atol=1e-5)
+    uneven = in_a_team(lambda team, rank: trained(halves[rank], team, 7))
+    assert uneven[0]["counters"].tolist()[-1] == 2 == uneven[1]["counters"].tolist()[-1]
+    assert torch.equal(
+        uneven[0]["heads.blocks.0.layers.0.weight"], uneven[1]["heads.blocks.0.layers.0.weight"]
+    )
+
+
+def test_every_group_is_dealt_once_an_epoch_and_always_to_the_same_worker() -> None:
+    first, second = (deal_parts(11, 4, 2, seed=3, epoch=epoch) for epoch in (0, 1))
+    for epoch in (first, second):
+        assert sorted(g for part in epoch for share in part for g in share) == list(range(11))
+        assert all(
+            g % 2 == rank for part in epoch for rank, share in enumerate(part) for g in share
+        )
+        assert all(share for part in epoch for share in part), "no worker is ever without work"
+    assert first != second and first == deal_parts(11, 4, 2, seed=3, epoch=0)
+
+
+@pytest.mark.slow
+def test_workers_in_ray_train_together_and_go_on_together(
+    ray_session: None,
+    chain_actor: Path,
+    questions: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, snapshot, real = tmp_path / "heads", tmp_path / "snapshot", ResumeFolder.save_trainer
+    options = TrainOptions(
+        model=str(chain_actor),
+        data=str(questions),
+        out=out,
+        column="question",
+        num_heads=2,
+        epochs=2,
+        batch_positions=16,
+        workers=2,
+    )
+
+    def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
+        real(self, state, position)
+        if position.parts == 3:
+            shutil.copytree(out / "resume", snapshot)
+
+    monkeypatch.setattr("medusa_ppo.offline.train.SAVE_EVERY_S", -1.0)
+    monkeypatch.setattr(ResumeFolder, "save_trainer", save)
+    train_heads(options, OfflineProgress(quiet=True))
+    losses = [json.loads(line)["loss"] for line in (out / "train.jsonl").read_text().splitlines()]
+    assert len(losses) == 8 and losses[-1] < losses[0]
+    heads = load_heads(out)[0].trainable_state()
+    shutil.copytree(snapshot, out / "resume")
+    train_heads(options, OfflineProgress(quiet=True))
+    assert [
+        json.loads(line)["loss"] for line in (out / "train.jsonl").read_text().splitlines()
+    ] == losses
+    for name, value in load_heads(out)[0].trainable_state().items():
+        assert torch.equal(value, heads[name]), name
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_is_one_sentence(
+    ray_session: None, chain_actor: Path, questions: Path, tmp_path: Path
+) -> None:
+    options = TrainOptions(
+        model=str(tmp_path / "gone"),
+        data=str(questions),
+        out=tmp_path / "heads",
+        column="question",
+        workers=2,
+    )
+    model = tmp_path / "gone"
+    shutil.copytree(chain_actor, model)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(RunError, match="A worker of the training failed"):
+        train_heads(options, OfflineProgress(quiet=True))

@@ -1,0 +1,190 @@
+"""`eval` without an engine: what is drawn from is the prompt, categories add up to the whole, and
+comparisons are paired.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.acceptance import ReplayResult
+from heads.errors import ConfigError, DataError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.drafting.memory import FIRST_SHARES
+from medusa_ppo.offline import evaluate
+from medusa_ppo.offline.evaluate import Group, Recalled
+from medusa_ppo.offline.options import EvalOptions
+from medusa_ppo.runtime.console import OfflineProgress
+
+
+@pytest.fixture
+def options(chain_actor: Path, tmp_path: Path) -> EvalOptions:
+    rows = [
+        {"question": f"what is {n} + 1?", "kind": "even" if n % 2 == 0 else "odd"}
+        for n in range(10)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return EvalOptions(
+        model=str(chain_actor),
+        heads=tmp_path,
+        data=str(data),
+        template="{question}",
+        category="kind",
+    )
+
+
+def answered(group: Group, seed: int) -> Rollouts:
+    """Rollouts as an engine returns them, with an empty response among them."""
+    generator = torch.Generator().manual_seed(seed)
+    responses = []
+    for index in range(len(group.prompts)):
+        length = 0 if index == 1 else int(torch.randint(3, 20, (1,), generator=generator))
+        ids = tuple(torch.randint(1, 60, (length,), generator=generator).tolist())
+        responses.append(Response(index, ids, (-2.0,) * length, "length"))
+    return Rollouts(tuple(group.prompts), tuple(responses), Counters(), 1.0, Sampling())
+
+
+def test_calls_hold_one_category_each(options: EvalOptions) -> None:
+    groups = evaluate._groups(options, evaluate._read(options))
+    assert [(g.category, len(g.prompts)) for g in groups] == [("even", 5), ("odd", 5)]
+    small = evaluate._groups(replace(options, engine="vllm"), evaluate._read(options))
+    assert {g.category: len(g.prompts) for g in small} == {"even": 1, "odd": 1} and len(small) == 10
+    with pytest.raises(DataError, match="kinds"):
+        evaluate._read(replace(options, category="kinds"))
+
+
+def test_figures_by_category_and_against_other_heads(
+    options: EvalOptions, chain_actor: Path
+) -> None:
+    torch.manual_seed(0)
+    config = HeadsConfig(64, 430, 2, "medusa")
+    start, moved = MedusaHeads(config), MedusaHeads(config)
+    for parameter in moved.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    groups = evaluate._groups(options, evaluate._read(options))
+    twice = [
+        *groups,
+        Group("odd", groups[1].prompts),
+    ]  # Two answers to each odd prompt: one unit of the bootstrap.
+    rounds = [answered(group, seed) for seed, group in enumerate(twice)]
+    sampled = replace(options, draft="sampled")
+    found = evaluate._replayed(
+        sampled, [start, moved], twice, [], [rounds], OfflineProgress(quiet=True)
+    )
+    one = found[0][0]
+    assert one.categories == ["even"] * 4 + ["odd"] * 4 and one.result.drafts_S.numel() == 8
+    figures = {
+        **evaluate._figures([f[0] for f in found]),
+        **evaluate._by_category(sampled, [f[0] for f in found]),
+    }
+    assert sum(row["drafts"] for row in figures["categories"]) == pytest.approx(
+        figures["drafts"], abs=1
+    )
+    for rows in one.parts.values():  # The same drafts, sorted otherwise.
+        assert sum(row["drafts"] for row in rows) == pytest.approx(figures["drafts"], abs=2)
+        mean = sum(row["drafts"] * row["mean_acceptance_length"] for row in rows) / sum(
+            row["drafts"] for row in rows
+        )
+        assert mean == pytest.approx(figures["mean_acceptance_length"], abs=0.02)
+    assert next(iter(one.parts.values()))[0]["part"] == "0 to 16" and len(one.parts) == 2
+    other = figures["compare"]
+    low, high = other["difference_interval"]
+    assert other["difference"] == pytest.approx(
+        figures["mean_acceptance_length"] - other["mean_acceptance_length"]
+    )
+    assert low < other["difference"] < high
+    assert evaluate._figures([one, one])["compare"]["difference_interval"] == [0.0, 0.0], (
+        "heads never differ from themselves"
+    )
+
+
+def test_an_engines_counters_make_the_same_figures() -> None:
+    rounds = [
+        Rollouts((), (), Counters(10, 20, 12, (8, 4)), 1.0, Sampling()),
+        Rollouts((), (), Counters(), 1.0, Sampling()),
+        Rollouts((), (), Counters(6, 12, 3, (3, 0)), 1.0, Sampling()),
+    ]
+    counted = evaluate._counted([Group(c, []) for c in "aba"], rounds)
+    figures = evaluate._figures([counted])
+    assert (
+        figures["drafts"] == 16
+        and figures["accepted"] == 15
+        and figures["acceptance_per_position"] == [11 / 16, 4 / 16]
+    )
+    assert figures["mean_acceptance_length"] == 1 + 15 / 16
+
+
+def test_a_bootstrap_over_prompts_is_wider_than_one_over_their_responses() -> None:
+    """Sixteen answers to each of 12 prompts, alike within a prompt: taken one by one, they look far
+    surer than they are.
+    """
+    accepted_SK = (
+        torch.rand(12, 1, generator=torch.Generator().manual_seed(1))
+        .double()
+        .mul(10)
+        .repeat_interleave(16, 0)
+    )
+    result = ReplayResult(torch.full((192,), 10.0).double(), accepted_SK, torch.zeros(192).double())
+    grouped = result.by_group(torch.arange(192) // 16)
+    assert (
+        grouped.mean_acceptance_length == pytest.approx(result.mean_acceptance_length)
+        and grouped.drafts_S.numel() == 12
+    )
+    alone, over_prompts = result.confidence_interval(), grouped.confidence_interval()
+    assert over_prompts.high - over_prompts.low > 3 * (alone.high - alone.low)
+
+
+def said(*ids: int) -> Rollouts:
+    """One response to the prompt (1, 2), tokens of a probability of a half."""
+    return Rollouts(
+        ((1, 2),),
+        (Response(0, ids, (math.log(0.5),) * len(ids), "stop"),),
+        Counters(),
+        1.0,
+        Sampling(),
+    )
+
+
+def test_a_memory_in_a_replay_knows_what_followed() -> None:
+    """Heads that say a tenth for everything; the response is one that was given before, up to its
+    last token.
+    """
+    recalled = Recalled({0: (1, 2)}, [said(5, 6, 7, 8), said(5, 6, 9)])
+    ids_M = torch.tensor([5, 6, 7, 9])
+    batch = RolloutBatch(
+        torch.zeros(4, 1),
+        ids_M,
+        torch.full((4,), math.log(0.5)),
+        torch.tensor([4]),
+        prompts_S=torch.tensor([0]),
+    )
+    tenth_MK = torch.full((4, 2), math.log(0.1))
+    first, w = recalled(batch, tenth_MK, tenth_MK).exp(), FIRST_SHARES[0]
+    sure, even = (
+        0.1 * (1 - w) + w,
+        0.1 * (1 - w) + w / 2,
+    )  # Behind 1 2 5 always 6; behind 1 2 5 6 it was 7 or 9; behind that 8.
+    torch.testing.assert_close(first[:2], torch.tensor([[sure, even], [even, 0.1 * (1 - w)]]))
+    assert recalled.trust.by_length()[1][0] == pytest.approx(3.0, abs=0.7), (
+        "three drafts behind three or four tokens"
+    )
+    for _ in range(50):
+        last = recalled(batch, tenth_MK, tenth_MK).exp()
+    assert last[0, 0] > sure and last[0, 1] > even, "it was always of use there"
+    assert last[1, 1] > first[1, 1], "and behind five tokens of none"
+    nobody = Recalled({0: (1, 2)}, [])(batch, tenth_MK, tenth_MK).exp()
+    torch.testing.assert_close(nobody, torch.full((4, 2), 0.1))
+
+
+def test_one_hot_drafts_have_no_memory(options: EvalOptions) -> None:
+    with pytest.raises(ConfigError, match="--draft sampled"):
+        evaluate.evaluate_heads(replace(options, earlier_responses=2), OfflineProgress(quiet=True))

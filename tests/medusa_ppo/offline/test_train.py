@@ -1,0 +1,267 @@
+"""Training from texts and chats, without an engine: it resumes to the bit, stops where it is told,
+and says what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.checkpoint import load_heads
+from heads.errors import ConfigError, DataError
+from medusa_ppo.companion.trainer import HeadsTrainer
+from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.offline.scene import find_source, plan_training, read_scene
+from medusa_ppo.offline.train import ResumeFolder, TrainPosition, train_heads
+from medusa_ppo.runtime.console import OfflineProgress
+
+TIMES = ("tokens_per_s", "wall_s")
+
+
+@pytest.fixture
+def options(chain_actor: Path, questions: Path, tmp_path: Path) -> TrainOptions:
+    return TrainOptions(
+        model=str(chain_actor),
+        data=str(questions),
+        out=tmp_path / "heads",
+        column="question",
+        num_heads=2,
+        epochs=3,
+        batch_positions=32,
+    )
+
+
+def train(options: TrainOptions) -> dict[str, Any]:
+    return train_heads(options, OfflineProgress(quiet=True))
+
+
+def log(options: TrainOptions) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (options.out / "train.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def state(options: TrainOptions) -> dict[str, torch.Tensor]:
+    return load_heads(options.out)[0].trainable_state()
+
+
+def interrupt_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the second optimizer step after so many parts."""
+    real, seen = HeadsTrainer._step, []
+
+    def step(self: HeadsTrainer, *arguments: Any) -> torch.Tensor:
+        seen.extend([True] if self.batches_trained == parts else [])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    monkeypatch.setattr(HeadsTrainer, "_step", step)
+
+
+@pytest.mark.parametrize("cache_bytes", [1 << 30, 0])
+def test_an_interrupted_training_ends_with_the_same_bits(
+    options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_bytes: int
+) -> None:
+    whole = replace(options, out=tmp_path / "whole")
+    best = train(whole)
+    assert len(log(whole)) == 12 and not (whole.out / "resume").exists()
+
+    cut = replace(options, cache_bytes=cache_bytes)
+    for parts in (5, 6):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            interrupt_after(parts, patch)
+            train(cut)
+        assert len(log(cut)) == parts
+    assert (options.out / "resume" / "trainer.safetensors").is_file()
+    again = train(cut)
+    assert {k: v for k, v in again.items() if k not in TIMES} == {
+        k: v for k, v in best.items() if k not in TIMES
+    }
+    assert log(cut) == log(whole) and not (cut.out / "resume").exists()
+    for name, value in state(whole).items():
+        assert torch.equal(value, state(cut)[name]), name
+
+
+def test_a_killed_training_goes_on_from_its_last_save(
+    options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing ran when the process died: the log and the best heads may be further on than the
+    state.
+    """
+    snapshot, real = tmp_path / "snapshot", ResumeFolder.save_trainer
+
+    def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
+        real(self, state, position)
+        if position.parts == 5:
+            shutil.copytree(options.out / "resume", snapshot)
+
+    monkeypatch.setattr("medusa_ppo.offline.train.SAVE_EVERY_S", -1.0)
+    monkeypatch.setattr(ResumeFolder, "save_trainer", save)
+    train(options)
+    expected, heads = log(options), state(options)
+    shutil.copytree(snapshot, options.out / "resume")
+    train(options)
+    assert log(options) == expected and len(expected) == 12
+    for name, value in heads.items():
+        assert torch.equal(value, state(options)[name]), name
+
+
+def test_a_sigterm_saves_whatever_handler_a_library_has_left(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, before = HeadsTrainer._step, signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def step(self: HeadsTrainer, *arguments: Any) -> torch.Tensor:
+        if self.batches_trained == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *arguments)
+
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(HeadsTrainer, "_step", step)
+            train(options)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "the handler of before is back"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(log(options)) == 2 and (options.out / "resume" / "trainer.safetensors").is_file()
+
+
+def test_other_settings_are_refused_and_fresh_begins_anew(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(2, patch)
+        train(options)
+    with pytest.raises(ConfigError, match="epochs 1 \\(was 3\\)"):
+        train(replace(options, epochs=1))
+    settings = options.out / "resume" / "settings.json"
+    settings.write_text(settings.read_text().replace('"format_version": 2', '"format_version": 1'))
+    with pytest.raises(ConfigError, match="format_version 2 \\(was 1\\)"):
+        train(options)
+    train(replace(options, epochs=1, fresh=True))
+    assert len(log(options)) == 4
+
+
+def test_it_stops_at_the_target_and_at_the_time_and_goes_on_when_told(
+    options: TrainOptions,
+) -> None:
+    train(replace(options, target_mal=0.5))
+    assert len(log(options)) == 1
+    assert train(replace(options, target_mal=0.5)) and len(log(options)) == 1, (
+        "the target is reached already"
+    )
+    train(replace(options, max_minutes=1e-9))
+    assert len(log(options)) == 1, "so is the end of the time"
+    train(options)
+    assert len(log(options)) == 12
+
+
+def test_streamed_data_is_read_only_as_far_as_it_is_needed(
+    options: TrainOptions, questions: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "train-0.jsonl").write_text(questions.read_text())
+    (folder / "train-1.jsonl").write_text('{"question": broken\n')
+    few = replace(options, data=str(folder), max_train_tokens=200, epochs=1)
+    with pytest.raises(DataError):
+        train(few)
+    train(replace(few, streaming=True))
+    reference = replace(options, max_train_tokens=200, epochs=1, out=tmp_path / "reference")
+    train(reference)
+    assert log(reference) == log(few)
+
+
+def test_accumulated_micro_batches_make_the_step_of_one_large_batch(
+    options: TrainOptions, tmp_path: Path
+) -> None:
+    large = replace(options, epochs=1, batch_positions=64)
+    small = replace(large, batch_positions=16, accumulate=4, out=tmp_path / "small")
+    train(large)
+    train(small)
+    for a, b in zip(log(large), log(small), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+    for name, value in state(large).items():
+        torch.testing.assert_close(value, state(small)[name], rtol=0, atol=2e-3)
+
+
+def test_bfloat16_learns_like_float32(options: TrainOptions, tmp_path: Path) -> None:
+    half = replace(options, dtype="bfloat16", out=tmp_path / "half")
+    train(options)
+    train(half)
+    losses = [line["loss"] for line in log(options)]
+    assert [line["loss"] for line in log(half)] == pytest.approx(losses, rel=0.05) and losses != [
+        line["loss"] for line in log(half)
+    ]
+
+
+def test_chats_are_trained_on_and_found_by_their_column(
+    options: TrainOptions, chat_model: Path, questions: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line)["question"] for line in questions.read_text().splitlines()]
+    chats = [
+        {"messages": [{"role": "user", "content": r}, {"role": "assistant", "content": r}]}
+        for r in rows
+    ]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    chat = replace(options, model=str(chat_model), data=str(data), column="", epochs=1)
+    train(chat)
+    alone = replace(options, epochs=1, out=tmp_path / "alone")
+    train(alone)
+    # Of a chat the answers count, with their end token; of a text all but the first token.
+    assert log(chat)[-1]["tokens"] == pytest.approx(log(alone)[-1]["tokens"], rel=0.2)
+    assert ("chat", "messages") in [
+        (str(v).split("(")[-1][:-1], str(v).split("'")[1])
+        for k, v in plan_training(chat)
+        if k == "source"
+    ]
+
+
+def test_where_the_text_comes_from() -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    assert find_source({"prompt": "a", "x": "b"}, "", "").kind == "prompts"
+    assert find_source({"prompt": "a", "x": "b"}, "", "x").kind == "texts"
+    assert find_source({"messages": chat}, "", "") == find_source(
+        {"messages": chat}, "", "messages"
+    )
+    assert find_source({"messages": chat}, "", "", respond=True).kind == "prompts"
+    assert find_source({"x": "b"}, "{x}", "").kind == "prompts"
+    for template, column in (("", ""), ("{x}", "x"), ("", "y")):
+        with pytest.raises(DataError):
+            find_source({"x": "b"}, template, column)
+
+
+def test_messages_and_prompt_columns_become_prompts(chat_model: Path, tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "what is 1 + 2?"},
+        {"role": "assistant", "content": "it is 3"},
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": chat, "prompt": "1 + 1"}) + "\n")
+    setting = read_scene(str(chat_model), str(data), "", 16, respond=True)
+    assert [setting.tokenizer.decode(ids) for ids in setting.prompts] == ["u: what is 1 + 2? a: "]
+    data.write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in ("1 + 1", "2 + 2 " * 500, "3 + 3"))
+    )
+    setting = read_scene(str(chat_model), str(data), "", 16)
+    assert [setting.tokenizer.decode(ids) for ids in setting.prompts] == ["1 + 1", "3 + 3"]
+    assert setting.kept == [0, 2] and setting.skipped == 1
+    assert read_scene(str(chat_model), str(data), "", 16, streamed_rows=1).kept == [0]
+
+
+def test_the_plan_says_sizes_and_writes_nothing(options: TrainOptions) -> None:
+    plan = dict(plan_training(options))
+    assert (
+        "2 x hydra" in plan["heads"]
+        and "GFLOP/s" in plan["matrix rate here"]
+        and "at least" in plan["training takes"]
+    )
+    assert not options.out.exists()
