@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from medusa_ppo.cli.app.plan import TOKEN_BYTES, heads_parameters, hidden_bytes, size_text
+from medusa_ppo.cli.plan import TOKEN_BYTES, heads_parameters, hidden_bytes, size_text
 
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.holdout import HOLDOUT_TOKENS

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from medusa_ppo.cli.app.plan import heads_parameters, hidden_bytes
+from medusa_ppo.cli.plan import heads_parameters, hidden_bytes
 from scale import head_flops
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -34,7 +34,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from medusa_ppo.cli.app.plan import kept_bytes, turn_moves
+from medusa_ppo.cli.plan import kept_bytes, turn_moves
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from heads.checkpoint import checksum

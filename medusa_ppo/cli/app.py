@@ -154,7 +154,7 @@ def plan(
 
     Example:  [bold]medusa-ppo plan --config configs/one-node.yaml engine.replicas=4 --gpus[/bold]
     """
-    from medusa_ppo.cli.app.plan import lines, make_plan
+    from medusa_ppo.cli.plan import lines, make_plan
     from medusa_ppo.config.run_config import load_config
     from medusa_ppo.runtime.hardware import assumed_hardware
 

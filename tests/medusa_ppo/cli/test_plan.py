@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from medusa_ppo.cli.app import app
-from medusa_ppo.cli.app.plan import (
+from medusa_ppo.cli.plan import (
     companion_bytes,
     heads_parameters,
     hidden_bytes,

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_ppo.cli.app.plan import make_plan
+from medusa_ppo.cli.plan import make_plan
 
 from heads.checkpoint import checksum, save_heads
 from heads.heads_config import HeadsConfig
