@@ -56,7 +56,8 @@ def licence(name: str) -> str | None:
 
 def licences(names: list[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Licence -> packages; and the packages that are not installed."""
-    by_licence, missing = defaultdict(list), []
+    by_licence = defaultdict(list)
+    missing = []
     for name in names:
         said = licence(name)
         if said is None:

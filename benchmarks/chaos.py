@@ -47,7 +47,8 @@ HERE = Path(__file__).resolve()
 
 def faults_of(kind: Kind, run_dir: Path, undisturbed: Outcome) -> list[str]:
     """What is wrong after a run; empty when nothing is."""
-    found, wrong = outcome_of(run_dir), list[str]()
+    found = outcome_of(run_dir)
+    wrong = list[str]()
     steps = [line["step"] for line in found.figures]
     if steps != list(range(STEPS)):
         wrong.append(f"steps {steps}")
@@ -82,12 +83,16 @@ class Suite:
     def __init__(self, home: Path, seed: int, keep: bool) -> None:
         from watched import make_tiny_actor
 
-        self._home, self._seed, self._keep, self._count = home, seed, keep, 0
+        self._home = home
+        self._seed = seed
+        self._keep = keep
+        self._count = 0
         self._actor = make_tiny_actor(home / "actor")
         self._undisturbed: dict[str, Outcome] = {}
 
     def try_once(self, kind: Kind, tally: Tally) -> None:
-        reference, began = self._reference(kind), time.monotonic()
+        reference = self._reference(kind)
+        began = time.monotonic()
         self._count += 1
         scene = Scene(
             self._home / f"{self._count}", self._actor, kind.engine, self._seed * 1000 + self._count
@@ -203,7 +208,8 @@ def child(file: str, resume: bool) -> None:
         values["engine"],
         0,
     )
-    scene.out, scene.changes = Path(values["folder"]) / "out", values["changes"]
+    scene.out = Path(values["folder"]) / "out"
+    scene.changes = values["changes"]
     scene.run(resume)
 
 

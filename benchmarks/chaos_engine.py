@@ -51,14 +51,16 @@ class Writer:
             .eval()
             .requires_grad_(False)
         )
-        self.sums, self.heads_version = {"heads": "", "actor": ""}, 0
+        self.sums = {"heads": "", "actor": ""}
+        self.heads_version = 0
 
     def write(
         self, prompt: Sequence[int], seed: int | None, sampling: Sampling, stop: Sequence[int]
     ) -> tuple[list[int], list[float], str]:
         """Tokens, their log-probs, and why it ended."""
         generator = torch.Generator().manual_seed(seed or 0)
-        ids, logprobs = list(prompt), list[float]()
+        ids = list(prompt)
+        logprobs = list[float]()
         while len(logprobs) < sampling.max_new_tokens and (not logprobs or ids[-1] not in stop):
             distribution_V = (
                 self.model(torch.tensor([ids])).logits[0, -1] / sampling.temperature
@@ -91,17 +93,16 @@ class StandIn(base.RolloutEngine):
     """
 
     def __init__(self, model_path: str | Path, stop: Sequence[int]) -> None:
-        self._writer, self._stop, self.max_drafts, self.num_drafts = (
-            Writer(model_path),
-            stop,
-            MAX_DRAFTS,
-            MAX_DRAFTS,
-        )
+        self._writer = Writer(model_path)
+        self._stop = stop
+        self.max_drafts = MAX_DRAFTS
+        self.num_drafts = MAX_DRAFTS
         self.before_receiving: Callable[[StandIn], None] = lambda engine: None
         self.group: Group | None = None
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
-        repeat, responses = sampling.responses_per_prompt, []
+        repeat = sampling.responses_per_prompt
+        responses = []
         for index in range(len(prompts) * repeat):
             seed = request_seed(sampling, index)
             ids, logprobs, reason = self._writer.write(
@@ -166,7 +167,8 @@ class StandInServer(ServerEngine):
     orders = Path("no-orders")
 
     def _start(self, config: Any, token: str) -> str:
-        port, self._log = free_port(), self.orders.with_name("server.log")
+        port = free_port()
+        self._log = self.orders.with_name("server.log")
         command = [
             sys.executable,
             __file__,
@@ -313,11 +315,9 @@ class Server(ThreadingHTTPServer):
 def serve(port: int, model_path: str, orders: Path) -> None:
     end_with_parent()
     Handler.writer = Writer(model_path)
-    Handler.workers, Handler.orders, Handler.token = (
-        Workers(Handler.writer),
-        orders,
-        os.environ.get("TOKEN", ""),
-    )
+    Handler.workers = Workers(Handler.writer)
+    Handler.orders = orders
+    Handler.token = os.environ.get("TOKEN", "")
     Server(("127.0.0.1", port), Handler).serve_forever()
 
 

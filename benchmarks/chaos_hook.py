@@ -35,7 +35,9 @@ def install() -> None:
     from heads.tensorfile import StateWriter
     from medusa_ppo.companion.service import CompanionService
 
-    orders, learn, put = Path(os.environ[ORDERS]), CompanionService._learn, StateWriter.put
+    orders = Path(os.environ[ORDERS])
+    learn = CompanionService._learn
+    put = StateWriter.put
 
     def learn_or_fail(self: CompanionService, batch: Any) -> Any:
         order = take_order(orders, "cuda", "memory", "clock")

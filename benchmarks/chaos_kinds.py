@@ -90,7 +90,9 @@ def ordered(order: str, back: bool, last: int = STEPS - 4) -> Callable[[Scene], 
     """
 
     def undergo(scene: Scene) -> None:
-        step, file, pids = scene.moment(1, last), Path(os.environ[chaos_hook.ORDERS]), list[int]()
+        step = scene.moment(1, last)
+        file = Path(os.environ[chaos_hook.ORDERS])
+        pids = list[int]()
 
         def give() -> None:
             pids.append(scene.companion().pid)
@@ -118,7 +120,8 @@ def head_file_damaged(harm: Callable[[Path, random.Random], object]) -> Callable
     def undergo(scene: Scene) -> None:
         from medusa_ppo.plugin.installer import HeadsInstaller
 
-        swap, harmed = HeadsInstaller._swap, list[int]()
+        swap = HeadsInstaller._swap
+        harmed = list[int]()
 
         def swap_damaged(installer: HeadsInstaller, published: Any) -> None:
             if not harmed:
@@ -137,7 +140,8 @@ def clock_jumps(scene: Scene) -> None:
     """The driver's clock goes a day ahead and two back, and all that the companion wrote until then
     is of a day that is to come.
     """
-    step, now = scene.moment(3), time.time
+    step = scene.moment(3)
+    now = time.time
 
     def ahead() -> None:
         patch = mock.patch.object(time, "time", lambda: now() + 86_400)
@@ -277,7 +281,8 @@ def disk_full(scene: Scene) -> None:
     """A file system of a few MiB, filled for some steps."""
     scene.out.mkdir()
     scene.mount("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(scene.out))
-    filler, step = scene.out / "filler", scene.moment()
+    filler = scene.out / "filler"
+    step = scene.moment()
 
     def fill() -> None:
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -313,7 +318,8 @@ def read_only(scene: Scene) -> None:
 
 def disk_slow(scene: Scene) -> None:
     """Each flush to the disk takes a third of a second for some steps."""
-    fsync, step = os.fsync, scene.moment()
+    fsync = os.fsync
+    step = scene.moment()
 
     def slowly(handle: int) -> None:
         time.sleep(0.3)

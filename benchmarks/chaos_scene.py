@@ -38,13 +38,14 @@ class Scene:
     """
 
     def __init__(self, folder: Path, actor: Path, engine: str, seed: int) -> None:
-        self.folder, self.actor, self.engine, self.random = (
-            folder,
-            actor,
-            engine,
-            random.Random(seed),
-        )
-        self.out, self.clients, self.stand_in, self._step = folder / "out", [], None, -1
+        self.folder = folder
+        self.actor = actor
+        self.engine = engine
+        self.random = random.Random(seed)
+        self.out = folder / "out"
+        self.clients = []
+        self.stand_in = None
+        self._step = -1
         self._acts: dict[tuple[int, str], list[Callable[[], object]]] = {}
         self._undo = contextlib.ExitStack()
         folder.mkdir(parents=True)
@@ -159,7 +160,8 @@ class Scene:
         step = self.moment()
 
         def strike() -> None:
-            process, leader = self.companion(title), self.companion().pid
+            process = self.companion(title)
+            leader = self.companion().pid
             process.send_signal(signal.SIGSTOP)
             first()
             process.send_signal(number)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from medusa_ppo.runtime.console import say
+
 WIDE = 100
 GROUPS = {
     "heads + medusa_ppo": ("heads", "medusa_ppo"),
@@ -116,12 +118,12 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=default, help="checkout to measure")
     root = parser.parse_args().root
     for group, folders in GROUPS.items():
-        print(f"{group}:")
+        say(f"{group}:")
         for name, value in shape(sources(root, folders)).items():
-            print(f"  {name:34} {value:,.1f}" if value % 1 else f"  {name:34} {value:,.0f}")
+            say(f"  {name:34} {value:,.1f}" if value % 1 else f"  {name:34} {value:,.0f}")
     cycle = first_cycle(import_graph(root))
-    print("cycle between files:", " -> ".join(cycle) or "none")
-    print("code in __init__.py:", code_in_init(root), "lines")
+    say("cycle between files:", " -> ".join(cycle) or "none")
+    say("code in __init__.py:", code_in_init(root), "lines")
 
 
 if __name__ == "__main__":

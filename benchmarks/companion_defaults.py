@@ -112,7 +112,8 @@ class Sampler(NoEngine):
 
     @torch.no_grad()
     def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
-        started, generator = time.monotonic(), torch.Generator().manual_seed(sampling.seed or 0)
+        started = time.monotonic()
+        generator = torch.Generator().manual_seed(sampling.seed or 0)
         rows = [
             index for index in range(len(prompts)) for _ in range(sampling.responses_per_prompt)
         ]
@@ -123,7 +124,10 @@ class Sampler(NoEngine):
         mask_BT = torch.tensor(
             [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in rows]
         )
-        next_BT, cache, tokens, logprobs = ids_BT, None, [], []
+        next_BT = ids_BT
+        cache = None
+        tokens = []
+        logprobs = []
         ended_B = torch.zeros(len(rows), dtype=torch.bool)
         for _ in range(sampling.max_new_tokens):
             positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -next_BT.shape[1] :]
@@ -134,10 +138,8 @@ class Sampler(NoEngine):
                 past_key_values=cache,
                 use_cache=True,
             )
-            cache, logp_BV = (
-                out.past_key_values,
-                (out.logits[:, -1].float() / sampling.temperature).log_softmax(-1),
-            )
+            cache = out.past_key_values
+            logp_BV = (out.logits[:, -1].float() / sampling.temperature).log_softmax(-1)
             next_BT = torch.multinomial(logp_BV.exp(), 1, generator=generator)
             tokens.append(next_BT)
             logprobs.append(logp_BV.gather(1, next_BT))
@@ -176,7 +178,9 @@ class Recorder:
     """Stands where the companion's client stands, and writes what it is handed."""
 
     def __init__(self, folder: Path, tables: dict[str, torch.Tensor]) -> None:
-        self._folder, self._tables, self.count = folder, tables, 0
+        self._folder = folder
+        self._tables = tables
+        self.count = 0
 
     def give_way(self, wanted: bool) -> None:
         """Nothing is trained here."""
@@ -234,12 +238,14 @@ def record(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True)
     torch.set_num_threads(config.ppo.threads)
     path = str(ensure_demo_actor()) if config.model.path == "demo" else config.model.path
-    actor, tokenizer = load_actor(path, "float32"), load_tokenizer(path)
+    actor = load_actor(path, "float32")
+    tokenizer = load_tokenizer(path)
     heads = initial_heads(config, actor)
     tables = _tables(
         lm_head_weight(actor), embedding_weight(actor) if heads.config.needs_embedding else None
     )
-    engine, recorder = Sampler(actor), Recorder(args.out, tables)
+    engine = Sampler(actor)
+    recorder = Recorder(args.out, tables)
     reward = (
         CallableReward(numbers, "numbers", 1.0)
         if args.reward == "numbers"
@@ -295,9 +301,16 @@ def learn_again(
     nothing.
     """
     settings = {**BASE, "average": AVERAGE, **settings}
-    average, temperature = settings.pop("average"), config.engine.draft_temperature
+    average = settings.pop("average")
+    temperature = config.engine.draft_temperature
     companion = config.companion.model_copy(update=settings)
-    cycle, serving, frozen, rows, passes, rates, cpu_s = None, [], [], 0, [], [], 0.0
+    cycle = None
+    serving = []
+    frozen = []
+    rows = 0
+    passes = []
+    rates = []
+    cpu_s = 0.0
     for batch, lm_head_VD, embedding_VD in batches(folder):
         if cycle is None:
             section = config.heads.model_copy(update={"path": heads})
@@ -343,10 +356,8 @@ def replay_all(args: argparse.Namespace) -> None:
     """Every setting and seed that is not in OUT/results.jsonl yet, then the table."""
     torch.set_num_threads(1)
     recorded = json.loads((args.out / "recorded.json").read_text(encoding="utf-8"))
-    config, results = (
-        build_config(recorded["config"]),
-        args.out / ("results-heads.jsonl" if args.heads else "results.jsonl"),
-    )
+    config = build_config(recorded["config"])
+    results = args.out / ("results-heads.jsonl" if args.heads else "results.jsonl")
     wanted = [
         name
         for name in GRID

@@ -92,15 +92,14 @@ def core_seconds(client: CompanionClient, workers: int) -> list[float]:
 
 def one_round(client: CompanionClient, workers: int, seed: int) -> Round:
     """Train on its batches."""
-    before, tokens, began = (
-        core_seconds(client, workers),
-        client.status().trained_tokens,
-        time.perf_counter(),
-    )
+    before = core_seconds(client, workers)
+    tokens = client.status().trained_tokens
+    began = time.perf_counter()
     for index in range(BATCHES):
         client.submit(make_batch(seed + index))
         assert client.drain(600), "the companion did not finish"
-    clock, after = time.perf_counter() - began, core_seconds(client, workers)
+    clock = time.perf_counter() - began
+    after = core_seconds(client, workers)
     return Round(
         client.status().trained_tokens - tokens,
         [b - a for a, b in zip(before, after, strict=True)],
@@ -130,7 +129,8 @@ def summary(count: int, own: list[Round], first: list[Round]) -> dict[str, float
     assert [one.tokens for one in own] == [one.tokens for one in first], (
         "the same work in both arms"
     )
-    workers, pairs = len(first[0].cores), list(zip(own, first, strict=True))
+    workers = len(first[0].cores)
+    pairs = list(zip(own, first, strict=True))
     growths = [sum(alone.cores) / workers / (sum(one.cores) / count) for one, alone in pairs]
     return {
         "workers": count,

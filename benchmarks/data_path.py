@@ -85,7 +85,8 @@ def take(engine: RolloutEngine, prompts: Prompts, sampling: Sampling) -> tuple[T
     between = carriers(engine)
     before = loopback_bytes(), work_s(between), time.process_time(), time.perf_counter()
     rollouts = engine.generate(prompts, sampling)
-    seconds, here_s = time.perf_counter() - before[3], time.process_time() - before[2]
+    seconds = time.perf_counter() - before[3]
+    here_s = time.process_time() - before[2]
     return (
         Turn(seconds, here_s, work_s(between) - before[1], loopback_bytes() - before[0]),
         rollouts,

@@ -215,7 +215,9 @@ class Sampler:
     """One engine, driven step by step, so that things can happen while requests run."""
 
     def __init__(self, engine: Any, setting: Setting, stage: Stage, seed: int) -> None:
-        self.engine, self.setting, self.stage = engine, setting, stage
+        self.engine = engine
+        self.setting = setting
+        self.stage = stage
         self.seen: dict[str, int] = {
             "preempted": 0,
             "cached prompt tokens": 0,
@@ -318,11 +320,9 @@ class Grammar:
         info = xgrammar.TokenizerInfo.from_huggingface(
             AutoTokenizer.from_pretrained(model), vocab_size=vocab_size
         )
-        self._xgrammar, self._compiled, self._size = (
-            xgrammar,
-            xgrammar.GrammarCompiler(info).compile_regex(regex),
-            vocab_size,
-        )
+        self._xgrammar = xgrammar
+        self._compiled = xgrammar.GrammarCompiler(info).compile_regex(regex)
+        self._size = vocab_size
 
     def mask(self, logits_MV: torch.Tensor, ids: list[int]) -> torch.Tensor:
         matcher = self._xgrammar.GrammarMatcher(self._compiled)
@@ -338,7 +338,8 @@ class Grammar:
 @torch.no_grad()
 def judge(answers: list[Answer], stage: Stage) -> Uniformity:
     """All tokens but the greedy requests'."""
-    test, grammar = Uniformity(seed=SEED), None
+    test = Uniformity(seed=SEED)
+    grammar = None
     for answer in answers:
         wanted = answer.asked
         if not wanted["temperature"]:
@@ -372,7 +373,8 @@ def keep_one_step_old(worker: Any) -> None:
     if speculator is not None:
         _hold_back(speculator, "propose", lambda: speculator.draft_logits)
         return
-    drafter, use = runner.drafter, runner.drafter._use_vocabulary
+    drafter = runner.drafter
+    use = runner.drafter._use_vocabulary
     drafter._meet = lambda request: proposer.Traits(
         request.sampling_params.seed
     )  # Under a grammar too.
@@ -388,7 +390,8 @@ def keep_one_step_old(worker: Any) -> None:
 
 def _hold_back(holder: Any, method: str, kept: Callable[[], torch.Tensor]) -> None:
     """After each call of the method the tensor holds what it held after the call before."""
-    original, older = getattr(holder, method), [kept().clone()]
+    original = getattr(holder, method)
+    older = [kept().clone()]
 
     def stale(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

@@ -77,7 +77,8 @@ def stock_proposer(ours: Any, folder: Path) -> Any:
 
     stock = Drafter(ours.vllm_config, ours.device)
     draft_config = stock.spec_config.draft_model_config
-    before, draft_config.model = draft_config.model, str(folder)
+    before = draft_config.model
+    draft_config.model = str(folder)
     try:
         with set_current_vllm_config(ours.vllm_config):
             stock.load_model(ours._target)

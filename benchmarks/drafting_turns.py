@@ -65,7 +65,8 @@ def old_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[An
     from medusa_ppo.serving.internals import packed_linear
     from medusa_ppo.serving.packed import PackedHydra
 
-    packed, kept = PackedHydra(heads, embed, packed_linear, heads.dtype), DraftProbs()
+    packed = PackedHydra(heads, embed, packed_linear, heads.dtype)
+    kept = DraftProbs()
     generators: dict[int, Any] = {}
 
     def call(hidden_BD: Any) -> None:
@@ -229,10 +230,12 @@ def compare(
     here = Path(__file__).resolve().parent.parent
     if options.context:
         settings += ["--context", str(options.context)]
-        before, after = "new", "context"
+        before = "new"
+        after = "context"
         arms = {before: Arm("new", here, settings), after: Arm("context", here, settings)}
     else:
-        before, after = "old", "new"
+        before = "old"
+        after = "new"
         arms = {before: Arm("old", Path(options.old), settings), after: Arm("new", here, settings)}
     rows = []
     for batch in BATCHES:

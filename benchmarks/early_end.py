@@ -82,9 +82,12 @@ def read_run(
     `NKD`, and the exact chances `NK` that a draft that is offered is accepted, given what was drawn
     before it.
     """
-    lm_head_VD, table_VD, K = lm_head_weight(model), embedding_weight(model), heads.config.num_heads
+    lm_head_VD = lm_head_weight(model)
+    table_VD = embedding_weight(model)
+    K = heads.config.num_heads
     hidden_TD = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
-    hidden_MD, next_M = hidden_TD[first - 1 : -1], torch.tensor(ids[first:])
+    hidden_MD = hidden_TD[first - 1 : -1]
+    next_M = torch.tensor(ids[first:])
     rows_N = torch.tensor(places)
     context = Context.of(
         context_rows(torch.zeros(len(next_M), dtype=torch.long), heads.config.context)[rows_N],
@@ -93,7 +96,10 @@ def read_run(
     )
     condition_NK = torch.zeros(len(places), K, dtype=torch.long)
     condition_NK[:, 0] = next_M[rows_N]
-    drawn, logq, features, shares_NK = [], [], [], torch.zeros(len(places), K)
+    drawn = []
+    logq = []
+    features = []
+    shares_NK = torch.zeros(len(places), K)
     for k in range(K):
         factored = heads.factored(
             hidden_MD[rows_N],
@@ -113,7 +119,8 @@ def read_run(
         if k + 1 < K:
             condition_NK[:, k + 1] = token_N1.squeeze(1)
     logp_NKV = actor_says(model, ids, first, places, torch.cat(drawn, 1), temperature)
-    logq_NKV, drawn_NK1 = torch.stack(logq, 1), torch.stack(drawn, 1)
+    logq_NKV = torch.stack(logq, 1)
+    drawn_NK1 = torch.stack(drawn, 1)
     taken_NK = (logp_NKV - logq_NKV).gather(2, drawn_NK1).squeeze(2).clamp_max(0).exp()
     reach_NK = F.pad(taken_NK.cumprod(1)[:, :-1], (1, 0), value=1.0)
     chance_NK = reach_NK * torch.minimum(logp_NKV, logq_NKV).exp().sum(2)
@@ -157,10 +164,12 @@ def fitted(
     of them is kept.
     """
     torch.manual_seed(0)
-    inputs_NF, wanted_N = seen_NKF.flatten(0, 1), chance_NK.flatten()
+    inputs_NF = seen_NKF.flatten(0, 1)
+    wanted_N = chance_NK.flatten()
     rows_N = fit_N.repeat_interleave(chance_NK.shape[1]).nonzero().squeeze(1)
     inputs_NF = (inputs_NF - inputs_NF[rows_N].mean(0)) / inputs_NF[rows_N].std(0).clamp_min(1e-3)
-    held_N, rows_N = rows_N[: len(rows_N) // 10], rows_N[len(rows_N) // 10 :]
+    held_N = rows_N[: len(rows_N) // 10]
+    rows_N = rows_N[len(rows_N) // 10 :]
     net = nn.Sequential(
         nn.Linear(inputs_NF.shape[1], 128),
         nn.SiLU(),
@@ -170,7 +179,8 @@ def fitted(
         nn.Linear(64, 1),
     )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.05)
-    best, answer_N = float("inf"), wanted_N
+    best = float("inf")
+    answer_N = wanted_N
     for _ in range(passes):
         net.train()
         for part_N in rows_N[torch.randperm(len(rows_N))].split(512):
@@ -187,7 +197,8 @@ def fitted(
                 )
             )
             if loss < best:
-                best, answer_N = loss, net(inputs_NF).squeeze(1).sigmoid()
+                best = loss
+                answer_N = net(inputs_NF).squeeze(1).sigmoid()
     return answer_N.view_as(chance_NK)
 
 
@@ -197,7 +208,8 @@ def rows_saved(estimate_NK: torch.Tensor, chance_NK: torch.Tensor, loss: float) 
     """
     full = float(chance_NK.sum(1).mean())
     least = (1 + full) * (1 - loss) - 1
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(30):
         middle = (low + high) / 2
         goes_NK = (estimate_NK >= middle).cumprod(1)
@@ -205,7 +217,8 @@ def rows_saved(estimate_NK: torch.Tensor, chance_NK: torch.Tensor, loss: float) 
             (middle, high) if float((goes_NK * chance_NK).sum(1).mean()) >= least else (low, middle)
         )
     goes_NK = (estimate_NK >= low).cumprod(1).float()
-    rows, accepted = float(goes_NK.sum(1).mean()), float((goes_NK * chance_NK).sum(1).mean())
+    rows = float(goes_NK.sum(1).mean())
+    accepted = float((goes_NK * chance_NK).sum(1).mean())
     return (rows / accepted) / (chance_NK.shape[1] / full)
 
 
@@ -220,7 +233,8 @@ def main() -> None:
     for name, value in {"rows": 12_000, "prompts": 512, "new": 96, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
-    model, tokenizer = load_actor(args.model).eval(), load_tokenizer(args.model)
+    model = load_actor(args.model).eval()
+    tokenizer = load_tokenizer(args.model)
     heads = load_heads(args.heads)[0].eval()
     torch.manual_seed(args.seed)
     draw = torch.Generator().manual_seed(args.seed)
@@ -229,7 +243,8 @@ def main() -> None:
         tokenizer(f"<|endoftext|>Question: {question}\nAnswer:")["input_ids"]
         for question in questions
     ]
-    K, parts = heads.config.num_heads, []
+    K = heads.config.num_heads
+    parts = []
     for number, (first, ids) in enumerate(sample(model, prompts, args.temperature, args.new)):
         most = len(ids) - first - 1
         if most < 1:

@@ -73,7 +73,8 @@ class Record:
 def inflict(run: WatchedRun, kind: Kind, moment_s: float, write: Callable[[str], object]) -> Record:
     """Hit the run once, after `moment_s`, and wait until it has recovered."""
     time.sleep(moment_s)
-    before, pid = run.steps()[-1], run.pid_of(kind.role)
+    before = run.steps()[-1]
+    pid = run.pid_of(kind.role)
     began = time.monotonic()
     if pid is not None:
         os.kill(pid, kind.number)
@@ -172,10 +173,10 @@ def run_faults(
         ]
         if code != STOPPED:
             wrong.append(f"exit code {code}, expected {STOPPED}:\n{run.tail()}")
-        seen, due = (
-            restarts(run.steps()[-1]),
-            {role: sum(kind.role == role for kind in schedule) for role in ("companion", "engine")},
-        )
+        seen = restarts(run.steps()[-1])
+        due = {
+            role: sum(kind.role == role for kind in schedule) for role in ("companion", "engine")
+        }
         if seen != due:
             wrong.append(f"restarts that the run has counted: {seen}, faults: {due}")
         wrong += [f"did not recover: {record}" for record in records if not record.recovered]

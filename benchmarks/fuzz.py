@@ -234,12 +234,10 @@ class Bench:
         possible(all(isinstance(status, int) and 0 <= status < 1000 for status, _ in answers))
         engine = ServerEngine.__new__(ServerEngine)
         engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))
-        engine.max_drafts, engine._workers, engine._process, engine._log = (
-            2,
-            1,
-            None,
-            Path("/dev/null"),
-        )
+        engine.max_drafts = 2
+        engine._workers = 1
+        engine._process = None
+        engine._log = Path("/dev/null")
 
         def answer(request: httpx.Request) -> httpx.Response:
             status, body = case["answers"].get(request.url.path, (200, {}))
@@ -273,7 +271,8 @@ class Bench:
 
     def rows(self, case: Case) -> None:
         """Rows, and the template or column that makes prompts of them."""
-        rows, texts = case["rows"], (case["template"], case["column"])
+        rows = case["rows"]
+        texts = (case["template"], case["column"])
         possible(
             isinstance(rows, list)
             and all(isinstance(row, dict) for row in rows)
@@ -443,7 +442,8 @@ def mutated(case: Case, generator: random.Random) -> Case:
         if not places:
             return case
         node, key = generator.choice(places)
-        value, how = node[key], generator.random()
+        value = node[key]
+        how = generator.random()
         if isinstance(value, int) and not isinstance(value, bool) and how < 0.5:
             node[key] = value + generator.choice((-1, 1, 256, generator.randrange(1 << 16)))
         elif isinstance(value, str) and value and how < 0.5:
@@ -516,7 +516,8 @@ class Reached:
 
     def more_by(self, call: Callable[[], object]) -> bool:
         """Whether a call takes a step that none took before."""
-        now, before = set[tuple[int, int, int]](), 0
+        now = set[tuple[int, int, int]]()
+        before = 0
 
         def line(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal before
@@ -547,7 +548,9 @@ def explore(
     """So many changed forms of the cases that reach most. Number of steps reached, and the cases
     that reached something first.
     """
-    generator, reached, kept = random.Random(seed), Reached(), list[Case]()
+    generator = random.Random(seed)
+    reached = Reached()
+    kept = list[Case]()
 
     def keep(case: Case) -> None:
         is_case: list[bool] = []
@@ -596,7 +599,9 @@ def hunt(
     import hypothesis  # Not needed to replay what was found.
     from fuzz_cases import strategies
 
-    tried, found, last = 0, [], {}
+    tried = 0
+    found = []
+    last = {}
     phases = (hypothesis.Phase.generate, hypothesis.Phase.shrink)
     settings = {"database": None, "deadline": None, "phases": phases, "report_multiple_bugs": False}
     while tried < cases and len(found) < MOST_FOUND:
@@ -670,7 +675,8 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)
     datasets.disable_progress_bars()
-    total, all_found = Counter[str](), []
+    total = Counter[str]()
+    all_found = []
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as home:
         datasets.config.HF_DATASETS_CACHE = Path(home) / "cache"
         bench = Bench(Path(home))
@@ -678,11 +684,9 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, resource.RLIM_INFINITY))
         for target in options.only:
             began = time.monotonic()
-            cases, drawn, reached = (
-                max(1, int(options.cases * SLOW.get(target, 1.0))),
-                read_corpus(options.corpus, target),
-                "",
-            )
+            cases = max(1, int(options.cases * SLOW.get(target, 1.0)))
+            drawn = read_corpus(options.corpus, target)
+            reached = ""
             total[target], found = hunt(
                 bench, target, cases // 2 if options.corpus else cases, options.seed, drawn
             )

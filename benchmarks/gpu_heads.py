@@ -52,7 +52,8 @@ WARM_UP = 2
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     options = parse()
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    device = torch.device(options.device)
+    dtype = getattr(torch, options.dtype)
     record: dict[str, Any] = {
         "hardware": hardware(device),
         "versions": versions(),
@@ -80,7 +81,9 @@ class Case:
         self.config = HeadsConfig(
             options.hidden, options.vocab, options.heads, num_layers=options.layers
         )
-        self.device, self.rows, self.chunk_rows = device, options.rows, options.chunk_rows or None
+        self.device = device
+        self.rows = options.rows
+        self.chunk_rows = options.chunk_rows or None
         with torch.device(device):
             self.heads = MedusaHeads(self.config).to(dtype)
             self.lm_head_VD = torch.empty(options.vocab, options.hidden, dtype=dtype).normal_(
@@ -138,7 +141,8 @@ def measure(case: Case, form: str, loss: str, rounds: int) -> dict[str, Any]:
     case.step(form, loss)
     peak = peak_mib(case.device) - before
     product_flops = 2.0 * case.left_MM.shape[0] ** 3
-    step_s, product_s = [], []
+    step_s = []
+    product_s = []
     for _ in range(rounds):
         product_s.append(seconds(case.device, case.product))
         step_s.append(seconds(case.device, lambda: case.step(form, loss)))

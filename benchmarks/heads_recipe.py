@@ -95,17 +95,13 @@ class Rollouts:
         if tokens:
             lengths_S = lengths_S[: int((lengths_S.cumsum(0) <= tokens).sum())]
         rows = int(lengths_S.sum())
-        hidden_MD, response_M, logprobs_M = (
-            whole["hidden"][:rows],
-            whole["response"][:rows],
-            whole["logprobs"][:rows],
-        )
+        hidden_MD = whole["hidden"][:rows]
+        response_M = whole["response"][:rows]
+        logprobs_M = whole["logprobs"][:rows]
         segment_M = segments_from_lengths(lengths_S)
         targets_MK, mask_MK = head_targets(response_M, segment_M, heads)
-        condition_MK, teacher_MK = (
-            condition_ids(response_M, segment_M, heads),
-            head_teacher_rows(segment_M, heads),
-        )
+        condition_MK = condition_ids(response_M, segment_M, heads)
+        teacher_MK = head_teacher_rows(segment_M, heads)
         logprobs_MK = head_logprobs(logprobs_M, segment_M, heads)
         return cls(
             hidden_MD,
@@ -171,7 +167,8 @@ def cached_rollouts(
         for p in ([end, *tokenizer.encode(text, add_special_tokens=False)] for text in texts)
         if len(p) <= args.max_prompt_tokens
     ]
-    train, held_out = prompts[: -args.holdout], prompts[-args.holdout :]
+    train = prompts[: -args.holdout]
+    held_out = prompts[-args.holdout :]
 
     def read(name: str, wanted: list[list[int]], seed: int) -> dict[str, torch.Tensor]:
         path = args.cache / f"{args.actor.name}-{args.max_new_tokens}-{name}-{seed}.safetensors"
@@ -198,7 +195,8 @@ def train(args: argparse.Namespace, data: Rollouts, tables: dict[str, torch.Tens
     """AdamW, a cosine from --learning-rate to zero, each head's gradient clipped by itself."""
     torch.manual_seed(args.seed)
     config = LossConfig.named(args.loss, accept_until_fail=args.accept_until_fail)
-    depth, width = data.targets_MK.shape[1], data.hidden_MD.shape[1]
+    depth = data.targets_MK.shape[1]
+    width = data.hidden_MD.shape[1]
     sizes = HeadsConfig(
         width,
         tables["lm_head_VD"].shape[0],
@@ -214,7 +212,8 @@ def train(args: argparse.Namespace, data: Rollouts, tables: dict[str, torch.Tens
     named = dict(heads.named_parameters())
     optimizer = torch.optim.AdamW(heads.parameters(), lr=args.learning_rate, weight_decay=0.0)
     usable_N = data.mask_MK[:, 0].nonzero().squeeze(1)
-    total, step = args.epochs * math.ceil(usable_N.numel() / args.batch_positions), 0
+    total = args.epochs * math.ceil(usable_N.numel() / args.batch_positions)
+    step = 0
     for epoch in range(args.epochs):
         for picks_N in usable_N[torch.randperm(usable_N.numel())].split(args.batch_positions):
             for group in optimizer.param_groups:
@@ -325,7 +324,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     args = parse(argv)
-    model, tokenizer = load_actor(args.actor).eval(), load_tokenizer(args.actor)
+    model = load_actor(args.actor).eval()
+    tokenizer = load_tokenizer(args.actor)
     tables = {
         "lm_head_VD": lm_head_weight(model).detach(),
         "embedding_VD": embedding_weight(model).detach(),

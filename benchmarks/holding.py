@@ -111,10 +111,10 @@ def run(
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     """The figures of one seed."""
-    late, marked = (
-        steps[-(len(steps) // 6) :],
-        [line for line in steps[-(len(steps) // 3) :] if line.get(names.REPLAY_UPPER) is not None],
-    )
+    late = steps[-(len(steps) // 6) :]
+    marked = [
+        line for line in steps[-(len(steps) // 3) :] if line.get(names.REPLAY_UPPER) is not None
+    ]
 
     def extra(lines: list[dict[str, Any]], name: str) -> float:
         found = [line[name] for line in lines if line.get(name) is not None]
@@ -136,7 +136,8 @@ def worse(steps: list[dict[str, Any]]) -> list[int]:
     """Steps in which a version was published that reached less on the held-out rollouts than the
     one before.
     """
-    found, before = [], 0
+    found = []
+    before = 0
     for line in steps:
         published = line.get(names.VERSIONS_PUBLISHED) or 0
         if published > before and line[names.REPLAY_CANDIDATE] < line[names.REPLAY_SERVING]:

@@ -72,7 +72,10 @@ def build_actor(folder: Path, tokenizer: str) -> LlamaForCausalLM:
 
 def responses(model: LlamaForCausalLM, sequences: int) -> RolloutBatch:
     """On-policy responses from the table alone."""
-    ids_S, columns, states, logprobs = torch.randint(USED, (sequences,)), [], [], []
+    ids_S = torch.randint(USED, (sequences,))
+    columns = []
+    states = []
+    logprobs = []
     for _ in range(LENGTH):
         hidden_SD = model.model.norm(model.model.embed_tokens(ids_S))
         logprobs_SV = model.lm_head(hidden_SD).log_softmax(-1)
@@ -100,7 +103,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     arguments = parser.parse_args()
     model = build_actor(arguments.out / "actor", arguments.tokenizer)
-    lm_head_VD, table_VD = model.lm_head.weight, model.model.embed_tokens.weight
+    lm_head_VD = model.lm_head.weight
+    table_VD = model.model.embed_tokens.weight
     heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra"))
     config = CompanionConfig(
         loss="ce", epochs=arguments.epochs, batch_positions=512, learning_rate=2e-3

@@ -81,14 +81,10 @@ def write_actor(options: argparse.Namespace) -> None:
 
 def time_training(options: argparse.Namespace) -> None:
     """Tokens/s of one pass over a batch, each form in turn."""
-    heads, table_VD = (
-        HeadsConfig(D, options.vocab, K, "hydra", context=CONTEXT),
-        0.02 * torch.randn(options.vocab, D),
-    )
-    rows, ids_W = (
-        options.rows,
-        torch.arange(0, options.vocab, options.vocab // options.width)[: options.width],
-    )
+    heads = HeadsConfig(D, options.vocab, K, "hydra", context=CONTEXT)
+    table_VD = 0.02 * torch.randn(options.vocab, D)
+    rows = options.rows
+    ids_W = torch.arange(0, options.vocab, options.vocab // options.width)[: options.width]
     # What is sampled lies among the frequent tokens, as it does where the map follows the rollouts.
     ids_M = ids_W[torch.randint(options.width, (rows,))]
     batch = RolloutBatch(
@@ -147,27 +143,33 @@ def compare_lengths(options: argparse.Namespace) -> None:
     """Mean acceptance length of heads trained for a part of the vocabulary over that of heads
     trained for all of it.
     """
-    actor, tokenizer = load_actor(options.model, "float32"), load_tokenizer(options.model)
+    actor = load_actor(options.model, "float32")
+    tokenizer = load_tokenizer(options.model)
     data = DataConfig(path=options.data, template=options.template, answer_column=None)
     prompts = PromptStream.load(data, tokenizer, seed=0)
     batches = [
         sampled(actor, prompts, step, options.prompts, tokenizer.eos_token_id)
         for step in range(options.batches + 2)
     ]
-    lm_head_VD, embedding_VD = lm_head_weight(actor).detach(), embedding_weight(actor).detach()
+    lm_head_VD = lm_head_weight(actor).detach()
+    embedding_VD = embedding_weight(actor).detach()
     vocab, width = lm_head_VD.shape
-    held_out, found = RolloutBatch.join(batches[-2:]), {}
+    held_out = RolloutBatch.join(batches[-2:])
+    found = {}
     for size in (vocab, options.width):
-        heads, config = HeadsConfig(width, vocab, K, "hydra", context=CONTEXT), CompanionConfig()
+        heads = HeadsConfig(width, vocab, K, "hydra", context=CONTEXT)
+        config = CompanionConfig()
         how = {
             "embedding_VD": embedding_VD,
             "draft_temperature": 1.0,
             "draft_vocab": None if size == vocab else size,
         }
-        cycle, began = Cycle(heads, config, lm_head_VD, seed=0, **how), time.process_time()
+        cycle = Cycle(heads, config, lm_head_VD, seed=0, **how)
+        began = time.process_time()
         for batch in batches[:-2]:
             cycle.run(batch)
-        cpu_s, served = time.process_time() - began, Served(1.0, None, cycle.trainer.ids_W)
+        cpu_s = time.process_time() - began
+        served = Served(1.0, None, cycle.trainer.ids_W)
         result = replay(
             cycle.candidate, held_out, lm_head_VD, embedding_VD=embedding_VD, served=served
         )

@@ -138,15 +138,18 @@ def trained_heads(
     torch.manual_seed(0)
     heads = MedusaHeads(HeadsConfig(model.config.hidden_size, model.config.vocab_size, HEADS))
     optimizer = torch.optim.Adam(heads.parameters(), 1e-2)
-    states, targets = [], []
+    states = []
+    targets = []
     with torch.no_grad():
         for prompt, tokens in list(zip(prompts, expected, strict=True))[:50]:
-            ids, first = list(prompt) + list(tokens), len(prompt)
+            ids = list(prompt) + list(tokens)
+            first = len(prompt)
             hidden_TD = model.model(torch.tensor([ids])).last_hidden_state[0]
             for place in range(first, len(ids) - HEADS - 1):
                 states.append(hidden_TD[place])
                 targets.append(ids[place + 2 : place + 2 + HEADS])
-    hidden_BD, ids_BK = torch.stack(states), torch.tensor(targets)
+    hidden_BD = torch.stack(states)
+    ids_BK = torch.tensor(targets)
     for _ in range(steps):
         logits_BKV = heads.features(hidden_BD) @ model.lm_head.weight.T
         optimizer.zero_grad()
@@ -167,31 +170,32 @@ class Swapper(threading.Thread):
         sync_s: float,
     ) -> None:
         super().__init__(daemon=True)
-        self.on, self.over, self.syncs = (
-            threading.Event(),
-            threading.Event(),
-            [Change(0.0, 0.0, 0.0, 0)],
-        )
+        self.on = threading.Event()
+        self.over = threading.Event()
+        self.syncs = [Change(0.0, 0.0, 0.0, 0)]
         self.swaps: list[Change] = []
         self.error: BaseException | None = None
-        self._engine, self._actors, self._heads, self._version = engine, actors, heads, 2
-        self._swap_s, self._sync_s = swap_s or math.inf, sync_s or math.inf
+        self._engine = engine
+        self._actors = actors
+        self._heads = heads
+        self._version = 2
+        self._swap_s = swap_s or math.inf
+        self._sync_s = sync_s or math.inf
 
     def run(self) -> None:
         swap_at = sync_at = 0.0
         try:
             while not self.over.is_set():
                 if not self.on.wait(0.1):
-                    swap_at, sync_at = (
-                        time.monotonic() + self._swap_s / 2,
-                        time.monotonic() + self._sync_s / 2,
-                    )
+                    swap_at = time.monotonic() + self._swap_s / 2
+                    sync_at = time.monotonic() + self._sync_s / 2
                     continue
                 if time.monotonic() >= swap_at:
                     swap_at += self._swap_s
                     self._swap()
                 if time.monotonic() >= sync_at:
-                    sync_at, actor = sync_at + self._sync_s, (self.syncs[-1].actor + 1) % 2
+                    sync_at = sync_at + self._sync_s
+                    actor = (self.syncs[-1].actor + 1) % 2
                     self.syncs.append(
                         self._change(self._engine.sync_actor, self._actors.files[actor], actor)
                     )
@@ -207,7 +211,8 @@ class Swapper(threading.Thread):
 
     def _change(self, call: Callable[[Path, int], SwapReceipt], file: Path, actor: int) -> Change:
         self._version += 1
-        began, seconds = time.monotonic(), call(file, self._version).seconds
+        began = time.monotonic()
+        seconds = call(file, self._version).seconds
         return Change(began, time.monotonic(), seconds, actor)
 
     def served(self, answer: Answer) -> list[int]:
@@ -228,7 +233,9 @@ async def ask(
     swapper: Swapper,
 ) -> Answer:
     """One request."""
-    prompt, began, swapping = index % len(prompts), time.monotonic(), swapper.on.is_set()
+    prompt = index % len(prompts)
+    began = time.monotonic()
+    swapping = swapper.on.is_set()
     body = {
         "model": engine._model_name,
         "prompt": list(prompts[prompt]),
@@ -236,7 +243,8 @@ async def ask(
         "temperature": 0.0,
     }
     body |= {"ignore_eos": True, "return_token_ids": True}
-    tokens, error = (), ""
+    tokens = ()
+    error = ""
     try:
         answer = await client.post("/v1/completions", json=body)
         answer.raise_for_status()
@@ -270,7 +278,8 @@ async def load(
         for number in numbers:
             answers.append(await ask(client, engine, actors.prompts, number, swapper))
 
-    headers, limits = dict(engine._client.headers), httpx.Limits(max_connections=at_once)
+    headers = dict(engine._client.headers)
+    limits = httpx.Limits(max_connections=at_once)
     async with httpx.AsyncClient(
         base_url=engine._client.base_url,
         headers=headers,
@@ -347,7 +356,8 @@ def report(
         for name, on in (("without swaps", False), ("with swaps", True))
     }
     syncs = swapper.syncs[1:]
-    beside_swaps, beside_syncs = beside(well, swapper.swaps), beside(well, syncs)
+    beside_swaps = beside(well, swapper.swaps)
+    beside_syncs = beside(well, syncs)
     either = {id(answer) for answer in (*beside_swaps, *beside_syncs)}
     neither = [answer for answer in well if id(answer) not in either]
     parts = {
@@ -461,10 +471,8 @@ def main() -> int:
                         trained_heads(model, actors.prompts, expected, steps).trainable_state(),
                     )
             engine.swap_heads(files[0][1], 1)
-            swapper, before = (
-                Swapper(engine, actors, files, options.swap_every, options.sync_every),
-                engine.counters(),
-            )
+            swapper = Swapper(engine, actors, files, options.swap_every, options.sync_every)
+            before = engine.counters()
             swapper.start()
             answers = asyncio.run(
                 load(engine, actors, swapper, options.requests, options.at_once, options.stretch)

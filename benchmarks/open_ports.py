@@ -47,7 +47,8 @@ def main() -> int:
             " this: name the run to watch"
         )
     run = subprocess.Popen(sys.argv[1:])
-    root, seen = psutil.Process(run.pid), set()
+    root = psutil.Process(run.pid)
+    seen = set()
     while run.poll() is None:
         seen |= listeners(root)
         time.sleep(EVERY_S)
@@ -55,7 +56,8 @@ def main() -> int:
     for pid, name, address, port in seen:
         if address not in LOOPBACK:
             wide[pid, name].add((address, port))
-    write, ours = sys.stdout.write, 0
+    write = sys.stdout.write
+    ours = 0
     for (pid, name), sockets in sorted(wide.items()):
         rays = (
             len(sockets) if any(part in name for part in RAY[:2] + RAY[3:]) or "ray/" in name else 1

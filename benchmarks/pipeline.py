@@ -96,7 +96,9 @@ class Bench:
         cores: list[int],
     ) -> None:
         learner = Learner(actor, Critic(actor), config.ppo)
-        self._config, self._cores, self._engines = config, cores, engines
+        self._config = config
+        self._cores = cores
+        self._engines = engines
         self._pids = {
             threads: int(engine.plugin_report()["pid"]) for threads, engine in engines.items()
         }
@@ -130,7 +132,9 @@ class Bench:
         """One batch, generated and scored: its figures, its tokens, and the sum of its
         log-probs.
         """
-        threads, size, maker = ARMS[name], self._config.ppo.prompts_per_step, self._arms[name]
+        threads = ARMS[name]
+        size = self._config.ppo.prompts_per_step
+        maker = self._arms[name]
         engine_cores, own = (
             (self._cores[1:], self._cores[:1]) if threads == 1 else (self._cores, self._cores)
         )

@@ -45,7 +45,8 @@ class Shared:
     """An engine that several pools have: they don't close it."""
 
     def __init__(self, engine: RolloutEngine, arm: str) -> None:
-        self._engine, self._arm = engine, arm
+        self._engine = engine
+        self._arm = arm
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -110,9 +111,11 @@ def measure(
         for key in list(pools)[:: 1 if index % 2 else -1]:
             version += 1
             processes = [psutil.Process(), *(psutil.Process(pid) for pid in pids[: key[1]])]
-            before, began = [cpu_seconds(p) for p in processes], time.perf_counter()
+            before = [cpu_seconds(p) for p in processes]
+            began = time.perf_counter()
             pools[key].swap_heads(files[version % 2], version)
-            seconds, after = time.perf_counter() - began, [cpu_seconds(p) for p in processes]
+            seconds = time.perf_counter() - began
+            after = [cpu_seconds(p) for p in processes]
             if index >= WARM_UP:
                 found[key]["seconds"].append(seconds)
                 found[key]["cpu_here"] += after[0] - before[0]

@@ -105,20 +105,16 @@ class TorchEngine(RolloutEngine):
         asked = [
             index for index in range(len(prompts)) for _ in range(sampling.responses_per_prompt)
         ]
-        ids_BT, logprobs_BT = (
-            torch.tensor([list(prompts[index]) for index in asked]),
-            torch.zeros(len(asked), 0),
-        )
+        ids_BT = torch.tensor([list(prompts[index]) for index in asked])
+        logprobs_BT = torch.zeros(len(asked), 0)
         first = ids_BT.shape[1]
         for _ in range(sampling.max_new_tokens):
             logprobs_BV = (
                 self._actor(ids_BT).logits[:, -1].float() / sampling.temperature
             ).log_softmax(-1)
             next_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=draw)
-            ids_BT, logprobs_BT = (
-                torch.cat([ids_BT, next_B1], 1),
-                torch.cat([logprobs_BT, logprobs_BV.gather(1, next_B1)], 1),
-            )
+            ids_BT = torch.cat([ids_BT, next_B1], 1)
+            logprobs_BT = torch.cat([logprobs_BT, logprobs_BV.gather(1, next_B1)], 1)
         responses = []
         for index, ids, logprobs in zip(
             asked, ids_BT[:, first:].tolist(), logprobs_BT.tolist(), strict=True
@@ -176,7 +172,8 @@ def run(
             "critic_learning_rate": 3e-3,
             "kl_coefficient": 0.01,
         } | ppo
-        sampling, without = {"max_new_tokens": 6, "responses_per_prompt": 8}, {"enabled": False}
+        sampling = {"max_new_tokens": 6, "responses_per_prompt": 8}
+        without = {"enabled": False}
         config = build_config(
             {
                 "out": folder,
@@ -289,10 +286,8 @@ def engine(options: argparse.Namespace) -> None:
     logger.info("|---|---|---|---|---|---|---|")
     for label, settings in arms.items():
         runs = [run(seed, options.steps, **settings) for seed in range(options.seeds)]
-        every, lasts = (
-            [line for lines in runs for line in lines],
-            [line for lines in runs for line in lines[-LAST:]],
-        )
+        every = [line for lines in runs for line in lines]
+        lasts = [line for lines in runs for line in lines[-LAST:]]
         by_seed = ", ".join(f"{mean_of(lines[-LAST:], names.REWARD_MEAN):.3f}" for lines in runs)
         largest = max(float(line[names.LOGPROB_GAP_MAX]) for line in every)
         gaps = [
@@ -323,10 +318,8 @@ def stale(options: argparse.Namespace) -> None:
     for most in (0, 1, 2, 4):
         settings = {"staleness": most, "importance_bound": 2.0}
         runs = [run(seed, options.steps, **settings) for seed in range(options.seeds)]
-        every, lasts = (
-            [line for lines in runs for line in lines],
-            [line for lines in runs for line in lines[-LAST:]],
-        )
+        every = [line for lines in runs for line in lines]
+        lasts = [line for lines in runs for line in lines[-LAST:]]
         first = mean_of([line for lines in runs for line in lines[:FIRST]], names.REWARD_MEAN)
         by_seed = ", ".join(f"{mean_of(lines[-LAST:], names.REWARD_MEAN):.3f}" for lines in runs)
         lags = [float(line[names.POLICY_LAG]) for line in every]
@@ -424,23 +417,27 @@ def reward(options: argparse.Namespace) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         judge(Path(folder), options.hidden)
-        source, draw = ModelReward(folder), random.Random(0)
+        source = ModelReward(folder)
+        draw = random.Random(0)
         texts = [
             "".join(draw.choices("abc", k=draw.randrange(8, 200))) for _ in range(options.texts)
         ]
         blank: list[dict[str, Any]] = [{}] * len(texts)
         expected = source.score([""] * len(texts), texts, blank)
-        left, differing = list(range(len(texts))), 0
+        left = list(range(len(texts)))
+        differing = 0
         draw.shuffle(left)
         while left:  # Mixes of random sizes, until every text was in one.
-            mix, left = left[: (size := draw.randrange(1, 400))], left[size:]
+            mix = left[: (size := draw.randrange(1, 400))]
+            left = left[size:]
             differing += int(
                 (
                     source.score([""] * len(mix), [texts[i] for i in mix], blank[: len(mix)])
                     != expected[mix]
                 ).sum()
             )
-        plain_differing, found = 0, plain(source, texts)
+        plain_differing = 0
+        found = plain(source, texts)
         for start in range(0, 512, 37):
             plain_differing += int(
                 (plain(source, texts[start : start + 37]) != found[start : start + 37]).sum()
@@ -471,7 +468,8 @@ def reward(options: argparse.Namespace) -> None:
 
 def plain(source: ModelReward, texts: list[str]) -> torch.Tensor:
     """Sorted, and padded to the longest of each batch."""
-    order, scores = sorted(range(len(texts)), key=lambda i: len(texts[i])), torch.zeros(len(texts))
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    scores = torch.zeros(len(texts))
     for start in range(0, len(order), PLAIN_BATCH):
         chosen = order[start : start + PLAIN_BATCH]
         inputs = source._tokenizer([texts[i] for i in chosen], return_tensors="pt", padding=True)

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from medusa_ppo.cli.plan import TOKEN_BYTES, heads_parameters, hidden_bytes, size_text
-
 from heads.heads_config import HeadsConfig
+from medusa_ppo.cli.plan import TOKEN_BYTES, heads_parameters, hidden_bytes, size_text
 from medusa_ppo.companion.holdout import HOLDOUT_TOKENS
 from medusa_ppo.companion.trainer import TOGETHER
 from medusa_ppo.config.run_config import HeadsSection
@@ -288,7 +287,8 @@ def head_flops(
         teacher: the loss reads the actor's own distribution: one product more with lm_head for each
             row that any head's target follows.
     """
-    D, V = heads.hidden_size, width or heads.vocab_size
+    D = heads.hidden_size
+    V = width or heads.vocab_size
     logits = (2.0 if not training else 4.0 if heads.lm_head == "shared" else 6.0) * D * V
     total = heads.num_heads * logits
     if teacher and training:  # Of a block of neighbours, each row once, and those behind its end.
@@ -413,7 +413,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
-    given, work = overridden(Assumptions(), options.set), overridden(Workload(), options.set)
+    given = overridden(Assumptions(), options.set)
+    work = overridden(Workload(), options.set)
     known = {field.name for kind in (Assumptions, Workload) for field in dataclasses.fields(kind)}
     if unknown := [pair for pair in options.set if pair.split("=")[0] not in known]:
         parser.error(f"unknown: {unknown[0]}; known: {', '.join(sorted(known))}")

@@ -22,13 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from medusa_ppo.cli.plan import heads_parameters, hidden_bytes
 from scale import head_flops
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import save_state
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.cli.plan import heads_parameters, hidden_bytes
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.run_config import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -102,7 +102,8 @@ def compare(
             + f", {part} tokens" * bool(part)
         )
         ratios = sorted(t / s for s, t in zip(score_s, train_s, strict=True))
-        said, found = train_flops / score_flops, statistics.median(ratios)
+        said = train_flops / score_flops
+        found = statistics.median(ratios)
         out[f"{name}: training / scoring pass, seconds"] = (
             f"model {said:.3f}, measured {found:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f});"
             f" measured / model {found / said:.2f}"

@@ -98,11 +98,9 @@ def sample(run: WatchedRun) -> dict[str, float]:
     for role, processes in run.processes().items():
         for process in processes:
             try:
-                memory, files, threads = (
-                    process.memory_info(),
-                    process.num_fds(),
-                    process.num_threads(),
-                )
+                memory = process.memory_info()
+                files = process.num_fds()
+                threads = process.num_threads()
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue
             own = {
@@ -134,7 +132,8 @@ def watch(run: WatchedRun, minutes: float, every_s: float) -> list[tuple[float, 
     """Samples until the run ends or the time is up; the first one after the first step."""
     if not run.wait_for(lambda: bool(run.steps()), START_S):
         raise RuntimeError(f"no step within {START_S:.0f} s:\n{run.tail()}")
-    samples, began = [], time.monotonic()
+    samples = []
+    began = time.monotonic()
     while run.code is None and (not minutes or time.monotonic() - began < 60 * minutes):
         samples.append((time.monotonic() - began, sample(run)))
         time.sleep(every_s)
@@ -191,8 +190,10 @@ def main() -> None:
         )
         with WatchedRun(config, Path(name)) as run:
             samples = watch(run, options.minutes, options.every)
-            code, expected = run.stop(), 130 if options.minutes else 0
-            steps, left = len(run.steps()), run.left_behind()
+            code = run.stop()
+            expected = 130 if options.minutes else 0
+            steps = len(run.steps())
+            left = run.left_behind()
             problem = (
                 ""
                 if code == expected

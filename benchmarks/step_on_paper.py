@@ -156,7 +156,8 @@ def counted(
         if vocabulary:
             core.use_vocabulary(torch.arange(vocabulary), plain_linear(table_VD[:vocabulary]))
         hidden_BD = torch.empty(sequences, model.hidden, dtype=torch.bfloat16)
-        ids_B, ones_B = torch.zeros(sequences, dtype=torch.int64), torch.ones(sequences)
+        ids_B = torch.zeros(sequences, dtype=torch.int64)
+        ones_B = torch.ones(sequences)
         known = (ids_B, ids_B == 0) if seeded else (None, None)
         slots = DraftSlots(sequences, drafts, vocabulary or model.vocab, torch.device("cpu"))
         for counting in (contextlib.nullcontext(), count):  # What is made once is made before.

@@ -129,7 +129,8 @@ def samples_per_s(folder: Path, checkout: Path, given: list[str]) -> float:
         json.loads(line)
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    late, settings = lines[WARM_UP - 1 :], dict(text.split("=", 1) for text in given)
+    late = lines[WARM_UP - 1 :]
+    settings = dict(text.split("=", 1) for text in given)
     samples = (
         int(settings["ppo.prompts_per_step"])
         * int(settings["sampling.responses_per_prompt"])
@@ -142,16 +143,14 @@ def beside_old(args: argparse.Namespace) -> None:
     """Pairs of runs, the order changing from pair to pair."""
     ratios = []
     for number, seed in enumerate(args.seeds):
-        both, speed = (
-            [
-                *SAME,
-                *args.both,
-                f"model.path={args.actor.resolve()}",
-                f"ppo.steps={args.steps}",
-                f"seed={seed}",
-            ],
-            {},
-        )
+        both = [
+            *SAME,
+            *args.both,
+            f"model.path={args.actor.resolve()}",
+            f"ppo.steps={args.steps}",
+            f"seed={seed}",
+        ]
+        speed = {}
         arms = {"old": (args.old.resolve(), ["report.speed_every=0", "ppo.checkpoint_every=0"])}
         arms["new"] = (
             Path.cwd(),

@@ -85,11 +85,9 @@ def main() -> None:
         enforce_eager=False,
         num_drafts=options.drafts or None,
     )
-    sampling, clock, steps = (
-        Sampling(temperature=1.0, max_new_tokens=NEW_TOKENS),
-        Clock(),
-        Counter[str](),
-    )
+    sampling = Sampling(temperature=1.0, max_new_tokens=NEW_TOKENS)
+    clock = Clock()
+    steps = Counter[str]()
     with ColocatedEngine(model, options.heads, config, seed=0) as engine:
         core = engine._running().llm_engine
         runner = core.model_executor.driver_worker.worker.model_runner

@@ -34,10 +34,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from medusa_ppo.cli.plan import kept_bytes, turn_moves
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from heads.checkpoint import checksum
+from medusa_ppo.cli.plan import kept_bytes, turn_moves
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -119,15 +119,11 @@ def run(
     config = settings(options, placement)
     torch.manual_seed(0)
     llama = llama_of(options)
-    actor, judge = (
-        LlamaForCausalLM(llama).float().eval(),
-        LlamaForSequenceClassification(llama).float().eval(),
-    )
-    learner, sizes, engine = (
-        Learner(actor, Critic(actor), config.ppo),
-        ModelSizes.from_config(llama.to_dict()),
-        SleepingEngine(),
-    )
+    actor = LlamaForCausalLM(llama).float().eval()
+    judge = LlamaForSequenceClassification(llama).float().eval()
+    learner = Learner(actor, Critic(actor), config.ppo)
+    sizes = ModelSizes.from_config(llama.to_dict())
+    engine = SleepingEngine()
     turns = learner.turns
     turns.add(REWARD, judge)
     turns.engine_started(4 * sizes.parameters + cache_bytes(llama.to_dict(), config.engine))
@@ -179,7 +175,8 @@ def on_paper(name: str, sizes: tuple[int, ...]) -> None:
             "engine": {"sleep_level": 1},
         }
     )
-    moved, slept = sum(move.total for move in turn_moves(config, model)), 2 * 2 * model.parameters
+    moved = sum(move.total for move in turn_moves(config, model))
+    slept = 2 * 2 * model.parameters
     say(
         f"on paper, {name} ({model.parameters / 1e9:.1f} G parameters, weights and moments float32,"
         f" reference bfloat16), one H100: {moved / 1e9:.0f} GB a step, {moved / PCIE_BYTES_S:.1f}"
@@ -217,7 +214,8 @@ def learned(options: argparse.Namespace, learner: Learner, threads: int, step: i
 
 
 def beside(options: argparse.Namespace) -> None:
-    config, learners = settings(options, "separate"), {}
+    config = settings(options, "separate")
+    learners = {}
     for side_by_side in (True, False):
         torch.manual_seed(0)
         actor = LlamaForCausalLM(llama_of(options)).float().eval()
@@ -229,7 +227,8 @@ def beside(options: argparse.Namespace) -> None:
             options, learners[side], 2 - side, step
         )
     }
-    texts, blank = [str(i) for i in range(96)], [dict[str, Any]()] * 96
+    texts = [str(i) for i in range(96)]
+    blank = [dict[str, Any]()] * 96
     with ExitStack() as stack:
         for name in ("busy", "quick"):
             sources = {}
@@ -284,7 +283,8 @@ def main() -> None:
     found = {placement: run(options, placement) for placement in ("separate", "shared")}
     peaks = {}
     for placement, (steps, _, config, sizes) in found.items():
-        last, kept = steps[-1], kept_bytes(config, sizes) / GIB
+        last = steps[-1]
+        kept = kept_bytes(config, sizes) / GIB
         peaks[placement] = last[names.LEDGER_PEAK], last[names.LEDGER_PEAK] + kept
         roles = ", ".join(f"{role} {gib:.3f}" for role, gib in last[names.LEDGER_ROLES].items())
         say(
@@ -297,7 +297,8 @@ def main() -> None:
     ]
     say(f"shared / separate: {ratios[0]:.3f}, with what a micro-batch keeps {ratios[1]:.3f}")
     moves = [(step[names.OFFLOAD_S], step[names.OFFLOAD_BYTES]) for step in found["shared"][0][1:]]
-    seconds, count = statistics.median(s for s, _ in moves), statistics.median(n for _, n in moves)
+    seconds = statistics.median(s for s, _ in moves)
+    count = statistics.median(n for _, n in moves)
     say(
         f"off-load and fetch in a step: {seconds:.2f} s for {count / GIB:.2f} GiB"
         f" ({count / seconds / 1e9:.1f} GB/s)"

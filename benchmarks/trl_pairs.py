@@ -105,7 +105,8 @@ def clock_generations(generations: list[dict[str, Any]]) -> None:
 
     from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 
-    whole, parts = GRPOTrainer._generate_single_turn, {}
+    whole = GRPOTrainer._generate_single_turn
+    parts = {}
     for owner, name in (
         (vllm_generation.LLM, "generate"),
         (MedusaPlugin, "before_generation"),
@@ -133,7 +134,9 @@ def run(options: argparse.Namespace) -> None:
     """One training; its figures go to out/ARM-SEED.json."""
     from medusa_ppo.vllm_plugin.registration import is_cpu_build
 
-    arm, seed, out = options.arm, options.seed, options.out
+    arm = options.arm
+    seed = options.seed
+    out = options.out
     if arm == "plain" and is_cpu_build():
         mend_cpu_sync()
     set_dtype(options.dtype)
@@ -224,9 +227,12 @@ def compare(out: Path) -> dict[str, Any]:
         for record in (json.loads(p.read_text()) for p in sorted(out.glob("*-*.json")))
     }
     seeds = sorted(seed for arm, seed in runs if arm == "medusa" and ("plain", seed) in runs)
-    ratios, by_seed, differences = [], [], []
+    ratios = []
+    by_seed = []
+    differences = []
     for seed in seeds:
-        medusa, plain = runs["medusa", seed], runs["plain", seed]
+        medusa = runs["medusa", seed]
+        plain = runs["plain", seed]
         pairs = list(zip(medusa["generations"], plain["generations"], strict=True))[SKIPPED_CALLS:]
         found = [(m["tokens"] / m["seconds"]) / (p["tokens"] / p["seconds"]) for m, p in pairs]
         ratios += found

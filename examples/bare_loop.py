@@ -24,10 +24,8 @@ def pad(rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompt and response of each row with padding behind, and which tokens are the response's."""
     rows = [(rollouts.prompts[r.prompt_index], r.token_ids) for r in rollouts.responses]
     width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    ids_BT, mask_BT = (
-        torch.zeros(len(rows), width, dtype=torch.int64),
-        torch.zeros(len(rows), width, dtype=torch.bool),
-    )
+    ids_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask_BT = torch.zeros(len(rows), width, dtype=torch.bool)
     for row, (prompt, answer) in enumerate(rows):
         ids_BT[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
         mask_BT[row, len(prompt) : len(prompt) + len(answer)] = True
@@ -39,7 +37,9 @@ def main(actor_path: str, steps: int = 8, **sections: Any) -> list[dict[str, Any
     step.
     """
     config = build_config({"companion": {"learning_rate": 1e-2, "wait": True}, **sections})
-    actor, tokenizer, figures = load_actor(actor_path), load_tokenizer(actor_path), []
+    actor = load_actor(actor_path)
+    tokenizer = load_tokenizer(actor_path)
+    figures = []
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
     prompts = tokenizer([f"Question: {n} + {n} = ?\nAnswer:" for n in range(2, 42)]).input_ids
     with tempfile.TemporaryDirectory() as folder, local_ray():

@@ -245,11 +245,9 @@ def better_temperatures(
             between groups.
         now_K: indices of the temperatures that hold now.
     """
-    groups, reached_M, chosen = (
-        int(group_M.max()) + 1,
-        accept_QMK.new_ones(len(group_M)),
-        list(now_K),
-    )
+    groups = int(group_M.max()) + 1
+    reached_M = accept_QMK.new_ones(len(group_M))
+    chosen = list(now_K)
     for k, now in enumerate(now_K if groups > 1 else ()):
         accept_QM = accept_QMK[:, :, k] * reached_M
         gain_QG = accept_QM.new_zeros(len(accept_QM), groups).index_add_(
@@ -270,17 +268,17 @@ def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> Re
     """
     _check_lengths(accept_MK, lengths_S)
     lengths_S = lengths_S.to(torch.int64).cpu()
-    count, heads, longest = lengths_S.numel(), accept_MK.shape[1], int(lengths_S.max())
+    count = lengths_S.numel()
+    heads = accept_MK.shape[1]
+    longest = int(lengths_S.max())
     segment_M = segments_from_lengths(lengths_S)
     column_M = torch.arange(accept_MK.shape[0]) - (lengths_S.cumsum(0) - lengths_S)[segment_M]
     accept_STK = torch.zeros(count, longest, heads, dtype=torch.float64)
     accept_STK[segment_M, column_M] = accept_MK.double().cpu()
     visits_ST = torch.zeros(count, longest + heads + 1, dtype=torch.float64)
     visits_ST[:, 0] = 1.0
-    drafts_S, unseen_S = (
-        torch.zeros(count, dtype=torch.float64),
-        torch.zeros(count, dtype=torch.float64),
-    )
+    drafts_S = torch.zeros(count, dtype=torch.float64)
+    unseen_S = torch.zeros(count, dtype=torch.float64)
     accepted_SK = torch.zeros(count, heads, dtype=torch.float64)
     rows_ST2 = torch.zeros(count, longest, 2, dtype=torch.float64)
     for t in range(longest - 1):
@@ -368,10 +366,8 @@ def draft_logprobs_for_rows(
     ):
         for index, temperature in enumerate(temperatures):
             cut_CV = heads.vocabulary.truncate(logits_CV / temperature, top_k, top_p)
-            picked_C, total_C = (
-                heads.vocabulary.pick(cut_CV, targets_MK[part, k]),
-                heads.vocabulary.logsumexp(cut_CV).squeeze(1),
-            )
+            picked_C = heads.vocabulary.pick(cut_CV, targets_MK[part, k])
+            total_C = heads.vocabulary.logsumexp(cut_CV).squeeze(1)
             out_QMK[index, part, k] = picked_C - total_C
             if tops_QMK is not None:
                 tops_QMK[index, part, k] = (
@@ -397,10 +393,8 @@ def _logits(
         heads.own_lm_head(1) if lm_head_VD is None or heads.config.lm_head == "own" else lm_head_VD
     )
     table_VD = table_VD if ids_W is None else table_VD[ids_W]
-    rows, temperatures = (
-        chunk_rows or heads.vocabulary.chunk_rows(table_VD),
-        heads.temperatures_K.tolist(),
-    )
+    rows = chunk_rows or heads.vocabulary.chunk_rows(table_VD)
+    temperatures = heads.temperatures_K.tolist()
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)
         condition_CK = None if condition_MK is None else condition_MK[part]

@@ -309,10 +309,8 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata, int]:
         )
     version = section.get("format_version")
     if version not in (FORMAT_VERSION, WITH_TEMPERATURES):
-        expected, do = (
-            f"{FORMAT_VERSION} or {WITH_TEMPERATURES}",
-            "Update medusa-ppo, or save the heads again.",
-        )
+        expected = f"{FORMAT_VERSION} or {WITH_TEMPERATURES}"
+        do = "Update medusa-ppo, or save the heads again."
         raise _damaged("The heads directory has an unknown format version.", version, expected, do)
     try:
         config = HeadsConfig.from_dict(section["heads"])
@@ -369,12 +367,11 @@ def _damaged(
 def _check_names_and_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
     """Compare the file's header with what the configuration implies, before any tensor is read."""
     header = read_header(path, MAX_HEADS_HEADER_BYTES)
-    missing, unknown = sorted(set(shapes) - set(header)), sorted(set(header) - set(shapes))
+    missing = sorted(set(shapes) - set(header))
+    unknown = sorted(set(header) - set(shapes))
     if missing or unknown:
-        given, expected = (
-            f"{path}: missing {missing[:3]}, unknown {unknown[:3]}",
-            f"{len(shapes)} tensors",
-        )
+        given = f"{path}: missing {missing[:3]}, unknown {unknown[:3]}"
+        expected = f"{len(shapes)} tensors"
         raise _damaged(
             "The tensors in the file are not those of its configuration.", given, expected
         )

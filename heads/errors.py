@@ -35,7 +35,10 @@ class MedusaError(Exception):
     def __init__(
         self, problem: str, *, given: object = None, expected: object = None, do: str = ""
     ) -> None:
-        self.problem, self.given, self.expected, self.do = problem, given, expected, do
+        self.problem = problem
+        self.given = given
+        self.expected = expected
+        self.do = do
         lines = (("given:    ", given), ("expected: ", expected), ("do this:  ", do or None))
         self._text = "\n".join(
             [problem, *(f"  {label}{value}" for label, value in lines if value is not None)]

@@ -131,7 +131,9 @@ class HeadsConfig:
 
         In a key, head indices count from 0: index k-1 belongs to head k.
         """
-        D, V, H = self.hidden_size, self.vocab_size, self.hidden_size * self.mlp_ratio
+        D = self.hidden_size
+        V = self.vocab_size
+        H = self.hidden_size * self.mlp_ratio
         shapes: dict[str, tuple[int, ...]] = {}
         for k in range(self.num_heads):
             for layer in range(self.num_layers):

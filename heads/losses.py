@@ -346,7 +346,8 @@ class _Job:
             ("logprobs", self.logprobs_NK),
         ):
             if tensor is not None and tuple(tensor.shape) != expected:
-                given, do = tuple(tensor.shape), "Pass one entry per row and head."
+                given = tuple(tensor.shape)
+                do = "Pass one entry per row and head."
                 raise ConfigError(
                     f"The {name} do not fit the features.", given=given, expected=expected, do=do
                 )
@@ -511,10 +512,13 @@ def _row_losses(
     `logp_CV` is the actor's own distribution where the loss reads it; over a part of the vocabulary
     it sums to less than 1.
     """
-    config, vocabulary, targets_C = job.config, job.vocabulary, job.targets_NK[chunk, head]
+    config = job.config
+    vocabulary = job.vocabulary
+    targets_C = job.targets_NK[chunk, head]
     lse_C1 = vocabulary.logsumexp(logits_CV)
     logq_C = vocabulary.pick(logits_CV, targets_C) - lse_C1.squeeze(1)
-    loss_C, pull_C = -config.ce * logq_C, torch.full_like(logq_C, config.ce)
+    loss_C = -config.ce * logq_C
+    pull_C = torch.full_like(logq_C, config.ce)
     if config.tv and job.logprobs_NK is not None:
         log_ratio_C = logq_C - job.logprobs_NK[chunk, head].float()
         ratio_C = log_ratio_C.clamp(max=0).exp()

@@ -150,7 +150,9 @@ class MedusaHeads(nn.Module):
         """
         super().__init__()
         self.config = config
-        K, D, V = config.num_heads, config.hidden_size, config.vocab_size
+        K = config.num_heads
+        D = config.hidden_size
+        V = config.vocab_size
         self.register_buffer("temperatures_K", torch.ones(K), persistent=False)
         self.blocks = nn.ParameterList(
             [nn.Parameter(torch.zeros(K, D, D)) for _ in range(config.num_layers)]
@@ -224,20 +226,16 @@ class MedusaHeads(nn.Module):
         base_ND = self._checked_hidden(hidden)
         features_NKD = base_ND.unsqueeze(1).expand(-1, self.config.num_heads, -1)
         if self.config.context:
-            condition_NK, table_VD = (
-                self._checked_condition(hidden, condition),
-                self._checked_embedding(embedding_VD),
-            )
+            condition_NK = self._checked_condition(hidden, condition)
+            table_VD = self._checked_embedding(embedding_VD)
             embedded = [self._embed(ids_N, table_VD) for ids_N in condition_NK.unbind(1)]
             base_ND = self._with_context(
                 base_ND, embedded[0], self._checked_context(context, base_ND), table_VD
             )
             features_NKD = self._from_cell(base_ND, embedded)
         elif self.config.kind == "hydra":
-            condition_NK, table_VD = (
-                self._checked_condition(hidden, condition),
-                self._checked_embedding(embedding_VD),
-            )
+            condition_NK = self._checked_condition(hidden, condition)
+            table_VD = self._checked_embedding(embedding_VD)
             inputs = [
                 rms_normalise(base_ND),
                 *(self._embed(ids_N, table_VD) for ids_N in condition_NK.unbind(1)),
@@ -340,7 +338,8 @@ class MedusaHeads(nn.Module):
         table_VD: torch.Tensor,
     ) -> torch.Tensor:
         """h_t and what the pairs before it say."""
-        D, parts = self.config.hidden_size, self.config.context_parts
+        D = self.config.hidden_size
+        parts = self.config.context_parts
         pairs_P2D = torch.cat(
             [rms_normalise(context.hidden_PD.to(self.dtype)), self._embed(context.ids_P, table_VD)],
             -1,
@@ -387,9 +386,11 @@ class MedusaHeads(nn.Module):
         return self._checked_table(lm_head_VD, "lm_head", "These heads share the actor's lm_head.")
 
     def _checked_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        given, width = hidden.shape[-1], self.config.hidden_size
+        given = hidden.shape[-1]
+        width = self.config.hidden_size
         if given != width:
-            problem, do = "The hidden states do not fit the heads.", "Use heads of this actor."
+            problem = "The hidden states do not fit the heads."
+            do = "Use heads of this actor."
             raise ConfigError(problem, given=f"width {given}", expected=width, do=do)
         return hidden.reshape(-1, width).to(self.dtype)
 
@@ -399,7 +400,8 @@ class MedusaHeads(nn.Module):
         """
         expected = (self.config.vocab_size, self.config.hidden_size)
         if tuple(table_VD.shape) != expected:
-            problem, do = f"The {name} does not fit the heads.", "Use heads of this actor."
+            problem = f"The {name} does not fit the heads."
+            do = "Use heads of this actor."
             raise ConfigError(problem, given=tuple(table_VD.shape), expected=expected, do=do)
 
     def _checked_embedding(self, embedding_VD: torch.Tensor | None) -> torch.Tensor:
@@ -431,10 +433,8 @@ class MedusaHeads(nn.Module):
         return condition.reshape(-1, self.config.num_heads)
 
     def _checked_context(self, context: Context | None, base_ND: torch.Tensor) -> Context:
-        expected, given = (
-            (base_ND.shape[0], self.config.context),
-            None if context is None else tuple(context.places_Nn.shape),
-        )
+        expected = (base_ND.shape[0], self.config.context)
+        given = None if context is None else tuple(context.places_Nn.shape)
         if context is None or given != expected:
             do = "Pass a Context of heads.targets.context_rows(...)."
             raise ConfigError(
@@ -500,10 +500,8 @@ class MedusaHeads(nn.Module):
             expected = (
                 f"{tuple(views[name].shape)} {views[name].dtype}" if name in views else "absent"
             )
-            problem, do = (
-                f"The tensor {name} does not fit these heads ({len(wrong)} do not).",
-                "Load a state of the same kind, size and dtype.",
-            )
+            problem = f"The tensor {name} does not fit these heads ({len(wrong)} do not)."
+            do = "Load a state of the same kind, size and dtype."
             raise CheckpointError(problem, given=given, expected=expected, do=do)
         if not bool((state.get(TEMPERATURES, self.temperatures_K) > 0).all()):
             given = str(state[TEMPERATURES].tolist())

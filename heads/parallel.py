@@ -59,8 +59,10 @@ class ShardedVocabulary(Vocabulary):
             rows_per_rank: rows of a rank with padding, as Megatron cuts the table; 0: size / ranks,
                 rounded up.
         """
-        self.size, self._group = size, group
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.size = size
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
         self.rows_per_rank = rows_per_rank or -(-size // self.ranks)
         self.first = self.rank * self.rows_per_rank
         self.rows = min(self.rows_per_rank, size - self.first)
@@ -138,7 +140,8 @@ class ShardedVocabulary(Vocabulary):
         """Bisection on the bits of the lowest logit that stays: as many sums of one number per row
         as a float has bits.
         """
-        mass_CV, keys_CV = self.log_softmax(logits_CV).exp().double(), _ordered_bits(logits_CV)
+        mass_CV = self.log_softmax(logits_CV).exp().double()
+        keys_CV = _ordered_bits(logits_CV)
         high_C = self._reduce(keys_CV.amax(-1), dist.ReduceOp.MAX)
         low_C = torch.full_like(high_C, -(1 << (KEY_BITS - 1)))
         for _ in range(KEY_BITS):
@@ -146,10 +149,8 @@ class ShardedVocabulary(Vocabulary):
             enough_C = (
                 self.total(torch.where(keys_CV <= middle_C.unsqueeze(1), mass_CV, 0.0)) > 1 - top_p
             )
-            high_C, low_C = (
-                torch.where(enough_C, middle_C, high_C),
-                torch.where(enough_C, low_C, middle_C + 1),
-            )
+            high_C = torch.where(enough_C, middle_C, high_C)
+            low_C = torch.where(enough_C, low_C, middle_C + 1)
             low_C = torch.minimum(low_C, high_C)
         return logits_CV.masked_fill(keys_CV < high_C.unsqueeze(1), -torch.inf)
 
@@ -219,7 +220,8 @@ class ParallelHeads(MedusaHeads):
             devices=[]
         ):  # Shares of unequal size would leave ranks with unequal random states.
             super().__init__(replace(config, vocab_size=vocabulary.rows))
-        self.whole_config, self.vocabulary = config, vocabulary
+        self.whole_config = config
+        self.vocabulary = vocabulary
 
     @classmethod
     def shard(cls, heads: MedusaHeads, vocabulary: ShardedVocabulary) -> ParallelHeads:

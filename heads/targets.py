@@ -61,7 +61,8 @@ def look_ahead(
         left = rows - (first + index)
         if left <= 0:
             break
-        here_BT, there_BT = segment_BT[..., :left], segment_BT[..., rows - left :]
+        here_BT = segment_BT[..., :left]
+        there_BT = segment_BT[..., rows - left :]
         same_BT = (here_BT == there_BT) & (here_BT != PADDING)
         mask_BTK[..., :left, index] = same_BT
         out_BTK[..., :left, index] = torch.where(

@@ -69,7 +69,9 @@ class StateWriter:
             path: where the file goes.
             entries: dtype and shape of every tensor that will come.
         """
-        self.path, self._entries, self._waiting = Path(path), entries, set(entries)
+        self.path = Path(path)
+        self._entries = entries
+        self._waiting = set(entries)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         end = 0
@@ -107,7 +109,8 @@ class StateWriter:
         """
         dtype, shape = self._entries.get(name, (None, None))
         if name not in self._waiting or tuple(tensor.shape) != shape:
-            given, expected = f"{name} {tuple(tensor.shape)}", f"shape {shape}, once"
+            given = f"{name} {tuple(tensor.shape)}"
+            expected = f"shape {shape}, once"
             raise CheckpointError(
                 "A tensor does not belong into the file.",
                 given=given,

@@ -124,10 +124,8 @@ def _save_vision_actor(folder: Path, family: str) -> Path:
             merges=[],
         )
     )
-    letters.pre_tokenizer, letters.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=letters,
         eos_token=IMAGE_WORDS[0],

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from medusa_ppo.cli.app import app
 from typer.main import get_command
 
+from medusa_ppo.cli.app import app
 from medusa_ppo.config.run_config import RunConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent

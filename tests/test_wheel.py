@@ -37,7 +37,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the tracked files."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout")
-    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
+    copy = tmp_path_factory.mktemp("copy")
+    out = tmp_path_factory.mktemp("dist")
     for name in tracked():
         if name.startswith(("heads/", "medusa_ppo/", "configs/")) or "/" not in name:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Literal
 
 import typer
+
 from medusa_ppo.cli.app import app
 
 PROGRAM = "medusa-ppo"
@@ -120,7 +121,8 @@ def commands_page(pages: Mapping[str, str]) -> str:
 
 def _option(key: str, kind: Any, info: Any) -> str:
     """An option as one types it, with what goes behind it."""
-    plain, words = _without_none(kind), key.replace("_", "-")
+    plain = _without_none(kind)
+    words = key.replace("_", "-")
     # Inside Annotated the first name stands where a default would (typer puts it right when it
     # builds the parser).
     names = " ".join(

@@ -96,7 +96,8 @@ def default_words(field: FieldInfo) -> str:
 
 
 def _name(kind: Any) -> str:
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    parts = typing.get_args(kind)
     if origin is typing.Annotated:
         bounds = _bounds(parts[1].metadata if isinstance(parts[1], FieldInfo) else parts[1:])
         return f"{_name(parts[0])} {bounds}".strip()

@@ -58,7 +58,9 @@ def load_actor(
             weights that are missing.
         ConfigError: unknown dtype.
     """
-    name, torch_dtype, kind = os.fspath(path), _dtype(dtype), _auto_class(actor_config(path))
+    name = os.fspath(path)
+    torch_dtype = _dtype(dtype)
+    kind = _auto_class(actor_config(path))
     with _loading(name, "The actor can't be loaded."):
         safe: dict[str, Any] = {
             "use_safetensors": _use_safetensors(name),
@@ -191,8 +193,10 @@ class HiddenTap:
             self._handle.remove()
             self._handle = None
         if self._traced is not None:
-            kept, self._hook = self._traced, _Hook()
-            self._hook.hidden_BTD, self._hook.calls = kept.hidden_BTD, kept.calls
+            kept = self._traced
+            self._hook = _Hook()
+            self._hook.hidden_BTD = kept.hidden_BTD
+            self._hook.calls = kept.calls
             kept.reset(open_=False)
 
     @property
@@ -233,7 +237,8 @@ class _Hook:
         self.reset(open_=True)
 
     def reset(self, *, open_: bool) -> None:
-        self.open, self.calls = open_, 0
+        self.open = open_
+        self.calls = 0
         self.hidden_BTD: torch.Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -291,7 +296,8 @@ class HFActor(ActorView):
             with_embedding: `refresh` also brings the input embedding (heads of kind hydra).
             group: the ranks that hold this actor together; None: all.
         """
-        self._model, self._group = model, group
+        self._model = model
+        self._group = group
         self._with_embedding = with_embedding
         self.reports = reports
         self.gathered_bytes = 0
@@ -333,10 +339,8 @@ class HFActor(ActorView):
         return True
 
     def _changed_here(self, tables: dict[str, Table]) -> bool:
-        before, self._bits = (
-            self._bits,
-            {name: table.print_of_bits() for name, table in tables.items()},
-        )
+        before = self._bits
+        self._bits = {name: table.print_of_bits() for name, table in tables.items()}
         return before != self._bits
 
     @property
@@ -489,8 +493,6 @@ def _loading(name: str, problem: str) -> Iterator[None]:
                 "Check that the folder was written completely by save_pretrained, and by a"
                 " transformers version that is not newer."
             )
-        given, expected = (
-            f"{name} ({type(error).__name__}: {reason})",
-            "a transformers causal LM in a folder or on the hub",
-        )
+        given = f"{name} ({type(error).__name__}: {reason})"
+        expected = "a transformers causal LM in a folder or on the hub"
         raise ModelError(problem, given=given, expected=expected, do=do) from error

@@ -79,7 +79,8 @@ class MegatronActor(ActorView):
         self._first = next((stage for stage in stages if stage.pre_process), stages[0])
         self.groups = groups or groups_of(self.model)
         self.reports = bool(self.model.post_process) and self.groups.leads
-        self._vocab_size, self._with_embedding = vocab_size, with_embedding
+        self._vocab_size = vocab_size
+        self._with_embedding = with_embedding
         self._tables: dict[str, torch.Tensor] = {}
 
     def tap(self) -> MegatronTap:
@@ -154,7 +155,8 @@ class MegatronActor(ActorView):
 
     def _to_last_stage(self, table_VD: torch.Tensor | None) -> torch.Tensor | None:
         """Carry a table from the first pipeline stage to the last, between the ranks that lead."""
-        group, stages = self.groups.pipeline, size_of(self.groups.pipeline)
+        group = self.groups.pipeline
+        stages = size_of(self.groups.pipeline)
         if stages == 1 or not self.groups.leads or group is None:
             return table_VD
         device = next(self.model.parameters()).device
@@ -180,7 +182,8 @@ class MegatronTap:
     """
 
     def __init__(self, model: GPTModel, groups: Groups) -> None:
-        self._model, self._groups = model, groups
+        self._model = model
+        self._groups = groups
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._passes: list[tuple[Gathering, Packing | None]] = []
         self._latest: torch.Tensor | None = None
@@ -188,7 +191,8 @@ class MegatronTap:
         self._rows: list[torch.Tensor] | None = None
 
     def __enter__(self) -> MegatronTap:
-        self._passes, self._rows = [], None
+        self._passes = []
+        self._rows = None
         if self._model.post_process:
             self._handles = [
                 self._model.register_forward_pre_hook(self._begin, with_kwargs=True),

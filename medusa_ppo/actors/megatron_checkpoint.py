@@ -122,7 +122,8 @@ def as_transformers(path: str, out: Path) -> str:
     note = out / SOURCE
     if note.is_file() and note.read_text(encoding="utf-8") == source:
         return str(out)
-    sizes, stored = LlamaSizes.read(home), Stored(folder)
+    sizes = LlamaSizes.read(home)
+    stored = Stored(folder)
     out.mkdir(parents=True, exist_ok=True)
     note.unlink(missing_ok=True)
     dtype = stored.dtype("embedding.word_embeddings.weight")
@@ -159,7 +160,8 @@ class Stored:
         try:
             with index.open("rb") as file:
                 found: Any = _Records(file).load()
-            self._tensors, self._places = dict(found.state_dict_metadata), dict(found.storage_data)
+            self._tensors = dict(found.state_dict_metadata)
+            self._places = dict(found.storage_data)
         except (
             pickle.UnpicklingError,
             AttributeError,
@@ -185,9 +187,11 @@ class Stored:
         skipped = (
             0 if layer is None else 1
         )  # Layers that are alike stand in one tensor, one behind the other.
-        whole, filled = torch.empty(tuple(about.size)[skipped:], dtype=about.properties.dtype), 0
+        whole = torch.empty(tuple(about.size)[skipped:], dtype=about.properties.dtype)
+        filled = 0
         for chunk in about.chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            offsets = tuple(chunk.offsets)
+            sizes = tuple(chunk.sizes)
             if layer is not None and not offsets[0] <= layer < offsets[0] + sizes[0]:
                 continue
             part = self._read(key, chunk, about.properties.dtype)

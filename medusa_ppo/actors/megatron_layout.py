@@ -143,7 +143,9 @@ class Entry:
 
 def key_table(sizes: LlamaSizes) -> dict[str, Entry]:
     """Megatron's name of each parameter, layers counted over all pipeline stages -> its entry."""
-    d, q, kv = sizes.hidden, sizes.heads * sizes.head_dim, sizes.groups * sizes.head_dim
+    d = sizes.hidden
+    q = sizes.heads * sizes.head_dim
+    kv = sizes.groups * sizes.head_dim
     table = {
         "embedding.word_embeddings.weight": Entry((EMBEDDING,), ((sizes.vocab, d),), "vocabulary"),
         "decoder.final_layernorm.weight": Entry(("model.norm.weight",), ((d,),), "whole"),
@@ -154,7 +156,8 @@ def key_table(sizes: LlamaSizes) -> dict[str, Entry]:
         ),
     }
     for i in range(sizes.layers):
-        theirs, ours = f"model.layers.{i}.", f"decoder.layers.{i}."
+        theirs = f"model.layers.{i}."
+        ours = f"decoder.layers.{i}."
         attention = tuple(f"{theirs}self_attn.{name}_proj." for name in "qkv")
         table |= {
             ours + "self_attention.linear_qkv.weight": Entry(
@@ -212,7 +215,8 @@ class Cutter:
         """Which part of the entry's source `index` this rank holds."""
         if entry.how == "whole":
             return ()
-        shape, dim = entry.shapes[index], int(entry.how == "columns")
+        shape = entry.shapes[index]
+        dim = int(entry.how == "columns")
         held = (
             self.sizes.vocab_rows(self.ranks)
             if entry.how == "vocabulary"
@@ -251,7 +255,8 @@ class Cutter:
             return list(shard.chunk(2))
         if entry.how != "qkv":
             return [shard]
-        groups, width = self.sizes.groups // self.ranks, self.sizes.head_dim
+        groups = self.sizes.groups // self.ranks
+        width = self.sizes.head_dim
         grouped = shard.unflatten(0, (groups, -1))
         return [
             piece.flatten(0, 1)

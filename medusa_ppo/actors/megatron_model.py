@@ -57,7 +57,8 @@ def start_parallel(meeting: Meeting, section: ActorConfig) -> None:
     """Meet the other ranks and form Megatron's groups, which are torch's global ones; what is left
     of the ranks is data parallel.
     """
-    backend, place = "nccl" if torch.cuda.is_available() else "gloo", meeting.place
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    place = meeting.place
     dist.init_process_group(
         backend, store=meeting.store, rank=place.rank, world_size=place.size, timeout=place.timeout
     )
@@ -111,11 +112,10 @@ class RankModel:
         """
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._context = parallel_state.get_context_parallel_group()
-        self.sizes, self.device = sizes, device
-        self.replica, self.replicas = (
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
-        )
+        self.sizes = sizes
+        self.device = device
+        self.replica = parallel_state.get_data_parallel_rank()
+        self.replicas = parallel_state.get_data_parallel_world_size()
         self.first = self.replica == 0 and dist.get_rank(self._context) == 0
         self._table = key_table(sizes)
         self._cutter = Cutter(sizes, dist.get_rank(self._group), section.tensor_parallel)
@@ -329,7 +329,8 @@ def _buckets(
         size = shard.numel() * dtype.itemsize
         if bucket and filled + size > bucket_bytes:
             yield bucket
-            bucket, filled = [], 0
+            bucket = []
+            filled = 0
         bucket.append(name)
         filled += size
     if bucket:
@@ -439,7 +440,8 @@ class ContextAttention(nn.Module):
         self._group = named["pg_collection"].cp
 
     def forward(self, query_PBNW: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
-        ranks, share = dist.get_world_size(self._group), query_PBNW.shape[0]
+        ranks = dist.get_world_size(self._group)
+        share = query_PBNW.shape[0]
         places = [context_positions(rank, ranks, ranks * share) for rank in range(ranks)]
         allowed = torch.cat(places) <= places[dist.get_rank(self._group)][:, None]
         repeats = query_PBNW.shape[2] // key.shape[2]

@@ -100,7 +100,9 @@ def spare_torchvision() -> None:
     if importlib.util.find_spec("torchvision") is None and hasattr(
         ProcessorMixin, "get_attributes"
     ):
-        mixin, attributes = cast(Any, ProcessorMixin), ProcessorMixin.get_attributes.__func__  # type: ignore[attr-defined]
+        # type: ignore[attr-defined]
+        mixin = cast(Any, ProcessorMixin)
+        attributes = ProcessorMixin.get_attributes.__func__
         mixin.get_attributes = classmethod(
             lambda cls: [name for name in attributes(cls) if name != "video_processor"]
         )
@@ -126,14 +128,17 @@ class ImageReader:
             processor: an image processor of the Qwen-VL kind.
             image_id: the token that stands for a feature.
         """
-        self._tokenizer, self._processor, self.image_id = tokenizer, processor, image_id
+        self._tokenizer = tokenizer
+        self._processor = processor
+        self.image_id = image_id
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> ImageReader:
         """Raises ModelError: a model without a vision tower that is known here, or without an image
         processor.
         """
-        name, config = os.fspath(path), actor_config(path)
+        name = os.fspath(path)
+        config = actor_config(path)
         if config.model_type not in VISION_FAMILIES:
             raise ModelError(
                 "The actor has no vision tower that is known here.",
@@ -273,13 +278,16 @@ def spread(
     Raises:
         RunError: another rank failed; on that rank its own error.
     """
-    rank, load, mine = dist.get_rank(group), [0] * dist.get_world_size(group), list[int]()
+    rank = dist.get_rank(group)
+    load = [0] * dist.get_world_size(group)
+    mine = list[int]()
     for place in sorted(range(len(images)), key=lambda i: -sizes[i]):
         owner = load.index(min(load))
         load[owner] += sizes[place]
         if owner == rank:
             mine.append(place)
-    own, failure = dict[int, Features](), None
+    own = dict[int, Features]()
+    failure = None
     try:
         own = {place: compute(images[place]) for place in mine}
     except Exception as error:  # Raised below, when the others know of it.
@@ -303,10 +311,8 @@ def spread(
             expected="features",
             do="Read its message.",
         )
-    rows_NX, grids_I3 = (
-        torch.zeros((sum(sizes), width), device=device),
-        torch.zeros((len(images), 3), dtype=torch.int64, device=device),
-    )
+    rows_NX = torch.zeros((sum(sizes), width), device=device)
+    grids_I3 = torch.zeros((len(images), 3), dtype=torch.int64, device=device)
     parts_NX = rows_NX.split(list(sizes))
     for place, part in own.items():
         parts_NX[place].copy_(part.rows_NX)
@@ -357,14 +363,18 @@ class FeatureStore:
                 do="Set data.images=null, choose such an actor, or install transformers 5.19.",
             )
         self.reader = reader
-        self._actor, self._most_bytes, self._group = actor, most_bytes, group
+        self._actor = actor
+        self._most_bytes = most_bytes
+        self._group = group
         # torch's number of threads is one of each thread's own.
         self._thread = ThreadPoolExecutor(
             1, "medusa-ppo-vision", torch.set_num_threads, (torch.get_num_threads(),)
         )
         self._kept: OrderedDict[bytes, Features] = OrderedDict()
         self._asked: set[bytes] = set()
-        self._runs, self._seconds, self._told = 0, 0.0, (0, 0.0)
+        self._runs = 0
+        self._seconds = 0.0
+        self._told = (0, 0.0)
 
     def prefetch(self, prompts: Iterable[Sequence[int]]) -> None:
         """Begin with the images of these prompts. What fails will fail again, and be raised, when
@@ -385,10 +395,8 @@ class FeatureStore:
         keys = {image: key for key, image in different.items()}
         features = [found[keys[image]] for image in images]
         prompt_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=input_ids_BT.device)
-        token_BT, columns_T = (
-            input_ids_BT == self.reader.image_id,
-            torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device),
-        )
+        token_BT = input_ids_BT == self.reader.image_id
+        columns_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
         other_id = 0 if self.reader.image_id else 1
         return Seen(
             features,
@@ -407,7 +415,8 @@ class FeatureStore:
             names.TOWER_RUNS: now[0] - runs,
             names.TOWER_S: now[1] - seconds,
         }
-        self._asked, self._told = set(), now
+        self._asked = set()
+        self._told = now
         return found
 
     def _fill(self, images: dict[bytes, bytes]) -> dict[bytes, Features]:

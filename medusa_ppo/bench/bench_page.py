@@ -55,7 +55,8 @@ def _markdown(
     name: str, record: Mapping[str, Any], table: Table, verdict: Sequence[str], plot: str
 ) -> str:
     header, *rows = table
-    machine, versions = record["hardware"], record["versions"]
+    machine = record["hardware"]
+    versions = record["versions"]
     lines = [f"# {name}", "", *verdict, "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     if plot:
@@ -91,7 +92,8 @@ def draw_ratios(
     """
     top = max(1.2, *(value for values in series.values() for value in values)) * 1.08
     group_width = len(series) * BAR + GAP
-    width, height = max(460, MARGIN * 2 + len(groups) * group_width), MARGIN + PLOT_HEIGHT + 64
+    width = max(460, MARGIN * 2 + len(groups) * group_width)
+    height = MARGIN + PLOT_HEIGHT + 64
 
     def y(value: float) -> float:
         return MARGIN + PLOT_HEIGHT * (1 - value / top)
@@ -100,7 +102,8 @@ def draw_ratios(
     for index, group in enumerate(groups):
         left = MARGIN + GAP / 2 + index * group_width
         for place, (colour, values) in enumerate(zip(COLOURS, series.values(), strict=False)):
-            x, above = left + place * BAR, y(values[index])
+            x = left + place * BAR
+            above = y(values[index])
             parts.append(_box(x, above, BAR - 3, MARGIN + PLOT_HEIGHT - above, colour))
             parts.append(
                 _text(
@@ -119,7 +122,8 @@ def draw_ratios(
         ' stroke-dasharray="4 3"/>'
     )
     for place, (colour, name) in enumerate(zip(COLOURS, series, strict=False)):
-        x, row = MARGIN + (place % 3) * 130, MARGIN + PLOT_HEIGHT + 36 + (place // 3) * 16
+        x = MARGIN + (place % 3) * 130
+        row = MARGIN + PLOT_HEIGHT + 36 + (place // 3) * 16
         parts += [_box(x, row - 9, 10, 10, colour), _text(x + 15, row, name)]
     frame = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'

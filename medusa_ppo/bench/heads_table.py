@@ -294,7 +294,8 @@ def sizes_of(kind: str, num_heads: int, lm_head_VD: torch.Tensor) -> HeadsConfig
 
 def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) -> dict[str, Any]:
     torch.manual_seed(bench.seed)
-    lm_head_VD, embedding_VD = found.lm_head_VD, found.embedding_VD
+    lm_head_VD = found.lm_head_VD
+    embedding_VD = found.embedding_VD
     heads = MedusaHeads(sizes_of(kind, bench.num_heads, lm_head_VD))
     config = CompanionConfig(
         loss=loss,

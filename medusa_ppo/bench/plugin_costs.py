@@ -108,7 +108,10 @@ class _Timed:
     def __init__(
         self, learner: Learner, plugin: MedusaPlugin, steps: Sequence[Rollouts], pad_id: int
     ) -> None:
-        self.learner, self.plugin, self.steps, self.pad_id = learner, plugin, steps, pad_id
+        self.learner = learner
+        self.plugin = plugin
+        self.steps = steps
+        self.pad_id = pad_id
         self.exposed_s = 0.0
         self.trained_s = 0.0
 
@@ -183,7 +186,8 @@ def _parts(
 @contextmanager
 def _pinned(cores: Sequence[int]) -> Iterator[None]:
     """This process on these cores with one thread each, for the time of the block."""
-    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    before = os.sched_getaffinity(0)
+    threads = torch.get_num_threads()
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
     try:
@@ -220,7 +224,9 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
     other = {name: _disturbed(tensor, generator) for name, tensor in first.items()}
     hidden = torch.randn(64, heads.config.hidden_size, generator=generator)
     last_ids = torch.randint(heads.config.vocab_size, (64,), generator=generator).tolist()
-    swaps, reads, drafts = [], [], []
+    swaps = []
+    reads = []
+    drafts = []
     with tempfile.TemporaryDirectory(
         prefix="medusa-ppo-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
     ) as folder:

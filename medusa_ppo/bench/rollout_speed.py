@@ -220,16 +220,15 @@ def _count_tokens(
     """Let the engine see enough tokens to pick its draft vocabulary, as it has in a run after the
     first step.
     """
-    counted, start = 0, 0
+    counted = 0
+    start = 0
     while counted < MIN_TOKENS_PER_ENTRY * width:
         picked = take_prompts(prompts, start, max(bench.batches))
         rollouts = arm.engine.generate(
             picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens)
         )
-        counted, start = (
-            counted + rollouts.generated_tokens + sum(map(len, picked)),
-            start + len(picked),
-        )
+        counted = counted + rollouts.generated_tokens + sum(map(len, picked))
+        start = start + len(picked)
 
 
 def _run_batch(
@@ -245,14 +244,16 @@ def _run_batch(
     def turn(arm: Arm) -> Callable[[int], float]:
         def run(number: int) -> float:
             arm.prepare()
-            tokens, seconds = 0, 0.0
+            tokens = 0
+            seconds = 0.0
             for group in range(groups * (LEARNING_ROUNDS if arm.choose and number < 0 else 1)):
                 start = (max(number, 0) * groups + group) * batch
                 picked = take_prompts(prompts, start, batch)
                 rollouts = arm.engine.generate(
                     picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens)
                 )
-                tokens, seconds = tokens + rollouts.generated_tokens, seconds + rollouts.seconds
+                tokens = tokens + rollouts.generated_tokens
+                seconds = seconds + rollouts.seconds
                 if number >= 0:
                     counters[arm.name] = counters[arm.name] + rollouts.counters
             advance(1, f"batch {batch}, {arm.name}: {tokens / seconds:.0f} tokens/s")

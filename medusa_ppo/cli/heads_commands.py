@@ -57,7 +57,8 @@ def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
     if isinstance(default, tuple):
-        hint, default = Annotated[(str, *hint.__metadata__)], ",".join(map(str, default))
+        hint = Annotated[(str, *hint.__metadata__)]
+        default = ",".join(map(str, default))
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
     )
@@ -68,7 +69,8 @@ def _parts(field: dataclasses.Field[Any], text: str, hint: Any) -> tuple[Any, ..
     ConfigError when one is none.
     """
     default: tuple[Any, ...] = field.default  # type: ignore[assignment]
-    kind, zero = get_args(get_args(hint)[0])[0], hint.__metadata__[0].min == 0
+    kind = get_args(get_args(hint)[0])[0]
+    zero = hint.__metadata__[0].min == 0
     words = [word.strip() for word in text.split(",") if word.strip()]
     try:
         parts = tuple(kind(word) for word in words)

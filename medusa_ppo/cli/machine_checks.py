@@ -252,7 +252,8 @@ def check_distribution(
     from medusa_ppo.ppo.generation import PromptStream
     from medusa_ppo.runtime.hardware import settled
 
-    path, asked = config.model.path, config.sampling
+    path = config.model.path
+    asked = config.sampling
     progress.say(f"Loading {path} ...")
     path = str(ensure_demo_actor(recipe=RECIPES[path])) if path in RECIPES else path
     model = load_actor(path, "float32")  # The reference.

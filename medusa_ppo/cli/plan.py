@@ -135,7 +135,8 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
         ModelError: the model's sizes can't be read.
     """
     decided = tuple(choices(config, hardware))
-    config, gpus = applied(config, decided), hardware.gpus > 0
+    config = applied(config, decided)
+    gpus = hardware.gpus > 0
     raw = model_config(config.model.path)
     model = ModelSizes.from_config(raw)
     heads = config.heads.sizes(model.hidden, model.vocab)
@@ -153,10 +154,8 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
         * config.sampling.responses_per_prompt
         * config.sampling.max_new_tokens
     )
-    moves, warnings = (
-        tuple(_moves(config, model, heads, tokens)),
-        tuple(_warnings(config, model, tokens)),
-    )
+    moves = tuple(_moves(config, model, heads, tokens))
+    warnings = tuple(_warnings(config, model, tokens))
     return Plan(
         model,
         heads,
@@ -242,7 +241,8 @@ def kept_bytes(config: RunConfig, model: ModelSizes) -> int:
     """Of a micro-batch, for the backward pass; with ppo.recompute the inputs of all layers and one
     layer that is made again.
     """
-    each, ends = model.layer_bytes(config.model.dtype == "bfloat16"), 4 * FLOAT32 * model.hidden
+    each = model.layer_bytes(config.model.dtype == "bfloat16")
+    ends = 4 * FLOAT32 * model.hidden
     layers = (
         model.layers * FLOAT32 * model.hidden + each
         if config.ppo.recompute
@@ -269,7 +269,8 @@ def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, i
     """
     if config.actor.backend != "transformers":
         return {}
-    critic, reference = _critic(config, model), _actor_parts(config, model)["reference"]
+    critic = _critic(config, model)
+    reference = _actor_parts(config, model)["reference"]
     weights = model.parameters + (
         critic.parameters - critic.vocab * critic.hidden * (not critic.tied) if critic else 0
     )
@@ -283,7 +284,8 @@ def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, i
         largest = max(model.parameters, weights - model.parameters)
         standing = {"score": FLOAT32 * largest, "update": (ADAM_COPIES - 1) * FLOAT32 * largest}
     copies = BFLOAT16 * model.parameters if config.model.dtype == "bfloat16" else 0
-    tokens, chunk = _micro_tokens(config), _chunk_bytes(config, model, gpus)
+    tokens = _micro_tokens(config)
+    chunk = _chunk_bytes(config, model, gpus)
     passing = FLOAT32 * tokens * (model.intermediate + model.hidden)
     table = FLOAT32 * model.vocab * model.hidden
     scored = max(
@@ -317,11 +319,10 @@ def _rank_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
     """What stands in each: with bfloat16 products weights are there twice, and a distributed
     optimizer keeps a part of what is stepped.
     """
-    section, copies = config.actor, config.model.dtype == "bfloat16"
-    parameters, weight = (
-        model.parameters // (section.tensor_parallel * section.pipeline_parallel),
-        BFLOAT16 if copies else FLOAT32,
-    )
+    section = config.actor
+    copies = config.model.dtype == "bfloat16"
+    parameters = model.parameters // (section.tensor_parallel * section.pipeline_parallel)
+    weight = BFLOAT16 if copies else FLOAT32
     shares = (
         section.data_parallel * section.context_parallel if section.distributed_optimizer else 1
     )
@@ -391,7 +392,8 @@ def _place(resource: str | None, count: int) -> str:
 
 
 def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int) -> list[Move]:
-    engines, weights = config.engine.replicas, _element(config) * model.parameters
+    engines = config.engine.replicas
+    weights = _element(config) * model.parameters
     moves = [
         Move("responses and log-probs", "engines to PPO loop", TOKEN_BYTES * tokens),
         Move(
@@ -410,7 +412,8 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
                 Move("hidden states", "actor ranks to PPO loop", hidden_bytes(model, tokens))
             )
     if config.companion.enabled:
-        workers, sizes = config.companion.workers, FLOAT32 * heads_parameters(heads)
+        workers = config.companion.workers
+        sizes = FLOAT32 * heads_parameters(heads)
         to = "PPO loop to companion" if workers == 1 else "PPO loop to each companion worker"
         tables = (
             (int(heads.lm_head == "shared") + int(heads.needs_embedding))
@@ -440,7 +443,8 @@ def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
     """What roles that take turns copy in a step: each comes to score, actor and critic come to
     learn and leave as they became then.
     """
-    critic, parts = _critic(config, model), _actor_parts(config, model)
+    critic = _critic(config, model)
+    parts = _actor_parts(config, model)
     learning = FLOAT32 * (model.parameters + (critic.parameters if critic else 0))
     return [
         Move(
@@ -484,7 +488,8 @@ def _sums(config: RunConfig, tokens: int) -> int:
 
 def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
     """What would go wrong in silence."""
-    batch, room = _batch_bytes(config, model, tokens), config.companion.queue_bytes
+    batch = _batch_bytes(config, model, tokens)
+    room = config.companion.queue_bytes
     too_large = (
         f"A step's hidden states may come to {size_text(batch)}, more than"
         f" companion.queue_bytes={room}: such batches are dropped."
@@ -504,7 +509,8 @@ def size_text(count: float) -> str:
 
 def lines(plan: Plan) -> list[str]:
     """The plan as text."""
-    model, heads = plan.model, plan.heads
+    model = plan.model
+    heads = plan.heads
     out = [
         (
             f"Actor      {model.parameters / 1e6:,.1f} M parameters (hidden {model.hidden},"

@@ -29,7 +29,8 @@ class BatchQueue:
             max_lag: policy versions that a waiting batch may be behind the newest. Who is slow
                 would learn an ever older policy.
         """
-        self.max_bytes, self.max_lag = max_bytes, max_lag
+        self.max_bytes = max_bytes
+        self.max_lag = max_lag
         self.nbytes = self.dropped = self._in_use = 0
         self._batches: deque[Any] = deque()
         self._closed = False
@@ -51,7 +52,8 @@ class BatchQueue:
             if self._closed or self._in_use + batch.nbytes > self.max_bytes:
                 self.dropped += 1
                 return 1
-            dropped, oldest = 0, batch.policy_version - self.max_lag
+            dropped = 0
+            oldest = batch.policy_version - self.max_lag
             while self._batches and (
                 self._batches[0].policy_version < oldest
                 or self.held_nbytes + batch.nbytes + room > self.max_bytes

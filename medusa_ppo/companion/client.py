@@ -92,17 +92,14 @@ class CompanionClient:
                 do="Call ray.init first.",
             )
         self._config = config = _with_gpus(config)
-        self._seed, self._hang_s = seed, hang_s
-        self._reach, self._row_bytes = (
-            (heads.num_heads, max(heads.context - 1, 0)),
-            heads.hidden_size * lm_head_VD.element_size() + 24,
-        )
-        self._step_s, self._last_came, self._position_s, self._left_out = (
-            0.0,
-            time.monotonic(),
-            0.0,
-            0,
-        )
+        self._seed = seed
+        self._hang_s = hang_s
+        self._reach = (heads.num_heads, max(heads.context - 1, 0))
+        self._row_bytes = heads.hidden_size * lm_head_VD.element_size() + 24
+        self._step_s = 0.0
+        self._last_came = time.monotonic()
+        self._position_s = 0.0
+        self._left_out = 0
         self._group = _room(config)
         self._folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
         self._pace = Pace(self._folder.path)
@@ -133,7 +130,9 @@ class CompanionClient:
         self._poll_since = self._grace_until = 0.0
         self._held = 0  # Bytes of batches that the companion says it holds.
         self._sent = self._sent_before_poll = self._lost = 0
-        self._last, self._error, self._closed = CompanionStatus(), "", False
+        self._last = CompanionStatus()
+        self._error = ""
+        self._closed = False
         self._told: set[str] = set()
 
     def _started(self) -> str:
@@ -198,7 +197,8 @@ class CompanionClient:
             if sample is not None:  # It was collected elsewhere.
                 batch, rows = sample.of(batch), batch.response_ids_M.numel()
                 self._left_out += rows - batch.hidden_MD.shape[0]
-            self._step_s, self._last_came = time.monotonic() - self._last_came, time.monotonic()
+            self._step_s = time.monotonic() - self._last_came
+            self._last_came = time.monotonic()
             if (
                 sum(nbytes for _, nbytes in self._flying) + self._held + batch.nbytes
                 <= self._config.queue_bytes
@@ -281,10 +281,8 @@ class CompanionClient:
         """
         if self._usable():
             with self._guard("does not answer"):
-                before, self._last = (
-                    self._last,
-                    ray.get(self._call("status", CONTROL), timeout=timeout_s),
-                )
+                before = self._last
+                self._last = ray.get(self._call("status", CONTROL), timeout=timeout_s)
                 self._incarnations.add(self._last.incarnation)
                 if self._last.batches_trained > before.batches_trained > 0:
                     trained = self._last.trained_tokens - before.trained_tokens
@@ -372,10 +370,8 @@ class CompanionClient:
         wait.
         """
         if self._poll is None:
-            self._poll, self._poll_since = (
-                self._call("newest", CONTROL, after_version),
-                time.monotonic(),
-            )
+            self._poll = self._call("newest", CONTROL, after_version)
+            self._poll_since = time.monotonic()
             self._sent_before_poll = self._sent
         else:
             timeout_s = 0.0
@@ -388,7 +384,8 @@ class CompanionClient:
                 self._poll = None
                 self._end_process("has not answered")
             return None
-        poll, self._poll = self._poll, None
+        poll = self._poll
+        self._poll = None
         with self._guard("does not answer"):
             answer: Answer = ray.get(poll)
             if answer.stuck_s > self._hang_s:  # Its other threads answer all the same.

@@ -29,7 +29,8 @@ class BatchCollector:
             rollouts: whose states are coming.
             sample: which of them are wanted; None: all.
         """
-        self._rollouts, self.sample = rollouts, sample
+        self._rollouts = rollouts
+        self.sample = sample
         self._lengths = [len(response.token_ids) for response in rollouts.responses]
         self._seen = [length == 0 for length in self._lengths]
         self._weights_M: torch.Tensor | None = None

@@ -136,7 +136,8 @@ class Cycle:
         draft_vocab: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._config, self._served = config, Served(draft_temperature, num_drafts)
+        self._config = config
+        self._served = Served(draft_temperature, num_drafts)
         self._draft_vocab = (
             draft_vocab
             if draft_vocab is not None and 0 < draft_vocab < heads_config.vocab_size
@@ -224,9 +225,11 @@ class Cycle:
                 "Batch of policy version %d skipped: %s", batch.policy_version, report.problem
             )
             return CycleReport(report, verdict, report.problem)
-        lm_head_VD, embedding_VD = self.trainer.lm_head_VD, self.trainer.embedding_VD
+        lm_head_VD = self.trainer.lm_head_VD
+        embedding_VD = self.trainer.embedding_VD
         self.replay.add(replace(training, lm_head_VD=lm_head_VD, embedding_VD=embedding_VD))
-        self.last_loss, self.last_losses = report.loss, report.losses
+        self.last_loss = report.loss
+        self.last_losses = report.losses
         self.last_policy_version = batch.policy_version
         if holdout is None:
             problem = (
@@ -257,7 +260,8 @@ class Cycle:
             self._draft_from(self._served.ids_W if ids_W is None else ids_W)
 
     def _draft_from(self, ids_W: torch.Tensor | None) -> None:
-        self._served, self.trainer.ids_W = replace(self._served, ids_W=ids_W), ids_W
+        self._served = replace(self._served, ids_W=ids_W)
+        self.trainer.ids_W = ids_W
 
     def _judge(self, holdout: RolloutBatch) -> Verdict:
         """What the gate says, which is done."""
@@ -267,10 +271,8 @@ class Cycle:
         if fault:
             verdict = Verdict(False, True, fault)
         else:
-            of_serving, of_candidate = (
-                self._measure(self.serving, holdout),
-                self._measure(self.candidate, holdout),
-            )
+            of_serving = self._measure(self.serving, holdout)
+            of_candidate = self._measure(self.candidate, holdout)
             of_frozen = of_serving
             if self.frozen is not None and not equal(
                 self.frozen, self.serving
@@ -319,7 +321,8 @@ class Cycle:
                 self.before = None
         now = extra_tokens(of_serving, holdout, self._config.gate_confidence)
         if now.high < (1 - LAG) * self._level:
-            self.trainer.rate, self._level = 1.0, now.value
+            self.trainer.rate = 1.0
+            self._level = now.value
 
     def _measure(self, heads: MedusaHeads, batch: RolloutBatch) -> ReplayResult:
         trainer = self.trainer
@@ -341,7 +344,8 @@ class Cycle:
         by learning them by heart: what they gain there they lose on other responses of the same
         policy (docs/companion.md has the figures).
         """
-        trainer, mean = self.trainer, RunningMean(_copy(self.candidate), steps=WARM)
+        trainer = self.trainer
+        mean = RunningMean(_copy(self.candidate), steps=WARM)
         fitted = HeadsTrainer(
             _copy(self.candidate).requires_grad_(True),
             trainer.lm_head_VD,
@@ -354,7 +358,8 @@ class Cycle:
         )
         fitted.join(self.team, alike=True)
         fitted.give_way = trainer.give_way
-        fitted.rate, fitted.ids_W = trainer.rate, trainer.ids_W
+        fitted.rate = trainer.rate
+        fitted.ids_W = trainer.ids_W
         results = [self._measure(self.candidate, holdout)]
         for passes in UPPER_MARK_PASSES:
             fitted.train_batch(training, epochs=passes)

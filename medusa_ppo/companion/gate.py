@@ -165,7 +165,8 @@ def fit_temperatures(
     if served.draft_temperature <= 0:
         return
     if team is None or team.place.rank == 0:
-        batch, grid_Q = _pieces(holdout)[0], torch.tensor(TEMPERATURES)
+        batch = _pieces(holdout)[0]
+        grid_Q = torch.tensor(TEMPERATURES)
         now_K = (heads.temperatures_K.cpu().float().unsqueeze(1) - grid_Q).abs().argmin(1)
         heads.temperatures_K.fill_(1.0)
         accept_QMK = _acceptance(
@@ -190,7 +191,9 @@ def _acceptance(
     """Probability that the draft of each head at each row is accepted, given that those before it
     were, float64 `QMK`: for each factor of sampled drafts' temperature.
     """
-    config, device, ids_W = heads.config, lm_head_VD.device, served.ids_W
+    config = heads.config
+    device = lm_head_VD.device
+    ids_W = served.ids_W
     segment_M = segments_from_lengths(batch.lengths_S)
     hidden_MD = batch.hidden_MD.to(device, torch.float32)
     condition_MK = (
@@ -272,7 +275,8 @@ class Evidence:
         heads and policy have moved on since.
         """
         group_S = _prompts(holdout)
-        a, b = first.by_group(group_S), second.by_group(group_S)
+        a = first.by_group(group_S)
+        b = second.by_group(group_S)
         columns = [
             torch.full_like(a.drafts_S, batch),
             a.accepted_SK.sum(1),
@@ -392,7 +396,8 @@ def judge(
             False, False, "The holdout has no draft step: its responses are one token long.", *rows
         )
     if not evidence.enough:
-        prompts, tokens = evidence.counts_G5.shape[0], sum(evidence.tokens.values())
+        prompts = evidence.counts_G5.shape[0]
+        tokens = sum(evidence.tokens.values())
         asked = f"{LEAST_PROMPTS} and {LEAST_TOKENS} decide"
         return Verdict(
             False,

@@ -45,5 +45,6 @@ class Pace:
 
     def take_waited_s(self) -> float:
         """Seconds for which way was given; counting begins anew."""
-        waited_s, self.waited_s = self.waited_s, 0.0
+        waited_s = self.waited_s
+        self.waited_s = 0.0
         return waited_s

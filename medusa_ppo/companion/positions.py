@@ -124,7 +124,8 @@ def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool, pairs: int =
     segment_M = segments_from_lengths(batch.lengths_S)
     targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, num_heads)
     if batch.weights_M is not None:
-        kept_M1, weights_M1 = (batch.weights_M > 0).unsqueeze(1), batch.weights_M.unsqueeze(1)
+        kept_M1 = (batch.weights_M > 0).unsqueeze(1)
+        weights_M1 = batch.weights_M.unsqueeze(1)
         mask_MK = (
             mask_MK & kept_M1 if bool((weights_M1[kept_M1] == 1).all()) else mask_MK * weights_M1
         )

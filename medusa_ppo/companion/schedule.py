@@ -129,7 +129,8 @@ class Account:
             most: passes over a batch.
             shared: the companion trains on cores or a device that the loop uses too.
         """
-        self._most, self._shared = most, shared
+        self._most = most
+        self._shared = shared
         self._seconds = SharedSeconds()
         self._first_s = math.inf  # Of a token's generation with the heads that the run began with.
         self._length = self._level = 0.0  # Acceptance now, and as it was when training ended.
@@ -156,7 +157,8 @@ class Account:
         if not warming_up:
             self._seconds.add(seen.tokens, seen.trained_s, max(0.0, seen.other_s - seen.hooks_s))
         self.lost_s = seen.hooks_s + (self._seconds.price * seen.trained_s if self._shared else 0.0)
-        self._generate_s, self._length = seen.generate_s, seen.length
+        self._generate_s = seen.generate_s
+        self._length = seen.length
         self._spent_s += self.lost_s
         if self.last.passes:
             self._pass_s = self.lost_s / self.last.passes
@@ -165,7 +167,9 @@ class Account:
             self._worth = worth_s / max(self._spent_s, 1e-9)
             if seen.published != self._version:
                 self._spent_s = 0.0
-        self._judged, self._version, self._waiting = seen.judged, seen.published, seen.waiting
+        self._judged = seen.judged
+        self._version = seen.published
+        self._waiting = seen.waiting
 
     def decide(self) -> Decision:
         """Passes over the batch that comes next."""
@@ -184,7 +188,8 @@ class Account:
             return Decision(self._most, "start")
         if not self._now.passes:
             return self._woken()
-        worth, self._worth = self._worth, None
+        worth = self._worth
+        self._worth = None
         if worth is None:
             return self._now  # Not judged yet.
         least, most = GROWTH
@@ -194,12 +199,14 @@ class Account:
             return Decision(passes, "pays")
         if max(passes, LEAST * worth) >= LEAST:
             return Decision(max(passes, LEAST), "waning")
-        self._level, self._spent_s = self._length, 0.0
+        self._level = self._length
+        self._spent_s = 0.0
         return Decision(0.0, "rest")
 
     def _woken(self) -> Decision:
         """From a rest, by a fall of acceptance that is worth it, or by time."""
-        self._worth, self._spent_s = None, 0.0
+        self._worth = None
+        self._spent_s = 0.0
         self._level = max(self._level, self._length)
         fallen = self._level - self._length
         worth = (

@@ -62,7 +62,8 @@ class CompanionService:
                 packed.
         """
         config = arguments.companion
-        self._arguments, self._config = arguments, config
+        self._arguments = arguments
+        self._config = config
         self._incarnation = f"{os.getpid()}-{time.time_ns()}"
         self._cycle = make_cycle(arguments, tables)
         self._pace = Pace(Path(arguments.publish_dir))
@@ -156,14 +157,16 @@ class CompanionService:
 
     def status(self) -> CompanionStatus:
         """What has been done so far."""
-        cycle, trainer = self._cycle, self._cycle.trainer
+        cycle = self._cycle
+        trainer = self._cycle.trainer
         rows: dict[str, Any] = dict(cycle.rows)
         running_s = (
             0.0
             if self._busy_since is None
             else time.monotonic() - self._busy_since - self._pace.waited_s
         )
-        found, self._found = self._found, ""
+        found = self._found
+        self._found = ""
         return CompanionStatus(
             alive=self._thread.is_alive(),
             incarnation=self._incarnation,
@@ -231,7 +234,8 @@ class CompanionService:
                         self._cycle.move_to(self._device)
                     self._use_tables()
                     report = self._learn(batch)
-                self._error, self._note = "", report.problem
+                self._error = ""
+                self._note = report.problem
                 self._unsaved += 1
                 if report.published or self._unsaved >= SAVED_EVERY:
                     # Before the version is shown: a crash in between must not lose it. A full disk
@@ -298,7 +302,8 @@ class CompanionService:
         states.
         """
         with self._idle:
-            tables, self._tables = self._tables, None
+            tables = self._tables
+            self._tables = None
         if tables is not None:
             self._cycle.trainer.set_tables(*unpack(tables))
 
@@ -307,7 +312,8 @@ class CompanionService:
         checkpoint in the run's folder.
         """
         cycle = self._cycle
-        state, version = cycle.serving.trainable_state(), cycle.version
+        state = cycle.serving.trainable_state()
+        version = cycle.version
         row = cycle.rows.get("candidate" if cycle.fresh else "serving")
         length = row.mean_acceptance_length if row else math.nan
         path = self._publish_dir / f"heads-{version:06d}.safetensors"
@@ -325,7 +331,8 @@ class CompanionService:
         """The serving heads as a native checkpoint. `length`: what replay says of them."""
         if self._run_dir is None:
             return
-        cycle, heads = self._cycle, self._cycle.serving
+        cycle = self._cycle
+        heads = self._cycle.serving
         metadata = {
             "policy_version": cycle.published_policy_version,
             "trained_tokens": cycle.trainer.trained_tokens,
@@ -442,7 +449,8 @@ class CompanionService:
                 given="its CRC-32",
                 do=do,
             )
-        self._received, self._dropped_before = int(received), int(dropped)
+        self._received = int(received)
+        self._dropped_before = int(dropped)
         self._cycle.load_state_dict(state)
 
 

@@ -76,7 +76,8 @@ class Worker:
     """One worker's cycle and the tables that it has. The leader holds one too."""
 
     def __init__(self, cycle: Cycle, tables: ray.ObjectRef) -> None:
-        self._cycle, self._tables = cycle, tables
+        self._cycle = cycle
+        self._tables = tables
 
     def learn(self, handed: HandedBatch) -> CycleReport:
         """Learn from a batch together with the others."""
@@ -202,7 +203,8 @@ def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:
     One that dies on the way is started once more: Ray may have placed it on a node that was lost,
     which it misses after some time only.
     """
-    found, ends = {}, time.monotonic() + START_TIMEOUT_S
+    found = {}
+    ends = time.monotonic() + START_TIMEOUT_S
     for again in (True, False):
         actors = [(one, one()) for one in start]
         calls = {actor.name.remote(): (one, actor) for one, actor in actors}

@@ -111,7 +111,9 @@ class HeadsTrainer:
         self.rate = 1.0
         self.give_way: Callable[[], None] = lambda: None
         self.ids_W: torch.Tensor | None = None
-        self._schedule, self._mean, self._dtype = schedule, mean, dtype
+        self._schedule = schedule
+        self._mean = mean
+        self._dtype = dtype
         self.device = device or torch.device("cpu")
         self.heads = heads.to(device=self.device, dtype=torch.float32)
         if mean:
@@ -136,7 +138,8 @@ class HeadsTrainer:
             alike: all are given the same batches, and each takes its share of the positions of a
                 step; else each trains on its own.
         """
-        self.team, self._alike = team, alike and team is not None
+        self.team = team
+        self._alike = alike and team is not None
         losses = _Losses(self.heads, self._losses)
         self._step_losses: Any = (
             losses
@@ -407,12 +410,11 @@ class HeadsTrainer:
         """
         batch = source.batch
         used_U, places_NK = source.teacher_rows_MK[rows_N].unique(return_inverse=True)
-        hidden_UD, lse_U = source.states(used_U).to(self.device, torch.float32), None
+        hidden_UD = source.states(used_U).to(self.device, torch.float32)
+        lse_U = None
         if self.ids_W is not None:
-            ids_U, logprobs_U = (
-                batch.response_ids_M[used_U].to(self.device),
-                batch.logprobs_M[used_U].to(self.device),
-            )
+            ids_U = batch.response_ids_M[used_U].to(self.device)
+            logprobs_U = batch.logprobs_M[used_U].to(self.device)
             lse_U = known_lse(hidden_UD, ids_U, logprobs_U, lm_head_VD, batch.temperature)
         return Teacher(
             hidden_UD,
@@ -430,7 +432,8 @@ class HeadsTrainer:
         if not batch.response_ids_M.numel():
             return  # A part without a response.
         width = batch.hidden_MD.shape[1]
-        low, high = int(batch.response_ids_M.min()), int(batch.response_ids_M.max())
+        low = int(batch.response_ids_M.min())
+        high = int(batch.response_ids_M.max())
         if width != config.hidden_size or low < 0 or high >= config.vocab_size:
             raise DataError(
                 "The rollout batch does not fit the heads.",
@@ -463,7 +466,8 @@ class HeadsTrainer:
                 {name: value.to(device) for name, value in values.items() if name != "step"}
             )  # AdamW keeps that on the CPU.
             moved += (value for name, value in values.items() if name != "step")
-        self.lm_head_VD, self._product = self.lm_head_VD.to(device), None
+        self.lm_head_VD = self.lm_head_VD.to(device)
+        self._product = None
         self.embedding_VD = None if self.embedding_VD is None else self.embedding_VD.to(device)
         moved += (
             [self.lm_head_VD] if self.embedding_VD is None else [self.lm_head_VD, self.embedding_VD]
@@ -522,7 +526,8 @@ class _Losses(torch.nn.Module):
 
     def __init__(self, heads: MedusaHeads, losses: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.heads, self._of = heads, losses
+        self.heads = heads
+        self._of = losses
 
     def forward(
         self, source: TrainingRows, rows_N2: torch.Tensor, loss: LossConfig

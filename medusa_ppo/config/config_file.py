@@ -245,12 +245,11 @@ def apply_override(values: dict[str, Any], pair: str, root: type[BaseModel]) -> 
             do="Write key=value without spaces.",
         )
     *parents, leaf = key.split(".")
-    node, section = values, root
+    node = values
+    section = root
     for parent in parents:
-        child, field = (
-            node.setdefault(parent, {}),
-            section.model_fields.get(parent) if section else None,
-        )
+        child = node.setdefault(parent, {})
+        field = section.model_fields.get(parent) if section else None
         if not isinstance(child, dict) or (
             field and not _is_section(field.annotation) and not _holds(field.annotation, dict)
         ):
@@ -260,7 +259,9 @@ def apply_override(values: dict[str, Any], pair: str, root: type[BaseModel]) -> 
                 expected="section.key=value",
                 do="Check the key.",
             )
-        node, section = child, field.annotation if field and _is_section(field.annotation) else None  # type: ignore[assignment]
+        # type: ignore[assignment]
+        node = child
+        section = field.annotation if field and _is_section(field.annotation) else None
     field = section.model_fields.get(leaf) if section else None
     try:
         node[leaf] = _value(key, text, field)
@@ -311,7 +312,8 @@ def _is_section(kind: Any) -> bool:
 
 def _holds(kind: Any, wanted: type) -> bool:
     """A type is `wanted`, or a union or a generic or a choice of it."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    parts = typing.get_args(kind)
     if origin is Annotated:
         return _holds(parts[0], wanted)
     if origin is typing.Literal:

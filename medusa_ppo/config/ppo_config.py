@@ -172,7 +172,9 @@ def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]
     """Fields of the loop that contradict each other: the problem, their keys, what is expected,
     what to do.
     """
-    ppo, data, keys = config.ppo, config.data, tuple[str, ...]()
+    ppo = config.ppo
+    data = config.data
+    keys = tuple[str, ...]()
     if ppo.advantages != "gae":
         keys = ("ppo.advantages", "sampling.responses_per_prompt")
         if config.sampling.responses_per_prompt < 2:
@@ -182,10 +184,8 @@ def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]
                 "at least 2 responses to each prompt",
                 "Raise the second.",
             )
-        keys, do = (
-            ("ppo.advantages", "ppo.step_separator", "model.critic_path"),
-            "Set ppo.advantages=gae, or the others to null.",
-        )
+        keys = ("ppo.advantages", "ppo.step_separator", "model.critic_path")
+        do = "Set ppo.advantages=gae, or the others to null."
         if ppo.step_separator or config.model.critic_path:
             yield (
                 "Without a critic there are no rewards of single steps.",
@@ -197,13 +197,12 @@ def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]
     yield from _place_contradictions(config)
     yield from _image_contradictions(config)
     if ppo.piece_prompts:
-        keys, do = (
-            ("ppo.piece_prompts", "ppo.prompts_per_step"),
-            "Set a smaller ppo.piece_prompts, or null.",
-        )
+        keys = ("ppo.piece_prompts", "ppo.prompts_per_step")
+        do = "Set a smaller ppo.piece_prompts, or null."
         if ppo.piece_prompts > ppo.prompts_per_step:
             yield "A piece is larger than the batch.", keys, f"at most {ppo.prompts_per_step}", do
-        keys, do = ("ppo.piece_prompts", "engine.sleep_level"), "Set one of the two to null."
+        keys = ("ppo.piece_prompts", "engine.sleep_level")
+        do = "Set one of the two to null."
         if config.engine.sleep_level:
             yield (
                 "An engine that gives its memory to the scoring can't write meanwhile.",
@@ -212,10 +211,8 @@ def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]
                 do,
             )
     if ppo.kl_in_loss and ppo.kl_estimator == "k1":
-        keys, do = (
-            ("ppo.kl_in_loss", "ppo.kl_estimator"),
-            "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false.",
-        )
+        keys = ("ppo.kl_in_loss", "ppo.kl_estimator")
+        do = "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false."
         yield (
             "As a term of the loss k1 has no gradient on average.",
             keys,
@@ -256,10 +253,8 @@ def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]
             do,
         )
     if config.actor.backend == "transformers" and ppo.recompute == ATTENTION:
-        keys, do = (
-            ("actor.backend", "ppo.recompute"),
-            "Set ppo.recompute=true, or actor.backend=megatron.",
-        )
+        keys = ("actor.backend", "ppo.recompute")
+        do = "Set ppo.recompute=true, or actor.backend=megatron."
         yield (
             "transformers' attention keeps nothing that could be made again.",
             keys,
@@ -270,7 +265,9 @@ def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]
 
 def _stale_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     """The same for responses of an older actor: written ahead, or carried over."""
-    ppo, engine, keys = config.ppo, config.engine, tuple[str, ...]()
+    ppo = config.ppo
+    engine = config.engine
+    keys = tuple[str, ...]()
     if ppo.staleness:
         keys = ("ppo.staleness", "ppo.importance_bound")
         if ppo.importance_bound is None:
@@ -285,10 +282,8 @@ def _stale_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
         for key in beside + ["ppo.eval_every", "engine.sleep_level"] * (ppo.steps_ahead > 0):
             section, name = key.split(".")
             if getattr(getattr(config, section), name) is not None:
-                keys, do = (
-                    ("ppo.staleness", key),
-                    "Set one of the two to null (ppo.staleness to 0).",
-                )
+                keys = ("ppo.staleness", key)
+                do = "Set one of the two to null (ppo.staleness to 0)."
                 yield (
                     "While the engine writes for later steps it does nothing else.",
                     keys,
@@ -296,17 +291,13 @@ def _stale_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
                     do,
                 )
         if ppo.steps_ahead > 1 and engine.choose_drafts:
-            keys, do = (
-                ("ppo.staleness", "engine.choose_drafts"),
-                "Set ppo.staleness=1, or engine.choose_drafts=false.",
-            )
+            keys = ("ppo.staleness", "engine.choose_drafts")
+            do = "Set ppo.staleness=1, or engine.choose_drafts=false."
             yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
     if ppo.carry_after is None:
         return
-    keys, do = (
-        ("ppo.carry_after", "ppo.staleness"),
-        "Set ppo.staleness=1 or more, or ppo.carry_after=null.",
-    )
+    keys = ("ppo.carry_after", "ppo.staleness")
+    do = "Set ppo.staleness=1 or more, or ppo.carry_after=null."
     if not ppo.staleness:
         yield "What is carried over was begun by an older actor.", keys, "ppo.staleness above 0", do
     keys = ("ppo.carry_after", "engine.backend", "engine.replicas", "data.images")
@@ -324,20 +315,17 @@ def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
     """The same for where it all happens: processes for rewards, roles that take turns on one
     device.
     """
-    engine, ppo, ranks = (
-        config.engine,
-        config.ppo,
-        int(config.engine.extra.get("tensor_parallel_size", 1)),
-    )
+    engine = config.engine
+    ppo = config.ppo
+    ranks = int(config.engine.extra.get("tensor_parallel_size", 1))
     keys: tuple[str, ...]
     if ppo.reward_timeout_s is not None and ppo.reward_processes is None:
-        keys, do = (
-            ("ppo.reward_timeout_s", "ppo.reward_processes"),
-            "Set ppo.reward_processes=1 or more.",
-        )
+        keys = ("ppo.reward_timeout_s", "ppo.reward_processes")
+        do = "Set ppo.reward_processes=1 or more."
         yield "Only a process can be ended when its time is over.", keys, "ppo.reward_processes", do
     if ppo.reward_processes is not None and ":" not in ppo.reward:
-        keys, do = ("ppo.reward_processes", "ppo.reward"), "Set ppo.reward_processes=null."
+        keys = ("ppo.reward_processes", "ppo.reward")
+        do = "Set ppo.reward_processes=null."
         yield (
             "A reward model is computed by the loop, not in processes.",
             keys,
@@ -345,10 +333,8 @@ def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
             do,
         )
     if ppo.side_by_side and (ppo.placement == "shared" or config.actor.backend == "megatron"):
-        keys, do = (
-            ("ppo.side_by_side", "ppo.placement", "actor.backend"),
-            "Set ppo.side_by_side=false.",
-        )
+        keys = ("ppo.side_by_side", "ppo.placement", "actor.backend")
+        do = "Set ppo.side_by_side=false."
         yield (
             "Roles that take turns can't work at once; a Megatron actor's ranks do anyway.",
             keys,
@@ -358,10 +344,8 @@ def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
     if ppo.placement == "separate":
         return
     if engine.sleep_level is None:
-        keys, do = (
-            ("ppo.placement", "engine.sleep_level"),
-            "Set engine.sleep_level=1, or ppo.placement=separate.",
-        )
+        keys = ("ppo.placement", "engine.sleep_level")
+        do = "Set engine.sleep_level=1, or ppo.placement=separate."
         yield (
             "An engine that stays awake leaves no memory to the others.",
             keys,
@@ -369,10 +353,8 @@ def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
             do,
         )
     if config.actor.backend == "megatron":
-        keys, do = (
-            ("ppo.placement", "actor.backend"),
-            "Set ppo.placement=separate, or actor.backend=transformers.",
-        )
+        keys = ("ppo.placement", "actor.backend")
+        do = "Set ppo.placement=separate, or actor.backend=transformers."
         yield (
             "The ranks of a Megatron actor keep their places.",
             keys,
@@ -380,10 +362,8 @@ def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
             do,
         )
     if engine.replicas > 1 or ranks > 1:
-        keys, do = (
-            ("ppo.placement", "engine.replicas", "engine.extra"),
-            "Set ppo.placement=separate, or one engine of one rank.",
-        )
+        keys = ("ppo.placement", "engine.replicas", "engine.extra")
+        do = "Set ppo.placement=separate, or one engine of one rank."
         yield (
             "The loop's process has one device, and engines have more.",
             keys,
@@ -391,7 +371,8 @@ def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
             do,
         )
     if engine.transfer == "broadcast":
-        keys, do = ("ppo.placement", "engine.transfer"), "Set engine.transfer=file."
+        keys = ("ppo.placement", "engine.transfer")
+        do = "Set engine.transfer=file."
         yield (
             "Two processes on one device can't broadcast to each other.",
             keys,
@@ -399,7 +380,8 @@ def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
             do,
         )
     if config.report.compare_pairs:
-        keys, do = ("ppo.placement", "report.compare_pairs"), "Set one of the two to its default."
+        keys = ("ppo.placement", "report.compare_pairs")
+        do = "Set one of the two to its default."
         yield (
             "The engine of a comparison would stand beside the run's own.",
             keys,

@@ -430,12 +430,10 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
     """Fields that contradict each other, at load and not at step 300: the problem, their keys, what
     is expected, what to do.
     """
-    engine, heads, ppo, megatron = (
-        config.engine,
-        config.heads,
-        config.ppo,
-        config.actor.backend == "megatron",
-    )
+    engine = config.engine
+    heads = config.heads
+    ppo = config.ppo
+    megatron = config.actor.backend == "megatron"
     if engine.num_drafts is not None and engine.num_drafts > heads.num_heads:
         keys: tuple[str, ...] = ("engine.num_drafts", "heads.num_heads")
         yield (
@@ -445,10 +443,8 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
             "Train more heads or draft fewer tokens.",
         )
     if (engine.memory_bytes or engine.stop_below) and not engine.draft_temperature:
-        keys, do = (
-            ("engine.memory_bytes", "engine.stop_below", "engine.draft_temperature"),
-            "Set the last above 0, or the others to null.",
-        )
+        keys = ("engine.memory_bytes", "engine.stop_below", "engine.draft_temperature")
+        do = "Set the last above 0, or the others to null."
         yield (
             "Only sampled drafts know a memory, or an end by their own chances.",
             keys,
@@ -498,10 +494,8 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
         do = "Set actor.backend=megatron, or all four parallel sizes to 1."
         yield "The backend transformers trains in one process.", keys, "actor.backend=megatron", do
     if config.actor.sequence_parallel and config.actor.tensor_parallel == 1:
-        keys, do = (
-            ("actor.sequence_parallel", "actor.tensor_parallel"),
-            "Raise the second, or leave the first out.",
-        )
+        keys = ("actor.sequence_parallel", "actor.tensor_parallel")
+        do = "Raise the second, or leave the first out."
         yield (
             "Tokens are shared by the ranks that share a layer.",
             keys,
@@ -518,10 +512,8 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
             do,
         )
     if config.actor.distributed_optimizer and not megatron:
-        keys, do = (
-            ("actor.distributed_optimizer", "actor.backend"),
-            "Set actor.backend=megatron, or leave the first out.",
-        )
+        keys = ("actor.distributed_optimizer", "actor.backend")
+        do = "Set actor.backend=megatron, or leave the first out."
         yield (
             "One process has nobody to share its optimizer with.",
             keys,
@@ -541,10 +533,8 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
             "Change one of the two.",
         )
     if engine.sleep_level and engine.backend != COLOCATED:
-        keys, do = (
-            ("engine.sleep_level", "engine.backend"),
-            "Set engine.sleep_level=null or engine.backend=colocated.",
-        )
+        keys = ("engine.sleep_level", "engine.backend")
+        do = "Set engine.sleep_level=null or engine.backend=colocated."
         yield "Only colocated engines can sleep.", keys, "engine.backend=colocated", do
     if engine.transfer == "broadcast" and (
         engine.backend != COLOCATED or int(engine.extra.get("data_parallel_size", 1)) > 1

@@ -60,11 +60,9 @@ class RolloutBatch:
     embedding_VD: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        rows, states, total = (
-            self.response_ids_M.shape[0],
-            self.hidden_MD.shape[0],
-            int(self.lengths_S.sum()),
-        )
+        rows = self.response_ids_M.shape[0]
+        states = self.hidden_MD.shape[0]
+        total = int(self.lengths_S.sum())
         if rows == 0:
             raise DataError(
                 "The rollout batch holds no response token.",

@@ -36,7 +36,8 @@ class ImagePrompt(tuple[int, ...]):
         cls, ids: Iterable[int], images: tuple[bytes, ...] = (), short_ids: tuple[int, ...] = ()
     ) -> ImagePrompt:
         prompt = super().__new__(cls, ids)
-        prompt.images, prompt.short_ids = images, short_ids
+        prompt.images = images
+        prompt.short_ids = short_ids
         return prompt
 
 

@@ -195,7 +195,8 @@ def _batches(
     """(ids_BT int64, loss_mask_BT bool: response token) from step `first` on; padding on the right
     is the end token.
     """
-    size, end_id = recipe.batch_size, tokenizer.eos_token_id
+    size = recipe.batch_size
+    end_id = tokenizer.eos_token_id
     for pool in range(first // _POOL, -(-recipe.steps // _POOL)):
         documents = _encode_pool(recipe, tokenizer, pool)
         order = list(range(_POOL))

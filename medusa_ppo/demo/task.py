@@ -195,7 +195,8 @@ def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem
 def _draw_step(rng: random.Random, clauses: tuple[_Clause, ...], left: int) -> _Step:
     """A step after which the result lies between 1 and LARGEST."""
     while True:
-        clause, operand = rng.choice(clauses), rng.randint(*_OPERANDS)
+        clause = rng.choice(clauses)
+        operand = rng.randint(*_OPERANDS)
         result = left + operand if clause.sign == "+" else left - operand
         if 1 <= result <= LARGEST:
             return _Step(clause, left, operand, result)

@@ -154,7 +154,8 @@ class StepCosts:
         ]
         self.moment = [FORGET_COST * old + a for old, a in zip(self.moment, row, strict=True)]
         self.weight = FORGET_COST * self.weight + 1.0
-        self._last, self._unsolved = key, self._unsolved + 1
+        self._last = key
+        self._unsolved = self._unsolved + 1
         if self._unsolved >= REVIEW_STEPS or self.weight < NEW_COSTS:
             self._solve()
 
@@ -163,16 +164,15 @@ class StepCosts:
             gram = np.array(self.gram)
             scale = np.sqrt(np.maximum(gram.diagonal(), 1e-30))
             scaled = gram / np.outer(scale, scale) + RIDGE * np.eye(4)
-            self.costs, self._unsolved = (
-                (np.linalg.solve(scaled, self.moment / scale) / scale).tolist(),
-                0,
-            )
+            self.costs = (np.linalg.solve(scaled, self.moment / scale) / scale).tolist()
+            self._unsolved = 0
 
     def predict(self, batch: int, drafts: Sequence[int]) -> list[float]:
         """Seconds of a step for each number of drafts at the machine's pace of now; more drafts
         never cost less.
         """
-        most, seconds = 0.0, []
+        most = 0.0
+        seconds = []
         for k in drafts:
             most = max(most, self._expected(batch, k))
             seconds.append(most * math.exp(self.pace))
@@ -201,7 +201,8 @@ class StepCosts:
 
     def doubt(self, batch: int, drafts: Sequence[int]) -> list[float]:
         """Standard error of the log seconds of each."""
-        bits, doubts = batch.bit_length(), []
+        bits = batch.bit_length()
+        doubts = []
         for k in drafts:
             nearest = self._nearest(bits, k)
             steps = self.cells.get((bits, nearest), Cell()).steps
@@ -267,14 +268,16 @@ class DraftChooser:
 
     def observe_acceptance(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Drafts and accepted drafts of each request in one step."""
-        offered, reached = [0] * (self.max_drafts + 1), [0] * (self.max_drafts + 1)
+        offered = [0] * (self.max_drafts + 1)
+        reached = [0] * (self.max_drafts + 1)
         for count, right in zip(drafted, accepted, strict=True):
             offered[count] += 1
             reached[min(right, count)] += 1
         for position in range(
             1, self.max_drafts + 1
         ):  # Who had so many drafts had all before, too.
-            tried, right = sum(offered[position:]), sum(reached[position:])
+            tried = sum(offered[position:])
+            right = sum(reached[position:])
             # By runs and not by steps, so that a batch of 64 forgets as fast as 64 single steps.
             kept = math.exp(-tried / MEMORY_RUNS)
             self.reached[position - 1] = kept * self.reached[position - 1] + right
@@ -317,7 +320,8 @@ class DraftChooser:
         `speedup` (tokens per second of what would be chosen now, over those without drafts, both
         from measured steps).
         """
-        seen, self._seen = self._seen, {}
+        seen = self._seen
+        self._seen = {}
         rows = []
         for size in sorted({bits for bits, _ in seen}):
             rates = self.tokens_per_second(running := 2 ** (size - 1))
@@ -440,7 +444,8 @@ def merge_choices(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if other is None:
             merged[row["running"]] = dict(row)
             continue
-        mine, theirs = sum(row["steps"]), sum(other["steps"])
+        mine = sum(row["steps"])
+        theirs = sum(other["steps"])
         other["speedup"] = (row["speedup"] * mine + other["speedup"] * theirs) / max(
             mine + theirs, 1
         )

@@ -41,7 +41,8 @@ class PairRing:
     def __init__(
         self, slots: int, pairs: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.pairs, self.spare = pairs, slots
+        self.pairs = pairs
+        self.spare = slots
         self.kept_NR = torch.zeros((slots + 1) * pairs, width, dtype=dtype, device=device)
         self.stamps_N = torch.full(((slots + 1) * pairs,), NOTHING, device=device)
         self._back_n = torch.arange(1 - pairs, 1, device=device)
@@ -171,7 +172,8 @@ class Arrived:
         """
         # Row of the state, token, request, and how far before the request's last token.
         found: list[tuple[int, int, int, int]] = []
-        own, row = [], 0
+        own = []
+        row = 0
         alike = hidden_TD.shape[0] == len(sampled_token_ids)
         for request, (tokens, count) in enumerate(zip(sampled_token_ids, drafted, strict=True)):
             ago = range(min(len(tokens), most) - 1, -1, -1)
@@ -218,7 +220,9 @@ class CellState:
     def __init__(
         self, base_BD: torch.Tensor, product_BH: torch.Tensor, scale_B1: torch.Tensor
     ) -> None:
-        self.base_BD, self.product_BH, self.scale_B1 = base_BD, product_BH, scale_B1
+        self.base_BD = base_BD
+        self.product_BH = product_BH
+        self.scale_B1 = scale_B1
 
 
 class ContextHeads:
@@ -233,14 +237,17 @@ class ContextHeads:
             pack: how a weight becomes a product, in a dtype of its own choice.
         """
         assert embed is not None, "hydra heads read embeddings"
-        self.config, self.heads = heads.config, heads
-        self._embed, self._pack = embed, pack
+        self.config = heads.config
+        self.heads = heads
+        self._embed = embed
+        self._pack = pack
         self.load()
 
     @torch.no_grad()
     def load(self) -> None:
         """Read the heads again, and the embedding table: after a swap."""
-        heads, D = self.heads, self.config.hidden_size
+        heads = self.heads
+        D = self.config.hidden_size
         into_3D2D = heads.context_in.detach().clone()
         into_3D2D[:D] /= (D // self.config.context_parts) ** 0.5
         self._into = self._pack(into_3D2D[:, :D])
@@ -260,7 +267,8 @@ class ContextHeads:
         """1 / rms of every token's embedding, and, where they are small, tables of what tokens add
         to a pair `[V, 3D]` and to the cell `[V, H]`. After a sync of the actor.
         """
-        size, device = self.config.vocab_size, self._of_tokens[0].device
+        size = self.config.vocab_size
+        device = self._of_tokens[0].device
         small = size * sum(weight.shape[0] for weight in self._of_tokens) <= TABLE_ENTRIES
         sizes_V1, self._tables = token_tables(
             self._embed, size, self._of_tokens if small else [], self.dtype, device
@@ -347,7 +355,8 @@ class ContextHeads:
         )
         D = self.config.hidden_size
         features_BD = torch.addcmul(state.base_BD, both_BX[:, :D], scale_B1)
-        state.product_BH, state.scale_B1 = both_BX[:, D:], scale_B1
+        state.product_BH = both_BX[:, D:]
+        state.scale_B1 = scale_B1
         for layer in self._blocks:
             features_BD = features_BD + F.silu(layer[k](cast(features_BD, self.dtype)))
         return features_BD

@@ -95,7 +95,8 @@ class DraftingCore:
         self.fused = (ContextHeads if heads.config.context else FusedHeads)(heads, embed, pack)
         self.temperatures_K = torch.ones(self.config.num_heads, device=heads.blocks[0].device)
         self.use_temperature(1.0)
-        self._whole_lm_head, self._pack = lm_head, pack
+        self._whole_lm_head = lm_head
+        self._pack = pack
         self.use_vocabulary(None, None)
 
     def actor_changed(self) -> None:
@@ -128,7 +129,8 @@ class DraftingCore:
             )
         self.ids_W = ids_W
         self._lm_head: LM_HEAD = self._whole_lm_head if lm_head is None else lm_head
-        heads, count = self.heads, self.config.num_heads
+        heads = self.heads
+        count = self.config.num_heads
         self._own: list[LINEAR] = []
         if self.config.lm_head == "own":
             self._own = [self._pack(heads.own_lm_head(k + 1).detach()) for k in range(count)]
@@ -248,12 +250,10 @@ class _Drawing:
         self._uniforms = (
             uniforms_BK.t().clone(memory_format=torch.contiguous_format).unsqueeze(2).unbind(0)
         )
-        self._sampling, self._recall, self._ending, self._drawn_B1 = (
-            sampling,
-            recall,
-            ending,
-            temperature_B1 > 0,
-        )
+        self._sampling = sampling
+        self._recall = recall
+        self._ending = ending
+        self._drawn_B1 = temperature_B1 > 0
         batch = len(temperature_B1)
         self._places = (slots or DraftSlots(batch, count, width, temperature_B1.device)).places(
             count, batch
@@ -266,7 +266,8 @@ class _Drawing:
         They are cut as the request's own top-k and top-p cut: any q is lossless, but what the
         target leaves out would only be refused.
         """
-        sampling, sums_BX = self._sampling, self._places.cumulative[k]
+        sampling = self._sampling
+        sums_BX = self._places.cumulative[k]
         scaled_BW, mass_BW = self._places.scratch
         torch.mul(logits_BW, self._scales[k], out=scaled_BW)
         if sampling.top_k_B is not None or sampling.top_p_B is not None:

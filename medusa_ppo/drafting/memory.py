@@ -97,7 +97,9 @@ class ResponseMemory:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.nbytes, self.version = most_bytes, 0, 0
+        self.most_bytes = most_bytes
+        self.nbytes = 0
+        self.version = 0
         self._said: OrderedDict[bytes, list[_Said]] = OrderedDict()
 
     def remember(
@@ -201,7 +203,8 @@ class ResponseMemory:
                 do=do,
             )
         self._said.clear()
-        self.nbytes, self.version = 0, int(state[NOW])
+        self.nbytes = 0
+        self.version = int(state[NOW])
         keys = [bytes(key) for key in keys_P.tolist()]
         for tokens_L, (_, version, seeded, seed, place) in zip(
             tokens_T.split(lengths), table_R5.tolist(), strict=True
@@ -230,8 +233,10 @@ class ResponseMemory:
         said = self._said.get(key, [])
         if said:
             self._said.move_to_end(key)
-        before, gap = np.asarray(tail, dtype=np.int32), np.array([EMPTY], dtype=np.int32)
-        tokens, weights = [np.full(SUFFIX, EMPTY, dtype=np.int32)], [np.zeros(0, dtype=np.float32)]
+        before = np.asarray(tail, dtype=np.int32)
+        gap = np.array([EMPTY], dtype=np.int32)
+        tokens = [np.full(SUFFIX, EMPTY, dtype=np.int32)]
+        weights = [np.zeros(0, dtype=np.float32)]
         newest_first = (
             (one.tokens, FADE ** (self.version - one.version))
             for one in reversed(said)
@@ -422,12 +427,10 @@ class Recall:
         slots_B: torch.Tensor,
         waiting: Waiting,
     ) -> None:
-        self._texts_BX, self._trust, self._slots_B, self._waiting = (
-            texts_BX,
-            trust,
-            slots_B,
-            waiting,
-        )
+        self._texts_BX = texts_BX
+        self._trust = trust
+        self._slots_B = slots_B
+        self._waiting = waiting
         self._next_BP = self._columns_BP = texts_BX[:, SUFFIX:].clamp_min(0).long()
         self._weight_BP = weight_BP
         self._run_BP = match(texts_BX, tails_Bn)
@@ -453,7 +456,8 @@ class Recall:
         next one stands behind.
         """
         next_BP = self._texts_BX[:, SUFFIX:] == ids_B.int().unsqueeze(1)
-        memory_B, w_B = (self._share_BP * next_BP).sum(1), self._w_B1.squeeze(1)
+        memory_B = (self._share_BP * next_BP).sum(1)
+        w_B = self._w_B1.squeeze(1)
         heads_B = ((q_B - w_B * memory_B) / (1 - w_B)).clamp_min(0)
         self._waiting.q_KS3[k].index_copy_(
             0, self._slots_B, torch.stack([heads_B, memory_B, q_B], dim=1)

@@ -101,7 +101,8 @@ class TokenMap:
         self.product: LM_HEAD | None = None
         self._counts_V = torch.zeros(vocab_size, dtype=torch.float64)
         self._counted = 0
-        self._pack, self._whole = pack, whole
+        self._pack = pack
+        self._whole = whole
 
     def observe(self, tokens: Iterable[Sequence[int]]) -> None:
         """Count what a step sampled, or the prompts of new requests."""
@@ -223,7 +224,8 @@ class FusedHeads:
         """
         self.config = heads.config
         self.heads = heads
-        self._embed, self._pack = embed, pack
+        self._embed = embed
+        self._pack = pack
         if self.config.kind == "hydra":
             self._adopt()
         self.load()
@@ -233,7 +235,9 @@ class FusedHeads:
         """Lay the MLPs of all heads side by side: one product reads what several heads have in
         common, and nothing is held twice.
         """
-        heads, K, D = self.heads, self.config.num_heads, self.config.hidden_size
+        heads = self.heads
+        K = self.config.num_heads
+        D = self.config.hidden_size
         self._H = H = D * self.config.mlp_ratio
         self._in_RE = heads.mlp_out.new_zeros(K * H, D * (K + 1))
         self._out_KRH = heads.mlp_out.new_empty(K, 2 * D, H)
@@ -263,7 +267,9 @@ class FusedHeads:
         if self.config.kind != "hydra":
             return
         assert self._embed is not None, "hydra heads read embeddings"
-        count, size, weights_RE = self.config.num_heads, self.config.vocab_size, self._in_RE
+        count = self.config.num_heads
+        size = self.config.vocab_size
+        weights_RE = self._in_RE
         small = size * self._H * count * (count + 1) // 2 <= TABLE_ENTRIES
         weights = [self._token_weights(j, count) for j in range(count)] if small else []
         self._sizes_V1, self._tables = token_tables(
@@ -329,7 +335,8 @@ class FusedHeads:
         """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order,
         once each.
         """
-        inner_BR, H = state.inner_BR, self._H
+        inner_BR = state.inner_BR
+        H = self._H
         left = inner_BR.shape[1]
         if self._tables:
             added_BR = self._tables[k].index_select(0, last_ids_B)
@@ -355,7 +362,8 @@ class HydraState:
     """
 
     def __init__(self, inner_BR: torch.Tensor, base: tuple[torch.Tensor, ...]) -> None:
-        self.inner_BR, self.base = inner_BR, base
+        self.inner_BR = inner_BR
+        self.base = base
 
 
 def token_tables(

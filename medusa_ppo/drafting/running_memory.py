@@ -63,8 +63,10 @@ class RunningMemory:
             requests: that run at a time, at most.
             places: most tokens of a text.
         """
-        self.store, self.trust = ResponseMemory(most_bytes), Trust(device)
-        self._places, self._device = min(places, PLACES), device
+        self.store = ResponseMemory(most_bytes)
+        self.trust = Trust(device)
+        self._places = min(places, PLACES)
+        self._device = device
         self._tokens_SX = torch.full(
             (requests, SUFFIX + self._places), EMPTY, dtype=torch.int32, device=device
         )
@@ -111,8 +113,10 @@ class RunningMemory:
         self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]
     ) -> None:
         """Learn from the drafts that the last step verified, those that were judged."""
-        p_T, self._p_T = self._p_T, None
-        rows, first = [], 0
+        p_T = self._p_T
+        self._p_T = None
+        rows = []
+        first = 0
         for key, count, taken in zip(request_ids, drafted, accepted, strict=True):
             rows += [(self._slots[key], first, count, taken)] if key in self._slots else []
             first += count
@@ -121,10 +125,8 @@ class RunningMemory:
         slots_B, first_B, drafted_B, accepted_B = (
             torch.tensor(rows).to(self._device, non_blocking=True).unbind(1)
         )
-        taken_KB, offered_KB = (
-            self._steps_K1 < accepted_B,
-            (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B),
-        )
+        taken_KB = self._steps_K1 < accepted_B
+        offered_KB = (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B)
         heads_KB, memory_KB, q_KB = self._waiting.q_KS3[:, slots_B].unbind(2)
         p_KB = p_T[(first_B + self._steps_K1).clamp_max(first - 1)]
         drawn = Drawn(
@@ -151,7 +153,8 @@ class RunningMemory:
             self._take_leave(key)
         for key in request_ids:
             if key not in self._met:
-                prompt, asked = live[key].prompt_token_ids or (), live[key].sampling_params
+                prompt = live[key].prompt_token_ids or ()
+                asked = live[key].sampling_params
                 seed = None if asked is None else asked.seed
                 self._met[key] = _Met(
                     live[key], prompt_key(prompt), list(prompt[-SUFFIX:]), self.store.version, seed
@@ -169,16 +172,15 @@ class RunningMemory:
         slots_B = torch.tensor(slots).to(self._device, non_blocking=True)
         tails = [tail_of(met.tail, met.said) for met in map(self._met.__getitem__, request_ids)]
         tails_Bn = torch.tensor(tails, dtype=torch.int32).to(self._device, non_blocking=True)
-        texts_BX, weight_BP = (
-            self._tokens_SX[slots_B, : SUFFIX + width],
-            self._weight_SP[slots_B, :width],
-        )
+        texts_BX = self._tokens_SX[slots_B, : SUFFIX + width]
+        weight_BP = self._weight_SP[slots_B, :width]
         return Recall(texts_BX, weight_BP, tails_Bn, self.trust, slots_B, self._waiting)
 
     def _take_leave(self, key: str) -> None:
         """A request has ended; tokens that were accepted behind its end are not its own."""
         met = self._met.pop(key)
-        asked, said = met.request.sampling_params, met.said
+        asked = met.request.sampling_params
+        said = met.said
         ends = set() if asked is None or asked.ignore_eos else asked.all_stop_token_ids
         end = next((place + 1 for place, token in enumerate(said) if token in ends), len(said))
         self.store.remember(met.key, said[:end], met.version, met.seed)
@@ -199,7 +201,8 @@ class RunningMemory:
         for met in self._met.values() if request_ids else ():
             beside.setdefault(met.key, []).append(met)
         for key in request_ids:
-            met, slot = self._met[key], self._slots[key]
+            met = self._met[key]
+            slot = self._slots[key]
             others = (
                 other
                 for other in beside[met.key]

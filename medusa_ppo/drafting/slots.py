@@ -187,7 +187,8 @@ class KeptDrafts:
         refused = refused_B1 >= 0
         sampled_B1 = self.sampled_BK.gather(1, at_B1)
         q_BW = torch.where(refused & sampled_B1, self.rows(at_B1), 0.0)
-        ids_W, ids_B1 = self.slots.ids_W, refused_B1.clamp_min(0)
+        ids_W = self.slots.ids_W
+        ids_B1 = refused_B1.clamp_min(0)
         left_BV = (
             probs_BV - q_BW if ids_W is None else probs_BV.index_add(1, ids_W, q_BW, alpha=-1)
         ).clamp_min(0)
@@ -228,7 +229,8 @@ class DraftSlots:
         device: torch.device,
         ids_W: torch.Tensor | None = None,
     ) -> None:
-        self.size, self.drafts = slots, drafts
+        self.size = slots
+        self.drafts = drafts
         self.ids_W = ids_W
         self.cumulative_KRX = torch.zeros(drafts, slots + 1, width - 1, device=device)
         self.columns_KR = torch.full((drafts, slots + 1), NOTHING, device=device)
@@ -280,7 +282,8 @@ class DraftSlots:
         columns_BK = self.columns_KR[:count].index_select(1, rows_B).t()
         same_B = (self.stamps_R.index_select(0, rows_B) == stamps_B) & (stamps_B >= 0)
         sampled_BK = same_B.unsqueeze(1) & (columns_BK >= 0)
-        drafts_K, most = self._numbers_R[:count], self.cumulative_KRX.shape[2] - 1
+        drafts_K = self._numbers_R[:count]
+        most = self.cumulative_KRX.shape[2] - 1
 
         def below(columns_BK: torch.Tensor) -> torch.Tensor:
             """The sums before some columns, 0 before the first and 1 after the last."""

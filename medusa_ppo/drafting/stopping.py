@@ -44,7 +44,8 @@ class Stopping:
         self._of_drawn_X = (
             (self._accepted_TP + PRIOR * self._first_T1) / (self._offered_TP + PRIOR)
         ).flatten()
-        offered_T, accepted_T = self._offered_TP.sum(1), self._accepted_TP.sum(1)
+        offered_T = self._offered_TP.sum(1)
+        accepted_T = self._accepted_TP.sum(1)
         self._of_next_T = (accepted_T + PRIOR * self._first_T1.squeeze(1)) / (offered_T + PRIOR)
 
     def begin(self, slots_B: torch.Tensor) -> Ending:
@@ -77,14 +78,17 @@ class Ending:
     """
 
     def __init__(self, owner: Stopping, slots_B: torch.Tensor, least: float) -> None:
-        self._owner, self._slots_B, self._least = owner, slots_B, least
+        self._owner = owner
+        self._slots_B = slots_B
+        self._least = least
         self.lengths_B = torch.zeros_like(slots_B)
         self._reached_B = torch.ones(len(slots_B), device=slots_B.device)
         self._goes_on_B = torch.ones_like(slots_B, dtype=torch.bool)
 
     def ask(self, q_BW: torch.Tensor, sampled_B1: torch.Tensor) -> None:
         """Before a draft is drawn from `q_BW`: is it made? Always where drafts are not sampled."""
-        self._top_B, self._sampled_B = q_BW.amax(1), sampled_B1.squeeze(1)
+        self._top_B = q_BW.amax(1)
+        self._sampled_B = sampled_B1.squeeze(1)
         self._bin_B = (self._top_B * TOPS).long().clamp(0, TOPS - 1)
         chance_B = self._reached_B * self._owner._of_next_T[self._bin_B]
         self._goes_on_B = self._goes_on_B & (

@@ -238,7 +238,8 @@ def verify_rows(
         logprobs_NV = logits_NV.log_softmax(-1, dtype=torch.float32)
     width = drafts.draft_ids_BK.shape[1]
     if isinstance(proposed, Proposed):
-        draft_q, uniforms_BW = proposed.q or OneHot(), proposed.uniforms_BW
+        draft_q = proposed.q or OneHot()
+        uniforms_BW = proposed.uniforms_BW
     else:
         draft_q = OneHot() if proposed is None else WholeRows(spread_draft_probs(proposed, counts))
         uniforms_BW = uniform_numbers(counts, width + 1, rule.generators, logits_NV.device)

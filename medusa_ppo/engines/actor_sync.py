@@ -61,7 +61,8 @@ class BroadcastPool(EnginePool):
             SwapError: no engine has it.
             CheckpointError: NaN or infinity; the engines have the buckets before.
         """
-        started, header = time.perf_counter(), stream.header()
+        started = time.perf_counter()
+        header = stream.header()
         seats, devices = self._check(header)
         group = self._meet(seats, devices)
         checksum, answers = self._together(
@@ -84,7 +85,9 @@ class BroadcastPool(EnginePool):
             )
         for seat in took:
             seat.versions["actor"] = version
-        self._stream, self._sent, self.policy_version = stream, checksum, version
+        self._stream = stream
+        self._sent = checksum
+        self.policy_version = version
         self._forget("actor")
         return SwapReceipt(version, checksum, time.perf_counter() - started)
 
@@ -168,7 +171,8 @@ class BroadcastPool(EnginePool):
         if failed is not None:
             group.leave()
             raise _lost(failed)
-        self._group, self._members = group, members
+        self._group = group
+        self._members = members
         return group
 
     def _together(
@@ -195,7 +199,9 @@ class BroadcastPool(EnginePool):
 
     def _part(self) -> None:
         """Leave the group; the next actor needs a new one."""
-        group, self._group, self._members = self._group, None, []
+        group = self._group
+        self._group = None
+        self._members = []
         if group is not None:
             group.leave()
 
@@ -234,9 +240,11 @@ class ActorSync:
                 actor's own).
             bucket_bytes: bytes that a broadcast sends at a time.
         """
-        self._engine, self._bucket_bytes = engine, bucket_bytes
+        self._engine = engine
+        self._bucket_bytes = bucket_bytes
         self._dtype = DTYPES.get(dtype)
-        self.nbytes, self.collect_s = 0, 0.0
+        self.nbytes = 0
+        self.collect_s = 0.0
         self._folder = OwnedFolder("medusa-ppo-actor-", shared_memory=True)
 
     def __call__(self, actor: Actor, version: int) -> SwapReceipt:
@@ -247,10 +255,10 @@ class ActorSync:
             SwapError: the engine did not take them.
         """
         stream = actor_stream(actor, self._dtype, self._bucket_bytes)
-        self.nbytes, self.collect_s = (
-            sum(dtype.itemsize * math.prod(shape) for dtype, shape in stream.entries.values()),
-            0.0,
+        self.nbytes = sum(
+            dtype.itemsize * math.prod(shape) for dtype, shape in stream.entries.values()
         )
+        self.collect_s = 0.0
         if self._engine.streams:
             try:
                 return self._engine.stream_actor(
@@ -296,10 +304,8 @@ def actor_stream(
     tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     if isinstance(actor, SpreadActor):
         kind = dtype or torch.float32
-        entries, tensors = (
-            {name: (kind, tuple(shape)) for name, shape in actor.shapes().items()},
-            partial(actor.tensors, kind),
-        )
+        entries = {name: (kind, tuple(shape)) for name, shape in actor.shapes().items()}
+        tensors = partial(actor.tensors, kind)
     else:
         assert isinstance(actor, PreTrainedModel), "an actor is one or the other"
         state = actor_state(actor)
@@ -321,7 +327,8 @@ def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The actor's live weights by their names in its checkpoint; a tied lm_head is left out, as in
     files of tied models.
     """
-    output, tied = actor.get_output_embeddings(), lm_head_weight(actor) is embedding_weight(actor)
+    output = actor.get_output_embeddings()
+    tied = lm_head_weight(actor) is embedding_weight(actor)
     alias = {
         f"{name}.weight" for name, module in actor.named_modules() if tied and module is output
     }

@@ -67,7 +67,8 @@ class ColocatedEngine(base.WorkerEngine):
             raise
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
-        params, llm = self._params(prompts, sampling), self._running()
+        params = self._params(prompts, sampling)
+        llm = self._running()
         repeat = sampling.responses_per_prompt
         requests: list[Any] = [
             request for prompt in prompts for request in [_request(prompt)] * repeat
@@ -95,13 +96,12 @@ class ColocatedEngine(base.WorkerEngine):
         """
         from vllm.sampling_params import RequestOutputKind
 
-        params, engine = self._params(prompts, sampling), self._running().llm_engine
-        before, started, repeat, found = (
-            self.counters(),
-            time.perf_counter(),
-            sampling.responses_per_prompt,
-            Ended(),
-        )
+        params = self._params(prompts, sampling)
+        engine = self._running().llm_engine
+        before = self.counters()
+        started = time.perf_counter()
+        repeat = sampling.responses_per_prompt
+        found = Ended()
         with _engine_errors("generating"):
             try:
                 for place, settings in enumerate(params):
@@ -138,16 +138,12 @@ class ColocatedEngine(base.WorkerEngine):
         """
         from vllm.sampling_params import RequestOutputKind
 
-        params, engine, repeat = (
-            self._params(prompts, sampling),
-            self._running().llm_engine,
-            sampling.responses_per_prompt,
-        )
-        before, started, texts = (
-            self.counters(),
-            time.perf_counter(),
-            [Text.of(response) for response in partly.begun],
-        )
+        params = self._params(prompts, sampling)
+        engine = self._running().llm_engine
+        repeat = sampling.responses_per_prompt
+        before = self.counters()
+        started = time.perf_counter()
+        texts = [Text.of(response) for response in partly.begun]
         open_places = [place for place, text in enumerate(texts) if text.ended == UNFINISHED]
         unfinished = {
             index: sum(text.ended == UNFINISHED for text in texts[index * repeat :][:repeat])
@@ -156,11 +152,10 @@ class ColocatedEngine(base.WorkerEngine):
         with _engine_errors("generating"):
             try:
                 for place in open_places:
-                    text, settings = texts[place], params[place]
-                    settings.output_kind, settings.max_tokens = (
-                        RequestOutputKind.DELTA,
-                        sampling.max_new_tokens - len(text.ids),
-                    )
+                    text = texts[place]
+                    settings = params[place]
+                    settings.output_kind = RequestOutputKind.DELTA
+                    settings.max_tokens = sampling.max_new_tokens - len(text.ids)
                     request: Any = {
                         "type": "token",
                         "prompt_token_ids": [*prompts[place // repeat], *text.ids],
@@ -242,7 +237,8 @@ class ColocatedEngine(base.WorkerEngine):
         llm = self._running()
         with _engine_errors("falling asleep"):
             llm.sleep(level=level)
-        self._asleep, self._actor_lost = True, self._actor_lost or level >= DEEP_SLEEP
+        self._asleep = True
+        self._actor_lost = self._actor_lost or level >= DEEP_SLEEP
 
     def wake(self) -> None:
         if not self._asleep:
@@ -261,7 +257,8 @@ class ColocatedEngine(base.WorkerEngine):
         )
 
     def close(self) -> None:
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
 

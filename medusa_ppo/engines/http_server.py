@@ -208,7 +208,8 @@ class ServerEngine(base.WorkerEngine):
     def close(self) -> None:
         """End the process group that was started here; a server that was attached to runs on."""
         self._client.close()
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         atexit.unregister(self.close)
@@ -316,7 +317,8 @@ class ServerEngine(base.WorkerEngine):
 
         def response(body: Any) -> Response:
             choice = body["choices"][0]
-            token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            token_ids = choice["token_ids"]
+            logprobs = choice["logprobs"]["token_logprobs"]
             strange = [
                 token
                 for token in token_ids
@@ -382,7 +384,8 @@ class ServerEngine(base.WorkerEngine):
         """The whole answer, within so many seconds and within MOST_ANSWER_BYTES, however it comes;
         httpx's error where there is none.
         """
-        deadline, content = time.monotonic() + within_s, bytearray()
+        deadline = time.monotonic() + within_s
+        content = bytearray()
         with self._client.stream(verb, path, timeout=within_s, **kwargs) as stream:
             for part in stream.iter_bytes():
                 content += part
@@ -419,7 +422,8 @@ def free_port() -> int:
 
 def parse_counters(text: str) -> Counters:
     """Acceptance counters of the Prometheus page, summed over engines."""
-    totals, positions = collections.Counter[str](), collections.Counter[int]()
+    totals = collections.Counter[str]()
+    positions = collections.Counter[int]()
     for sample in (
         sample for family in text_string_to_metric_families(text) for sample in family.samples
     ):

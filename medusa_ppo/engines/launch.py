@@ -118,10 +118,8 @@ def plan_launch(
     refuse_lossy(config.extra)
     model = read_model_config(model_path)
     text = {**model, **(model.get("text_config") or {})}
-    vocab_size, hidden_size = (
-        int(text.get("vocab_size", 0)),
-        int(text.get("hidden_size", text.get("n_embd", 0))),
-    )
+    vocab_size = int(text.get("vocab_size", 0))
+    hidden_size = int(text.get("hidden_size", text.get("n_embd", 0)))
     args: dict[str, Any] = {
         "model": str(model_path),
         "dtype": config.dtype,
@@ -148,7 +146,9 @@ def plan_launch(
     if config.transfer == "broadcast":
         require_transfer()
         args["weight_transfer_config"] = {"backend": TRANSFER}
-    max_drafts, heads, runner = 0, None, ""
+    max_drafts = 0
+    heads = None
+    runner = ""
     if heads_path:
         heads = read_heads_config(heads_path, hidden_size, vocab_size)
         runner = checked_runner(config, heads)
@@ -191,7 +191,8 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
     """
     if config.runner == "v1":
         return "v1"
-    version, first = vllm_version(), text_of(FIRST_V2)
+    version = vllm_version()
+    first = text_of(FIRST_V2)
     lacks: list[tuple[type[UnsupportedVersionError | ConfigError], str, str]] = []
     if not has_v2(version):
         lacks.append(
@@ -226,7 +227,8 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
 
 
 def _drafting(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> Drafting:
-    sampled, most = config.draft_temperature > 0, heads.num_heads if heads else 0
+    sampled = config.draft_temperature > 0
+    most = heads.num_heads if heads else 0
     drafting: Drafting = {
         "num_drafts": most if config.num_drafts is None else min(config.num_drafts, most),
         "sampled": sampled,

@@ -93,14 +93,19 @@ def cut(
         return [tuple(range(len(prompts)))]
     order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
     weights = [expected_tokens(prompts[index], sampling) for index in order]
-    left, at, pieces = sum(weights), 0, []
+    left = sum(weights)
+    at = 0
+    pieces = []
     while at < len(order):
-        wanted, taken, end = left / (2 * engines), 0, at
+        wanted = left / (2 * engines)
+        taken = 0
+        end = at
         while end < len(order) and (end - at < smallest or taken < wanted):
             taken += weights[end]
             end += 1
         pieces.append(tuple(order[at:end]))
-        left, at = left - taken, end
+        left = left - taken
+        at = end
     return pieces
 
 

@@ -100,13 +100,16 @@ class EnginePool(base.RolloutEngine):
             smallest_piece: fewest prompts that are worth a call.
             on_close: called when all engines are closed.
         """
-        self._factory, self._smallest, self._on_close = factory, smallest_piece, on_close
+        self._factory = factory
+        self._smallest = smallest_piece
+        self._on_close = on_close
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: OwnedFolder | None = None
         self._settings = Drafting()
         self.memory = SharedMemory(0)
-        self.restarts, self._closing = 0, False
+        self.restarts = 0
+        self._closing = False
         starts = [self._threads.submit(factory, index) for index in range(count)]
         wait(starts)
         self._seats = [
@@ -120,10 +123,8 @@ class EnginePool(base.RolloutEngine):
         engines = self._engines()
         self.max_drafts = min(engine.max_drafts for engine in engines)
         self.num_drafts = min(engine.num_drafts for engine in engines)
-        self.heads_version, self.policy_version = (
-            engines[0].heads_version,
-            engines[0].policy_version,
-        )
+        self.heads_version = engines[0].heads_version
+        self.policy_version = engines[0].policy_version
         for seat in self._seats:
             seat.versions = {"heads": self.heads_version, "actor": self.policy_version}
 
@@ -198,7 +199,8 @@ class EnginePool(base.RolloutEngine):
                     else:
                         answers.append((piece, job.result()))
                         self.memory.hear(seat.engine, job.result(), self.policy_version)
-                        seat.share, seat.restarts = seat.share.plus(job.result()), 0
+                        seat.share = seat.share.plus(job.result())
+                        seat.restarts = 0
         except Exception:
             wait(
                 running
@@ -520,7 +522,8 @@ class EnginePool(base.RolloutEngine):
         if not isinstance(error, EngineError) or self._closing:
             raise error
         logger.warning("Engine %d is lost. %s", seat.index, error)
-        engine, seat.engine = seat.engine, None
+        engine = seat.engine
+        seat.engine = None
         if seat.restarts < MAX_RESTARTS:
             seat.restarts += 1
             self.restarts += 1
@@ -538,16 +541,16 @@ class EnginePool(base.RolloutEngine):
         for seat in self._seats:
             if seat.starting is None or not seat.starting.done():
                 continue
-            error, start, seat.starting = seat.starting.exception(), seat.starting, None
+            error = seat.starting.exception()
+            start = seat.starting
+            seat.starting = None
             if error is not None:
                 self._lost(seat, error)
             else:
-                seat.engine, seat.versions, seat.settings, seat.remembers = (
-                    start.result(),
-                    {},
-                    Drafting(),
-                    not self.memory.most_bytes,
-                )
+                seat.engine = start.result()
+                seat.versions = {}
+                seat.settings = Drafting()
+                seat.remembers = not self.memory.most_bytes
 
     def _ready(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.engine is not None]

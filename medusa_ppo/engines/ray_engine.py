@@ -150,7 +150,8 @@ class RayEngine(base.RolloutEngine):
             where: options of Ray that give the actor its place (`medusa_ppo.runtime.processes.place`);
                 None: Ray finds one.
         """
-        given, plan = plan, plan or plan_launch(model_path, heads_path, config, seed)
+        given = plan
+        plan = plan or plan_launch(model_path, heads_path, config, seed)
         if not ray.is_initialized():
             raise EngineError(
                 "Ray is not running.",
@@ -253,7 +254,8 @@ class RayEngine(base.RolloutEngine):
         )
 
     def close(self) -> None:
-        host, self._host = self._host, None
+        host = self._host
+        self._host = None
         if host is None or not ray.is_initialized():
             return
         try:
@@ -271,7 +273,8 @@ class RayEngine(base.RolloutEngine):
         """Call a method that reads a file, wherever the engine is."""
         if not self.elsewhere:
             return self._call(method, path, version, checked)
-        status, session = os.stat(path), ray.get_runtime_context().get_job_id()
+        status = os.stat(path)
+        session = ray.get_runtime_context().get_job_id()
         content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))
         timeout_s = http_server.CALL_TIMEOUT_S
         return self._ask(

@@ -258,7 +258,8 @@ class WorkerEngine(RolloutEngine):
         self, prompts: Prompts, sampling: Sampling, answer: Callable[[], Sequence[Response]]
     ) -> Rollouts:
         """What `answer` gives, with its seconds and the counters of the time."""
-        before, started = self.counters(), time.perf_counter()
+        before = self.counters()
+        started = time.perf_counter()
         return self._whole(prompts, sampling, answer(), before, started)
 
     def _whole(
@@ -270,7 +271,8 @@ class WorkerEngine(RolloutEngine):
         started: float,
     ) -> Rollouts:
         """A call that ends now. `before`: the counters when it `started`."""
-        seconds, asked = time.perf_counter() - started, tuple(tuple(prompt) for prompt in prompts)
+        seconds = time.perf_counter() - started
+        asked = tuple(tuple(prompt) for prompt in prompts)
         return with_versions(
             Rollouts(asked, tuple(responses), self.counters() - before, seconds, sampling), self
         )

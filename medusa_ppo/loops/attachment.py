@@ -226,7 +226,8 @@ class Attachment:
         if self._tap is None:
             yield generated
             return
-        before, began = self._led(self._before_generation), time.perf_counter()
+        before = self._led(self._before_generation)
+        began = time.perf_counter()
         yield generated
         seconds = time.perf_counter() - began
         facts = self.ranks.share(self._led(lambda: self._facts(before or Counters(), seconds)))
@@ -278,7 +279,8 @@ class Attachment:
         assert sink is not None, "a process alone has the plugin"
         self._tap = ForwardTap(model, sink)
         self._stack.callback(self._tap.close)
-        self._steps, self._began = 0, time.monotonic()
+        self._steps = 0
+        self._began = time.monotonic()
 
     def _start(self, actor: HFActor) -> MedusaPlugin:
         assert self.engine is not None, "the engine is attached when the trainer is built"
@@ -296,7 +298,8 @@ class Attachment:
         self._policy_version = version
         if self._actor is None or self._tap is None:
             return
-        actor, gathered = self._actor, self._actor.gathered_bytes
+        actor = self._actor
+        gathered = self._actor.gathered_bytes
         changed = actor.refresh()
         self._more[names.TABLE_BYTES] = (
             self._more.get(names.TABLE_BYTES, 0) + actor.gathered_bytes - gathered
@@ -316,7 +319,8 @@ class Attachment:
 
     def _write_step(self) -> None:
         """One line for each rollout batch: a loop may update more often than it generates."""
-        rollouts, self._rollouts = self._rollouts, None
+        rollouts = self._rollouts
+        self._rollouts = None
         if rollouts is not None and self._writer is not None and self.plugin is not None:
             values = {
                 names.STEP: self._steps,
@@ -327,11 +331,13 @@ class Attachment:
             values[names.WALL_S] = time.monotonic() - self._began
             self._writer.step(values)
             self._steps += 1
-            self._figures, self._more = logged(values), {}
+            self._figures = logged(values)
+            self._more = {}
 
     def figures(self) -> dict[str, float]:
         """The last step's figures for the trainer's own log, under names of their own."""
-        figures, self._figures = self._figures, {}
+        figures = self._figures
+        self._figures = {}
         return figures
 
     def end(self) -> None:
@@ -343,7 +349,10 @@ class Attachment:
         heads = self.ranks.share(self._led(self._finish))
         self._stack.close()
         atexit.unregister(self._stack.close)
-        self.plugin, self._tap, self._writer, self._share = None, None, None, None
+        self.plugin = None
+        self._tap = None
+        self._writer = None
+        self._share = None
         # Should the trainer train again, it goes on with these.
         self.config = self.config.model_copy(
             update={"heads": self.config.heads.model_copy(update={"path": heads})}
@@ -394,7 +403,8 @@ class DraftingEngine:
         """
         Ranks.refuse_several("DraftingEngine")
         self.plugin: MedusaPlugin | None = None
-        self._actor, self._folder = actor, Path(run_dir)
+        self._actor = actor
+        self._folder = Path(run_dir)
         self._tap: ForwardTap | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(local_ray(queue_bytes=config.companion.queue_bytes))

@@ -129,7 +129,8 @@ class Watch:
     def _rollouts(self, plugin: Any, rollouts: Rollouts) -> None:
         self.calls.append("rollout_ready")
         self._table = plugin._tables[0].detach().clone()
-        counters, responses = rollouts.counters, rollouts.responses
+        counters = rollouts.counters
+        responses = rollouts.responses
         known = sum(
             len(r.logprobs) == len(r.token_ids) and all(p <= 1e-4 for p in r.logprobs)
             for r in responses
@@ -151,7 +152,8 @@ class Watch:
         here = rows >= 0
         assert self._table is not None, "rollout_ready comes first"
         logits_MV = batch.hidden_MD[rows[here]].float() @ self._table.float().cpu().T
-        ids_M, known_M = batch.response_ids_M[here], batch.logprobs_M[here]
+        ids_M = batch.response_ids_M[here]
+        known_M = batch.logprobs_M[here]
         greedy = batch.temperature <= 0 or bool((known_M > -1e-4).all())
         if greedy:
             good = float((logits_MV.argmax(-1) == ids_M).float().mean())
@@ -263,7 +265,8 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[Finding]:
             if without["weights"] == seen["weights"]
             else train_apart(spec, None, Path(name))
         )
-    steady, same = without["weights"] == again["weights"], without["weights"] == seen["weights"]
+    steady = without["weights"] == again["weights"]
+    same = without["weights"] == seen["weights"]
     yield Finding(
         "gradients",
         same,
@@ -286,8 +289,12 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[Finding]:
 
 def judge(seen: dict[str, Any]) -> Iterator[Finding]:
     """The first nine checks, from what one training with the plug-in did."""
-    calls, batches, versions, fits = seen["calls"], seen["batches"], seen["versions"], seen["fits"]
-    starts, ends = calls.count("start"), calls.count("close")
+    calls = seen["calls"]
+    batches = seen["batches"]
+    versions = seen["versions"]
+    fits = seen["fits"]
+    starts = calls.count("start")
+    ends = calls.count("close")
     yield Finding(
         "one plug-in",
         starts == 1 <= ends,

@@ -212,7 +212,8 @@ def rows_of(
     `action_mask[b, i]` belongs to token i + 1 of the row. Left out are rows with more than one
     stretch of actions.
     """
-    rows, spans = [], []
+    rows = []
+    spans = []
     offset = sequences.shape[1] - action_mask.shape[1]
     for row in range(sequences.shape[0]):
         actions = action_mask[row].bool().nonzero()[:, 0].tolist()
@@ -220,7 +221,8 @@ def rows_of(
             continue
         start = int(attention_mask[row].bool().nonzero()[0, 0])
         tokens = sequences[row].tolist()
-        first, last = actions[0] + offset, actions[-1] + 1 + offset
+        first = actions[0] + offset
+        last = actions[-1] + 1 + offset
         rows.append((tokens[start:first], tokens[first:last]))
         spans.append((row, actions[0], actions[-1] + 1))
     return rows, spans

@@ -114,7 +114,8 @@ class RowFinder:
             ids_BT: prompt and response of each row, with any padding.
             attention_BT: true on prompt and response.
         """
-        ids, attention = ids_BT.to("cpu"), attention_BT.to("cpu", torch.bool)
+        ids = ids_BT.to("cpu")
+        attention = attention_BT.to("cpu", torch.bool)
         mask_BT = torch.zeros(ids.shape, dtype=torch.bool)
         found: list[int | None] = []
         for row in range(ids.shape[0]):
@@ -179,7 +180,8 @@ class ForwardTap:
         self._drop_failed()
         if self._finder is None or self._finder.done or adapters_in_use(module) != self._adapters:
             return  # With an adapter off or another one it is the reference policy's pass.
-        ids, attention = kwargs.get("input_ids"), kwargs.get("attention_mask")
+        ids = kwargs.get("input_ids")
+        attention = kwargs.get("attention_mask")
         if (
             not isinstance(ids, torch.Tensor)
             or not isinstance(attention, torch.Tensor)
@@ -193,13 +195,15 @@ class ForwardTap:
             self._open.__enter__()
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        opened, self._open = self._open, None
+        opened = self._open
+        self._open = None
         if opened is not None:
             opened.__exit__(None, None, None)
 
     def _drop_failed(self) -> None:
         """A forward pass that raised never came to `_after`."""
-        opened, self._open = self._open, None
+        opened = self._open
+        self._open = None
         if opened is not None:
             error = GeneratorExit()
             opened.__exit__(GeneratorExit, error, None)
@@ -233,7 +237,8 @@ class RowShare:
 
     def take(self) -> RolloutBatch | None:
         """What was seen since `expect`."""
-        collector, self._collector = self._collector, None
+        collector = self._collector
+        self._collector = None
         return collector.batch() if collector is not None and collector.seen else None
 
 
@@ -282,7 +287,8 @@ class RowTap(ABC):
             for prompt, answer in rows
         )
         rollouts = Rollouts(tuple(self._prompts), responses, Counters(), 0.0, self._sampling)
-        self._finder, self._collector = RowFinder(rollouts), BatchCollector(rollouts)
+        self._finder = RowFinder(rollouts)
+        self._collector = BatchCollector(rollouts)
         with self._hooked():
             yield
         if rows and not self._collector.complete and not self._collector.seen:
@@ -300,7 +306,9 @@ class RowTap(ABC):
         """The response tokens' log-probs, one tensor `[length]` for each row of `watch`, in its
         order.
         """
-        collector, self._collector, self._finder = self._collector, None, None
+        collector = self._collector
+        self._collector = None
+        self._finder = None
         if collector is None or not collector.seen:
             return
         batch = collector.batch()
@@ -314,7 +322,9 @@ class RowTap(ABC):
 
     def take(self, policy_version: int) -> RolloutBatch | None:
         """All that was collected since the last call, as one batch; None when there is nothing."""
-        parts, self._parts, self._prompts = self._parts, [], {}
+        parts = self._parts
+        self._parts = []
+        self._prompts = {}
         if not parts:
             return None
         return replace(RolloutBatch.join(parts), policy_version=policy_version)

@@ -38,7 +38,8 @@ class Ranks:
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self._group: Any = None
 
     @staticmethod

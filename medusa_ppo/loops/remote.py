@@ -107,7 +107,8 @@ class RemoteAttachment(Attachment):
 
     def scored(self, batch: RolloutBatch | None, sampling: Sampling) -> None:
         """A rollout batch was generated and scored; `batch` is what a worker tapped of it."""
-        plugin, engine = self.plugin, self.engine
+        plugin = self.plugin
+        engine = self.engine
         if plugin is None or engine is None:
             return
         now = engine.counters()
@@ -121,7 +122,8 @@ class RemoteAttachment(Attachment):
             engine.heads_version,
             engine.num_drafts,
         )
-        self._before, self._rollouts = now, rollouts
+        self._before = now
+        self._rollouts = rollouts
         plugin.rollout_ready(rollouts)
         if batch is None:
             logger.warning("No worker tapped the last rollouts; the companion gets nothing.")

@@ -74,7 +74,8 @@ def response_rounds(
         sampling: how; its seed is that of the first round, and every round has the next one.
         rounds_done, tokens_done: what an earlier call has yielded; this one goes on after it.
     """
-    number, tokens = rounds_done, tokens_done
+    number = rounds_done
+    tokens = tokens_done
     first_seed = sampling.seed or 0
     while (tokens < max_tokens) if max_tokens else (number * per_round < len(prompts)):
         start = number * per_round
@@ -84,7 +85,8 @@ def response_rounds(
             else prompts[start : start + per_round]
         )
         rollouts = engine.generate(picked, replace(sampling, seed=first_seed + number))
-        tokens, number = tokens + rollouts.generated_tokens, number + 1
+        tokens = tokens + rollouts.generated_tokens
+        number = number + 1
         advance(
             rollouts.generated_tokens if max_tokens else len(picked),
             f"{rollouts.tokens_per_s:.0f} tokens/s",
@@ -305,10 +307,8 @@ def _written_turns(
     (some drop earlier reasoning): then the turn stands in a text of its own, as the model wrote it.
     """
     if not is_chat(messages):
-        given, expected = (
-            f"row {number}: {messages!r:.120}",
-            "a list of messages with role and content",
-        )
+        given = f"row {number}: {messages!r:.120}"
+        expected = "a list of messages with role and content"
         raise DataError(
             "A row is no conversation.", given=given, expected=expected, do="Name another --column."
         )
@@ -318,10 +318,8 @@ def _written_turns(
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        before, after = (
-            _render(messages[:index], tokenizer, number, answer=True),
-            _render(messages[: index + 1], tokenizer, number),
-        )
+        before = _render(messages[:index], tokenizer, number, answer=True)
+        after = _render(messages[: index + 1], tokenizer, number)
         # A generation prompt can say more than the turn does in the end (an opening tag for
         # reasoning): the common part was given.
         turn = (_common_prefix(before, after), len(after))
@@ -369,16 +367,15 @@ def _chat_sample(
     encoded = tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
     )
-    ids, starts = (
-        tuple(encoded["input_ids"][:max_length]),
-        [start for start, _ in encoded["offset_mapping"][:max_length]],
-    )
+    ids = tuple(encoded["input_ids"][:max_length])
+    starts = [start for start, _ in encoded["offset_mapping"][:max_length]]
     spans = []
     for begin, end in turns:
         inside = [i for i, start in enumerate(starts) if begin <= start < end and i > 0]
         if not inside:
             continue
-        first, last = inside[0], inside[-1]
+        first = inside[0]
+        last = inside[-1]
         # What the template puts behind the end token is never written by the model.
         ends = [i for i in inside if ids[i] == tokenizer.eos_token_id]
         spans.append((first, (ends[-1] if ends else last) + 1))

@@ -256,7 +256,8 @@ def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
 def _write(
     read: FoundHeads, folder: Path, to: str, base: BaseModel | None, say: Callable[[str], None]
 ) -> list[str]:
-    heads, config = read.heads, read.heads.config
+    heads = read.heads
+    config = read.heads.config
     if to == "native":
         return _write_native(read, folder)
     tensors = to_keys(heads, to)

@@ -84,14 +84,18 @@ class Worker:
             held_out: what heads are judged on; only the first worker reads it.
             rank, team: which one of several this is, and the others.
         """
-        self._options, self._rank, self._team = options, rank, team
+        self._options = options
+        self._rank = rank
+        self._team = team
         model = on_device(load_actor(options.model, compute_dtype(options.dtype)))
         reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
         self._holdout = read_all(reader, held_out, lambda *_: None) if rank == 0 else None
         self._states = HiddenStates(reader, training, options.cache_bytes, options.seed)
-        self.groups, self.tokens = len(self._states.groups), self._states.tokens
+        self.groups = len(self._states.groups)
+        self.tokens = self._states.tokens
         self.lm_head_VD = lm_head_weight(model).detach().float().cpu()
-        lm_head_VD, embedding_VD = lm_head_weight(model).detach(), embedding_weight(model).detach()
+        lm_head_VD = lm_head_weight(model).detach()
+        embedding_VD = embedding_weight(model).detach()
         torch.manual_seed(options.seed)
         shared = {name: getattr(options, name) for name in SHARED}
         self._trainer = HeadsTrainer(
@@ -150,7 +154,8 @@ class Worker:
         holdout.
         """
         assert self._holdout is not None, "only the first worker judges"
-        heads, trainer = copy.deepcopy(self._trainer.heads), self._trainer
+        heads = copy.deepcopy(self._trainer.heads)
+        trainer = self._trainer
         served = Served(self._options.draft_temperature)
         fit_temperatures(
             heads,
@@ -214,7 +219,8 @@ class WorkerHost:
 
     def __init__(self, rank: int, size: int, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
         self._meeting: Meeting | None = None
 
     def meet_here(self) -> Place:

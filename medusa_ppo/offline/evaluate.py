@@ -104,7 +104,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     """
     if options.earlier_responses and options.draft != "sampled":
         given = f"--earlier-responses {options.earlier_responses} --draft {options.draft}"
-        problem, do = "One-hot drafts are not mixed with a memory.", "Add --draft sampled."
+        problem = "One-hot drafts are not mixed with a memory."
+        do = "Add --draft sampled."
         raise ConfigError(problem, given=given, expected="--draft sampled", do=do)
     model = AutoConfig.from_pretrained(options.model) if Path(options.model).exists() else None
     sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size} if model else {}
@@ -165,10 +166,8 @@ def _groups(options: EvalOptions, scene: Scene) -> list[Group]:
             str(rows[row][options.category]) if options.category else "", []
         ).append(prompt)
     if len(by_category) > MAX_CATEGORIES:
-        given, expected = (
-            f"{options.category}: {len(by_category)} values",
-            f"at most {MAX_CATEGORIES}",
-        )
+        given = f"{options.category}: {len(by_category)} values"
+        expected = f"at most {MAX_CATEGORIES}"
         problem = "The column has too many values to be a category."
         raise DataError(problem, given=given, expected=expected, do="Name another --category.")
     groups = []
@@ -236,10 +235,8 @@ def _replayed(
     """
     device = training_device()
     actor = on_device(load_actor(options.model))
-    lm_head_VD, embedding_VD = (
-        lm_head_weight(actor).detach().float(),
-        embedding_weight(actor).detach().float(),
-    )
+    lm_head_VD = lm_head_weight(actor).detach().float()
+    embedding_VD = embedding_weight(actor).detach().float()
     drafts = options.draft_temperature if options.draft == "sampled" else 0.0
     measured: list[list[Measured]] = [[] for _ in heads]
     for temperature, before, rounds in zip(
@@ -350,11 +347,9 @@ class Recalled:
             prompts: by the number that a batch has for them.
             earlier: what the memory holds.
         """
-        self._prompts, self._memory, self.trust = (
-            prompts,
-            ResponseMemory(MEMORY_BYTES),
-            Trust(torch.device("cpu")),
-        )
+        self._prompts = prompts
+        self._memory = ResponseMemory(MEMORY_BYTES)
+        self.trust = Trust(torch.device("cpu"))
         for rollouts in earlier:
             for response in rollouts.responses:
                 self._memory.remember(
@@ -395,7 +390,8 @@ class Recalled:
         """q of a response's tokens `[T, K]`; w of the next responses follows from how these would
         have been accepted.
         """
-        here_T, K = torch.zeros_like(ids_T), heads_TK.shape[1]
+        here_T = torch.zeros_like(ids_T)
+        K = heads_TK.shape[1]
         ahead = [
             look_ahead(part, here_T, K, first=1) for part in (*self._look_up(prompt, ids_T), p_T)
         ]
@@ -423,13 +419,15 @@ class Recalled:
         tokens, weights = self._memory.text(prompt_key(prompt), prompt[-SUFFIX:], (), PLACES)
         if not len(weights):
             return torch.zeros(len(ids_T)), torch.zeros_like(ids_T)
-        text_1X, weight_1P = torch.from_numpy(tokens)[None], torch.from_numpy(weights)[None]
+        text_1X = torch.from_numpy(tokens)[None]
+        weight_1P = torch.from_numpy(weights)[None]
         tails_Tn = (
             torch.cat([torch.tensor(tail_of(prompt)), ids_T])
             .unfold(0, SUFFIX, 1)[: len(ids_T)]
             .int()
         )
-        q, lengths = [], []
+        q = []
+        lengths = []
         for tails_Bn, ids_B in zip(
             tails_Tn.split(ROWS_AT_ONCE), ids_T.split(ROWS_AT_ONCE), strict=True
         ):
@@ -492,5 +490,6 @@ def _of_one(result: ReplayResult) -> dict[str, Any]:
 
 
 def _speed(rounds: Sequence[Rollouts]) -> dict[str, Any]:
-    tokens, seconds = sum(r.generated_tokens for r in rounds), sum(r.seconds for r in rounds)
+    tokens = sum(r.generated_tokens for r in rounds)
+    seconds = sum(r.seconds for r in rounds)
     return {"generated_tokens": tokens, "tokens_per_s": tokens / seconds}

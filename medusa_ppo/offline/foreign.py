@@ -311,7 +311,8 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
     for key in keys:
         value = values.get(key)
         if value is not None and (type(value) is not int or not 0 < value <= 1 << 24):
-            given, expected = f"{key} {str(value)[:40]!r}", "a positive whole number"
+            given = f"{key} {str(value)[:40]!r}"
+            expected = "a positive whole number"
             raise CheckpointError(
                 "The configuration of the heads is damaged.",
                 given=given,

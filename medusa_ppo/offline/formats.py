@@ -183,7 +183,8 @@ def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> 
             names[table.own.format(k=k, n=L)] = (OWN.format(k=k),)
     if table.shared and table.shared in header:
         names[table.shared] = (SHARED,)
-    missing, unknown = sorted(set(names) - set(header)), sorted(set(header) - set(names))
+    missing = sorted(set(names) - set(header))
+    unknown = sorted(set(header) - set(names))
     if unknown:
         raise _wrong(
             where,
@@ -388,7 +389,8 @@ NO_LM_HEAD = "the format needs the model's lm_head in the file, and it is not he
 
 def _obstacle(plain: PlainHeads, target: str) -> str:
     """Why the format can't hold the heads; empty when it can."""
-    table, config = TABLES[target], plain.config
+    table = TABLES[target]
+    config = plain.config
     if plain.biased and table.biases == "never":
         return "the residual blocks have biases, and ours have none"
     if table.lm_heads == "shared" and config.lm_head == "own":
@@ -413,7 +415,8 @@ def to_keys(plain: PlainHeads, target: str) -> dict[str, torch.Tensor]:
     """The tensors under a format's names, in the order head by head. Call `refuse_unrepresentable`
     first.
     """
-    table, config = TABLES[target], plain.config
+    table = TABLES[target]
+    config = plain.config
     biased = plain.biased or table.biases == "always"
     out: dict[str, torch.Tensor] = {}
     for k in range(config.num_heads):

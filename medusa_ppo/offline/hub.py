@@ -119,7 +119,8 @@ def render_card(
 
 def _replayed(notes: Mapping[str, Any]) -> str:
     """What the training measured, as a sentence, or nothing."""
-    length, tokens = notes.get("replay_mean_acceptance_length"), notes.get("trained_tokens")
+    length = notes.get("replay_mean_acceptance_length")
+    tokens = notes.get("trained_tokens")
     if not isinstance(length, int | float):
         return ""
     after = f", after {tokens:,} training tokens" if isinstance(tokens, int) else ""
@@ -171,7 +172,8 @@ def _read_figures(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         missing = [name for name in NEEDED if name not in found]
     except (OSError, ValueError, TypeError) as error:
-        given, do = f"{path}: {error}", "Give one of eval --json."
+        given = f"{path}: {error}"
+        do = "Give one of eval --json."
         raise DataError(
             "The figures can't be read.", given=given, expected="a JSON file", do=do
         ) from None

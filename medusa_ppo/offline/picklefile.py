@@ -125,7 +125,8 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
     _check_directory_size(path, size)
     try:
         with zipfile.ZipFile(path) as archive:
-            infos, start = archive.infolist(), archive.start_dir
+            infos = archive.infolist()
+            start = archive.start_dir
     except BROKEN_ZIP as error:
         raise _damaged(path, f"{error!s:.100}", "a file written by torch.save") from error
     entries = {info.filename: info for info in infos}
@@ -181,7 +182,8 @@ def _check_directory_size(path: Path, size: int) -> None:
     with path.open("rb") as handle:
         handle.seek(max(0, size - END_BYTES - LOCATOR_BYTES))
         tail = handle.read()
-        end, locator = tail[-END_BYTES:], tail[: -END_BYTES or None]
+        end = tail[-END_BYTES:]
+        locator = tail[: -END_BYTES or None]
         if len(tail) < END_BYTES or end[:4] != END_RECORD:
             raise _damaged(
                 path,

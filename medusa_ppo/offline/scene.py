@@ -177,14 +177,16 @@ def read_scene(
     rows = list(islice(rows, streamed_rows or None))
     longest = min(MAX_PROMPT_TOKENS, context - max_new_tokens)
     if longest < 1:
-        given, expected = f"--max-new-tokens {max_new_tokens}", f"less than {context}"
+        given = f"--max-new-tokens {max_new_tokens}"
+        expected = f"less than {context}"
         raise DataError(
             "No room for a prompt.", given=given, expected=expected, do="Ask for fewer tokens."
         )
     every = _tokenized(rows, template, source.column, tokenizer)
     kept = [i for i, ids in enumerate(every) if 0 < len(ids) <= longest]
     if not kept:
-        given, expected = f"{len(every)} prompts", f"1 to {longest} tokens each"
+        given = f"{len(every)} prompts"
+        expected = f"1 to {longest} tokens each"
         raise DataError(
             "No prompt is usable.",
             given=given,
@@ -289,7 +291,8 @@ def out_folder(out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        given, do = f"{out}: {error.strerror}", "Choose another --out."
+        given = f"{out}: {error.strerror}"
+        do = "Choose another --out."
         raise DataError(
             "The output folder can't be made.", given=given, expected="a writable folder", do=do
         ) from None
@@ -334,7 +337,8 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
     config = options.sizes(model.hidden_size, model.vocab_size)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in MedusaHeads(config).parameters())
-    width, compute = DTYPES[options.dtype].itemsize, compute_dtype(options.dtype)
+    width = DTYPES[options.dtype].itemsize
+    compute = compute_dtype(options.dtype)
     hidden_bytes = options.max_train_tokens * model.hidden_size * width
     kept = min(hidden_bytes, options.cache_bytes)
     share = 1.0 if hidden_bytes <= options.cache_bytes else options.cache_bytes / hidden_bytes
@@ -404,7 +408,8 @@ def _measured_rate(dtype: torch.dtype) -> float:
     device = training_device()
     matrix = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
     float((matrix @ matrix).float().sum())  # The first product also loads what later ones need.
-    count, began = 0, time.perf_counter()
+    count = 0
+    began = time.perf_counter()
     while (spent := time.perf_counter() - began) < PROBE_S:
         float((matrix @ matrix)[0, 0])
         count += 1

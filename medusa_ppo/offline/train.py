@@ -130,7 +130,8 @@ def gather_samples(
     options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress
 ) -> list[Sample]:
     """All samples; saved, so that an interrupted training goes on with the same ones."""
-    most, context = options.max_train_tokens, min(scene.context, MAX_TEXT_TOKENS)
+    most = options.max_train_tokens
+    context = min(scene.context, MAX_TEXT_TOKENS)
     if scene.source.kind == "prompts":
         samples = _responses(options, scene, resume, progress)
     elif scene.source.kind == "chat":
@@ -167,10 +168,8 @@ def _responses(
         config = engine_config(scene.prompts, options.max_new_tokens)
         with running_engine(options.model, "", config, options.seed) as engine:
             with progress.phase("Writing responses", options.max_train_tokens - tokens) as advance:
-                most, done = (
-                    options.max_train_tokens,
-                    {"rounds_done": len(rounds), "tokens_done": tokens},
-                )
+                most = options.max_train_tokens
+                done = {"rounds_done": len(rounds), "tokens_done": tokens}
                 for rollouts in response_rounds(
                     engine, scene.prompts, sampling, most, advance, **done
                 ):
@@ -185,7 +184,9 @@ class _Run:
     def __init__(
         self, options: TrainOptions, worker: Worker | Workers, resume: ResumeFolder
     ) -> None:
-        self._options, self._worker, self._resume = options, worker, resume
+        self._options = options
+        self._worker = worker
+        self._resume = resume
         wanted = max(
             LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers))
         )
@@ -297,7 +298,8 @@ def _read_log(path: Path, count: int) -> list[Line]:
         found = [json.loads(line) for line in lines]
         problem = f"{path}: {len(found)} lines"
     except ValueError as error:
-        found, problem = [], f"{path}: {error}"
+        found = []
+        problem = f"{path}: {error}"
     if len(found) != count:
         raise DataError(
             "The log of the interrupted training is damaged.",
@@ -372,10 +374,8 @@ class ResumeFolder:
             CheckpointError: its settings can't be read.
         """
         self._folder = out / "resume"
-        self._samples, self._trainer = (
-            self._folder / "samples.json",
-            self._folder / "trainer.safetensors",
-        )
+        self._samples = self._folder / "samples.json"
+        self._trainer = self._folder / "trainer.safetensors"
         self._settings = {"format_version": RESUME_FORMAT, **options.settings()}
         self.found = (
             not options.fresh and len(list(self._folder.glob("*"))) > 1

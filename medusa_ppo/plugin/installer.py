@@ -51,13 +51,15 @@ class SwapWatch:
         """New heads were installed over others; their next rollouts are judged."""
         if self._counters.drafts >= MIN_DRAFTS:
             self._extra_before = self._counters.mean_acceptance_length - 1
-        self._new, self._counters = new, Counters()
+        self._new = new
+        self._counters = Counters()
 
     def put_back(self) -> None:
         """The heads before are installed again: nothing is to be judged, and what is known of them
         stays.
         """
-        self._new, self._counters = None, Counters()
+        self._new = None
+        self._counters = Counters()
 
     def broken(self, rollouts: Rollouts) -> bool:
         """Whether these rollouts show that the newest heads don't work in the engine. Says so once
@@ -72,8 +74,10 @@ class SwapWatch:
         self._counters = self._counters + rollouts.counters
         if self._new is None or self._counters.drafts < MIN_DRAFTS:
             return False
-        new, self._new = self._new, None
-        extra, promised = self._counters.mean_acceptance_length - 1, new.mean_acceptance_length - 1
+        new = self._new
+        self._new = None
+        extra = self._counters.mean_acceptance_length - 1
+        promised = new.mean_acceptance_length - 1
         if (
             not 0 <= extra < KEPT_SHARE * promised
             or self._extra_before is None
@@ -99,7 +103,8 @@ def first_heads(heads: MedusaHeads) -> Iterator[PublishedHeads]:
     was published of them.
     """
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-heads-") as folder:
-        state, path = heads.trainable_state(), Path(folder) / "first.safetensors"
+        state = heads.trainable_state()
+        path = Path(folder) / "first.safetensors"
         save_state(path, state)
         yield PublishedHeads(0, str(path), checksum(state), 0, 1.0)
 
@@ -121,7 +126,9 @@ class HeadsInstaller:
             on_error: `raise` or `disable`: what newer heads that don't reach the engine do to the
                 loop.
         """
-        self._engine, self._first, self._on_error = engine, first, on_error
+        self._engine = engine
+        self._first = first
+        self._on_error = on_error
         self._before: PublishedHeads | None = None
         self._broken = False
         self._seconds = 0.0
@@ -143,7 +150,8 @@ class HeadsInstaller:
 
     def take_seconds(self) -> float:
         """Seconds of all swaps since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
     def install(self, published: PublishedHeads) -> None:
@@ -165,7 +173,8 @@ class HeadsInstaller:
                 error,
             )
         else:
-            self._before, self.installed = self.installed, published
+            self._before = self.installed
+            self.installed = published
             self.watch.swapped(published)
             self.swaps += 1
 
@@ -173,10 +182,12 @@ class HeadsInstaller:
         """Put the heads before back, under their own version, if the last rollouts showed that
         these don't work. True: it was done.
         """
-        broken, self._broken = self._broken, False
+        broken = self._broken
+        self._broken = False
         if not broken or not self._go_back(self._before, "The heads before could not be put back."):
             return False
-        self.installed, self._before = self._before, None
+        self.installed = self._before
+        self._before = None
         self.watch.put_back()
         return True
 
@@ -206,7 +217,8 @@ class HeadsInstaller:
                 for so long.
         """
         assert self._first is not None, "asked for by the plugin when it knows them"
-        heads, installed = copy.deepcopy(self._first), self.installed
+        heads = copy.deepcopy(self._first)
+        installed = self.installed
         if installed is not None and not Path(installed.path).is_file():
             installed = newest()
         if installed is not None:

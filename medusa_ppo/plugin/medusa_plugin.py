@@ -188,7 +188,9 @@ class MedusaPlugin:
             )
         settings = config.companion
         passes = float(settings.epochs) if config.must_pay else None
-        wait, on_error, choices = settings.wait, settings.on_error, config.engine.choose_drafts
+        wait = settings.wait
+        on_error = settings.on_error
+        choices = config.engine.choose_drafts
         plugin = cls(
             engine,
             companion,
@@ -320,7 +322,8 @@ class MedusaPlugin:
         with self._exposed():
             self._flush()
             if tables_VD is not None:
-                self._tables, self._tables_sent = tables_VD, False
+                self._tables = tables_VD
+                self._tables_sent = False
             if self._wants_states:
                 self._send_tables(policy_version)
 
@@ -330,7 +333,8 @@ class MedusaPlugin:
         """
         with self._exposed():
             status = self._companion.status() if self._companion is not None else None
-        step, self._step = self._step, _Step()
+        step = self._step
+        self._step = _Step()
         values: dict[str, Any] = {
             names.PLUGIN_EXPOSED_S: step.exposed_s,
             names.SWAP_S: self.installer.take_seconds(),
@@ -351,16 +355,12 @@ class MedusaPlugin:
 
     def _book(self, account: Account, step: _Step, status: CompanionStatus) -> dict[str, Any]:
         assert step.rollouts is not None
-        worked_s, self._worked_s_before = (
-            max(0.0, status.worked_s - self._worked_s_before),
-            status.worked_s,
-        )
+        worked_s = max(0.0, status.worked_s - self._worked_s_before)
+        self._worked_s_before = status.worked_s
         step_s = self._clock() - step.began
-        took_s, tokens, length = (
-            step.rollouts.seconds,
-            step.rollouts.generated_tokens,
-            step.rollouts.counters.mean_acceptance_length,
-        )
+        took_s = step.rollouts.seconds
+        tokens = step.rollouts.generated_tokens
+        length = step.rollouts.counters.mean_acceptance_length
         versions = status.versions_published, step.rollouts.heads_version
         took = took_s, max(0.0, step_s - took_s), step.exposed_s, tokens, length, worked_s
         account.step(
@@ -426,7 +426,8 @@ class MedusaPlugin:
         """Hand over what was tapped. A batch of which nothing was scored is only told in the log:
         the loop may skip steps.
         """
-        collector, self._collector = self._collector, None
+        collector = self._collector
+        self._collector = None
         if collector is None or self._companion is None:
             return
         if not collector.seen and not collector.complete:

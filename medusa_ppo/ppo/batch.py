@@ -102,7 +102,8 @@ class PPOBatch:
         _check(rollouts)
         self.rollouts = rollouts
         self.device = torch.device(device)
-        self.pad_id, self.first = pad_id, first
+        self.pad_id = pad_id
+        self.first = first
         self._prompts = [rollouts.prompts[r.prompt_index] for r in rollouts.responses]
         self._responses = [r.token_ids for r in rollouts.responses]
         self.lengths_S = torch.tensor([len(ids) for ids in self._responses])
@@ -147,7 +148,8 @@ class PPOBatch:
         input_ids_BT = torch.full((len(sequences), width), self.pad_id)
         response_mask_BT = torch.zeros((len(sequences), width), dtype=torch.bool)
         for row, s in enumerate(sequences):
-            prompt, response = self._prompts[s], self._responses[s]
+            prompt = self._prompts[s]
+            response = self._responses[s]
             total = len(prompt) + len(response)
             input_ids_BT[row, :total] = torch.tensor([*prompt, *response])
             response_mask_BT[row, len(prompt) : total] = True

@@ -75,8 +75,10 @@ class Comparison:
                 of the same actor.
         """
         self._config = config
-        self._with, self._without = loop, plain
-        self._first, self._version = loop.position.next_step, loop.position.policy_version
+        self._with = loop
+        self._without = plain
+        self._first = loop.position.next_step
+        self._version = loop.position.policy_version
         self._busy = False  # The companion trains on the batch of a step before.
 
     def rollouts(self, pairs: int) -> list[dict[str, float]]:

@@ -83,7 +83,8 @@ class PPOLearner(ABC):
         """
         self.critic = critic
         self.config = config
-        self.shaping, self.turns = Shaping(config), Turns(config.placement == "shared")
+        self.shaping = Shaping(config)
+        self.turns = Turns(config.placement == "shared")
         self._beside = ThreadPoolExecutor(1, "medusa-ppo-beside") if config.side_by_side else None
         self.seed = seed
         self.autocast = autocast
@@ -152,10 +153,8 @@ class PPOLearner(ABC):
         time.
         """
         timeline = timeline or Timeline()
-        policy, values_SR = (
-            self._begin_scoring(batch, sampling, tap, timeline),
-            torch.zeros(batch.mask_SR.shape),
-        )
+        policy = self._begin_scoring(batch, sampling, tap, timeline)
+        values_SR = torch.zeros(batch.mask_SR.shape)
         if self.critic is not None:
             with timeline.at_work("critic"), self.turns.on(CRITIC):
                 for micro in self._micros(batch, range(len(batch))):
@@ -167,12 +166,12 @@ class PPOLearner(ABC):
         self, batch: PPOBatch, measured: Measured, rewards: Tensor
     ) -> tuple[Scores, dict[str, float]]:
         """What follows for a whole rollout batch from the passes over it."""
-        config, mask_SR, trained_S = self.config, batch.mask_SR, self.shaping.trained(batch)
-        found, values_SR, coefficient = (
-            measured.policy,
-            measured.values_SR,
-            self.shaping.kl_coefficient,
-        )
+        config = self.config
+        mask_SR = batch.mask_SR
+        trained_S = self.shaping.trained(batch)
+        found = measured.policy
+        values_SR = measured.values_SR
+        coefficient = self.shaping.kl_coefficient
         earned = self.shaping.rewards(batch, rewards)
         penalty = 0.0 if config.kl_in_loss else coefficient
         rewards_SR = models.token_rewards(
@@ -212,7 +211,8 @@ class PPOLearner(ABC):
         """advantages_SR and returns_SR: GAE, whitened over what is learned from, or those of
         groups.
         """
-        config, mask_SR = self.config, batch.mask_SR
+        config = self.config
+        mask_SR = batch.mask_SR
         if config.advantages == "gae":
             advantages_SR, returns_SR = models.generalized_advantages(
                 rewards_SR, values_SR, mask_SR, config.gamma, config.lam
@@ -271,7 +271,10 @@ class PPOLearner(ABC):
         """All optimizer steps of the critic: what the log says about them, and how many were left
         out.
         """
-        config, loss, tokens, norms = self.config, 0.0, 0, GradientNorms()
+        config = self.config
+        loss = 0.0
+        tokens = 0
+        norms = GradientNorms()
         clip_range = config.value_clip_range
         if clip_range is not None and config.value_clip_unit == "returns":
             clip_range *= models.masked_deviation(scores.returns_SR, batch.mask_SR)
@@ -298,10 +301,8 @@ class PPOLearner(ABC):
             int(batch.lengths_S[sequences].sum()),
         )
         for micro in self._micros(batch, sequences):
-            old_M, returns_M = (
-                batch.pack(scores.values_SR, micro),
-                batch.pack(scores.returns_SR, micro),
-            )
+            old_M = batch.pack(scores.values_SR, micro)
+            returns_M = batch.pack(scores.returns_SR, micro)
             value_loss = models.clipped_value_loss(
                 critic(micro, self.autocast), old_M, returns_M, clip_range
             )
@@ -414,7 +415,8 @@ class Learner(PPOLearner):
     def _begin_scoring(
         self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
     ) -> Callable[[], PolicyScores]:
-        found, micros = PolicyScores.zeros(batch), self._micros(batch, range(len(batch)))
+        found = PolicyScores.zeros(batch)
+        micros = self._micros(batch, range(len(batch)))
 
         def reference() -> None:
             with torch.no_grad(), timeline.at_work("reference"), self.turns.on(REFERENCE):
@@ -464,12 +466,14 @@ class Learner(PPOLearner):
     def _actor_steps(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> UpdateTotals:
-        config, totals = self.config, UpdateTotals()
+        config = self.config
+        totals = UpdateTotals()
         set_learning_rate(
             self.actor_optimizer, learning_rate_share(config, step) * config.actor_learning_rate
         )
         for number, sequences in enumerate(minibatches(scores.sequences, config, self.seed, step)):
-            tokens, kl_before = int(batch.lengths_S[sequences].sum()), totals.kl
+            tokens = int(batch.lengths_S[sequences].sum())
+            kl_before = totals.kl
             for micro in self._micros(batch, sequences):
                 stats = token_stats(
                     self.actor,
@@ -498,7 +502,8 @@ class Learner(PPOLearner):
     def _learn_texts(self, texts: PPOBatch, first: int, count: int) -> float:
         """Add the gradient of the mean loss on so many of the texts, in turn; gives that loss."""
         chosen = sorted({(first + n) % len(texts) for n in range(count)})
-        total, tokens = 0.0, int(texts.lengths_S[chosen].sum())
+        total = 0.0
+        tokens = int(texts.lengths_S[chosen].sum())
         for micro in self._micros(texts, chosen):
             loss = (
                 -token_stats(self.actor, micro, Sampling(), autocast=self.autocast).logprobs_M.sum()
@@ -536,7 +541,8 @@ class UpdateTotals:
         those of all already.
         """
         total = cls()
-        total.tokens, total.norms = shares[0].tokens, shares[0].norms
+        total.tokens = shares[0].tokens
+        total.norms = shares[0].norms
         for share in shares:
             total.policy_loss += share.policy_loss
             total.clipped += share.clipped
@@ -554,10 +560,8 @@ class UpdateTotals:
         """The loss of a micro batch, summed over its tokens; its figures are added up. Every token
         weighs the same, wherever it stands.
         """
-        old_M, advantages_M = (
-            batch.pack(scores.logprobs_SR, micro),
-            batch.pack(scores.advantages_SR, micro),
-        )
+        old_M = batch.pack(scores.logprobs_SR, micro)
+        advantages_M = batch.pack(scores.advantages_SR, micro)
         weights_M = None if scores.weights_SR is None else batch.pack(scores.weights_SR, micro)
         terms = models.clipped_surrogate(
             stats.logprobs_M, old_M, advantages_M, config.clip_range, weights_M
@@ -579,7 +583,8 @@ class UpdateTotals:
 
     def report(self) -> dict[str, float]:
         """Means over tokens and steps. RunError when no gradient was finite."""
-        tokens, texts = max(1, self.tokens), self.text_losses
+        tokens = max(1, self.tokens)
+        texts = self.text_losses
         return {
             names.POLICY_LOSS: self.policy_loss / tokens,
             names.CLIP_FRAC: self.clipped / tokens,

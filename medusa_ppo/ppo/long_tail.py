@@ -81,13 +81,12 @@ class LongTail:
             first_version: of the actor that learns from step 0.
             carried: into this step, these.
         """
-        self._engine, self._prompts_of, self._share, self._staleness = (
-            engine,
-            prompts_of,
-            share,
-            staleness,
-        )
-        self._last_step, self._first_version = last_step, first_version
+        self._engine = engine
+        self._prompts_of = prompts_of
+        self._share = share
+        self._staleness = staleness
+        self._last_step = last_step
+        self._first_version = first_version
         self._into = {carried[0]: tuple(carried[1])}
 
     def into(self, step: int) -> tuple[Carried, ...]:
@@ -103,20 +102,16 @@ class LongTail:
         Raises:
             CheckpointError: what was carried over is not of this run's prompts and sampling.
         """
-        count, version, learned_at = (
-            sampling.responses_per_prompt,
-            self._engine.policy_version,
-            self._first_version + step,
-        )
+        count = sampling.responses_per_prompt
+        version = self._engine.policy_version
+        learned_at = self._first_version + step
         nothing = tuple(Response(0, (), (), UNFINISHED) for _ in range(count))
         fresh = (
             Carried(step, place, tuple(prompt.token_ids), nothing)
             for place, prompt in enumerate(prompts)
         )
-        groups, every = (
-            [*self.into(step), *fresh],
-            [*self._prompts_of_carried(step, sampling), *prompts],
-        )
+        groups = [*self.into(step), *fresh]
+        every = [*self._prompts_of_carried(step, sampling), *prompts]
         begun = tuple(
             replace(response, prompt_index=index)
             for index, group in enumerate(groups)

@@ -50,15 +50,19 @@ class PPOLoop:
         self.config = config
         self.progress = progress or ProgressSink()
         self.position = position or RunPosition()
-        self.prompts, self.tokenizer, self.learner = parts.prompts, parts.tokenizer, parts.learner
-        self.reward, self.engine, self.sync, self.trackers = (
-            parts.reward,
-            parts.engine,
-            parts.sync,
-            parts.trackers,
-        )
-        self.evaluation, self.texts, self.turns = parts.evaluation, parts.texts, parts.learner.turns
-        self.plugin, self.remembered = parts.plugin, parts.remembered  # medusa
+        self.prompts = parts.prompts
+        self.tokenizer = parts.tokenizer
+        self.learner = parts.learner
+        self.reward = parts.reward
+        self.engine = parts.engine
+        self.sync = parts.sync
+        self.trackers = parts.trackers
+        self.evaluation = parts.evaluation
+        self.texts = parts.texts
+        self.turns = parts.learner.turns
+        # medusa
+        self.plugin = parts.plugin
+        self.remembered = parts.remembered
         self.maker = RolloutMaker(
             parts.learner,
             SpeedPairs(parts.engine, config),
@@ -68,23 +72,24 @@ class PPOLoop:
             ahead=config.ppo.steps_ahead > 0,
             tail=self._long_tail(),
         )
-        self.begun, self.written_by = self.position.next_step, self.position.policy_version
-        self.memory, self.alarmed = PeakMemory(), False
+        self.begun = self.position.next_step
+        self.written_by = self.position.policy_version
+        self.memory = PeakMemory()
+        self.alarmed = False
         self.rollout_files = RolloutFiles(config.run_dir, config.report.keep_rollouts)
 
     def _long_tail(self) -> LongTail | None:
         """Who carries prompts over to the next step, where ppo.carry_after says so."""
-        ppo, position = self.config.ppo, self.position
+        ppo = self.config.ppo
+        position = self.position
         if ppo.carry_after is None:
             return None
 
         def prompts_of(step: int) -> list[Prompt]:
             return self.prompts.batch(step, ppo.prompts_per_step)
 
-        first, carried = (
-            position.policy_version - position.next_step,
-            (position.next_step, position.carried),
-        )
+        first = position.policy_version - position.next_step
+        carried = (position.next_step, position.carried)
         return LongTail(
             self.engine,
             prompts_of,
@@ -99,7 +104,8 @@ class PPOLoop:
         """All steps from the current position on; every finished step is on disk before the next
         begins.
         """
-        config, began = self.config, time.monotonic() - self.position.wall_s
+        config = self.config
+        began = time.monotonic() - self.position.wall_s
         self.progress.run_started(config.name, self.position.next_step, config.ppo.steps)
         for step in range(self.position.next_step, config.ppo.steps):
             values = self.step(step)
@@ -124,7 +130,9 @@ class PPOLoop:
         """One PPO step. Returns its metrics; the actor in the engine is the updated one
         afterwards.
         """
-        config, learner, version = self.config, self.learner, self.position.policy_version
+        config = self.config
+        learner = self.learner
+        version = self.position.policy_version
         values: Metrics = {names.STEP: step}
 
         # (1) GENERATE: the engine writes the responses, with the actor's weights of this version;
@@ -170,7 +178,8 @@ class PPOLoop:
             values |= learner.update(batch, scores, rollouts.sampling, step, texts)
 
         # (4) SYNC: the new actor into the engine.
-        aside, peak = self.turns.aside(ACTOR), self.memory.during(names.SYNC_PEAK)
+        aside = self.turns.aside(ACTOR)
+        peak = self.memory.during(names.SYNC_PEAK)
         with self.progress.phase(phases.SYNC, step) as sync_s, at_work("sync"), peak, aside:
             if self.plugin is not None:  # medusa
                 self.plugin.policy_updated(learner.actor, version + 1)  # medusa
@@ -212,11 +221,10 @@ class PPOLoop:
 
     def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:
         """Of each response (S), or with steps of each token (S, R)."""
-        asked, separator = (
-            [prompts[r.prompt_index] for r in rollouts.responses],
-            self.config.ppo.step_separator,
-        )
-        texts, rows = [p.text for p in asked], [p.row for p in asked]
+        asked = [prompts[r.prompt_index] for r in rollouts.responses]
+        separator = self.config.ppo.step_separator
+        texts = [p.text for p in asked]
+        rows = [p.row for p in asked]
         if separator is not None:
             pieces = [
                 self.tokenizer.batch_decode([[i] for i in r.token_ids], skip_special_tokens=True)
@@ -288,7 +296,8 @@ def run_ppo(
         KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after everything was closed and the partial
             report written.
     """
-    config, progress = settled(config), progress or ProgressSink()
+    config = settled(config)
+    progress = progress or ProgressSink()
     with RunSession(config, progress) as session:
         parts, position, writer = session.prepare(resume, allow)
         loop = PPOLoop(config, parts, progress, position)

@@ -99,7 +99,8 @@ class Resident:
     """A role's weights, and its optimizer's moments: on the device, or in host buffers."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self._module, self._optimizer = module, optimizer
+        self._module = module
+        self._optimizer = optimizer
         self._device = next(module.parameters()).device
         self._host: dict[str, Tensor] = {}
         self._away: set[str] = set()
@@ -112,10 +113,8 @@ class Resident:
 
     def _slots(self) -> dict[str, Tensor]:
         """Its tensors by name: weights, and moments as `weight/moment`."""
-        own, state = (
-            dict(self._module.named_parameters()),
-            self._optimizer.state if self._optimizer else {},
-        )
+        own = dict(self._module.named_parameters())
+        state = self._optimizer.state if self._optimizer else {}
         moments = {
             name + MOMENT + key: value
             for name in own
@@ -152,7 +151,8 @@ class Resident:
 
     def come(self, spare: Spare, training: bool) -> int:
         """To the device. Gives the bytes that were copied."""
-        slots, lacking = self._slots(), self.lacks(training)
+        slots = self._slots()
+        lacking = self.lacks(training)
         for name, host in lacking.items():
             slots[name].data = spare.take(host, self._device).copy_(host)
             self._away.remove(name)
@@ -194,11 +194,14 @@ class Turns:
     """The roles of a run and their ledger; with `shared` they take turns."""
 
     def __init__(self, shared: bool = False) -> None:
-        self.shared, self.ledger = shared, Ledger()
+        self.shared = shared
+        self.ledger = Ledger()
         self._engine_bytes = 0
         self._roles: dict[str, Resident] = {}
         self._left: list[tuple[StorageWeakRef, int]] = []
-        self._moved, self._move_s, self._wake_s = 0, 0.0, 0.0
+        self._moved = 0
+        self._move_s = 0.0
+        self._wake_s = 0.0
 
     def add(
         self, role: str, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
@@ -275,7 +278,9 @@ class Turns:
         found = self.ledger.take() | ({names.ENGINE_WAKE_S: self._wake_s} if self._wake_s else {})
         if self.shared:
             found |= {names.OFFLOAD_S: self._move_s, names.OFFLOAD_BYTES: self._moved}
-        self._moved, self._move_s, self._wake_s = 0, 0.0, 0.0
+        self._moved = 0
+        self._move_s = 0.0
+        self._wake_s = 0.0
         return found
 
     def free_memory(self) -> int:

@@ -63,13 +63,13 @@ class Worker:
         )
         self.process.start()
         theirs.close()
-        self.ready, self.place, self.until = False, -1, time.monotonic() + START_S
+        self.ready = False
+        self.place = -1
+        self.until = time.monotonic() + START_S
 
     def give(self, place: int, sample: Sample, timeout_s: float | None) -> None:
-        self.place, self.until = (
-            place,
-            float("inf") if timeout_s is None else time.monotonic() + timeout_s,
-        )
+        self.place = place
+        self.until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         self.pipe.send(sample)
 
     def end(self) -> None:
@@ -89,7 +89,9 @@ class RewardPool:
             name: `module:function`.
             timeout_s: for each call; None: any.
         """
-        self._name, self._count, self._timeout_s = name, processes, timeout_s
+        self._name = name
+        self._count = processes
+        self._timeout_s = timeout_s
         self._workers: list[Worker] = []
 
     def start(self) -> None:
@@ -102,7 +104,8 @@ class RewardPool:
     def ask(self, samples: Sequence[Sample]) -> list[Outcome]:
         """The function's answers, in order. RunError when its processes don't start."""
         self.start()
-        waiting, found = deque(range(len(samples))), dict[int, Outcome]()
+        waiting = deque(range(len(samples)))
+        found = dict[int, Outcome]()
         while len(found) < len(samples):
             for worker in self._workers:
                 if worker.ready and worker.place < 0 and waiting:
@@ -125,10 +128,8 @@ class RewardPool:
             said = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(1.0)
-            given, do = (
-                f"{self._name}, exit code {worker.process.exitcode}",
-                "Read its last words, and correct the function.",
-            )
+            given = f"{self._name}, exit code {worker.process.exitcode}"
+            do = "Read its last words, and correct the function."
             problem = RunError(
                 "A process of the reward function ended.", given=given, expected="a number", do=do
             )
@@ -136,7 +137,8 @@ class RewardPool:
             return
         if said != READY:
             found[worker.place] = said
-        worker.ready, worker.place = True, -1
+        worker.ready = True
+        worker.place = -1
 
     def _replace(self, worker: Worker, outcome: Outcome, found: dict[int, Outcome]) -> None:
         """Another process in its place, and this outcome for what it was at."""
@@ -160,7 +162,8 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes; harmless when called again."""
-        workers, self._workers = self._workers, []
+        workers = self._workers
+        self._workers = []
         for worker in workers:
             worker.end()
 

@@ -92,7 +92,8 @@ class CallableReward(RewardSource):
         Args:
             pool: calls the function in its processes; None: it is called here.
         """
-        self._function, self._pool = function, pool
+        self._function = function
+        self._pool = pool
         self._name = name
         self._correct_from = correct_from
 
@@ -231,19 +232,19 @@ class ModelReward(RewardSource):
             raise ModelError(
                 "The reward model can't be loaded.", given=given, expected=expected, do=do
             ) from error
-        labels, allowed = self.model.config.num_labels, (1, 2) if by_steps else (1,)
+        labels = self.model.config.num_labels
+        allowed = (1, 2) if by_steps else (1,)
         if labels not in allowed:
-            given, expected = (
-                f"{path}: {labels} labels",
-                " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed),
-            )
+            given = f"{path}: {labels} labels"
+            expected = " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed)
             raise ModelError(
                 "The reward model has not one output.",
                 given=given,
                 expected=expected,
                 do="Use a reward model.",
             )
-        tokens, rows = len(self._tokenizer), self.model.get_input_embeddings().weight.shape[0]
+        tokens = len(self._tokenizer)
+        rows = self.model.get_input_embeddings().weight.shape[0]
         if tokens > rows:
             raise ModelError(
                 "The reward model's vocabulary is not its training's.",
@@ -276,7 +277,8 @@ class ModelReward(RewardSource):
     def score_steps(
         self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]
     ) -> list[list[float]]:
-        ids, ends = [], []
+        ids = []
+        ends = []
         for prompt, steps in zip(prompts, responses, strict=True):
             parts = [self._tokenizer(self._before.format(prompt=prompt))["input_ids"]]
             parts += [
@@ -289,7 +291,8 @@ class ModelReward(RewardSource):
             )
             whole = [*itertools.chain.from_iterable(parts), *after]
             if len(whole) > self._longest:
-                given, do = f"{len(whole)} tokens", "Set a smaller sampling.max_new_tokens."
+                given = f"{len(whole)} tokens"
+                do = "Set a smaller sampling.max_new_tokens."
                 raise RunError(
                     "A response is too long for the reward model.",
                     given=given,
@@ -391,7 +394,9 @@ def step_ends(pieces: Sequence[str], separator: str) -> list[tuple[int, int]]:
     Steps are what stands between separators and is not blank; what follows the last one belongs to
     it. There is one at least.
     """
-    text, last, found = "".join(pieces), 0, list[int]()
+    text = "".join(pieces)
+    last = 0
+    found = list[int]()
     for match in re.finditer(re.escape(separator), text):
         if text[last : match.start()].strip():
             found.append(match.end())
@@ -405,7 +410,8 @@ def step_ends(pieces: Sequence[str], separator: str) -> list[tuple[int, int]]:
 
 
 def _cut(pieces: Sequence[str], ends: Sequence[tuple[int, int]]) -> list[str]:
-    text, starts = "".join(pieces), [0, *(end for end, _ in ends[:-1])]
+    text = "".join(pieces)
+    starts = [0, *(end for end, _ in ends[:-1])]
     return [text[start:end] for start, (end, _) in zip(starts, ends, strict=True)]
 
 
@@ -428,7 +434,8 @@ def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> Reward
             config.reward_template,
             by_steps=config.step_separator is not None,
         )
-    function, pool = find_callable(config.reward), None
+    function = find_callable(config.reward)
+    pool = None
     if config.reward_processes is not None:
         pool = RewardPool(config.reward, config.reward_processes, config.reward_timeout_s)
         pool.start()

@@ -105,10 +105,14 @@ class RolloutMaker:
             ahead: the engine begins at once with what is begun, while other steps are learned from.
             tail: carries prompts over to the next step; None: each step waits for all of its own.
         """
-        self._ahead, self._tail = ahead, tail
+        self._ahead = ahead
+        self._tail = tail
         self._begun: dict[int, tuple[list[Prompt], Sampling, Future[Written] | None]] = {}
-        self._learner, self._speed, self._rewards = learner, speed, rewards
-        self._piece_prompts, self._pad_id = piece_prompts, pad_id
+        self._learner = learner
+        self._speed = speed
+        self._rewards = rewards
+        self._piece_prompts = piece_prompts
+        self._pad_id = pad_id
         self._engine_thread, self._models_thread = (
             ThreadPoolExecutor(1, f"medusa-ppo-{name}") for name in ("engine", "models")
         )
@@ -219,7 +223,8 @@ class RolloutMaker:
         """The batch, its rewards, what is known about it, and what the log should say; of the
         rollouts that `finish` gave last.
         """
-        work, self._step = self._step, None
+        work = self._step
+        self._step = None
         assert work is not None, "finish() comes first"
         batch = PPOBatch(rollouts, self._learner.device, self._pad_id)
         if work.pieces:
@@ -247,10 +252,8 @@ class RolloutMaker:
     def _cut(self, prompts: int, sampling: Sampling) -> list[Piece]:
         if self._piece_prompts is None:
             return []
-        size, total = (
-            self._piece_prompts * sampling.responses_per_prompt,
-            prompts * sampling.responses_per_prompt,
-        )
+        size = self._piece_prompts * sampling.responses_per_prompt
+        total = prompts * sampling.responses_per_prompt
         return [Piece(range(start, min(start + size, total))) for start in range(0, total, size)]
 
     def _ended(self, work: Step, place: int, response: Response) -> None:
@@ -380,7 +383,8 @@ class HeldPasses:
 
     def hand_over(self, actor: Actor, tap: Tap) -> None:
         """To the tap, pass by pass, in the order in which they were made."""
-        passes, self._passes = self._passes, []
+        passes = self._passes
+        self._passes = []
         for hidden_BTD, response_mask_BT, places in passes:
             past: Any = PastPass(as_view(actor), hidden_BTD)
             with tap(past, response_mask_BT, places):

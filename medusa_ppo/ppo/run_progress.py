@@ -45,7 +45,8 @@ class Timeline:
     """Who is at work when: spans of seconds since it began. Any thread may add to it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._began = clock, clock()
+        self._clock = clock
+        self._began = clock()
         self.spans: dict[str, list[tuple[float, float]]] = {}
 
     @contextlib.contextmanager
@@ -85,7 +86,8 @@ class Timeline:
 
 def _covered(spans: list[tuple[float, float]]) -> float:
     """Seconds in which at least one of the spans lies; they come in order."""
-    total, reached = 0.0, 0.0
+    total = 0.0
+    reached = 0.0
     for began, ended in spans:
         total += max(0.0, ended - max(began, reached))
         reached = max(reached, ended)
@@ -114,7 +116,8 @@ class PeakMemory:
 
     def take(self) -> dict[str, float]:
         """Of the step's phases; counting begins anew."""
-        taken, self.gib = self.gib, {}
+        taken = self.gib
+        self.gib = {}
         return taken
 
 
@@ -162,7 +165,8 @@ class ProgressSink:
     @contextlib.contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[Callable[[], float]]:
         """A phase as a block; gives a function that says afterwards how many seconds it took."""
-        began, taken = time.monotonic(), 0.0
+        began = time.monotonic()
+        taken = 0.0
         self.phase_started(name, step)
         yield lambda: taken
         taken = time.monotonic() - began
@@ -202,7 +206,8 @@ class LineProgress(PrintedProgress):
         self.note(f"{name}: steps {first_step} to {steps - 1}")
 
     def phase_started(self, phase: str, step: int | None = None) -> None:
-        self._phase, self._said_at = phase, time.monotonic()
+        self._phase = phase
+        self._said_at = time.monotonic()
         if step is None:
             self.note(f"{phase} ...")
 
@@ -260,7 +265,8 @@ class LiveProgress(PrintedProgress):
     def step_finished(self, values: Mapping[str, Any]) -> None:
         self._clock.finished()
         self.note(step_line(values))
-        rate, acceptance = values.get(names.TOKENS_PER_S), values.get(names.MAL_SERVING)
+        rate = values.get(names.TOKENS_PER_S)
+        acceptance = values.get(names.MAL_SERVING)
         parts = [f"{rate:.0f} tokens/s"] * bool(rate) + [
             f"acceptance length {acceptance:.2f}"
         ] * bool(acceptance)
@@ -277,7 +283,9 @@ class StepClock:
         self._done = self._total = 0
 
     def start(self, first_step: int, steps: int) -> None:
-        self._began, self._done, self._total = time.monotonic(), 0, steps - first_step
+        self._began = time.monotonic()
+        self._done = 0
+        self._total = steps - first_step
 
     def finished(self) -> None:
         self._done += 1

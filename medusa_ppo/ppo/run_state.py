@@ -187,10 +187,8 @@ def fresh_folder(target: Path) -> Iterator[Path]:
     Two renames: a reader finds the old folder aside if it comes in between.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (
-        Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent)),
-        target.with_name(f".{target.name}.old"),
-    )
+    new = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent))
+    old = target.with_name(f".{target.name}.old")
     try:
         yield new
         new.chmod(0o755)  # mkdtemp makes it ours alone.
@@ -268,7 +266,9 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         position = RunPosition(
             int(raw["next_step"]), int(raw["policy_version"]), float(raw["wall_s"])
         )
-        old, default, now = raw["config"], plain(RunConfig()), plain(config)
+        old = raw["config"]
+        default = plain(RunConfig())
+        now = plain(config)
         if "version" in raw:
             whole = merged(
                 merged(default, BEFORE), old
@@ -288,7 +288,8 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         OverflowError,
         RecursionError,
     ) as error:
-        given, do = f"{file}: {error!r}", "Start without --resume."
+        given = f"{file}: {error!r}"
+        do = "Start without --resume."
         raise CheckpointError(
             "The saved run is damaged.", given=given, expected=f"a complete {STATE_FILE}", do=do
         ) from None
@@ -372,7 +373,8 @@ def _fault_of(folder: Path, stamp: tuple[tuple[Path, int, int], ...]) -> str:
     """
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        said, found = state.get("files"), _sums(folder)
+        said = state.get("files")
+        found = _sums(folder)
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         return repr(error)
     if not isinstance(said, dict):

@@ -172,7 +172,8 @@ class RunSession:
 
     def _place(self, learner: PPOLearner, reward: RewardSource) -> None:
         """Everyone who computes in this process has a place. ConfigError when they have no room."""
-        turns, config = learner.turns, self._config.engine
+        turns = learner.turns
+        config = self._config.engine
         if reward.model is not None:
             turns.add(REWARD, reward.model)
         if torch.cuda.is_available():
@@ -213,8 +214,11 @@ class RunSession:
         """The prompts; where they are asked for those of the evaluation, and texts to learn by
         heart.
         """
-        config, data = self._config, self._config.data
-        needs_answer, evaluation, texts = not is_model(config.ppo.reward), None, None
+        config = self._config
+        data = self._config.data
+        needs_answer = not is_model(config.ppo.reward)
+        evaluation = None
+        texts = None
         prompts = PromptStream.load(
             data, tokenizer, seed=config.seed, needs_answer=needs_answer, reader=reader
         )

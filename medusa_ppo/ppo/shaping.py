@@ -105,9 +105,12 @@ class Shaping:
             coefficient, count, mean, squares = json.loads(
                 (folder / STATE_FILE).read_text(encoding="utf-8")
             )
-            self._count, self._mean, self._squares = int(count), float(mean), float(squares)
+            self._count = int(count)
+            self._mean = float(mean)
+            self._squares = float(squares)
         except (OSError, TypeError, ValueError) as error:
-            given, do = f"{folder / STATE_FILE}: {error!r}", "Start without --resume."
+            given = f"{folder / STATE_FILE}: {error!r}"
+            do = "Start without --resume."
             raise CheckpointError(
                 "The saved run is damaged.", given=given, expected="four numbers", do=do
             ) from None
@@ -119,7 +122,8 @@ def learning_rate_share(config: PPOConfig, step: int) -> float:
     """Share of the configured step sizes that a PPO step learns with. A function of the step
     alone.
     """
-    share, warmup = 1.0, config.warmup_steps or 0
+    share = 1.0
+    warmup = config.warmup_steps or 0
     if step < warmup:
         share = (step + 1) / (warmup + 1)
     elif config.learning_rate_schedule is not None:

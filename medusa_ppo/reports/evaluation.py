@@ -303,7 +303,8 @@ def draw_positions(sets: Sequence[Sequence[float]]) -> str:
     for place, values in enumerate(sets):
         bar = width * 0.7 / len(sets)
         for k, value in enumerate(values):
-            x, top = k * width + 0.15 * width + place * bar, POSITIONS_HEIGHT * (1 - value)
+            x = k * width + 0.15 * width + place * bar
+            top = POSITIONS_HEIGHT * (1 - value)
             box = (
                 f'x="{x:.2f}%" width="{bar:.2f}%" y="{top:.1f}"'
                 f' height="{POSITIONS_HEIGHT - top:.1f}"'

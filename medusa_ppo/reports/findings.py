@@ -118,7 +118,8 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
         " checks the engine."
     )
     for before, after in pairwise(run.steps):
-        old, new = number(before.get(m.MAL_SERVING)), number(after.get(m.MAL_SERVING))
+        old = number(before.get(m.MAL_SERVING))
+        new = number(after.get(m.MAL_SERVING))
         versions = number(before.get(m.HEADS_VERSION)), number(after.get(m.HEADS_VERSION))
         drafted = number(before.get(m.DRAFTS)) and number(after.get(m.DRAFTS))
         if (
@@ -157,7 +158,8 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
 
 
 def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
-    speedup, count = summary["rollout_speedup"], summary["rollout_speedup_pairs"]["count"]
+    speedup = summary["rollout_speedup"]
+    count = summary["rollout_speedup_pairs"]["count"]
     if speedup is not None and speedup < 1.0:
         text = f"Drafting did not pay in this run: {w.ratio(speedup)}, median of {count} pair(s)."
         yield Finding(
@@ -165,7 +167,8 @@ def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
             text,
             "Draft fewer tokens (engine.num_drafts), or none while batches are large.",
         )
-    ratio, pairs = summary["step_ratio"], summary["step_pairs"]
+    ratio = summary["step_ratio"]
+    pairs = summary["step_pairs"]
     if ratio is not None and ratio >= NOTICEABLE_RATIO:
         seconds = (
             f"{w.exact_seconds(pairs['with_s'])} against {w.exact_seconds(pairs['without_s'])}"
@@ -183,7 +186,8 @@ def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
 
 def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     lengths = summary["mean_acceptance_length"]
-    gain, error = lengths["gain"], lengths["gain_standard_error"]
+    gain = lengths["gain"]
+    error = lengths["gain_standard_error"]
     if gain is not None and gain < -2 * (error if error is not None else 0.0) - 1e-9:
         figures = f"{w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])}"
         text = f"The serving heads are worse than the frozen ones by replay ({figures})."
@@ -192,7 +196,8 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
             text,
             "Lower companion.learning_rate, or give it more prompts a step.",
         )
-    last, window = summary["staleness"]["last"], summary["window_steps"]
+    last = summary["staleness"]["last"]
+    window = summary["window_steps"]
     if last is None or last < STALE_UPDATES:
         return
     # Old heads are a fault only when they accept less than they once did: the gate may have found
@@ -237,11 +242,9 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
             text,
             "Read its error in the log; PPO went on with the heads it had.",
         )
-    dropped, exposed, wall = (
-        summary["companion"]["batches_dropped"],
-        summary["companion"]["exposed_s"],
-        summary["wall_s"],
-    )
+    dropped = summary["companion"]["batches_dropped"]
+    exposed = summary["companion"]["exposed_s"]
+    wall = summary["wall_s"]
     if dropped:
         text = (
             f"The companion's queue dropped {dropped} rollout batch(es): it is slower than the"
@@ -359,7 +362,8 @@ class Events(logging.Handler):
     """
 
     LOGGERS = ("heads", "medusa_ppo")
-    MOST, LONGEST = 50, 500
+    MOST = 50
+    LONGEST = 500
 
     def __init__(self, next_step: int, before: object, clean: Callable[[str], Any]) -> None:
         """Listen until `close`.
@@ -370,7 +374,9 @@ class Events(logging.Handler):
             clean: takes out of a text what no file may hold.
         """
         super().__init__(logging.WARNING)
-        self.next_step, self.fresh, self._clean = next_step, False, clean
+        self.next_step = next_step
+        self.fresh = False
+        self._clean = clean
         self.told = (
             [event for event in before if isinstance(event, dict)]
             if isinstance(before, list)

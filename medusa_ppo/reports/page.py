@@ -43,12 +43,15 @@ def render_page(
         other: a second run to lay over it.
         refresh_s: the page loads itself again after so many seconds; 0: never.
     """
-    panels, script = Panels(run, other), (HERE / "page.js").read_text(encoding="utf-8")
+    panels = Panels(run, other)
+    script = (HERE / "page.js").read_text(encoding="utf-8")
     figures = {
         name: getattr(panels, name)()
         for name in ("acceptance", "entropy", "positions", "speed", "phases", "passes")
     }
-    learning, others, timelines = panels.learning(), panels.others(), panels.timelines()
+    learning = panels.learning()
+    others = panels.others()
+    timelines = panels.timelines()
     rows, hidden_rows = tables.shown_versions(tables.version_rows(run))
     return page_template("page.html.jinja").render(
         run=run,
@@ -133,7 +136,8 @@ def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
     """What a user feels, where it was measured."""
-    speed, spark = summary["tokens_per_s"], _spark(run, m.TOKENS_PER_S, "rollouts")
+    speed = summary["tokens_per_s"]
+    spark = _spark(run, m.TOKENS_PER_S, "rollouts")
     if summary["step_ratio"] is not None:
         pairs = summary["step_pairs"]
         figures = (
@@ -161,7 +165,8 @@ def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
     last.
     """
     phases = {name: value for name, value in summary["phases_s"].items() if value}
-    known, wall = sum(phases.values()), summary["wall_s"] or 0.0
+    known = sum(phases.values())
+    wall = summary["wall_s"] or 0.0
     if phases and wall > known * 1.005:
         phases["rest"] = wall - known
     shares = {name: value / sum(phases.values()) for name, value in phases.items()}
@@ -187,7 +192,8 @@ def _status_text(run: Run, summary: dict[str, Any]) -> str:
     if isinstance(planned, int) and planned != summary["steps"]:
         done += f" of {w.whole(planned)}"
     steps = f"{done} step{'' if done == '1' else 's'}"
-    heads, kind = run.setting("heads", "num_heads"), run.setting("heads", "kind")
+    heads = run.setting("heads", "num_heads")
+    kind = run.setting("heads", "kind")
     parts = [
         steps if summary["wall_s"] is None else f"{steps} in {w.seconds(summary['wall_s'])}",
         run.setting("model", "path"),

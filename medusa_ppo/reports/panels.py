@@ -128,7 +128,8 @@ class Panels:
     """Draws the charts of one run, or of two laid over each other, on one common step axis."""
 
     def __init__(self, run: Run, other: Run | None = None) -> None:
-        self.run, self.other = run, other
+        self.run = run
+        self.other = other
         self.steps = run.step_numbers()
         self.other_steps = other.step_numbers() if other else []
         self.grid = Grid.over([*self.steps, *self.other_steps])
@@ -361,7 +362,8 @@ class Panels:
         """Every other number in the lines, drawn as it is, so that nothing that was logged is out
         of sight.
         """
-        described, unknown = m.describe(), "Logged by this run; the report knows no more about it."
+        described = m.describe()
+        unknown = "Logged by this run; the report knows no more about it."
         drawn = [
             (name, described.get(name, unknown), self._single(name, "rollouts", name, connect=True))
             for name in other_metrics(self.run)
@@ -448,7 +450,8 @@ def version_marks(run: Run) -> list[tuple[int, str]]:
     """(step, name) for each step that drafted with another version than the step before, version 0
     at the start left out.
     """
-    marks, before = [], 0.0
+    marks = []
+    before = 0.0
     for step in run.steps:
         version = number(step.get(m.HEADS_VERSION))
         if version is not None and version != before:
@@ -464,10 +467,8 @@ def rest_seconds(run: Run) -> list[float | None]:
     rest: list[float | None] = []
     before: tuple[int, float] | None = None
     for step in run.steps:
-        wall, known = (
-            number(step.get(m.WALL_S)),
-            [number(step.get(metric)) or 0.0 for metric in PHASES],
-        )
+        wall = number(step.get(m.WALL_S))
+        known = [number(step.get(metric)) or 0.0 for metric in PHASES]
         index = int(step[m.STEP])
         follows = before is not None and before[0] == index - 1
         rest.append(

@@ -118,7 +118,8 @@ def read_run(run_dir: Path | str) -> Run:
         RunError: it is a run, but its files are damaged beyond use.
     """
     path = Path(run_dir)
-    metrics_path, meta_path = path / METRICS_FILE, path / META_FILE
+    metrics_path = path / METRICS_FILE
+    meta_path = path / META_FILE
     if not metrics_path.is_file() and not meta_path.is_file():
         raise _no_run(path)
     meta = read_meta(meta_path)
@@ -148,9 +149,11 @@ def read_meta(path: Path) -> dict[str, Any]:
         meta = json.loads(path.read_text(encoding="utf-8"))
         found = "" if isinstance(meta, dict) else type(meta).__name__
     except (ValueError, RecursionError) as error:
-        meta, found = {}, str(error)
+        meta = {}
+        found = str(error)
     if found:
-        given, do = f"{path}: {found}", "Move the file away and ask again."
+        given = f"{path}: {found}"
+        do = "Move the file away and ask again."
         raise RunError(f"{META_FILE} is damaged.", given=given, expected="a JSON object", do=do)
     return dict(meta)
 

@@ -253,7 +253,8 @@ class RunWriter:
                 expected=f"a whole number > {self._last_step}",
                 do="Count PPO steps from 0, and open the writer with resume_step after a restart.",
             )
-        record, bad = {}, []
+        record = {}
+        bad = []
         for name, value in values.items():
             lost: list[float] = []
             record[name] = clean(value, lost)
@@ -357,7 +358,8 @@ class RunWriter:
             return
         # Of a run folder that somebody else made it may be any text, also a path.
         stamp = re.sub(r"[^\w+-]", "-", str(old.get("started_at") or _now()))[:40]
-        target, counter = self.run_dir / EARLIER_FOLDER / stamp, 1
+        target = self.run_dir / EARLIER_FOLDER / stamp
+        counter = 1
         while target.exists():
             counter += 1
             target = target.with_name(f"{stamp}.{counter}")

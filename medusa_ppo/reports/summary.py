@@ -325,9 +325,11 @@ def mean_acceptance_length(steps: Sequence[dict[str, Any]]) -> float | None:
     """
     drafts = accepted = 0.0
     for step in steps:
-        some, taken = number(step.get(m.DRAFTS)), number(step.get(m.ACCEPTED))
+        some = number(step.get(m.DRAFTS))
+        taken = number(step.get(m.ACCEPTED))
         if some and taken is not None:
-            drafts, accepted = drafts + some, accepted + taken
+            drafts = drafts + some
+            accepted = accepted + taken
     return 1.0 + accepted / drafts if drafts else None
 
 
@@ -341,7 +343,8 @@ def acceptance_per_position(steps: Sequence[dict[str, Any]]) -> list[float] | No
     drafts = 0.0
     accepted: list[float] = []
     for step in steps:
-        some, rates = number(step.get(m.DRAFTS)), numbers(step.get(m.ACCEPTANCE_PER_POSITION))
+        some = number(step.get(m.DRAFTS))
+        rates = numbers(step.get(m.ACCEPTANCE_PER_POSITION))
         if not some or rates is None:
             continue
         drafts += some
@@ -356,7 +359,8 @@ def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None
     lengths: dict[int, list[float]] = {}
     engines = 0
     for step in steps:
-        found, tokens = numbers(step.get(m.MAL_PER_ENGINE)), numbers(step.get(m.TOKENS_PER_ENGINE))
+        found = numbers(step.get(m.MAL_PER_ENGINE))
+        tokens = numbers(step.get(m.TOKENS_PER_ENGINE))
         if found is None or tokens is None:
             continue
         engines = max(engines, len(found))

@@ -94,11 +94,13 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     `most` of them.
     """
     if not high > low:
-        low, high = low - (abs(low) or 1.0) * 0.5, high + (abs(high) or 1.0) * 0.5
+        low = low - (abs(low) or 1.0) * 0.5
+        high = high + (abs(high) or 1.0) * 0.5
     rough = (high - low) / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-    start, stop = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
+    start = math.floor(low / size + 1e-9)
+    stop = math.ceil(high / size - 1e-9)
     return [round(index * size, 12) for index in range(start, stop + 1)]
 
 
@@ -161,11 +163,13 @@ def fit_scale(
     low = min((bound[0] for bound in bounds), default=0.0)
     high = max((bound[1] for bound in bounds), default=1.0)
     if floor is not None:
-        low, high = min(low, floor), max(high, floor + 1e-6)
+        low = min(low, floor)
+        high = max(high, floor + 1e-6)
     if low == high and low >= 0:
         # A metric that never moved: its axis starts at zero, and has some height even when it is
         # zero.
-        low, high = 0.0, high or 1.0
+        low = 0.0
+        high = high or 1.0
     ticks = nice_ticks(low, high)
     return Scale(ticks[0], ticks[-1], height), ticks
 
@@ -299,7 +303,8 @@ def draw_pairs(
         f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>'
         for item in extra
     ]
-    stems, texts = [], []
+    stems = []
+    texts = []
     for column, (high, low) in enumerate(zip(upper.values.mean, lower.values.mean, strict=True)):
         if high is None or low is None:
             continue
@@ -338,11 +343,10 @@ def draw_spans(
     """When each of some (name, tone, spans of seconds) worked: a row each, over the seconds from 0
     to the last end.
     """
-    height, last = (
-        row_height * len(rows),
-        max((end for _, _, spans in rows for _, end in spans), default=1.0) or 1.0,
-    )
-    shapes, said = [], []
+    height = row_height * len(rows)
+    last = max((end for _, _, spans in rows for _, end in spans), default=1.0) or 1.0
+    shapes = []
+    said = []
     for index, (name, tone, spans) in enumerate(rows):
         bars = (
             f"M{_px(UNITS * a / last)}"
@@ -386,7 +390,8 @@ def describe(series: Sequence[Series]) -> str:
     """A chart in words, for those who can't see it."""
     parts = []
     for item in series:
-        values, bounds = item.values.present, item.values.extremes
+        values = item.values.present
+        bounds = item.values.extremes
         figures = (
             [FORMATS[item.format](value) for value in (values[0], values[-1], *bounds)]
             if bounds
@@ -467,7 +472,8 @@ def _marks(marks: Sequence[tuple[int, str]], grid: Grid, height: int) -> str:
     """Flags on top of the chart, e.g. new versions of the heads: full-height lines while they are
     few, names where they fit.
     """
-    out, named = [], -1.0
+    out = []
+    named = -1.0
     few = len(marks) <= MARK_LINES_UP_TO
     for index, (step, name) in enumerate(marks):
         place = 100 * grid.position(step - 0.5 if grid.width == 1 else step)
@@ -511,7 +517,8 @@ def _dots(values: Binned, grid: Grid, scale: Scale) -> str:
 
 
 def _band(values: Binned, grid: Grid, scale: Scale) -> str:
-    upper, lower = _points(values.high, grid, scale), _points(values.low, grid, scale)
+    upper = _points(values.high, grid, scale)
+    lower = _points(values.low, grid, scale)
     return "".join(
         f"M{'L'.join([*high, *reversed(low)])}z" for high, low in zip(upper, lower, strict=True)
     )
@@ -521,16 +528,16 @@ def _stack_paths(
     series: Sequence[Series], grid: Grid, scale: Scale, sign: int, gap: float
 ) -> list[str]:
     """A path for each series, its bars on top of those before it."""
-    paths, levels, width = [], [0.0] * grid.count, UNITS / grid.count
+    paths = []
+    levels = [0.0] * grid.count
+    width = UNITS / grid.count
     size = _px((1 - gap) * width + (0.4 if gap == 0 else 0))
     for item in series:
         bars = []
         for column, value in enumerate(item.values.mean):
             if value is not None and value > 0:
-                start, end = (
-                    scale.y(sign * levels[column]),
-                    scale.y(sign * (levels[column] + value)),
-                )
+                start = scale.y(sign * levels[column])
+                end = scale.y(sign * (levels[column] + value))
                 bars.append(
                     f"M{_px((column + gap / 2) * width)} {_px(start)}h{size}V{_px(end)}h-{size}z"
                 )

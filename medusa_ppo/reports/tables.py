@@ -42,12 +42,12 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """(what, figure) rows that sum a run up; for the terminal, report.md and the comparison of two
     runs.
     """
-    mal, speed, pairs = (
-        summary["mean_acceptance_length"],
-        summary["tokens_per_s"],
-        summary["rollout_speedup_pairs"],
-    )
-    reward, right, companion = summary["reward"], summary["correct_frac"], summary["companion"]
+    mal = summary["mean_acceptance_length"]
+    speed = summary["tokens_per_s"]
+    pairs = summary["rollout_speedup_pairs"]
+    reward = summary["reward"]
+    right = summary["correct_frac"]
+    companion = summary["companion"]
     engines = summary.get("mal_per_engine")
     pool = (
         [
@@ -111,7 +111,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """What a user feels; nothing where no step was taken without the plugin."""
-    ratio, pairs = summary["step_ratio"], summary["step_pairs"]
+    ratio = summary["step_ratio"]
+    pairs = summary["step_pairs"]
     note = [("Measured on", summary["actor_note"])] if summary["actor_note"] else []
     if ratio is None:
         return note
@@ -191,12 +192,11 @@ def verdict(summary: dict[str, Any]) -> str:
     """What happened in one or two sentences, made only of what was measured."""
     if not summary["steps"]:
         return "No PPO step has finished yet."
-    mal, parts = summary["mean_acceptance_length"], []
+    mal = summary["mean_acceptance_length"]
+    parts = []
     if summary["rollout_speedup"] is not None:
-        times, plain = (
-            summary["rollout_speedup"],
-            w.AGAINST[summary["rollout_speedup_pairs"]["against"]],
-        )
+        times = summary["rollout_speedup"]
+        plain = w.AGAINST[summary["rollout_speedup_pairs"]["against"]]
         parts.append(
             f"drafts made generation {times:.2f} times as fast as {plain}"
             if times >= 1
@@ -353,7 +353,8 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
         speedup[row["running"]] = row["speedup"]
     rows = []
     for running, counts in sorted(steps.items()):
-        label, total = "1" if running == 1 else f"{running} to {2 * running - 1}", sum(counts)
+        label = "1" if running == 1 else f"{running} to {2 * running - 1}"
+        total = sum(counts)
         rows.append(
             ChoiceRow(
                 label,
@@ -372,7 +373,8 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     pairs, against = speed_pairs(run)
     if against == "vllm":
-        speed, spread = summary["tokens_per_s"], summary["rollout_speedup_pairs"]
+        speed = summary["tokens_per_s"]
+        spread = summary["rollout_speedup_pairs"]
         figures = (
             w.whole(speed["drafting"]),
             w.whole(speed["plain"]),
@@ -409,11 +411,9 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     """Is drafting worth it here, with how many sequences, and what would change that; empty where
     no rollouts were timed.
     """
-    speed, accepted, steps = (
-        summary["rollout_speedup"],
-        summary["mean_acceptance_length"]["serving"],
-        summary["step_pairs"],
-    )
+    speed = summary["rollout_speedup"]
+    accepted = summary["mean_acceptance_length"]["serving"]
+    steps = summary["step_pairs"]
     if speed is None or accepted is None:
         return ""
     most = run.setting("engine", "max_num_seqs")
@@ -467,9 +467,11 @@ def version_rows(run: Run) -> list[VersionRow]:
 
 
 def _version_row(version: int, steps: Sequence[dict[str, Any]]) -> VersionRow:
-    policy, age = number(steps[0].get(m.POLICY_VERSION)), number(steps[0].get(m.STALENESS))
+    policy = number(steps[0].get(m.POLICY_VERSION))
+    age = number(steps[0].get(m.STALENESS))
     both = replay_pairs(steps)
-    replay, frozen = mean([serving for serving, _ in both]), mean([frozen for _, frozen in both])
+    replay = mean([serving for serving, _ in both])
+    frozen = mean([frozen for _, frozen in both])
     return VersionRow(
         version,
         int(steps[0][m.STEP]),
@@ -561,7 +563,8 @@ def _cores(hardware: dict[str, Any]) -> str | None:
 
 def comparison_rows(summary: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, this run, the other run)."""
-    ours, theirs = dict(summary_rows(summary)), dict(summary_rows(other))
+    ours = dict(summary_rows(summary))
+    theirs = dict(summary_rows(other))
     return [(what, ours.get(what, w.NONE), theirs.get(what, w.NONE)) for what in {**ours, **theirs}]
 
 
@@ -569,7 +572,8 @@ def config_differences(run: Run, other: Run) -> list[tuple[str, str, str]]:
     """Configuration keys in which two runs differ: (key, this run, the other run); names and
     folders are left out.
     """
-    here, there = flatten(run.config), flatten(other.config)
+    here = flatten(run.config)
+    there = flatten(other.config)
     keys = [*here, *(key for key in there if key not in here)]
     missing = object()
     return [

@@ -153,7 +153,8 @@ class TrackerGroup:
         """Let all send what is left, CLOSE_S together, and close them; harmless when called
         again.
         """
-        lines, self._lines = self._lines, {}
+        lines = self._lines
+        self._lines = {}
         for name, line in lines.items():
             self._put(name, None, line)
         deadline = time.monotonic() + CLOSE_S

@@ -129,10 +129,8 @@ def _image_file(item: Any, folder: Path, where: str) -> bytes:
     if isinstance(item, bytes):
         return item
     if not isinstance(item, str):
-        expected, do = (
-            "a path, a file's bytes, or a list of them",
-            "Name the column of the images in data.images.",
-        )
+        expected = "a path, a file's bytes, or a list of them"
+        do = "Name the column of the images in data.images."
         raise DataError(
             "This is no image.",
             given=f"{where}: {type(item).__name__} {item!r:.80}",

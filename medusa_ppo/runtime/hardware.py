@@ -100,7 +100,8 @@ def _capabilities() -> tuple[list[float], str]:
 
 def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
     """What a plan is made for: this machine, or one with or without GPUs as `gpus` says."""
-    here, engine = find_hardware(), config.engine
+    here = find_hardware()
+    engine = config.engine
     if gpus is None or gpus == (here.gpus > 0):
         return here
     several = (
@@ -136,7 +137,9 @@ def applied(config: RunConfig, decided: Iterable[Choice]) -> RunConfig:
 def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]:
     """What becomes of settings that are null; what was said stays."""
     hardware = hardware or find_hardware()
-    model, engine, ppo = config.model, config.engine, config.ppo
+    model = config.model
+    engine = config.engine
+    ppo = config.ppo
     found: list[Choice] = []
     dtype = model.dtype
     if dtype is None:

@@ -115,7 +115,8 @@ def check_fit(
     serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], path: str
 ) -> None:
     """Raises SwapError unless the file's tensors have the names and shapes of the serving ones."""
-    missing, unknown = sorted(set(serving) - set(state)), sorted(set(state) - set(serving))
+    missing = sorted(set(serving) - set(state))
+    unknown = sorted(set(state) - set(serving))
     wrong = [
         f"{name} {tuple(state[name].shape)} {state[name].dtype} instead of {tuple(shape)} floating"
         " point"
@@ -294,7 +295,8 @@ def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:
     if not bool(torch.isfinite(served_BV).all()):
         return math.nan
     known_BV = logprobs_BV > math.log(LEAST_PROBABILITY)
-    expected, seen = logprobs_BV[known_BV], served_BV[known_BV].log()
+    expected = logprobs_BV[known_BV]
+    seen = served_BV[known_BV].log()
     spread = max(float(expected.std(correction=0)), LEAST_SPREAD)
     return float((seen - expected).square().mean().sqrt()) / spread
 

@@ -163,11 +163,9 @@ class CustomClass:
     """
 
     def __init__(self, vllm_config: Any, device: torch.device | None = None) -> None:
-        self.vllm_config, self.spec_config, self.device = (
-            vllm_config,
-            vllm_config.speculative_config,
-            device,
-        )
+        self.vllm_config = vllm_config
+        self.spec_config = vllm_config.speculative_config
+        self.device = device
         self.hidden_size = vllm_config.model_config.get_hidden_size()
         self.num_speculative_tokens = self.spec_config.num_speculative_tokens
 
@@ -259,7 +257,8 @@ def _last_states(
     """
     if hidden_TD.shape[0] == len(sampled_token_ids):
         return hidden_TD
-    rows, begin = [], 0
+    rows = []
+    begin = 0
     for tokens, count in zip(sampled_token_ids, drafted, strict=True):
         rows.append(begin + max(len(tokens) - 1, 0))
         begin += count + 1
@@ -272,7 +271,8 @@ def _with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_ours(self):
             return original(self, spec_decode_metadata)
         _seat(self)
-        meta, batch = spec_decode_metadata, self.input_batch
+        meta = spec_decode_metadata
+        batch = self.input_batch
         return self.drafter.proposed(
             meta.num_draft_tokens,
             meta.draft_token_ids,

@@ -51,11 +51,10 @@ def _onednn_8_bit(weight: torch.Tensor) -> LINEAR:
     handler = custom_ops.create_onednn_scaled_mm(
         eighths.t(), scales, torch.float32, True, False, PRIMITIVES
     )
-    held, width = handler.handler_tensor, len(weight)
-    narrow, multiply = (
-        torch.ops._C.dynamic_scaled_int8_quant.default,
-        torch.ops._C.onednn_scaled_mm.default,
-    )
+    held = handler.handler_tensor
+    width = len(weight)
+    narrow = torch.ops._C.dynamic_scaled_int8_quant.default
+    multiply = torch.ops._C.onednn_scaled_mm.default
 
     scratch: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -415,7 +415,8 @@ def kind_of_heads_known(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def mends_of_older(release: tuple[int, int]) -> tuple[Mend, ...]:
     """What an older release needs beside `CPU_MENDS`."""
-    runner, found = model_runner.GPUModelRunner, []
+    runner = model_runner.GPUModelRunner
+    found = []
     if current_platform.is_cpu() and "_copy_draft_token_ids_to_cpu" in vars(
         import_module(CPU_RUNNER).CPUModelRunner
     ):

@@ -73,12 +73,14 @@ class MedusaProposer(Drafter):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.dtype: torch.dtype = vllm_config.model_config.dtype
-        self.version, self.heads_checksum = 0, ""
+        self.version = 0
+        self.heads_checksum = ""
         self.fed = True  # Without heads it drafts nothing, whatever num_drafts says.
         self.num_drafts: int = self.num_speculative_tokens
         # Said at the start, q lies in the memory that vLLM profiles.
         self.sampled = bool((vllm_config.additional_config or {}).get(SAMPLED, False))
-        self.draft_temperature, self.choose = 1.0, False
+        self.draft_temperature = 1.0
+        self.choose = False
         self.chooser = DraftChooser(self.num_drafts)
         self.token_map = TokenMap(0, 0)
         self._step_began: float | None = None
@@ -90,7 +92,8 @@ class MedusaProposer(Drafter):
     # ----------------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        folder, config = heads_folder(self.vllm_config), self.vllm_config.model_config
+        folder = heads_folder(self.vllm_config)
+        config = self.vllm_config.model_config
         heads, metadata = load_heads(
             folder, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size()
         )
@@ -104,9 +107,11 @@ class MedusaProposer(Drafter):
         self.model = self.heads = (
             heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
         )
-        self.version, self.heads_checksum = metadata.version, metadata.checksum
+        self.version = metadata.version
+        self.heads_checksum = metadata.checksum
         self._target = target_model
-        self._fingerprint, self._untrained = fingerprint(self.heads), self.heads.untrained
+        self._fingerprint = fingerprint(self.heads)
+        self._untrained = self.heads.untrained
         if self._untrained:
             logger.info(
                 "The heads of %s were never trained; nothing is drafted until trained ones are"
@@ -126,7 +131,8 @@ class MedusaProposer(Drafter):
         return self.fed and not self._untrained
 
     def _make_ring(self) -> None:
-        config, fused = self.heads.config, self._core.fused
+        config = self.heads.config
+        fused = self._core.fused
         if isinstance(fused, ContextHeads):
             self._ring = PairRing(
                 self.vllm_config.scheduler_config.max_num_seqs,
@@ -159,7 +165,8 @@ class MedusaProposer(Drafter):
         return self._target.compute_logits(features_ND.to(self.dtype))  # type: ignore[operator]
 
     def _new_map(self, size: int) -> TokenMap:
-        cpu, own = self.device.type == "cpu", self.heads.config.lm_head == "own"
+        cpu = self.device.type == "cpu"
+        own = self.heads.config.lm_head == "own"
         return TokenMap(size, self.heads.config.vocab_size, packed_linear, whole=cpu and not own)
 
     def propose(
@@ -200,7 +207,8 @@ class MedusaProposer(Drafter):
     ) -> Drafted:
         """Sampled drafts; their q is kept until they are verified."""
         assert self._slots is not None, "who samples drafts has room for them"
-        seats, sm = self._seats, sampling_metadata
+        seats = self._seats
+        sm = sampling_metadata
         temperature_B = sm.temperature if seats.drawn_B is None else sm.temperature * seats.drawn_B
         noise_BK = uniforms(self._positions_B, seats.keys_B, seats.seeded_B, DRAFT_LANE, count)
         how = Sampling(temperature_B, noise_BK, sm.top_k, sm.top_p)
@@ -247,7 +255,8 @@ class MedusaProposer(Drafter):
         """What verification of `counts` drafts of each request needs: for our own in torch, or q
         `[T, V]` for vLLM's kernels.
         """
-        width, seats = max(counts), self._seats
+        width = max(counts)
+        seats = self._seats
         stamps_B = stamps(seats.requests_B, self._positions_B)
         kept = (
             self._slots.look_up(seats.slots_B, stamps_B, width)
@@ -302,10 +311,8 @@ class MedusaProposer(Drafter):
             self.stopping.settle(self._seats.slots_B, *counts_2B.unbind(0))
         self._seen = None
         if self._ring is not None and self.drafting and self.num_drafts and any(sampled_token_ids):
-            at, fused = (
-                Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B),
-                self._core.fused,
-            )
+            at = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B)
+            fused = self._core.fused
             assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
             arrived = Arrived.of_lists(hidden_TD, sampled_token_ids, drafted, at, self._ring.pairs)
             self._seen = fused.look_back(self._ring, arrived, at)
@@ -317,7 +324,8 @@ class MedusaProposer(Drafter):
         scheduled_tokens: int,
     ) -> None:
         now = time.perf_counter()
-        began, self._step_began = self._step_began, now
+        began = self._step_began
+        self._step_began = now
         self.chooser.observe_acceptance(
             drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
         )
@@ -340,13 +348,12 @@ class MedusaProposer(Drafter):
         leaves all as it is.
         """
         temperature = float(settings.get("draft_temperature", self.draft_temperature))
-        count, size = (
-            int(settings.get("num_drafts", self.num_drafts)),
-            int(settings.get("draft_vocab", self.token_map.size)),
-        )
+        count = int(settings.get("num_drafts", self.num_drafts))
+        size = int(settings.get("draft_vocab", self.token_map.size))
         memory_bytes = int(settings.get("memory_bytes", self._memory_bytes))
         stop_below = float(settings.get("stop_below", self._stop_below))
-        known, own = Drafting.__annotations__, self.heads.config.lm_head == "own"
+        known = Drafting.__annotations__
+        own = self.heads.config.lm_head == "own"
         possible = 0 < temperature < float("inf") and memory_bytes >= 0 and 0 <= stop_below < 1
         if any(name not in known for name in settings) or not possible:
             raise ConfigError(
@@ -375,7 +382,8 @@ class MedusaProposer(Drafter):
         # What was learned about costs stays when the choice is switched off and on again.
         self.num_drafts, self.choose = count, bool(settings.get("choose", self.choose))
         self._step_began = None
-        sampled, self.draft_temperature = bool(settings.get("sampled", self.sampled)), temperature
+        sampled = bool(settings.get("sampled", self.sampled))
+        self.draft_temperature = temperature
         if sampled != self.sampled:
             self.sampled = sampled
             self._use_vocabulary()
@@ -408,10 +416,8 @@ class MedusaProposer(Drafter):
         return self.stopping.least if self.stopping is not None else 0.0
 
     def _new_memory(self, most_bytes: int) -> RunningMemory:
-        requests, places = (
-            self.vllm_config.scheduler_config.max_num_seqs,
-            MEMORY_LENGTHS * self.vllm_config.model_config.max_model_len,
-        )
+        requests = self.vllm_config.scheduler_config.max_num_seqs
+        places = MEMORY_LENGTHS * self.vllm_config.model_config.max_model_len
         return RunningMemory(most_bytes, requests, self.num_speculative_tokens, places, self.device)
 
     def target_changed(self) -> None:
@@ -483,28 +489,22 @@ class MedusaProposer(Drafter):
                 expected="the file's values, and the drafts that they make",
                 do="Swap again; should that fail too, restart the engine.",
             )
-        self.fed, self.version, self.heads_checksum, self._fingerprint = (
-            True,
-            version,
-            digest,
-            fingerprint(heads),
-        )
+        self.fed = True
+        self.version = version
+        self.heads_checksum = digest
+        self._fingerprint = fingerprint(heads)
         self._untrained = heads.untrained
         return digest
 
     @torch.inference_mode()
     def _probe_swap(self, state: Mapping[str, torch.Tensor]) -> str:
         """Why what drafts now are not the heads of `state`; empty when they are."""
-        config, fixed, fused = (
-            self.heads.config,
-            fixed_inputs(self.heads.config, self.dtype, self.device),
-            self._core.fused,
-        )
+        config = self.heads.config
+        fixed = fixed_inputs(self.heads.config, self.dtype, self.device)
+        fused = self._core.fused
         seen = fused.seen(*fixed) if isinstance(fused, ContextHeads) else None
-        how, eighths = (
-            fixed_sampling(config.num_heads, self.device),
-            packs_8_bit(self.dtype, self.device),
-        )
+        how = fixed_sampling(config.num_heads, self.device)
+        eighths = packs_8_bit(self.dtype, self.device)
         draft = self._core.draft(
             fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1], config.num_heads, how, seen
         )

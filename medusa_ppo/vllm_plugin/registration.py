@@ -625,7 +625,8 @@ def _fault(hook: Hook, originals: Mapping[str, Callable[..., Any]]) -> str:
     try:
         target: Any = importlib.import_module(hook.module)
         for part in hook.name.split("."):
-            holder, target = target, getattr(target, part)
+            holder = target
+            target = getattr(target, part)
     except (ImportError, AttributeError) as error:
         return f"missing ({error}); vLLM {text_of(hook.last)} had it"
     target = originals.get(f"{holder.__name__}.{part}", target)

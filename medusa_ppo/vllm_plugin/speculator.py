@@ -63,7 +63,8 @@ class HeldHeads(MedusaProposer):
         """What requests attend to after a step (`Arrived.of_step`); None for heads without a
         context.
         """
-        ring, fused = self._ring, self._core.fused
+        ring = self._ring
+        fused = self._core.fused
         if ring is None or not isinstance(fused, ContextHeads):
             return None
         most = min(self.num_speculative_tokens + 1, ring.pairs)
@@ -154,7 +155,8 @@ class MedusaSpeculator(DraftModelSpeculator):
         **_: Any,
     ) -> torch.Tensor:
         """Draft ids int64 `[B, K]`; columns from `count` on mean nothing and are not scheduled."""
-        drafter, batch = self.drafter, input_batch.num_reqs
+        drafter = self.drafter
+        batch = input_batch.num_reqs
         count = min(
             (
                 self.num_speculative_steps
@@ -173,11 +175,9 @@ class MedusaSpeculator(DraftModelSpeculator):
         rows_B = (
             input_batch.query_start_loc[1 : batch + 1] - 1 - num_rejected[:batch]
         ).long()  # Of each request's last accepted token.
-        hidden_BD, last_ids_B, seen = (
-            last_hidden_states[rows_B],
-            last_sampled[slots_B].view(-1),
-            None,
-        )
+        hidden_BD = last_hidden_states[rows_B]
+        last_ids_B = last_sampled[slots_B].view(-1)
+        seen = None
         positions_B = input_batch.positions[rows_B].long()
         if not dummy_run:
             at = Standing(slots_B, self._requests_S[slots_B], positions_B)
@@ -190,7 +190,8 @@ class MedusaSpeculator(DraftModelSpeculator):
                 at,
             )
         if not drafter.sampled or dummy_run:
-            drafted, temperature_B = drafter.draft(hidden_BD, last_ids_B, count, seen=seen), None
+            drafted = drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
+            temperature_B = None
         else:
             temperature_B = torch.where(self._grammar_S[slots_B], 0.0, temperature[slots_B])
             noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_LANE, count)

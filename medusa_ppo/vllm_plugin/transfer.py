@@ -153,7 +153,8 @@ def _buckets(stream: ActorStream) -> Iterator[dict[str, Tensor]]:
         size = dtype.itemsize * tensor.numel()
         if bucket and filled + size > stream.bucket_bytes:
             yield bucket
-            bucket, filled = {}, 0
+            bucket = {}
+            filled = 0
         bucket[name], filled = tensor, filled + size
     if bucket:
         yield bucket
@@ -200,12 +201,14 @@ class Incoming:
     """
 
     def __init__(self, group: Group, entries: Entries) -> None:
-        self._group, self._entries = group, entries
+        self._group = group
+        self._entries = entries
         self.checksum = ""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """SwapError when the sender is lost, or something else comes than was sent."""
-        group, waiting = self._group, set(self._entries)
+        group = self._group
+        waiting = set(self._entries)
         while not self.checksum:
             size, length, words = group.share(
                 torch.empty(3, dtype=torch.int64, device=group.device)

@@ -104,12 +104,14 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
 
     def shutdown(self) -> None:
         """Leave the group; harmless without one."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.leave()
 
     def _wanted(self, incoming: Incoming, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        self.checksum, self.lm_head_V2 = "", None
+        self.checksum = ""
+        self.lm_head_V2 = None
         for name, tensor in incoming:
             if name == LM_HEAD_KEY:
                 self.lm_head_V2 = tensor[:, :2].clone()

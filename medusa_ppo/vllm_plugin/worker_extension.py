@@ -272,7 +272,9 @@ class MedusaWorker:
 
     def _medusa_model_folder(self) -> Path | None:
         """The folder that vLLM loaded; of a hub name that in the hub's cache."""
-        model, load = self.vllm_config.model_config, self.vllm_config.load_config  # type: ignore[attr-defined]
+        # type: ignore[attr-defined]
+        model = self.vllm_config.model_config
+        load = self.vllm_config.load_config
         try:
             found = cached_file(
                 model.model,

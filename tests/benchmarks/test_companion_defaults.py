@@ -26,7 +26,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModuleType, Path
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         bench = importlib.import_module("companion_defaults")
-    tokenizer, folder = build_tokenizer(), tmp_path_factory.mktemp("actor")
+    tokenizer = build_tokenizer()
+    folder = tmp_path_factory.mktemp("actor")
     torch.manual_seed(0)
     end = tokenizer.eos_token_id
     sizes = {

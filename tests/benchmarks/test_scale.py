@@ -37,7 +37,8 @@ def test_actors_have_the_sizes_in_their_names(scale: ModuleType) -> None:
 
 
 def test_arithmetic_of_heads_by_hand(scale: ModuleType) -> None:
-    D, V = 3, 10
+    D = 3
+    V = 10
     assert scale.head_flops(HeadsConfig(D, V, 1), training=True) == 4 * D * V + 4 * D * D
     assert scale.head_flops(HeadsConfig(D, V, 2), training=False) == 2 * (2 * D * V + 2 * D * D)
     own = HeadsConfig(D, V, 1, lm_head="own", num_layers=2)
@@ -89,7 +90,8 @@ def test_what_does_not_fit_is_left_out(scale: ModuleType) -> None:
 
 
 def test_drafting_pays_only_for_what_is_accepted(scale: ModuleType) -> None:
-    actor, heads = scale.ACTORS["8B"], heads_of(scale, "8B")
+    actor = scale.ACTORS["8B"]
+    heads = heads_of(scale, "8B")
     steps = [
         scale.step_on_paper(
             actor, heads, 64, scale.Assumptions(accepted=accepted), scale.Workload()
@@ -102,11 +104,10 @@ def test_drafting_pays_only_for_what_is_accepted(scale: ModuleType) -> None:
 
 
 def test_the_companions_share_follows_what_it_trains_on(scale: ModuleType) -> None:
-    actor, heads = scale.ACTORS["8B"], heads_of(scale, "8B")
-    given, works = (
-        scale.Assumptions(judged=0),
-        [scale.Workload(draft_vocab=0, trained=share) for share in (1.0, 0.5)],
-    )
+    actor = scale.ACTORS["8B"]
+    heads = heads_of(scale, "8B")
+    given = scale.Assumptions(judged=0)
+    works = [scale.Workload(draft_vocab=0, trained=share) for share in (1.0, 0.5)]
     whole, half = (scale.step_on_paper(actor, heads, 8, given, work) for work in works)
     assert half.companion_share == pytest.approx(whole.companion_share / 2)
     (line,) = [line for line in scale.verdict([("8B", whole)]) if "8B on 8" in line]

@@ -38,7 +38,8 @@ def test_the_call_is_counted_in_bytes_products_and_launches(paper: ModuleType) -
 
 
 def test_the_roofline_moves_as_it_must(paper: ModuleType) -> None:
-    gpu, model = paper.Gpu(), paper.ACTORS["8B"].sizes
+    gpu = paper.Gpu()
+    model = paper.ACTORS["8B"].sizes
     one = paper.target_seconds(model, gpu, 1, 1, 1)
     assert one == pytest.approx(2 * model.product_parameters / (3.35e12 * 0.7), rel=0.05), (
         "weights are nearly all that is read"

@@ -119,7 +119,8 @@ def scored(small_actor: Path) -> tuple[torch.nn.Module, list[Any], torch.Tensor,
     from medusa_ppo.actors.hf import load_actor
 
     model = load_actor(small_actor)
-    states, logprobs = [], []
+    states = []
+    logprobs = []
     with torch.no_grad():
         for prompt, answer in ROWS:
             hidden = model.model(input_ids=torch.tensor([[*prompt, *answer]])).last_hidden_state[

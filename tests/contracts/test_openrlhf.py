@@ -222,12 +222,10 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     actor = Actor.__new__(Actor)
     torch.nn.Module.__init__(actor)
-    actor.model, actor.packing_samples, actor.temperature, actor.is_vlm = (
-        Wrapper(model),
-        False,
-        1.0,
-        False,
-    )
+    actor.model = Wrapper(model)
+    actor.packing_samples = False
+    actor.temperature = 1.0
+    actor.is_vlm = False
     worker_class = ours.plain_class(ours.policy_actor())
     worker = worker_class.__new__(worker_class)
     worker.actor = actor
@@ -239,10 +237,8 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
 
     for prompt, answer in rows:  # one experience each, padded on the right as OpenRLHF pads them
         length = len(prompt) + len(answer)
-        sequences, attention = (
-            torch.zeros(1, length + 2, dtype=torch.int64),
-            torch.zeros(1, length + 2, dtype=torch.int64),
-        )
+        sequences = torch.zeros(1, length + 2, dtype=torch.int64)
+        attention = torch.zeros(1, length + 2, dtype=torch.int64)
         sequences[0, :length], attention[0, :length] = torch.tensor([*prompt, *answer]), 1
         actions = torch.zeros(1, length + 1, dtype=torch.int64)
         actions[0, len(prompt) - 1 : length - 1] = 1

@@ -91,7 +91,8 @@ def test_openrlhf_trains_the_actor_and_the_heads_follow(
     train([*command, *arguments(chain_actor, tmp_path)], {"DS_ACCELERATOR": "cpu"}, 800)
 
     run = read_run(tmp_path / "run" / "medusa")
-    first, last = run.steps[0], run.steps[-1]
+    first = run.steps[0]
+    last = run.steps[-1]
     assert len(run.steps) == STEPS
     assert last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING]
     assert sum(step[names.ACCEPTED] for step in run.steps) > 0 and all(

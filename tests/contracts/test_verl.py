@@ -185,7 +185,9 @@ def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding:
 
     model, rows, states_MD, logprobs_M = scored
     engine = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
-    engine.pad_to_length, engine.use_ulysses_sp, engine.module = 0, False, model
+    engine.pad_to_length = 0
+    engine.use_ulysses_sp = False
+    engine.module = model
 
     def nested(parts: list[list[int]]) -> torch.Tensor:
         return torch.nested.as_nested_tensor(

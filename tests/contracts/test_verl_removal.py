@@ -72,7 +72,8 @@ def look(plugins: str) -> dict[str, Any]:
 
 
 def test_the_entry_point_adds_one_trainer_and_changes_no_name_of_verl() -> None:
-    without, with_ours = look("none"), look("auto")
+    without = look("none")
+    with_ours = look("auto")
     assert not without["ours"] and with_ours["ours"]
     ours = with_ours["trainers"].pop("medusa_sync")
     assert ours.startswith("medusa_ppo.loops.verl.verl_trainer.")

@@ -149,7 +149,8 @@ def test_verl_trains_the_actor_and_the_heads_follow(
     assert all(step["training/rollout_probs_diff_mean"] < 1e-3 for step in theirs)
 
     run = read_run(tmp_path / "run" / "medusa")
-    first, last = run.steps[0], run.steps[-1]
+    first = run.steps[0]
+    last = run.steps[-1]
     assert [step[names.POLICY_VERSION] for step in run.steps] == list(range(STEPS))
     assert all(step[names.DRAFTS] > 0 for step in run.steps)
     assert (

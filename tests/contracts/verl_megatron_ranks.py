@@ -41,7 +41,8 @@ def expected(source: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """States and log-probs of the response tokens, row after row; log-probs over the padded
     vocabulary, as verl's are.
     """
-    states, logprobs = [], []
+    states = []
+    logprobs = []
     table_VD = torch.nn.functional.pad(
         source.lm_head.weight, (0, 0, 0, cpu.PADDED_V - cpu.V), value=7.0
     )  # As load_llama pads it.
@@ -77,7 +78,8 @@ def batch(rows: list[Any], **settings: Any) -> TensorDict:
 def engine_of(model: Any, packed: bool) -> MegatronEngineWithLMHead:
     """verl's engine around a model that is there already."""
     engine = MegatronEngineWithLMHead.__new__(MegatronEngineWithLMHead)
-    engine.module, engine.tf_config = [model], model.config
+    engine.module = [model]
+    engine.tf_config = model.config
     engine.enable_routing_replay = False
     engine._is_offload_param = False
     engine.engine_config = McoreEngineConfig(
@@ -111,7 +113,8 @@ class Actor:
 
 def worker_of(engine: MegatronEngineWithLMHead) -> MedusaActorRolloutRefWorker:
     worker = object.__new__(MedusaActorRolloutRefWorker)
-    worker.actor, worker.enable_routing_replay = Actor(engine), False
+    worker.actor = Actor(engine)
+    worker.enable_routing_replay = False
     rollout = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1)
     worker.config = SimpleNamespace(
         actor=SimpleNamespace(strategy="megatron"), rollout=rollout, medusa_bytes=2**20
@@ -135,7 +138,8 @@ def score(
         engine = engine_of(model.eval(), packed)
         worker = worker_of(engine)
         output = worker.compute_log_prob(batch(rows or ROWS, **settings))
-        taken, tables = worker.medusa_take(3), worker.medusa_tables()
+        taken = worker.medusa_take(3)
+        tables = worker.medusa_tables()
     found: dict[str, Any] = {
         "replica": engine.get_data_parallel_rank(),
         "reports": taken is not None,

@@ -103,7 +103,9 @@ def _install() -> None:
 
     @PlatformRegistry.register(platform=PLATFORM)
     class PlatformCpu(PlatformCUDA):
-        device_name, vendor_name, device_module = "cpu", "cpu", _cpu_device()
+        device_name = "cpu"
+        vendor_name = "cpu"
+        device_module = _cpu_device()
 
         def is_available(self) -> bool:
             return True

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
 from heads.errors import UsageError
+from medusa_ppo.cli.app import app
 from medusa_ppo.config.run_config import known_keys
 
 ROOT = Path(__file__).resolve().parents[2]

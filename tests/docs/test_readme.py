@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
+
 from medusa_ppo.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,9 +63,11 @@ def test_a_command_takes_what_is_shown(words: list[str]) -> None:
             rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
         )
         return
-    command, rest = typer.main.get_command(app), words[1:]
+    command = typer.main.get_command(app)
+    rest = words[1:]
     while hasattr(command, "commands"):
-        command, rest = command.commands[rest[0]], rest[1:]
+        command = command.commands[rest[0]]
+        rest = rest[1:]
     command.make_context(name_of(words), list(rest))
 
 

@@ -55,8 +55,10 @@ def test_geometric_distances_make_no_difference() -> None:
 def test_gradients_are_those_of_the_table(name: str) -> None:
     """Section 6: the gradient by the logits at temperature 1, written out."""
     generator = torch.Generator().manual_seed(1)
-    logits_V, teacher_V = torch.randn(6, generator=generator), torch.randn(6, generator=generator)
-    q, p = logits_V.softmax(0), teacher_V.softmax(0)
+    logits_V = torch.randn(6, generator=generator)
+    teacher_V = torch.randn(6, generator=generator)
+    q = logits_V.softmax(0)
+    p = teacher_V.softmax(0)
     target = int((p - q).argmax())  # q(y) < p(y), so that `tv` has a gradient.
     below = (q < p).float()
     written = {

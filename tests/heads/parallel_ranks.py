@@ -87,7 +87,8 @@ class Case:
         self.whole = MedusaHeads(
             HeadsConfig(D, V, K, "hydra" if pairs else kind, 2, lm_head, rank=4, context=pairs)
         )
-        self.lm_head_VD, self.embedding_VD = torch.randn(V, D), torch.randn(V, D)
+        self.lm_head_VD = torch.randn(V, D)
+        self.embedding_VD = torch.randn(V, D)
         if lm_head == "own":
             self.whole.init_own_lm_heads(self.lm_head_VD)
         with torch.no_grad():
@@ -95,7 +96,8 @@ class Case:
                 parameter.add_(0.2 * torch.randn(parameter.shape))
         self.share = ParallelHeads.shard(self.whole, vocabulary)
         self.hidden_ND = torch.randn(N, D)
-        self.condition_NK, self.targets_NK = torch.randint(V, (N, K)), torch.randint(V, (N, K))
+        self.condition_NK = torch.randint(V, (N, K))
+        self.targets_NK = torch.randint(V, (N, K))
         self.mask_NK = torch.rand(N, K) > 0.2
         self.logprobs_NK = -9 * torch.rand(N, K)
         self.rows_NK = torch.randint(N, (N, K))
@@ -292,7 +294,8 @@ def main(rank: int, ranks: int, store: str, out: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     group = dist.group.WORLD
     assert group is not None
-    vocabulary, figures = ShardedVocabulary(V, group), {}
+    vocabulary = ShardedVocabulary(V, group)
+    figures = {}
     traffic = Traffic()
     for name, (kind, lm_head) in KINDS.items():
         case = Case(kind, lm_head, vocabulary)

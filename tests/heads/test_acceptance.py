@@ -68,8 +68,11 @@ def test_short_responses() -> None:
 
 def plain_replay(match_TK: list[list[bool]]) -> tuple[int, list[int]]:
     """The definition as a loop over one response."""
-    length, heads = len(match_TK), len(match_TK[0])
-    row, drafts, accepted = 0, 0, [0] * heads
+    length = len(match_TK)
+    heads = len(match_TK[0])
+    row = 0
+    drafts = 0
+    accepted = [0] * heads
     while row < length - 1:
         drafts += 1
         run = 0
@@ -99,9 +102,11 @@ def test_expectation_equals_enumeration_over_all_outcomes() -> None:
     response.
     """
     generator = torch.Generator().manual_seed(1)
-    length, heads = 4, 2
+    length = 4
+    heads = 2
     accept_TK = torch.rand(length, heads, generator=generator).double()
-    drafts, accepted = 0.0, [0.0] * heads
+    drafts = 0.0
+    accepted = [0.0] * heads
     for bits in itertools.product([False, True], repeat=length * heads):
         match = [list(bits[t * heads : (t + 1) * heads]) for t in range(length)]
         probability = math.prod(
@@ -130,13 +135,15 @@ class TinyEngine:
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         table = torch.Generator().manual_seed(99)
-        self.vocab, self.heads = vocab, heads
+        self.vocab = vocab
+        self.heads = heads
         self.p_VV = (2.0 * torch.randn(vocab, vocab, generator=table)).softmax(-1).double()
         self.p_VV[:, EOS] = 0.05 * self.p_VV[:, EOS].clamp(max=1.0) + 0.02
         self.p_VV /= self.p_VV.sum(-1, keepdim=True)
         # Head k reads the token of the row (its "hidden state") and no later one, as kind medusa
         # does.
-        power, self.q_KVV = self.p_VV @ self.p_VV, []
+        power = self.p_VV @ self.p_VV
+        self.q_KVV = []
         for _ in range(heads):
             self.q_KVV.append((power.log() / draft_temperature).softmax(-1))
             power = power @ self.p_VV
@@ -156,10 +163,12 @@ class TinyEngine:
 
     def generate(self, max_tokens: int, *, sampled: bool) -> tuple[list[int], list[int]]:
         """One response, and the token each row stands on."""
-        rows, response = [1], [self.draw(self.p_VV[1])]
+        rows = [1]
+        response = [self.draw(self.p_VV[1])]
         while response[-1] != EOS and len(response) < max_tokens:
             state = rows[len(response) - 1]
-            step, run = [], 0
+            step = []
+            run = 0
             last = response[-1]
             for k in range(self.heads):
                 q_V = self.q_KVV[k][state]
@@ -172,7 +181,8 @@ class TinyEngine:
                 run += 1
             else:
                 step.append(self.draw(self.p_VV[last]))
-            self.drafts, self.accepted = self.drafts + 1, self.accepted + run
+            self.drafts = self.drafts + 1
+            self.accepted = self.accepted + run
             for token in step:
                 rows.append(response[-1])
                 response.append(token)
@@ -221,10 +231,12 @@ def test_replay_of_plain_rollouts_predicts_the_counters(sampled: bool) -> None:
     """In law: rollouts made without any drafts predict what drafting would count, within 3 % and
     within noise.
     """
-    engine, plain = TinyEngine(1), TinyEngine(2)
+    engine = TinyEngine(1)
+    plain = TinyEngine(2)
     for _ in range(300):
         engine.generate(60, sampled=sampled)
-    responses, rows = [], []
+    responses = []
+    rows = []
     for _ in range(300):
         response = [plain.draw(plain.p_VV[1])]
         while response[-1] != EOS and len(response) < 60:
@@ -243,11 +255,10 @@ def test_replay_of_plain_rollouts_predicts_the_counters(sampled: bool) -> None:
 def test_sampled_becomes_one_hot_when_the_draft_temperature_goes_to_zero() -> None:
     generator = torch.Generator().manual_seed(3)
     heads = MedusaHeads(HeadsConfig(8, 12, 2))
-    lm_head_VD, hidden_MD = (
-        torch.randn(12, 8, generator=generator),
-        torch.randn(90, 8, generator=generator),
-    )
-    lengths_S, response_M = torch.tensor([40, 50]), torch.randint(12, (90,), generator=generator)
+    lm_head_VD = torch.randn(12, 8, generator=generator)
+    hidden_MD = torch.randn(90, 8, generator=generator)
+    lengths_S = torch.tensor([40, 50])
+    response_M = torch.randint(12, (90,), generator=generator)
     targets_MK, _ = head_targets(response_M, segments_from_lengths(lengths_S), 2)
     logq_QMK = draft_logprobs_for_rows(
         heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(1e-6, 1.0)
@@ -266,8 +277,11 @@ def test_rows_in_chunks_equal_plain_logits(kind: str) -> None:
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    lm_head_VD, embedding_VD, hidden_MD = torch.randn(12, 8), torch.randn(12, 8), torch.randn(31, 8)
-    response_M, lengths_S = torch.randint(12, (31,)), torch.tensor([11, 20])
+    lm_head_VD = torch.randn(12, 8)
+    embedding_VD = torch.randn(12, 8)
+    hidden_MD = torch.randn(31, 8)
+    response_M = torch.randint(12, (31,))
+    lengths_S = torch.tensor([11, 20])
     segment_M = segments_from_lengths(lengths_S)
     condition_MK, (targets_MK, _) = (
         condition_ids(response_M, segment_M, 3),
@@ -306,11 +320,10 @@ def test_rows_in_chunks_equal_plain_logits(kind: str) -> None:
 
 def test_each_heads_own_draft_temperature_is_in_its_q_and_not_in_its_argmax() -> None:
     generator = torch.Generator().manual_seed(3)
-    heads, lm_head_VD = MedusaHeads(HeadsConfig(8, 12, 2)), torch.randn(12, 8, generator=generator)
-    hidden_MD, targets_MK = (
-        torch.randn(9, 8, generator=generator),
-        torch.randint(12, (9, 2), generator=generator),
-    )
+    heads = MedusaHeads(HeadsConfig(8, 12, 2))
+    lm_head_VD = torch.randn(12, 8, generator=generator)
+    hidden_MD = torch.randn(9, 8, generator=generator)
+    targets_MK = torch.randint(12, (9, 2), generator=generator)
     plain_QMK = draft_logprobs_for_rows(
         heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(0.35, 1.4, 0.7)
     )
@@ -355,7 +368,9 @@ def test_confidence_interval_covers_and_is_repeatable() -> None:
     seed gives the same interval.
     """
     generator = torch.Generator().manual_seed(5)
-    lengths_S, rate, covered = torch.full((40,), 30), 0.5, 0
+    lengths_S = torch.full((40,), 30)
+    rate = 0.5
+    covered = 0
     truth = replay_probabilities(
         torch.full((3000, 2), rate), torch.full((100,), 30)
     ).mean_acceptance_length
@@ -378,10 +393,8 @@ def test_paired_difference_sees_what_separate_intervals_hide() -> None:
     lengths_S = torch.full((60,), 30)
     rate_S = torch.rand(60, generator=generator) * 0.8 + 0.1
     rate_MK = rate_S.repeat_interleave(30).unsqueeze(1).expand(-1, 2)
-    better, worse = (
-        replay_probabilities(rate_MK * 1.05, lengths_S),
-        replay_probabilities(rate_MK, lengths_S),
-    )
+    better = replay_probabilities(rate_MK * 1.05, lengths_S)
+    worse = replay_probabilities(rate_MK, lengths_S)
     difference = paired_difference(better, worse, seed=3)
     assert difference.low > 0 and difference.value == pytest.approx(
         better.mean_acceptance_length - worse.mean_acceptance_length

@@ -115,7 +115,8 @@ def test_draft_temperatures_come_with_the_heads(tmp_path: Path, dtype: torch.dty
 
 @pytest.mark.parametrize("wrong", [[0.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, 1.0]])
 def test_impossible_draft_temperatures_are_refused(tmp_path: Path, wrong: list[float]) -> None:
-    heads, good = build(), build().trainable_state()
+    heads = build()
+    good = build().trainable_state()
     with pytest.raises(CheckpointError, match="temperature"):
         heads.load_trainable_state({**good, "temperatures": torch.tensor(wrong)})
     assert heads.temperatures_K.tolist() == [1.0, 1.0, 1.0]
@@ -155,7 +156,8 @@ def test_a_link_in_the_place_of_a_directory_is_replaced_and_not_followed(
 def test_a_writer_that_dies_at_any_rename_leaves_readable_heads(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = os.rename, []
+    real = os.rename
+    calls = []
 
     def dies_at_second(source: str | Path, target: str | Path) -> None:
         calls.append(target)

@@ -60,28 +60,30 @@ class Actor:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """hidden_MD, response_M, logprobs_M."""
         generator = torch.Generator().manual_seed(seed)
-        rows, ids = [], []
+        rows = []
+        ids = []
         for length in lengths_S.tolist():
             token = int(torch.randint(V, (1,), generator=generator))
             for _ in range(length):
                 rows.append(token)
                 token = int(torch.multinomial(self.p_VV[token], 1, generator=generator))
                 ids.append(token)
-        row_M, response_M = torch.tensor(rows), torch.tensor(ids)
+        row_M = torch.tensor(rows)
+        response_M = torch.tensor(ids)
         return self.state_VD[row_M], response_M, self.p_VV[row_M, response_M].log()
 
 
 def train(kind: str, loss: str, *, seed: int = 0, epochs: int = 12) -> tuple[MedusaHeads, Actor]:
     torch.manual_seed(seed)
-    actor, lengths_S = Actor(), torch.full((ROWS // 50,), 50)
+    actor = Actor()
+    lengths_S = torch.full((ROWS // 50,), 50)
     hidden_MD, response_M, logprobs_M = actor.rollouts(1, lengths_S)
     segment_M = segments_from_lengths(lengths_S)
     targets_MK, mask_MK = head_targets(response_M, segment_M, K)
-    condition_MK, logprobs_MK = (
-        condition_ids(response_M, segment_M, K),
-        head_logprobs(logprobs_M, segment_M, K),
-    )
-    teacher_MK, config = head_teacher_rows(segment_M, K), LossConfig.named(loss)
+    condition_MK = condition_ids(response_M, segment_M, K)
+    logprobs_MK = head_logprobs(logprobs_M, segment_M, K)
+    teacher_MK = head_teacher_rows(segment_M, K)
+    config = LossConfig.named(loss)
     heads = MedusaHeads(HeadsConfig(D, V, K, kind, rank=8))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2, weight_decay=0.0)
     step = 0

@@ -131,8 +131,10 @@ class Case:
     ],
 )
 def test_values_and_gradients_float32(name: str, kind: str, lm_head: str) -> None:
-    case, config = Case(kind, lm_head), CONFIGS[name]
-    chunked_K, reference_K = case.chunked(config), case.reference(config)
+    case = Case(kind, lm_head)
+    config = CONFIGS[name]
+    chunked_K = case.chunked(config)
+    reference_K = case.reference(config)
     torch.testing.assert_close(chunked_K, reference_K, rtol=1e-5, atol=1e-6)
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
         torch.testing.assert_close(
@@ -143,12 +145,14 @@ def test_values_and_gradients_float32(name: str, kind: str, lm_head: str) -> Non
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_float_mask_weighs_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a library would compute the loss of a bool mask: libraries know no weights."""
-    case, config = Case("medusa", "shared"), CONFIGS[name]
+    case = Case("medusa", "shared")
+    config = CONFIGS[name]
     case.mask_NK = case.mask_NK * torch.rand(
         case.mask_NK.shape[0], 1, generator=torch.Generator().manual_seed(0)
     ).mul(4)
     monkeypatch.setattr(losses, "liger_can", lambda *_: True)
-    chunked_K, reference_K = case.chunked(config, None), case.reference(config)
+    chunked_K = case.chunked(config, None)
+    reference_K = case.reference(config)
     torch.testing.assert_close(chunked_K, reference_K, rtol=1e-5, atol=1e-6)
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
         torch.testing.assert_close(
@@ -165,8 +169,10 @@ def test_values_and_gradients_bfloat16(name: str, kind: str, lm_head: str) -> No
     """Only the products are bfloat16: the loss itself is not rounded to it, and gradients agree in
     direction and size.
     """
-    case, config = Case(kind, lm_head, torch.bfloat16), CONFIGS[name]
-    chunked_K, reference_K = case.chunked(config), case.reference(config)
+    case = Case(kind, lm_head, torch.bfloat16)
+    config = CONFIGS[name]
+    chunked_K = case.chunked(config)
+    reference_K = case.reference(config)
     assert chunked_K.dtype == torch.float32
     torch.testing.assert_close(chunked_K, reference_K, rtol=1e-4, atol=1e-5)
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
@@ -175,7 +181,9 @@ def test_values_and_gradients_bfloat16(name: str, kind: str, lm_head: str) -> No
 
 def test_neighbours_share_their_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row's distribution is computed once, however many heads of whatever rows read it."""
-    case, config, asked = Case("medusa", "shared"), CONFIGS["kl_tv"], []
+    case = Case("medusa", "shared")
+    config = CONFIGS["kl_tv"]
+    asked = []
     case.teacher = case.teacher._replace(
         rows_NK=(torch.arange(N)[:, None] + torch.arange(K)).clamp(max=N - 1)
     )
@@ -185,7 +193,8 @@ def test_neighbours_share_their_teachers(monkeypatch: pytest.MonkeyPatch) -> Non
         "logprobs",
         lambda self, rows_C, *more: (asked.append(rows_C.numel()), plain(self, rows_C, *more))[1],
     )
-    chunked_K, reference_K = case.chunked(config, N), case.reference(config)
+    chunked_K = case.chunked(config, N)
+    reference_K = case.reference(config)
     assert asked == [N]
     torch.testing.assert_close(chunked_K, reference_K, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
@@ -198,13 +207,12 @@ def test_a_part_of_the_vocabulary(kind: str, name: str) -> None:
     """p is that of its tokens among all, though no other row of lm_head is multiplied by: one
     token's log-prob says the rest.
     """
-    case, config, ids_W = (
-        Case(kind, "shared"),
-        CONFIGS[name],
-        torch.tensor([0, 3, 4, 9, 17, 31, 38]),
-    )
+    case = Case(kind, "shared")
+    config = CONFIGS[name]
+    ids_W = torch.tensor([0, 3, 4, 9, 17, 31, 38])
     logp_NV = (F.linear(case.hidden_ND, case.lm_head_VD) / 0.7).log_softmax(-1)
-    ids_N, rows_NK = torch.arange(N) % V, case.teacher.rows_NK
+    ids_N = torch.arange(N) % V
+    rows_NK = case.teacher.rows_NK
     lse_N = known_lse(case.hidden_ND, ids_N, logp_NV[torch.arange(N), ids_N], case.lm_head_VD, 0.7)
     teacher = Teacher(case.hidden_ND, rows_NK, case.lm_head_VD[ids_W], 0.7, lse_M=lse_N)
     tables = {"condition": case.condition_NK, "embedding_VD": case.embedding_VD}
@@ -226,11 +234,10 @@ def test_a_part_of_the_vocabulary(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_the_temperature_of_the_rollouts(temperature: float) -> None:
-    case, config = Case("markov", "own"), LossConfig(0.3, 1.0, 0.7, 0.5, accept_until_fail=0.1)
-    chunked_K, reference_K = (
-        case.chunked(config, temperature=temperature),
-        case.reference(config, temperature=temperature),
-    )
+    case = Case("markov", "own")
+    config = LossConfig(0.3, 1.0, 0.7, 0.5, accept_until_fail=0.1)
+    chunked_K = case.chunked(config, temperature=temperature)
+    reference_K = case.reference(config, temperature=temperature)
     torch.testing.assert_close(chunked_K, reference_K)
     assert not torch.allclose(chunked_K, case.chunked(config))
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
@@ -241,7 +248,8 @@ def test_kl_to_a_truncated_actor() -> None:
     """With top-k and top-p the teacher is what was really sampled from; tokens that were cut add
     nothing.
     """
-    case, config = Case("medusa", "shared"), LossConfig(0.0, kl=1.0, exact_tv=0.5)
+    case = Case("medusa", "shared")
+    config = LossConfig(0.0, kl=1.0, exact_tv=0.5)
     case.teacher = case.teacher._replace(top_k=6, top_p=0.9)
     logits_NKV = (
         F.linear(case.hidden_ND[case.teacher.rows_NK], case.lm_head_VD) / case.teacher.temperature
@@ -274,16 +282,15 @@ def test_the_size_of_a_chunk_does_not_matter(chunk_rows: int | None) -> None:
 
 
 def test_accept_until_fail_without_logprobs_is_one_hot() -> None:
-    case, config = Case("medusa", "shared"), CONFIGS["ce_auf"]
+    case = Case("medusa", "shared")
+    config = CONFIGS["ce_auf"]
     with (
         torch.no_grad()
     ):  # Make half of head 1's and 2's drafts right, so that the later heads' weights differ.
         logits_NKV = case.heads(case.hidden_ND, case.lm_head_VD)
         case.targets_NK[::2] = logits_NKV.argmax(-1)[::2]
-    chunked_K, reference_K = (
-        case.chunked(config, logprobs=False),
-        case.reference(config, logprobs=False),
-    )
+    chunked_K = case.chunked(config, logprobs=False)
+    reference_K = case.reference(config, logprobs=False)
     torch.testing.assert_close(chunked_K, reference_K)
     assert not torch.allclose(chunked_K[1:], case.reference(LossConfig())[1:])
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):

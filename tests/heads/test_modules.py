@@ -131,7 +131,8 @@ def one_row(
         for share, pair in zip(share_m, inputs, strict=True)
     )
     base_D = pairs[-1][0] + state["context.out.weight"] @ mixed_c
-    inner_H, features = state["cell.start.weight"] @ rms_normalise(base_D), []
+    inner_H = state["cell.start.weight"] @ rms_normalise(base_D)
+    features = []
     for k, token in enumerate(tokens):
         state_H = rms_normalise(
             F.silu(inner_H + state["cell.token.weight"] @ rms_normalise(embedding_VD[token]))
@@ -180,7 +181,8 @@ def test_a_pair_that_is_missing_says_nothing() -> None:
         tables(),
         rows(),
     )
-    hidden_TD, ids_T = hidden_BTD[0], next_ids_BT[0]
+    hidden_TD = hidden_BTD[0]
+    ids_T = next_ids_BT[0]
     condition_TK = condition_ids(ids_T, torch.zeros_like(ids_T), K)
     rows_Tn = context_rows(torch.zeros_like(ids_T), PAIRS)
     cut_Tn = torch.where(torch.arange(PAIRS) < PAIRS - 2, MISSING, rows_Tn)
@@ -235,7 +237,8 @@ def test_frozen_tables_get_no_gradient(kind: str) -> None:
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("lm_head", LM_HEADS)
 def test_state_round_trip(kind: str, lm_head: str) -> None:
-    one, other = build(kind, lm_head), build(kind, lm_head, noise=0.0)
+    one = build(kind, lm_head)
+    other = build(kind, lm_head, noise=0.0)
     state = one.trainable_state()
     assert {
         name: tuple(tensor.shape) for name, tensor in state.items()

@@ -26,7 +26,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
     """Does something right after a module was imported, in the place of importing it now."""
 
     def __init__(self, module: str, then: Callable[[], None]) -> None:
-        self._module, self._then = module, then
+        self._module = module
+        self._then = then
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

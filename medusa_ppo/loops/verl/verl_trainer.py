@@ -172,7 +172,8 @@ class MegatronEngineTap(RowTap):
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
-        engine, whole = self._engine, self._engine.forward_step
+        engine = self._engine
+        whole = self._engine.forward_step
 
         def forward_step(
             batch_iter: Iterator[Any], model: nn.Module, *args: Any, **kwargs: Any
@@ -286,11 +287,9 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
 
 def unsupported(config: Any) -> dict[str, bool]:
     """Settings of verl that the heads can't be combined with, and whether they are on."""
-    actor, rollout, model = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-        config.actor_rollout_ref.model,
-    )
+    actor = config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
     correction = config.algorithm.get("rollout_correction") or {}
     kwargs = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     megatron = (actor.get("megatron") or {}) if actor.strategy == MEGATRON else {}
@@ -347,12 +346,14 @@ def rows_of(data: Any) -> tuple[list[Row], list[int]]:
 
     Left out are rows with tokens between the response's own (tools' answers).
     """
-    rows, kept = [], []
+    rows = []
+    kept = []
     for index, (ids, mask) in enumerate(
         zip(data["input_ids"].unbind(), data["response_mask"].unbind(), strict=True)
     ):
         if mask.numel() and bool(mask.bool().all()):
-            tokens, first = ids.tolist(), ids.numel() - mask.numel()
+            tokens = ids.tolist()
+            first = ids.numel() - mask.numel()
             rows.append((tokens[:first], tokens[first:]))
             kept.append(index)
     return rows, kept

@@ -141,7 +141,10 @@ class RankTeam:
 
     def close(self) -> None:
         """End all ranks; harmless when called again."""
-        ranks, self._ranks, group, self._group = self._ranks, [], self._group, None
+        ranks = self._ranks
+        self._ranks = []
+        group = self._group
+        self._group = None
         if not ray.is_initialized():
             return
         for rank in ranks:
@@ -216,7 +219,8 @@ class MegatronLearner(PPOLearner):
             config: the run's, as the ranks have it.
         """
         super().__init__(critic, config.ppo, seed=config.seed)
-        self._team, self._path = team, path
+        self._team = team
+        self._path = path
         self._handed: tuple[PPOBatch, Any] | None = None
         self.actor = RankedActor(team)
         self.device = torch.device("cpu") if critic is None else next(critic.parameters()).device
@@ -276,7 +280,8 @@ class MegatronLearner(PPOLearner):
 
     def _save_policy(self, folder: Path) -> None:
         actor_stream(self.actor).write(folder / "actor.safetensors")
-        shapes, steps = self.actor.shapes(), max(self._team.call("steps"))
+        shapes = self.actor.shapes()
+        steps = max(self._team.call("steps"))
         entries = {
             f"{name}/{moment}": (torch.float32, shape)
             for name, shape in shapes.items()

@@ -123,11 +123,9 @@ class RankOptimizer:
             clip_grad=0.0,  # Done here, after a look at the norm.
             use_distributed_optimizer=distributed,
         )
-        self.distributed, self._copies, self._device = (
-            distributed,
-            dtype != torch.float32,
-            model.device,
-        )
+        self.distributed = distributed
+        self._copies = dtype != torch.float32
+        self._device = model.device
         self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._chain: Any = get_megatron_optimizer(settings, [model.ddp])
         (self._part,) = self._chain.chained_optimizers
@@ -267,12 +265,10 @@ class ActorRank:
             config: the run's.
             with_embedding: `tables` brings the input embedding too.
         """
-        self._rank, self._path, self._config, self._with_embedding = (
-            rank,
-            path,
-            config,
-            with_embedding,
-        )
+        self._rank = rank
+        self._path = path
+        self._config = config
+        self._with_embedding = with_embedding
         self._meeting: Meeting | None = None
         self._support = Support(Sampling())  # Of the batch that was scored last.
         self._scored: set[int] = set()  # Its sequences that this replica scored.
@@ -291,11 +287,10 @@ class ActorRank:
         torch.set_num_threads(self._config.ppo.threads or 1)
         self._meeting = self._meeting or Meeting(place.seen_by(self._rank))
         start_parallel(self._meeting, section)
-        device, sizes = (
-            torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-            LlamaSizes.read(self._path),
-        )
-        ppo, dtype = self._config.ppo, DTYPES[self._config.model.dtype or "float32"]
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        sizes = LlamaSizes.read(self._path)
+        ppo = self._config.ppo
+        dtype = DTYPES[self._config.model.dtype or "float32"]
         reference_dtype = DTYPES[ppo.reference_dtype] if ppo.reference_dtype else dtype
         build = functools.partial(RankModel, sizes, self._path, section, device=device)
         self._actor = build(trained=True, dtype=dtype, recompute=ppo.recompute)
@@ -314,7 +309,8 @@ class ActorRank:
 
     def begin_batch(self, sampling: Sampling) -> None:
         """New rollouts will be scored: what was kept of those before is forgotten."""
-        self._support, self._scored = Support(sampling), set()
+        self._support = Support(sampling)
+        self._scored = set()
 
     @torch.no_grad()
     def score(
@@ -328,10 +324,8 @@ class ActorRank:
             first: place of its first sequence in the batch.
         """
         batch = PPOBatch(rollouts, self._actor.device, pad_id, first)
-        found, micros = (
-            PolicyScores.zeros(batch),
-            self._micros(batch, self._dealt(batch, range(len(batch)))),
-        )
+        found = PolicyScores.zeros(batch)
+        micros = self._micros(batch, self._dealt(batch, range(len(batch))))
         self._scored |= {place for micro in micros for place in micro.places}
         inputs = [self._actor.inputs(micro.input_ids_BT) for micro in micros]
         with self._view.tap() if tapped else contextlib.nullcontext() as tap:
@@ -366,13 +360,13 @@ class ActorRank:
 
         A step whose gradient is not finite is left out, on all ranks.
         """
-        batch, config = PPOBatch(rollouts, self._actor.device, pad_id), self._config.ppo
-        totals, rate = (
-            UpdateTotals(),
-            learning_rate_share(config, step) * config.actor_learning_rate,
-        )
+        batch = PPOBatch(rollouts, self._actor.device, pad_id)
+        config = self._config.ppo
+        totals = UpdateTotals()
+        rate = learning_rate_share(config, step) * config.actor_learning_rate
         for sequences in minibatches(scores.sequences, config, self._config.seed, step):
-            tokens, own = int(batch.lengths_S[sequences].sum()), self._dealt(batch, sequences)
+            tokens = int(batch.lengths_S[sequences].sum())
+            own = self._dealt(batch, sequences)
             if (
                 self._support.cuts
             ):  # Only who scored a sequence knows which of its tokens were left.
@@ -481,10 +475,8 @@ class ActorRank:
 
     def load(self, folder: str) -> None:
         """Read this rank's part of what a learner saved. The reference stays."""
-        weights, file = (
-            Path(folder) / "actor.safetensors",
-            Path(folder) / "actor_optimizer.safetensors",
-        )
+        weights = Path(folder) / "actor.safetensors"
+        file = Path(folder) / "actor_optimizer.safetensors"
         self._actor.load(weights)
         self._read(weights, WEIGHTS)
         with safe_open(file, "pt") as handle:

@@ -82,7 +82,8 @@ class RMSNorm(nn.Module):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
     ) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(hidden_size)), eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(values, values.shape[-1:], self.weight, self.eps)
@@ -103,7 +104,8 @@ class PlainAttention(nn.Module):
         packed = packed_seq_params is not None
         if packed:
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-        ranks, rank = dist.get_world_size(self.groups.cp), dist.get_rank(self.groups.cp)
+        ranks = dist.get_world_size(self.groups.cp)
+        rank = dist.get_rank(self.groups.cp)
         edges = (
             packed_seq_params.cu_seqlens_q_padded.tolist()
             if packed
@@ -120,7 +122,8 @@ class PlainAttention(nn.Module):
                 .repeat_interleave(query.shape[2] // key.shape[2], dim=2)
                 .permute(1, 2, 0, 3)
             )
-        mine, theirs = places[rank], torch.cat(places)
+        mine = places[rank]
+        theirs = torch.cat(places)
         allowed = (theirs <= mine[:, None]) & (segment[theirs] == segment[mine][:, None])
         out = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3), *everyone, attn_mask=allowed
@@ -223,10 +226,8 @@ def gpt(
 
 def load_llama(model: GPTModel, source: LlamaForCausalLM) -> None:
     """Copy the Llama's weights into this rank's part."""
-    rank, ranks = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
 
     def cut(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.chunk(ranks, dim)[rank]
@@ -240,7 +241,8 @@ def load_llama(model: GPTModel, source: LlamaForCausalLM) -> None:
     if model.pre_process:
         state["embedding.word_embeddings.weight"] = padded(source.model.embed_tokens.weight)
     for index, layer in enumerate(model.decoder.layers):
-        old, new = source.model.layers[layer.layer_number - 1], f"decoder.layers.{index}."
+        old = source.model.layers[layer.layer_number - 1]
+        new = f"decoder.layers.{index}."
         q, k, v = (
             getattr(old.self_attn, f"{name}_proj").weight.unflatten(0, (GROUPS, -1))
             for name in "qkv"

@@ -43,10 +43,8 @@ class Batch:
     def __init__(self, source: Any, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.lengths = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-        self.ids_BT, self.mask_BT = (
-            torch.zeros(4, T, dtype=torch.int64),
-            torch.zeros(4, T, dtype=torch.bool),
-        )
+        self.ids_BT = torch.zeros(4, T, dtype=torch.int64)
+        self.mask_BT = torch.zeros(4, T, dtype=torch.bool)
         for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
             self.ids_BT[row, : prompt + response] = torch.randint(
                 1, cpu.V, (prompt + response,), generator=generator
@@ -73,17 +71,18 @@ class Batch:
         """The same sequences in one row, each padded to a multiple of 4, as one context-parallel
         rank gets them.
         """
-        rank, ranks = (
-            parallel_state.get_context_parallel_rank(),
-            parallel_state.get_context_parallel_world_size(),
-        )
-        ends, edges, ids = [0], [0], []
+        rank = parallel_state.get_context_parallel_rank()
+        ranks = parallel_state.get_context_parallel_world_size()
+        ends = [0]
+        edges = [0]
+        ids = []
         for row, length in enumerate(self.lengths):
             ends.append(ends[-1] + length)
             edges.append(edges[-1] + -(-length // 4) * 4)
             ids.append(self.ids_BT[row, : edges[-1] - edges[-2]])
         mine = cpu.pieces_of(edges, rank, ranks)
-        real, padded = torch.tensor(ends, dtype=torch.int32), torch.tensor(edges, dtype=torch.int32)
+        real = torch.tensor(ends, dtype=torch.int32)
+        padded = torch.tensor(edges, dtype=torch.int32)
         parameters = PackedSeqParams(
             "thd", real, real, padded, padded, max_seqlen_q=T, max_seqlen_kv=T
         )
@@ -234,10 +233,8 @@ def untouched_gradients(source: Any, batch: Batch) -> dict[str, Any]:
     share = ParallelHeads.shard(whole, vocabulary)
     torch.manual_seed(2)
     rows_ND = batch.expected_MD
-    targets_NK, mask_NK = (
-        torch.randint(cpu.V, (rows_ND.shape[0], 3)),
-        torch.ones(rows_ND.shape[0], 3, dtype=torch.bool),
-    )
+    targets_NK = torch.randint(cpu.V, (rows_ND.shape[0], 3))
+    mask_NK = torch.ones(rows_ND.shape[0], 3, dtype=torch.bool)
     plain_K = head_loss(
         whole.factored(rows_ND, source.lm_head.weight), targets_NK, mask_NK, LossConfig()
     )

@@ -222,7 +222,9 @@ def reference(form: str) -> dict[str, Any]:
 
 
 def check(form: str, rank: int) -> dict[str, Any]:
-    tapped, plain, expected = train(form, rank, True), train(form, rank, False), reference(form)
+    tapped = train(form, rank, True)
+    plain = train(form, rank, False)
+    expected = reference(form)
     same = tapped["weights"].keys() == plain["weights"].keys() and all(
         torch.equal(tapped["weights"][name], plain["weights"][name]) for name in plain["weights"]
     )

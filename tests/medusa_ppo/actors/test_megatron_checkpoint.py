@@ -36,7 +36,8 @@ def lay_out(source: Path, folder: Path, *, stacked: bool = True, left_out: str =
     """The model of `source` as Megatron saves it: `folder`/iter_0000007, and beside it what
     transformers needs.
     """
-    sizes, inside = LlamaSizes.read(source), folder / "iter_0000007"
+    sizes = LlamaSizes.read(source)
+    inside = folder / "iter_0000007"
     state = dict(AutoModelForCausalLM.from_pretrained(source).named_parameters())
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in key_table(sizes).items():
@@ -95,7 +96,8 @@ def test_heads_are_those_of_the_same_model(
 
 
 def test_it_is_written_once_and_anew_after_another_save(chain_actor: Path, tmp_path: Path) -> None:
-    folder, out = lay_out(chain_actor, tmp_path / "saved"), tmp_path / "model"
+    folder = lay_out(chain_actor, tmp_path / "saved")
+    out = tmp_path / "model"
     file = Path(as_transformers(str(folder), out)) / "model.safetensors"
     first = file.stat().st_mtime_ns
     as_transformers(str(folder / "iter_0000007"), out)

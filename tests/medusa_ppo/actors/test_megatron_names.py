@@ -46,7 +46,8 @@ def test_every_tensor_of_the_checkpoint_comes_back_from_its_shards(
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert checkpoint_shapes(sizes) == {name: tuple(tensor.shape) for name, tensor in state.items()}
 
-    cutters, found = [Cutter(sizes, rank, ranks) for rank in range(ranks)], {}
+    cutters = [Cutter(sizes, rank, ranks) for rank in range(ranks)]
+    found = {}
     for entry in key_table(sizes).values():
         slices = [
             [

@@ -91,7 +91,8 @@ def test_an_image_token_that_the_actor_wrote_is_a_word(vision_actor, picture: Pi
     with torch.no_grad():
         table = other.get_input_embeddings().weight
         table[70] = table[reader.image_id]
-    written, twin = padded([(*prompt, reader.image_id, 66)]), padded([(*prompt, 70, 66)])
+    written = padded([(*prompt, reader.image_id, 66)])
+    twin = padded([(*prompt, 70, 66)])
     store = FeatureStore(actor, reader)
 
     found = forward(actor, written, store.look([prompt], written)).logits
@@ -105,9 +106,11 @@ def test_an_image_token_that_the_actor_wrote_is_a_word(vision_actor, picture: Pi
 
 def test_each_image_is_computed_once_as_long_as_it_is_kept(vision_actor, picture: Picture):
     actor, reader = loaded(vision_actor())
-    runs, images = count_runs(actor), [picture(seed) for seed in range(3)]
+    runs = count_runs(actor)
+    images = [picture(seed) for seed in range(3)]
     prompts = reader.prompts(["a", "b", "c"], [(images[0],), (images[1], images[0]), (images[2],)])
-    store, ids_BT = FeatureStore(actor, reader), padded(prompts)
+    store = FeatureStore(actor, reader)
+    ids_BT = padded(prompts)
     store.prefetch(prompts)
     for _ in range(3):
         assert store.look(prompts, ids_BT) is not None
@@ -162,7 +165,8 @@ def test_a_text_with_places_of_its_own_is_left_as_it_is(vision_actor, picture: P
 def test_weights_are_named_as_in_the_actors_files(vision_actor, family: str):
     """By these names an engine compares and loads them."""
     actor = load_actor(vision_actor(family))
-    state, file = actor_state(actor), load_state(vision_actor(family) / "model.safetensors")
+    state = actor_state(actor)
+    file = load_state(vision_actor(family) / "model.safetensors")
     assert state.keys() == file.keys() and all(
         torch.equal(state[name], file[name]) for name in file
     )
@@ -272,10 +276,8 @@ def _rank(rank: int, ranks: int, folder: str, place: str) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{place}/meet", rank=rank, world_size=ranks)
     actor, reader = loaded(Path(folder))
-    runs, pictures = (
-        count_runs(actor),
-        [path.read_bytes() for path in sorted(Path(place).glob("*.png"))],
-    )
+    runs = count_runs(actor)
+    pictures = [path.read_bytes() for path in sorted(Path(place).glob("*.png"))]
     store = FeatureStore(actor, reader, group=dist.group.WORLD)
     prompts = reader.prompts(["x"] * len(pictures), [(image,) for image in pictures])
     seen = store.look(prompts, padded(prompts))

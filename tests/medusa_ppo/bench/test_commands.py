@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
 from heads.checkpoint import save_heads
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.cli.app import app
 from medusa_ppo.demo.task import demo_rows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -76,7 +76,8 @@ def test_swap(chain_actor: Path, heads: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_companion(source: list[str], tmp_path: Path) -> None:
-    file, threads = tmp_path / "companion.json", torch.get_num_threads()
+    file = tmp_path / "companion.json"
+    threads = torch.get_num_threads()
     run(
         "companion",
         *source,

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
 from heads.errors import ConfigError
@@ -17,6 +16,7 @@ from medusa_ppo.bench import rollout_speed as rollout
 from medusa_ppo.bench.bench_page import draw_ratios, write_bench
 from medusa_ppo.bench.pairs import table_of
 from medusa_ppo.bench.rollout_speed import RolloutBench
+from medusa_ppo.cli.app import app
 from medusa_ppo.runtime.console import OfflineProgress
 
 

@@ -9,11 +9,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from medusa_ppo.cli.app import app
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from medusa_ppo.cli import machine_checks
+from medusa_ppo.cli.app import app
 from medusa_ppo.config.run_config import load_config
 from medusa_ppo.ppo.session import ACTOR_FOLDER, HEADS_FOLDER
 
@@ -62,7 +62,8 @@ def test_each_command_is_real(step: machine_checks.Step) -> None:
 
 
 def test_the_bench_takes_what_the_run_before_leaves_behind() -> None:
-    run, bench = STEPS[2].command, STEPS[3].command
+    run = STEPS[2].command
+    bench = STEPS[3].command
     named = re.search(r"name=(\S+)", run)
     assert named is not None and load_config().out == "runs"
     folder = f"runs/{named[1]}"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import typer
-from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
 from medusa_ppo.cli import app as cli
+from medusa_ppo.cli.app import app
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.runtime import hardware
 from medusa_ppo.runtime.console import command
@@ -149,7 +149,8 @@ def test_debug_shows_the_traceback_and_plain_runs_do_not() -> None:
 def test_a_template_that_was_typed_with_backslash_n_has_a_line_break(
     words: tuple[str, ...],
 ) -> None:
-    command, rest = typer.main.get_command(app), list(words)
+    command = typer.main.get_command(app)
+    rest = list(words)
     while hasattr(command, "commands"):
         command = command.commands[rest.pop(0)]
     context = command.make_context(

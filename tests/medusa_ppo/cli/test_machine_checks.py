@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
 from medusa_ppo.cli import machine_checks
+from medusa_ppo.cli.app import app
 from medusa_ppo.engines.probe import tiny_model
 from medusa_ppo.vllm_plugin.registration import Finding
 

@@ -9,15 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from medusa_ppo.cli.app import app
-from medusa_ppo.cli.plan import (
-    companion_bytes,
-    heads_parameters,
-    hidden_bytes,
-    lines,
-    make_plan,
-    size_text,
-)
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -31,6 +22,15 @@ from typer.testing import CliRunner
 from heads.errors import ModelError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.cli.app import app
+from medusa_ppo.cli.plan import (
+    companion_bytes,
+    heads_parameters,
+    hidden_bytes,
+    lines,
+    make_plan,
+    size_text,
+)
 from medusa_ppo.config.run_config import build_config, load_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -107,7 +107,8 @@ def test_what_can_not_be_planned_is_refused() -> None:
 
 
 def test_messages_are_as_large_as_said() -> None:
-    model, tokens = ModelSizes.from_config(SMALL), 7
+    model = ModelSizes.from_config(SMALL)
+    tokens = 7
     batch = RolloutBatch(
         torch.zeros(tokens, 32),
         torch.zeros(tokens, dtype=torch.int64),
@@ -215,7 +216,8 @@ def test_workers_of_the_companion_are_planned(folder: Path) -> None:
     one = make_plan(build_config({**settings, "companion": shared}), GPUS)
     config = build_config({**settings, "companion": {**shared, "workers": 3}})
     plan = make_plan(config, GPUS)
-    companion, alone = plan.processes[2], one.processes[2]
+    companion = plan.processes[2]
+    alone = one.processes[2]
     assert (companion.name, companion.count, companion.gpus) == (
         "companion worker",
         3,
@@ -343,7 +345,8 @@ def test_the_command_prints_it_and_starts_nothing(folder: Path, tmp_path: Path) 
 def test_the_demo_and_mistakes(tmp_path: Path) -> None:
     demo = make_plan(load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo")]), NO_GPU)
     assert 19e6 < demo.model.parameters < 21e6, "with the neurons that say nothing"
-    plain, drafting = demo.processes[3], demo.processes[1]
+    plain = demo.processes[3]
+    drafting = demo.processes[1]
     assert [p.name for p in demo.processes] == [
         "PPO loop",
         "engine",

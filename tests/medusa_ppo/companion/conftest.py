@@ -36,7 +36,10 @@ class ChainTask:
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.vocab, self.hidden, self.sure, self.dtype = vocab, hidden, sure, dtype
+        self.vocab = vocab
+        self.hidden = hidden
+        self.sure = sure
+        self.dtype = dtype
         self._generator = torch.Generator().manual_seed(seed)
         self._frame_VD = (
             torch.linalg.qr(torch.randn(hidden, hidden, generator=self._generator)).Q[:vocab] * 4.0
@@ -60,14 +63,16 @@ class ChainTask:
         self, sequences: int = 48, length: int = 16, temperature: float = 1.0
     ) -> RolloutBatch:
         lengths_S = torch.randint(2, length + 1, (sequences,), generator=self._generator)
-        states, tokens = [], []
+        states = []
+        tokens = []
         for n in lengths_S.tolist():
             token = int(torch.randint(self.vocab, (1,), generator=self._generator))
             for _ in range(n):
                 states.append(token)
                 token = int(torch.multinomial(self.probs_VV[token], 1, generator=self._generator))
                 tokens.append(token)
-        ids_M, states_M = torch.tensor(tokens), torch.tensor(states)
+        ids_M = torch.tensor(tokens)
+        states_M = torch.tensor(states)
         return RolloutBatch(
             self._frame_VD[states_M].to(self.dtype),
             ids_M,
@@ -80,11 +85,9 @@ class ChainTask:
     def single(self) -> RolloutBatch:
         """Three responses of one token each."""
         batch = self.batch(4)
-        hidden_MD, ids_M, logprobs_M = (
-            batch.hidden_MD[:3],
-            batch.response_ids_M[:3],
-            batch.logprobs_M[:3],
-        )
+        hidden_MD = batch.hidden_MD[:3]
+        ids_M = batch.response_ids_M[:3]
+        logprobs_M = batch.logprobs_M[:3]
         return replace(
             batch,
             hidden_MD=hidden_MD,

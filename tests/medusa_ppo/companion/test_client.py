@@ -134,7 +134,8 @@ def test_waiting_runs_repeat_themselves(chain, client_of) -> None:
     """
 
     def run() -> list[tuple[int, str]]:
-        task, seen = chain(), []
+        task = chain()
+        seen = []
         client = client_of(task)
         for _ in range(5):
             client.submit(task.batch())
@@ -150,7 +151,8 @@ def test_waiting_runs_repeat_themselves(chain, client_of) -> None:
 def test_two_workers_learn_what_one_learns(chain, client_of, tmp_path: Path) -> None:
     task = chain()
     batches = [task.batch() for _ in range(4)]
-    client, alone = client_of(task, workers=2, dtype="float32"), cycle_of(task)
+    client = client_of(task, workers=2, dtype="float32")
+    alone = cycle_of(task)
     for batch in batches:
         client.submit(batch)
         alone.run(batch)
@@ -161,7 +163,8 @@ def test_two_workers_learn_what_one_learns(chain, client_of, tmp_path: Path) -> 
         and status.versions_published == alone.version > 0
         and status.trained_tokens == alone.trainer.trained_tokens
     )
-    state, other = load_state(tmp_path / "companion.safetensors"), alone.state_dict()
+    state = load_state(tmp_path / "companion.safetensors")
+    other = alone.state_dict()
     assert set(state) - {"service", "crc"} == set(other)
     for name, value in other.items():
         torch.testing.assert_close(
@@ -279,10 +282,12 @@ def test_a_slow_companion_never_holds_more_than_the_budget(chain, client_of) -> 
     """Measured in Ray's store: on its way, waiting, and in training together. Old batches make way;
     in the end nothing is held.
     """
-    task, batch = chain(), large_batch(20_000)
+    task = chain()
+    batch = large_batch(20_000)
     budget = 4 * batch.nbytes
     client = client_of(task, queue_bytes=budget, epochs=30, batch_positions=512)
-    before, largest = stored_bytes(), 0
+    before = stored_bytes()
+    largest = 0
     for version in range(20):
         client.submit(dataclasses.replace(batch, policy_version=version))
         client.newest(0)
@@ -380,7 +385,8 @@ def test_a_companion_without_its_state_goes_on_from_the_engines_version(chain, c
     ray.kill(client._actor, no_restart=False)
     task.drift()
     client.update_lm_head(task.lm_head_VD, task.policy_version)
-    deadline, newer = time.monotonic() + 90, None
+    deadline = time.monotonic() + 90
+    newer = None
     while newer is None and time.monotonic() < deadline:
         client.submit(task.batch(100))
         client.drain(10)

@@ -141,17 +141,16 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
             dataclasses.replace(r, prompt_index=i // 2) for i, r in enumerate(rollouts.responses)
         ),
     )
-    whole, sampled = (
-        BatchCollector(rollouts),
-        BatchCollector(rollouts, EarlySample(0.5, 0.3, seed, ahead=3)),
-    )
+    whole = BatchCollector(rollouts)
+    sampled = BatchCollector(rollouts, EarlySample(0.5, 0.3, seed, ahead=3))
     order = list(range(12))
     rng.shuffle(order)
     for start in range(0, scored, 3):
         part = order[start : min(start + 3, scored)]
         hidden_BTD, mask_BT = micro_batch(lengths, part, rng)
         assert whole.add(hidden_BTD, mask_BT, part) == sampled.add(hidden_BTD, mask_BT, part)
-    full, some = whole.batch(), sampled.batch()
+    full = whole.batch()
+    some = sampled.batch()
     weights = dict(
         zip(
             [i for i in range(12) if lengths[i]],

@@ -45,7 +45,8 @@ def test_versions_grow_and_the_frozen_control_stays(chain) -> None:
     task = chain()
     cycle = make(task)
     assert cycle.version == 0 and cycle.frozen is None
-    versions, frozen = [], None
+    versions = []
+    frozen = None
     for _ in range(20):
         report = cycle.run(task.batch())
         versions.append(cycle.version)
@@ -68,7 +69,8 @@ def test_follows_a_policy_that_moves_while_the_frozen_control_falls(chain) -> No
     cycle = make(task)
     for _ in range(15):
         cycle.run(task.batch())
-    before, first_version = length_of(cycle.serving, task, task.batch(60)), cycle.version
+    before = length_of(cycle.serving, task, task.batch(60))
+    first_version = cycle.version
     frozen_before = length_of(cycle.frozen, task, task.batch(60))
     task.drift()
     cycle.trainer.set_tables(task.lm_head_VD)
@@ -87,7 +89,8 @@ def test_what_is_held_out_is_not_trained_on(chain) -> None:
     task = chain()
     batch = dataclasses.replace(task.batch(16), prompts_S=torch.arange(16) // 4)
     training, holdout = hold_out(batch, 0.25, seed=5)
-    again, other = hold_out(batch, 0.25, seed=5), hold_out(batch, 0.25, seed=6)
+    again = hold_out(batch, 0.25, seed=5)
+    other = hold_out(batch, 0.25, seed=6)
     assert holdout is not None and again[1] is not None and other[1] is not None
     assert (
         holdout.prompts_S.unique().numel() == 2
@@ -106,7 +109,8 @@ def test_what_is_held_out_is_not_trained_on(chain) -> None:
 
 
 def test_the_first_version_of_a_dozen_prompts_comes_with_the_second_batch(chain) -> None:
-    task, versions = chain(), []
+    task = chain()
+    versions = []
     cycle = make(task)
     for _ in range(2):
         cycle.run(dataclasses.replace(task.batch(48), prompts_S=torch.arange(48) // 4))
@@ -118,7 +122,8 @@ def test_equal_heads_are_replayed_once(chain, monkeypatch: pytest.MonkeyPatch) -
     """The frozen control is what serves until there is a second version, and then what served
     before it.
     """
-    task, replayed = chain(), []
+    task = chain()
+    replayed = []
     cycle = make(task)
     measure = cycle._measure
     monkeypatch.setattr(
@@ -152,7 +157,8 @@ def test_killed_and_resumed_is_the_same_to_the_bit(
 ) -> None:
     task = chain()
     batches = [task.batch() for _ in range(10)]
-    straight, first = make(task, kind, **settings), make(task, kind, **settings)
+    straight = make(task, kind, **settings)
+    first = make(task, kind, **settings)
     for batch in batches:
         straight.run(batch)
     for batch in batches[:4]:
@@ -169,7 +175,8 @@ def test_killed_and_resumed_is_the_same_to_the_bit(
     )
     for batch in batches[4:]:
         second.run(batch)
-    left, right = straight.state_dict(), second.state_dict()
+    left = straight.state_dict()
+    right = second.state_dict()
     assert left.keys() == right.keys()
     for name, value in left.items():
         assert torch.equal(value, right[name]), name
@@ -259,7 +266,8 @@ def test_trained_heads_find_the_step_size_that_suits_them(chain) -> None:
 def test_a_version_is_compared_with_the_one_before_on_later_batches(chain, monkeypatch) -> None:
     """Not on the holdout that let it in: there the luckier one always wins."""
     task = chain()
-    cycle, seen = make(task), []
+    cycle = make(task)
+    seen = []
     original = cycle._follow
 
     def follow(*found) -> None:
@@ -271,8 +279,11 @@ def test_a_version_is_compared_with_the_one_before_on_later_batches(chain, monke
         cycle.run(task.batch(48))
     assert cycle.version >= 3 and 0 < cycle.followed <= cycle.version and cycle.fell_back <= 1
     assert not seen[0] and any(seen)
-    good, poor = cycle.serving, make(task).serving
-    cycle.before, cycle.followed, cycle.fell_back = good, 0, 0
+    good = cycle.serving
+    poor = make(task).serving
+    cycle.before = good
+    cycle.followed = 0
+    cycle.fell_back = 0
     cycle.after.clear()
     cycle.serving = poor  # A gate that was wrong.
     cycle.run(task.batch(100))
@@ -286,7 +297,8 @@ def test_equal_heads_keep_their_step_size(chain) -> None:
     task = chain()
     cycle = make(task)
     row = ReplayRow(2.0, (0.5,))
-    chance, rates = torch.Generator().manual_seed(0), []
+    chance = torch.Generator().manual_seed(0)
+    rates = []
     for _ in range(400):
         draw = float(torch.rand(1, generator=chance))
         difference = Interval(0.0, 0.0, 0.0)
@@ -402,7 +414,8 @@ def test_starts_from_given_heads(chain) -> None:
 
 def test_makes_as_many_passes_as_the_batch_says(chain) -> None:
     task = chain()
-    cycle, rows = make(task, epochs=3), []
+    cycle = make(task, epochs=3)
+    rows = []
     for passes in (None, 1.0, 0.5):
         before = cycle.trainer.optimizer_steps
         cycle.run(dataclasses.replace(task.batch(24), passes=passes))
@@ -518,7 +531,8 @@ def test_a_version_brings_draft_temperatures_that_were_fitted_to_its_holdout(
 
 def test_upper_mark_is_above_the_serving_heads_and_changes_nothing(chain) -> None:
     task = chain(sure=0.8)
-    plain, marked = make(task), make(task, upper_mark_every=2)
+    plain = make(task)
+    marked = make(task, upper_mark_every=2)
     for step in range(4):
         batch = task.batch()
         plain.run(batch)
@@ -526,12 +540,14 @@ def test_upper_mark_is_above_the_serving_heads_and_changes_nothing(chain) -> Non
         assert marked.upper_batch == (step + 1) // 2 * 2 and ("upper" in marked.rows) == (
             step > 0
         ), "the last one is kept"
-    upper, serving = marked.rows["upper"], marked.rows["upper_serving"]
+    upper = marked.rows["upper"]
+    serving = marked.rows["upper_serving"]
     assert (
         upper.mean_acceptance_length > serving.mean_acceptance_length
         and serving == marked.rows["serving"]
     )
-    left, right = plain.state_dict(), marked.state_dict()
+    left = plain.state_dict()
+    right = marked.state_dict()
     assert all(
         torch.equal(value, right[name]) for name, value in left.items() if name != "counters"
     )

@@ -65,7 +65,8 @@ def trained(task, batches: int = 12, kind: str = "medusa") -> MedusaHeads:
 @pytest.mark.parametrize("draft_temperature", [0.0, 1.0])
 def test_better_heads_pass(chain, kind: str, draft_temperature: float) -> None:
     task = chain()
-    good, start = trained(task, kind=kind), zero_heads(task, kind)
+    good = trained(task, kind=kind)
+    start = zero_heads(task, kind)
     verdict = judged(
         good,
         start,
@@ -83,18 +84,15 @@ def test_better_heads_pass(chain, kind: str, draft_temperature: float) -> None:
 def test_fitted_temperatures_beat_one_on_miscalibrated_heads() -> None:
     """Tokens that depend on nothing; heads that know them, but are twice too sure."""
     torch.manual_seed(0)
-    p_V, lengths_S = (torch.randn(20) * 1.5).softmax(0), torch.full((60,), 12)
+    p_V = (torch.randn(20) * 1.5).softmax(0)
+    lengths_S = torch.full((60,), 12)
     ids_M = torch.multinomial(p_V, 720, replacement=True)
     lm_head_VD = torch.cat([p_V.log().unsqueeze(1), torch.zeros(20, 3)], dim=1)
     hidden_MD = torch.tensor([[2.0, 0.0, 0.0, 0.0]]).expand(720, 4)
-    batch, fresh_M = (
-        RolloutBatch(hidden_MD, ids_M, p_V[ids_M].log(), lengths_S),
-        torch.multinomial(p_V, 720, replacement=True),
-    )
-    heads, fresh = (
-        MedusaHeads(HeadsConfig(4, 20, 3)),
-        RolloutBatch(hidden_MD, fresh_M, p_V[fresh_M].log(), lengths_S),
-    )
+    batch = RolloutBatch(hidden_MD, ids_M, p_V[ids_M].log(), lengths_S)
+    fresh_M = torch.multinomial(p_V, 720, replacement=True)
+    heads = MedusaHeads(HeadsConfig(4, 20, 3))
+    fresh = RolloutBatch(hidden_MD, fresh_M, p_V[fresh_M].log(), lengths_S)
     before = replay(heads, fresh, lm_head_VD, draft_temperature=1.0).mean_acceptance_length
     fit_temperatures(heads, batch, lm_head_VD, served=Served())
     assert heads.temperatures_K.tolist() == [1.0] * 3, "one-hot drafts have none"
@@ -200,7 +198,8 @@ def test_rarely_wrong_when_nothing_differs(chain) -> None:
     then, not most of the time.
     """
     task = chain(sure=0.8)
-    left, right = trained(task, 25), trained(task, 25)
+    left = trained(task, 25)
+    right = trained(task, 25)
     passed = sum(
         judged(left, right, None, task.lm_head_VD, task.batch(20)).publish for _ in range(25)
     )
@@ -225,10 +224,8 @@ def equal_heads(
         for many in (1, siblings)
     )
     luck = correlation**0.5 * shared + (1 - correlation) ** 0.5 * own
-    drafts_S, gained_S = (
-        lengths.double().flatten(),
-        (0.5 * luck * lengths.double().sqrt()).flatten(),
-    )
+    drafts_S = lengths.double().flatten()
+    gained_S = (0.5 * luck * lengths.double().sqrt()).flatten()
     first, second = (
         ReplayResult(drafts_S, (0.9 * drafts_S + gain_S)[:, None], torch.zeros_like(drafts_S))
         for gain_S in (gained_S, 0 * gained_S)
@@ -252,7 +249,8 @@ def test_equal_heads_pass_one_time_in_ten_at_most_though_siblings_are_alike(
     """With a bootstrap over responses it was 15 and 26 in a hundred (4 and 16 siblings, many
     prompts).
     """
-    count, passed = 800, 0
+    count = 800
+    passed = 0
     for seed in range(count):
         evidence = Evidence()
         evidence.add(1, *equal_heads(prompts, siblings, 0.2, seed))
@@ -296,7 +294,9 @@ def test_quantiles_are_students() -> None:
 
 def test_a_large_holdout_is_replayed_in_pieces(chain, monkeypatch: pytest.MonkeyPatch) -> None:
     task = chain()
-    heads, holdout, rows = trained(task, 4), task.batch(40), []
+    heads = trained(task, 4)
+    holdout = task.batch(40)
+    rows = []
     whole = replay(heads, holdout, task.lm_head_VD)
     monkeypatch.setattr(gate, "PIECE_TOKENS", 50)
     original = gate._acceptance
@@ -320,11 +320,9 @@ def test_heads_are_judged_as_they_are_served(chain, kind: str, draft_temperature
     other tokens are cut.
     """
     task = chain(sure=0.8)
-    heads, holdout, ids_W = (
-        trained(task, 6, kind),
-        task.batch(20),
-        torch.tensor([0, 2, 3, 5, 8, 9, 11]),
-    )
+    heads = trained(task, 6, kind)
+    holdout = task.batch(20)
+    ids_W = torch.tensor([0, 2, 3, 5, 8, 9, 11])
     tables = {"embedding_VD": task.lm_head_VD}
     found = replay(
         heads, holdout, task.lm_head_VD, served=Served(draft_temperature, 2, ids_W), **tables

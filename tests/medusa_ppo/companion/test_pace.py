@@ -13,7 +13,8 @@ from tests.medusa_ppo.companion.conftest import until
 
 
 def test_both_ends_see_one_byte(tmp_path: Path) -> None:
-    loop, companion = Pace(tmp_path / "shared"), Pace(tmp_path / "shared")
+    loop = Pace(tmp_path / "shared")
+    companion = Pace(tmp_path / "shared")
     companion.give_way()
     assert companion.waited_s == 0
     loop.hold(True)
@@ -29,7 +30,8 @@ def test_both_ends_see_one_byte(tmp_path: Path) -> None:
 
 
 def test_a_companion_on_another_node_is_never_held(tmp_path: Path) -> None:
-    loop, companion = Pace(tmp_path / "here"), Pace(tmp_path / "there")
+    loop = Pace(tmp_path / "here")
+    companion = Pace(tmp_path / "there")
     loop.hold(True)
     companion.give_way()
     assert companion.waited_s == 0

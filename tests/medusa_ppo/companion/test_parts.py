@@ -70,10 +70,8 @@ def test_a_team_learns_what_one_worker_learns(
     )  # Two micro-batches of 128 positions.
     # The last one holds out a single response: somebody has nothing to judge.
     batches = [*(with_prompts(task.batch(48)) for _ in range(5)), task.batch(2, 9)]
-    alone, cycles = (
-        make(task, kind, **settings),
-        [make(task, kind, **settings) for _ in range(size)],
-    )
+    alone = make(task, kind, **settings)
+    cycles = [make(task, kind, **settings) for _ in range(size)]
     reports = [alone.run(batch) for batch in batches]
 
     def work(team: Meeting, rank: int) -> list[Any]:
@@ -98,7 +96,8 @@ def test_a_team_learns_what_one_worker_learns(
             assert report.verdict.candidate.mean_acceptance_length == pytest.approx(
                 other.verdict.candidate.mean_acceptance_length, abs=1e-3
             )
-    left, right = alone.state_dict(), cycles[0].state_dict()
+    left = alone.state_dict()
+    right = cycles[0].state_dict()
     assert left.keys() == right.keys() and ("rows.upper" in left) == (
         "upper_mark_every" in settings
     )
@@ -122,10 +121,8 @@ def test_a_team_shares_the_holdout(chain, in_a_team: InATeam) -> None:
 
 def test_a_worker_without_a_position_in_a_step_takes_part(chain, in_a_team: InATeam) -> None:
     task = chain()
-    alone, cycles = (
-        make(task, batch_positions=1),
-        [make(task, batch_positions=1), make(task, batch_positions=1)],
-    )
+    alone = make(task, batch_positions=1)
+    cycles = [make(task, batch_positions=1), make(task, batch_positions=1)]
     batch = task.batch(3, 6)
     alone.run(batch)
 

@@ -55,7 +55,8 @@ def test_rows_without_a_weight_have_no_target(chain) -> None:
     batch = chain().batch(4)
     weights_M = torch.zeros(batch.response_ids_M.shape[0])
     weights_M[[0, 2]] = torch.tensor([1.0, 1.0])
-    plain, some = look_up(batch, 3, False), look_up(replace(batch, weights_M=weights_M), 3, False)
+    plain = look_up(batch, 3, False)
+    some = look_up(replace(batch, weights_M=weights_M), 3, False)
     assert some.mask_MK.dtype == torch.bool and some.usable_N.tolist() == [
         n for n in (0, 2) if plain.mask_MK[n].any()
     ]
@@ -71,7 +72,8 @@ def test_states_that_were_left_out_change_nothing(chain, kind: str, loss: str) -
     to the bit.
     """
     task = chain()
-    batch, older = task.batch(), task.batch()
+    batch = task.batch()
+    older = task.batch()
     weights_M, older_M = (fraction_weights(b.lengths_S, 0.4, seed=2) for b in (batch, older))
     states = []
     for make_sample in (lambda b, w: replace(b, weights_M=w), compact):
@@ -87,8 +89,10 @@ def test_states_that_were_left_out_change_nothing(chain, kind: str, loss: str) -
 def test_weighted_rows_count_as_often_as_they_weigh(chain) -> None:
     """A first step with weights 1 and 2 is that of a batch which holds the heavy response twice."""
     task = chain()
-    light, heavy = task.batch(1), task.batch(1)
-    twice, once = joined(light, heavy, heavy), joined(light, heavy)
+    light = task.batch(1)
+    heavy = task.batch(1)
+    twice = joined(light, heavy, heavy)
+    once = joined(light, heavy)
     weights_M = torch.cat(
         [
             torch.ones(light.response_ids_M.shape[0]),
@@ -96,13 +100,13 @@ def test_weighted_rows_count_as_often_as_they_weigh(chain) -> None:
         ]
     )
     settings = {"batch_positions": 10_000, "epochs": 1, "loss": "ce_tv"}
-    first, second = trainer_of(task, "medusa", **settings), trainer_of(task, "medusa", **settings)
-    loss, weighted = (
-        first.train_batch(twice).losses,
-        second.train_batch(replace(once, weights_M=weights_M)).losses,
-    )
+    first = trainer_of(task, "medusa", **settings)
+    second = trainer_of(task, "medusa", **settings)
+    loss = first.train_batch(twice).losses
+    weighted = second.train_batch(replace(once, weights_M=weights_M)).losses
     assert loss == pytest.approx(weighted, rel=1e-5)
-    left, right = first.heads.trainable_state(), second.heads.trainable_state()
+    left = first.heads.trainable_state()
+    right = second.heads.trainable_state()
     assert all(torch.allclose(value, right[name], atol=1e-6) for name, value in left.items())
 
 
@@ -125,7 +129,8 @@ def test_a_batch_knows_which_states_it_has(chain) -> None:
     assert torch.equal(rows_M >= 0, weights_M > 0) and torch.equal(
         some.hidden_MD[rows_M[rows_M >= 0]], batch.hidden_MD[weights_M > 0]
     )
-    picked, whole = some.select(torch.tensor([4, 1])), batch.select(torch.tensor([4, 1]))
+    picked = some.select(torch.tensor([4, 1]))
+    whole = batch.select(torch.tensor([4, 1]))
     assert torch.equal(picked.response_ids_M, whole.response_ids_M)
     assert torch.equal(picked.hidden_MD, whole.hidden_MD[picked.weights_M > 0])
     with pytest.raises(DataError, match="do not fit together"):
@@ -133,7 +138,8 @@ def test_a_batch_knows_which_states_it_has(chain) -> None:
 
 
 def test_an_early_sample_leaves_the_holdout_whole() -> None:
-    lengths_S, prompts_S = torch.full((96,), 150), torch.arange(96) // 2
+    lengths_S = torch.full((96,), 150)
+    prompts_S = torch.arange(96) // 2
     sample = EarlySample(0.25, 0.4, seed=3, ahead=3)
     weights_M, held_S = sample.draw(lengths_S, prompts_S, policy_version=5)
     by_response = weights_M.view(96, 150)
@@ -164,7 +170,8 @@ def test_a_sample_is_blocks_whose_edges_are_there_for_the_others() -> None:
         padded_ST = torch.nn.utils.rnn.pad_sequence(
             list(weights_M.split(lengths_S.tolist())), batch_first=True
         )  # Beyond the end: 0.
-        present_ST, scored_ST = padded_ST >= 0, padded_ST > 0
+        present_ST = padded_ST >= 0
+        scored_ST = padded_ST > 0
         for shift in range(-8, 5):
             there_ST = present_ST.roll(-shift, 1)
             there_ST[:, padded_ST.shape[1] - max(0, shift) :] = True
@@ -185,7 +192,8 @@ def test_heads_learn_from_blocks_what_they_learn_from_all(chain, loss: str) -> N
     """
     task = chain(sure=0.8)
     batches = [task.batch(100, 100) for _ in range(4)]
-    whole, part = trainer_of(task, "medusa", loss=loss), trainer_of(task, "medusa", loss=loss)
+    whole = trainer_of(task, "medusa", loss=loss)
+    part = trainer_of(task, "medusa", loss=loss)
     for version, batch in enumerate(batches):
         whole.train_batch(batch)
         some = EarlySample(0.1, 0.0001, 0, ahead=3).of(replace(batch, policy_version=version))

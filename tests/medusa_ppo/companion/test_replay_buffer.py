@@ -39,7 +39,8 @@ def test_budget_holds_and_nothing_is_kept_when_off(chain) -> None:
         buffer.add(dataclasses.replace(batch, policy_version=version))
         assert buffer.nbytes <= 3 * batch.nbytes
     assert [b.policy_version for b, _ in buffer.older(10)] == [7, 8, 9]
-    off, tight = ReplayBuffer(0, 1 << 30), ReplayBuffer(5, batch.nbytes - 1)
+    off = ReplayBuffer(0, 1 << 30)
+    tight = ReplayBuffer(5, batch.nbytes - 1)
     off.add(batch)
     tight.add(batch)
     assert len(off) == len(tight) == 0
@@ -54,7 +55,8 @@ def cycle_of(task, **settings) -> Cycle:
 
 def test_cycle_replays_what_it_trained_on_and_nothing_held_out(chain) -> None:
     task = chain()
-    once, again = cycle_of(task, replay_versions=0), cycle_of(task)
+    once = cycle_of(task, replay_versions=0)
+    again = cycle_of(task)
     batches = [task.batch() for _ in range(3)]
     for batch in batches:
         once.run(batch)
@@ -83,7 +85,8 @@ def test_resumed_with_replay_is_the_same_to_the_bit(chain, share: float, tmp_pat
     second.load_state_dict(load_state(tmp_path / "state.safetensors"))
     for batch in batches[3:]:
         second.run(batch)
-    left, right = straight.state_dict(), second.state_dict()
+    left = straight.state_dict()
+    right = second.state_dict()
     assert left.keys() == right.keys() and any(name.startswith("replay.") for name in left)
     for name, value in left.items():
         assert torch.equal(value, right[name]), name

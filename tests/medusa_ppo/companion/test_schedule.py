@@ -37,7 +37,10 @@ class World:
         pass_s: float = 0.8,
         seed: int = 0,
     ) -> None:
-        self.account, self.reach, self.b, self.pass_s = account, reach, b, pass_s
+        self.account = account
+        self.reach = reach
+        self.b = b
+        self.pass_s = pass_s
         self.serving = self.candidate = 1.0
         self.judged = self.published = 0
         self._noise = random.Random(seed)
@@ -47,16 +50,17 @@ class World:
         decision = self.account.decide()
         trained_s = decision.passes * self.pass_s
         length = self.serving * (1 + self._noise.gauss(0, 0.003))
-        generate_s, other_s = (
-            2.0 / length**0.6,
-            8.0 * (1 + self._noise.gauss(0, 0.01)) + self.b * trained_s,
-        )
-        gain, serving = 0.0, self.published
+        generate_s = 2.0 / length**0.6
+        other_s = 8.0 * (1 + self._noise.gauss(0, 0.01)) + self.b * trained_s
+        gain = 0.0
+        serving = self.published
         if decision.passes:
             self.candidate += (self.reach - self.candidate) * min(0.9, 0.25 * decision.passes)
-            gain, self.judged = self.candidate - self.serving, self.judged + 1
+            gain = self.candidate - self.serving
+            self.judged = self.judged + 1
             if gain > 0.03:
-                self.serving, self.published = self.candidate, self.published + 1
+                self.serving = self.candidate
+                self.published = self.published + 1
         self.account.step(
             StepSeen(
                 generate_s,
@@ -114,7 +118,8 @@ def test_no_batch_is_collected_while_another_one_waits() -> None:
         (True, [(MOST, "start"), (0.0, "behind"), (MOST, "start")]),
         (False, [(MOST, "alone")] * 3),
     ):
-        account, seen = Account(MOST, shared=shared), []
+        account = Account(MOST, shared=shared)
+        seen = []
         for waiting in (False, True, False):
             account.step(StepSeen(2.0, 9.0, 0.0, 1000, 1.0, 9.0, 0, 0.0, 0, 0, waiting))
             decision = account.decide()
@@ -126,7 +131,9 @@ def test_a_fall_of_acceptance_wakes_it() -> None:
     world = World(Account(MOST, shared=True))
     world.steps(18)
     assert world.account.last.reason == "rest"
-    world.serving, world.candidate = 1.5, 1.5  # The policy jumped.
+    # The policy jumped.
+    world.serving = 1.5
+    world.candidate = 1.5
     seen = world.steps(3)
     assert (MOST, "fell") in seen, seen
     world.steps(12)
@@ -167,10 +174,12 @@ def test_a_companion_that_takes_nothing_from_the_loop_always_trains() -> None:
 
 @pytest.mark.parametrize("price", [0.0, 0.5, 1.5])
 def test_the_price_of_training_is_found_from_the_steps(price: float) -> None:
-    seconds, noise = SharedSeconds(), random.Random(0)
+    seconds = SharedSeconds()
+    noise = random.Random(0)
     assert seconds.price == 1.0
     for _ in range(60):
-        tokens, trained_s = noise.randint(800, 1200), noise.choice([0.0, 0.5, 1.0, 2.0])
+        tokens = noise.randint(800, 1200)
+        trained_s = noise.choice([0.0, 0.5, 1.0, 2.0])
         seconds.add(
             tokens, trained_s, 0.008 * tokens * (1 + noise.gauss(0, 0.01)) + price * trained_s
         )
@@ -181,7 +190,8 @@ def test_a_price_that_no_step_shows_stays_at_one() -> None:
     """The first step warms up, and while all steps train alike nothing tells training from the
     rest.
     """
-    account, noise = Account(MOST, shared=True), random.Random(0)
+    account = Account(MOST, shared=True)
+    noise = random.Random(0)
     account.step(StepSeen(9.0, 60.0, 0.0, 1000, 1.0, 6.0, 0, 0.0, 0, 0))
     for _ in range(5):
         account.step(
@@ -208,7 +218,8 @@ def test_what_is_saved_is_seconds_and_not_tokens_a_step() -> None:
 
 def test_in_a_simulated_run_the_loop_gains() -> None:
     """Against the same world in which as much is trained in every step, and against none."""
-    paying, fixed = World(Account(MOST, shared=True)), World(Account(MOST, shared=False), b=1.2)
+    paying = World(Account(MOST, shared=True))
+    fixed = World(Account(MOST, shared=False), b=1.2)
     paying.steps(40)
     fixed.steps(40)
     assert sum(paying.steps_s[20:]) < 0.96 * 20 * 10.0

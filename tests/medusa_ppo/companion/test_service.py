@@ -60,14 +60,13 @@ def test_tensors_cross_unchanged_and_uncopied(dtype: torch.dtype) -> None:
 
 def test_batches_cross_unchanged(chain) -> None:
     batch = chain(dtype=torch.bfloat16).batch()
-    weights_M, held_S = (
-        torch.ones(batch.response_ids_M.shape[0]),
-        torch.arange(batch.lengths_S.numel()) % 2 == 0,
-    )
+    weights_M = torch.ones(batch.response_ids_M.shape[0])
+    held_S = torch.arange(batch.lengths_S.numel()) % 2 == 0
     batch = dataclasses.replace(batch, weights_M=weights_M, held_S=held_S)
     back = unpack(pack(batch))
     for field in dataclasses.fields(batch):
-        left, right = getattr(batch, field.name), getattr(back, field.name)
+        left = getattr(batch, field.name)
+        right = getattr(back, field.name)
         assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 
@@ -165,7 +164,8 @@ def test_a_poisoned_candidate_is_never_published_and_the_companion_recovers(
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     run_batches(service, [task.batch() for _ in range(15)])
-    good, files = service.newest(0).published, sorted((tmp_path / "a").rglob("*.safetensors"))
+    good = service.newest(0).published
+    files = sorted((tmp_path / "a").rglob("*.safetensors"))
     assert good is not None
     honest = HeadsTrainer.train_batch
 
@@ -230,7 +230,8 @@ def test_saved_and_resumed_is_the_same_to_the_bit(chain, tmp_path: Path) -> None
         assert second.newest(0).published.checksum == first.newest(0).published.checksum
     run_batches(second, batches[3:])
     assert second.newest(0).published.checksum == straight.newest(0).published.checksum
-    left, right = straight._cycle.state_dict(), second._cycle.state_dict()
+    left = straight._cycle.state_dict()
+    right = second._cycle.state_dict()
     assert (
         all(torch.equal(value, right[name]) for name, value in left.items())
         and left.keys() == right.keys()
@@ -244,11 +245,14 @@ def test_a_second_start_with_the_same_arguments_goes_on(chain, tmp_path: Path) -
     """What Ray does after a crash: the same constructor again, in a new process."""
     task = chain()
     arguments = arguments_for(task, tmp_path)
-    first, saved, known = CompanionService(arguments, tables_of(task)), 0, 0
+    first = CompanionService(arguments, tables_of(task))
+    saved = 0
+    known = 0
     for number in range(1, 7):
         run_batches(first, [task.batch()])
         if (version := first.status().versions_published) > known:
-            saved, known = number, version
+            saved = number
+            known = version
     published = first.newest(0).published
     first._queue.close()
     second = CompanionService(arguments, tables_of(task))
@@ -290,12 +294,15 @@ def test_the_state_is_written_with_each_version_and_seldom_without(
     service = CompanionService(
         arguments_for(task, tmp_path, gate_confidence=0.999), tables_of(task)
     )
-    path, written, batches = tmp_path / "a" / "run" / "companion" / STATE_FILE, [], 0
+    path = tmp_path / "a" / "run" / "companion" / STATE_FILE
+    written = []
+    batches = 0
     before = service.status().versions_published
     for _ in range(24):
         path.unlink(missing_ok=True)
         run_batches(service, [task.batch(4)])
-        batches, now = batches + 1, service.status().versions_published
+        batches = batches + 1
+        now = service.status().versions_published
         assert path.is_file() == (now > before or batches == SAVED_EVERY)
         if path.is_file():
             state = load_state(path)
@@ -403,7 +410,8 @@ def test_the_gpu_is_left_to_others_between_batches(chain, tmp_path: Path, monkey
     moves.clear()
     run_batches(plain, batches)
     assert moves == []
-    left, right = service._cycle.state_dict(), plain._cycle.state_dict()
+    left = service._cycle.state_dict()
+    right = plain._cycle.state_dict()
     assert all(torch.equal(value, right[name]) for name, value in left.items())
     assert service.status().gpu_gib is None
     service.close()
@@ -426,7 +434,8 @@ def test_a_training_thread_that_is_stuck_is_told_and_one_that_gives_way_is_not(
     chain, tmp_path: Path
 ) -> None:
     """Polls are answered by other threads, so an answer alone says nothing."""
-    task, stuck = chain(), threading.Event()
+    task = chain()
+    stuck = threading.Event()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     assert service.newest(0).stuck_s == 0
     service._cycle.run = lambda batch: stuck.wait(20)  # type: ignore[assignment,return-value]
@@ -444,7 +453,8 @@ def test_a_training_thread_that_is_stuck_is_told_and_one_that_gives_way_is_not(
 def test_an_error_of_cuda_ends_the_process_and_other_errors_do_not(
     chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task, ended = chain(), []
+    task = chain()
+    ended = []
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     monkeypatch.setattr(service, "_start_again", ended.append)
     for error in (
@@ -467,7 +477,8 @@ def test_an_error_while_leaving_the_gpu_does_not_end_the_training(
 ) -> None:
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
-    rest, failed = service._rest, []
+    rest = service._rest
+    failed = []
 
     def rest_once() -> None:
         if failed:
@@ -593,7 +604,8 @@ def test_a_full_disk_keeps_no_heads_from_the_engine(
 ) -> None:
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
-    save, heads = service_module.save_state, service_module.save_heads
+    save = service_module.save_state
+    heads = service_module.save_heads
     full = OSError(28, "No space left on device")
 
     def save_state(path: Path, state: Any) -> None:

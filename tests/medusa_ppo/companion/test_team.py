@@ -48,7 +48,8 @@ def pids(client: CompanionClient) -> list[int]:
 def check_same(client: CompanionClient, cycle: Cycle, folder: Path) -> None:
     """The companion's state is the cycle's within what the order of float32 sums changes."""
     assert client.save(folder)
-    state, other = load_state(folder / "companion.safetensors"), cycle.state_dict()
+    state = load_state(folder / "companion.safetensors")
+    other = cycle.state_dict()
     assert client.status().versions_published == cycle.version > 0
     assert set(state) - {"service", "crc"} == set(other)
     for name, value in other.items():
@@ -118,11 +119,9 @@ def test_a_worker_killed_in_the_middle_of_a_batch(
     for _ in range(2):
         client.submit(task.batch())
     assert client.drain(120)
-    trained, version, before = (
-        client.status().batches_trained,
-        client.newest(0).version,
-        pids(client),
-    )
+    trained = client.status().batches_trained
+    version = client.newest(0).version
+    before = pids(client)
     client.submit(task.batch(400, 16))
     assert until(lambda: psutil.Process(before[1]).cpu_percent(0.2) > 20)
     os.kill(before[who], signal.SIGKILL)
@@ -175,7 +174,8 @@ def test_a_member_that_dies_before_it_is_up_is_started_once_more(
             return "it"
 
     kind = ray.remote(num_cpus=0, max_restarts=0)(Dies)
-    once, always = tmp_path / "once", tmp_path / "always"
+    once = tmp_path / "once"
+    always = tmp_path / "always"
     assert (
         list(_up([lambda: kind.remote(once, 1)])) == ["it"]
         and len(once.read_text().splitlines()) == 2

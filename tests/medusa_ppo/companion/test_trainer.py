@@ -86,8 +86,11 @@ def test_every_loss_goes_down(chain, loss: str) -> None:
 def test_heads_are_trained_for_the_tokens_that_drafts_come_from(
     chain, form: str, loss: str
 ) -> None:
-    task, ids_W = chain(sure=0.8), torch.tensor([0, 1, 2, 4, 5, 7, 8, 10, 11])
-    whole, part, held_out = make(task, form, loss=loss), make(task, form, loss=loss), task.batch(60)
+    task = chain(sure=0.8)
+    ids_W = torch.tensor([0, 1, 2, 4, 5, 7, 8, 10, 11])
+    whole = make(task, form, loss=loss)
+    part = make(task, form, loss=loss)
+    held_out = task.batch(60)
     part.ids_W = ids_W
     outside = torch.tensor([3, 6, 9])
     before = part.heads.markov_out[:, outside].clone() if form == "markov" else None
@@ -120,7 +123,8 @@ def test_products_in_bfloat16_lose_little(chain, form: str) -> None:
         embedding_VD=task.lm_head_VD,
         dtype=torch.bfloat16,
     )
-    batches, held_out = [task.batch() for _ in range(10)], task.batch(60)
+    batches = [task.batch() for _ in range(10)]
+    held_out = task.batch(60)
     losses = [[trainer.train_batch(batch).loss for batch in batches] for trainer in trainers]
     assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], abs=0.03)
     lengths = [
@@ -206,7 +210,8 @@ def test_a_tenth_of_the_positions_sees_a_part_of_its_context(chain) -> None:
     older pairs are missing.
     """
     task = chain()
-    batch, trainer = task.batch(100), make(task, "context")
+    batch = task.batch(100)
+    trainer = make(task, "context")
     rows = look_up(batch, 3, True, PAIRS)
     picks_N3 = trainer._shuffle([(rows, 1.0)])
     assert torch.equal(picks_N3[:, 1].sort().values, rows.usable_N)
@@ -297,7 +302,9 @@ def test_an_exception_half_way_puts_everything_back(chain, monkeypatch) -> None:
     task = chain()
     trainer = make(task, batch_positions=16)
     trainer.train_batch(task.batch())
-    before, step, calls = trainer.state_dict(), trainer._step, []
+    before = trainer.state_dict()
+    step = trainer._step
+    calls = []
 
     def failing(*args):
         calls.append(1)
@@ -332,8 +339,10 @@ def test_actors_tables_are_never_changed_and_bfloat16_is_taken(chain) -> None:
 def test_every_position_is_seen_once_in_an_epoch(chain) -> None:
     task = chain()
     trainer = make(task)
-    batch, older = task.batch(), task.batch()
-    rows, older_rows = look_up(batch, 3, False), look_up(older, 3, False)
+    batch = task.batch()
+    older = task.batch()
+    rows = look_up(batch, 3, False)
+    older_rows = look_up(older, 3, False)
     pairs = trainer._shuffle([(rows, 1.0), (older_rows, 0.25)])
     new = pairs[pairs[:, 0] == 0, 1]
     old = pairs[pairs[:, 0] == 1, 1]
@@ -344,8 +353,10 @@ def test_every_position_is_seen_once_in_an_epoch(chain) -> None:
 
 def test_replayed_batches_join_the_training(chain) -> None:
     task = chain()
-    batch, older = task.batch(), task.batch()
-    alone, together = make(task), make(task)
+    batch = task.batch()
+    older = task.batch()
+    alone = make(task)
+    together = make(task)
     alone.train_batch(batch)
     report = together.train_batch(batch, [(older, 1.0)])
     assert report.tokens == look_up(batch, 3, False).usable_N.numel()
@@ -355,9 +366,11 @@ def test_replayed_batches_join_the_training(chain) -> None:
 @pytest.mark.parametrize(("epochs", "steps"), [(2, 2), (0.5, 1), (1.5, 2), (0.001, 1)])
 def test_part_of_a_pass_goes_over_part_of_the_positions(chain, epochs: float, steps: int) -> None:
     task = chain()
-    batch, older = task.batch(), task.batch()
+    batch = task.batch()
+    older = task.batch()
     trainer = make(task, batch_positions=10_000)
-    seen, shuffle = [], trainer._shuffle
+    seen = []
+    shuffle = trainer._shuffle
     trainer._shuffle = lambda sources: seen.append(shuffle(sources)) or seen[-1]
     report = trainer.train_batch(batch, [(older, 0.5)], epochs=epochs)
     usable, of_older = (look_up(b, 3, False).usable_N.numel() for b in (batch, older))
@@ -393,7 +406,8 @@ def test_everything_moves(chain, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_on_a_gpu(chain, kind: str) -> None:
     task = chain()
-    moved, stayed = make(task, kind), make(task, kind)
+    moved = make(task, kind)
+    stayed = make(task, kind)
     before = torch.cuda.memory_allocated()
     for _ in range(3):
         batch = task.batch()

@@ -44,10 +44,8 @@ def test_trains_once_and_the_folder_is_a_normal_one(tmp_path: Path) -> None:
     folder = ensure_demo_actor(seen.append, tmp_path, recipe=MICRO)
     assert len(seen) == MICRO.steps
     assert ensure_demo_actor(_must_not_train, tmp_path, recipe=MICRO) == folder
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.vocab_size == len(tokenizer)
     assert model.dtype == torch.float32
     prompt = demo_rows("eval", limit=1)[0]["prompt"]
@@ -137,7 +135,8 @@ def test_a_grown_actor_writes_what_the_small_one_writes_and_is_called_grown(tmp_
     ids_BT = torch.arange(40)[None]
     torch.testing.assert_close(grown(ids_BT).logits, small(ids_BT).logits)
     grown(ids_BT).logits.logsumexp(-1).sum().backward()
-    mlp, old = grown.model.layers[0].mlp, small.config.intermediate_size
+    mlp = grown.model.layers[0].mlp
+    old = small.config.intermediate_size
     new = (
         mlp.gate_proj.weight.grad[old:],
         mlp.up_proj.weight.grad[old:],

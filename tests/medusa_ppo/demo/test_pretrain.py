@@ -47,7 +47,8 @@ def test_the_loss_falls_and_progress_is_told(tokenizer: PreTrainedTokenizerBase)
 def test_the_same_recipe_gives_the_same_actor_and_spares_global_state(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    threads, state = torch.get_num_threads(), torch.random.get_rng_state()
+    threads = torch.get_num_threads()
+    state = torch.random.get_rng_state()
     first = train_actor(MICRO, tokenizer, threads=threads + 1)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.random.get_rng_state(), state)

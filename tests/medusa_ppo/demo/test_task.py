@@ -79,7 +79,8 @@ def test_rows_are_what_the_reward_reads() -> None:
 def test_slips_change_the_answer_at_their_rate_and_nothing_else() -> None:
     wrong = 0
     for index in range(600):
-        exact, slipped = problem(index, 6), problem(index, 6, slip_rate=0.6)
+        exact = problem(index, 6)
+        slipped = problem(index, 6, slip_rate=0.6)
         assert slipped.question == exact.question
         assert slipped.solution.rsplit("\n", 1)[0] == exact.solution.rsplit("\n", 1)[0]
         sums = _sums(slipped.solution)

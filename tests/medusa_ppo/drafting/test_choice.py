@@ -35,7 +35,9 @@ def run(
     """Serve `steps` steps; (choices, tokens, seconds). Each draft is accepted with probability
     `keep` after accepted ones.
     """
-    choices, tokens, seconds = [], 0.0, 0.0
+    choices = []
+    tokens = 0.0
+    seconds = 0.0
     for _ in range(steps):
         k = chooser.choose(batch)
         took = cost_of(batch, k, costs) * RNG.uniform(0.95, 1.05)
@@ -81,7 +83,8 @@ def test_heads_that_are_always_wrong_cost_little() -> None:
 
 
 def test_it_follows_heads_that_improve() -> None:
-    chooser, costs = DraftChooser(K), (4.0, 0.3, 0.02)
+    chooser = DraftChooser(K)
+    costs = (4.0, 0.3, 0.02)
     assert usual(run(chooser, 16, 0.02, costs, 400)[0]) == 0
     chooser.heads_changed()
     assert usual(run(chooser, 16, 0.99, costs, 400)[0]) == 4
@@ -89,14 +92,16 @@ def test_it_follows_heads_that_improve() -> None:
 
 def test_heads_that_are_new_all_the_time_and_always_wrong_cost_little() -> None:
     """A loop that swaps and syncs before every short rollout."""
-    chooser, costs = DraftChooser(K), (2.0, 0.5, 0.05)
+    chooser = DraftChooser(K)
+    costs = (2.0, 0.5, 0.05)
     run(chooser, 8, 0.02, costs, 100)
     tokens = seconds = 0.0
     for _ in range(40):
         chooser.heads_changed()  # The new actor, and the new heads.
         chooser.heads_changed()
         _, some, took = run(chooser, 8, 0.02, costs, 50)
-        tokens, seconds = tokens + some, seconds + took
+        tokens = tokens + some
+        seconds = seconds + took
     assert tokens / seconds > 0.96 * 8 / cost_of(8, 0, costs)
 
 
@@ -104,7 +109,8 @@ def test_the_tail_of_a_rollout_drafts_again() -> None:
     """Costs learned at one batch size carry over to another: few sequences left, so drafts are
     nearly free.
     """
-    chooser, costs = DraftChooser(K), (8.0, 1.0, 0.02)
+    chooser = DraftChooser(K)
+    costs = (8.0, 1.0, 0.02)
     assert usual(run(chooser, 64, 0.5, costs, 300)[0]) == 0
     assert usual(run(chooser, 1, 0.5, costs, 300)[0]) >= 2
 
@@ -131,7 +137,8 @@ def test_slow_first_steps_do_not_decide_for_good() -> None:
     """The first steps without drafts were slow (a process warms up): that drafting does not pay is
     found all the same.
     """
-    chooser, costs = DraftChooser(K), (2.0, 0.5, 0.05, 4.0)
+    chooser = DraftChooser(K)
+    costs = (2.0, 0.5, 0.05, 4.0)
     for _ in range(FIRST_STEPS):
         k = chooser.choose(4)
         chooser.observe_step(4, k, cost_of(4, k, costs) * (8.0 if k == 0 else 1.0))
@@ -166,7 +173,8 @@ def test_jumps_that_no_formula_has_are_learned(batch: int) -> None:
 
 
 def test_the_report_says_what_was_chosen_for_how_many_sequences() -> None:
-    chooser, costs = DraftChooser(K), (8.0, 1.0, 0.02)
+    chooser = DraftChooser(K)
+    costs = (8.0, 1.0, 0.02)
     run(chooser, 64, 0.5, costs, 100)
     run(chooser, 5, 0.5, costs, 50)
     rows = chooser.take_report()
@@ -193,7 +201,8 @@ def test_a_number_of_sequences_not_seen_before_is_learned_at_little_cost() -> No
             spent = seconds(sequences, k) * RNG.uniform(0.95, 1.05)
             chooser.observe_step(sequences, k, spent)
             chooser.observe_acceptance([k] * sequences, accepted.tolist())
-            tokens, took = tokens + sequences + float(accepted.sum()), took + spent
+            tokens = tokens + sequences + float(accepted.sum())
+            took = took + spent
         return tokens, took
 
     serve(1, 200)
@@ -205,7 +214,8 @@ def served_on_an_uneven_machine(seed: int) -> float:
     """Tokens per second of what is chosen over those of no drafts, by true costs; rollouts of 16
     sequences that end one by one.
     """
-    rng, chooser = np.random.default_rng(seed), DraftChooser(K)
+    rng = np.random.default_rng(seed)
+    chooser = DraftChooser(K)
     plain = took = pace = 0.0
     for turn in range(800):
         batch = 16 - turn // 12 % 16
@@ -217,7 +227,8 @@ def served_on_an_uneven_machine(seed: int) -> float:
         chooser.observe_step(batch, k, seconds * float(np.exp(pace + 0.2 * rng.standard_normal())))
         chooser.observe_acceptance([k] * batch, accepted.tolist())
         got = batch + float(accepted.sum())
-        plain, took = plain + got * alone / batch, took + seconds
+        plain = plain + got * alone / batch
+        took = took + seconds
     return plain / took
 
 
@@ -249,15 +260,20 @@ def served(
     """Tokens per second of 800 steps over those of the best fixed number of drafts, by true costs;
     what is learned on the way counts.
     """
-    rng, tokens, seconds, pace = np.random.default_rng(seed), 0.0, 0.0, 0.0
+    rng = np.random.default_rng(seed)
+    tokens = 0.0
+    seconds = 0.0
+    pace = 0.0
     for _ in range(800):
-        k, pace = chooser.choose(batch), 0.95 * pace + 0.02 * rng.standard_normal()
+        k = chooser.choose(batch)
+        pace = 0.95 * pace + 0.02 * rng.standard_normal()
         accepted = np.minimum(rng.geometric(1 - keep, size=batch) - 1, k)
         chooser.observe_step(
             batch, k, machine(batch, k) * float(np.exp(pace + 0.08 * rng.standard_normal()))
         )
         chooser.observe_acceptance([k] * batch, accepted.tolist())
-        tokens, seconds = tokens + batch + float(accepted.sum()), seconds + machine(batch, k)
+        tokens = tokens + batch + float(accepted.sum())
+        seconds = seconds + machine(batch, k)
     best = max(sum(keep**j for j in range(k + 1)) * batch / machine(batch, k) for k in range(K + 1))
     return tokens / seconds / best
 

@@ -61,8 +61,10 @@ class Rollout:
         )
         for parameter in self.heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
-        self.lm_head_VD, self.table_VD = torch.randn(V, D), torch.randn(V, D)
-        self.hidden_TD, self.ids_T = torch.randn(10, D), torch.randint(V, (10,))
+        self.lm_head_VD = torch.randn(V, D)
+        self.table_VD = torch.randn(V, D)
+        self.hidden_TD = torch.randn(10, D)
+        self.ids_T = torch.randint(V, (10,))
         self.core = DraftingCore(
             self.heads,
             lambda f: F.linear(f, self.lm_head_VD),
@@ -77,13 +79,15 @@ class Rollout:
         assert isinstance(fused, ContextHeads)
         rows_N = torch.tensor(at)
         pairs_NX = fused.pairs(self.hidden_TD[rows_N], self.ids_T[rows_N])
-        slot, request = torch.tensor([1]), torch.tensor([9])
+        slot = torch.tensor([1])
+        request = torch.tensor([9])
         ring.write(slot.expand(len(at)), request.expand(len(at)), rows_N + first, pairs_NX[:, D:])
         return Seen(pairs_NX[-1:, :D], *ring.read(slot, request, rows_N[-1:] + first))
 
     def check(self, at: int, seen: Seen, rows_n: torch.Tensor) -> None:
         """Drafts and q at a position are those of the heads that attend to these rows."""
-        hidden_BD, last_B = self.hidden_TD[at : at + 1], self.ids_T[at : at + 1]
+        hidden_BD = self.hidden_TD[at : at + 1]
+        last_B = self.ids_T[at : at + 1]
         drafted = self.core.draft(
             hidden_BD,
             last_B,
@@ -110,14 +114,16 @@ def test_serving_drafts_as_replay_does_on_the_same_states(sizes: dict[str, int])
     """Steps of one to three accepted positions, one slot among several; the prompt was seven tokens
     long.
     """
-    rollout, ring = Rollout(**sizes), PairRing(3, n, 2 * D, torch.float32, CPU)
+    rollout = Rollout(**sizes)
+    ring = PairRing(3, n, 2 * D, torch.float32, CPU)
     rows_Tn = context_rows(torch.zeros(10, dtype=torch.int64), n)
     for at in ([0], [1, 2], [3, 4, 5], [6], [7, 8, 9]):
         rollout.check(at[-1], rollout.serve(ring, at, first=7), rows_Tn[at[-1]])
 
 
 def test_pairs_from_before_a_swap_are_missing() -> None:
-    rollout, ring = Rollout(), PairRing(3, n, 2 * D, torch.float32, CPU)
+    rollout = Rollout()
+    ring = PairRing(3, n, 2 * D, torch.float32, CPU)
     rollout.serve(ring, [0, 1, 2])
     ring.forget()
     rollout.serve(ring, [3])
@@ -128,13 +134,16 @@ def test_a_steps_own_tensors_bring_the_same_pairs() -> None:
     """As V2 hands them over: three requests' rows in one tensor, rejected drafts behind the
     accepted ones, a prompt that isn't finished.
     """
-    rollout, ring, DRAFTS = Rollout(), PairRing(3, n, 2 * D, torch.float32, CPU), 3
+    rollout = Rollout()
+    ring = PairRing(3, n, 2 * D, torch.float32, CPU)
+    DRAFTS = 3
     fused = rollout.core.fused
     assert isinstance(fused, ContextHeads)
     rows_Tn = context_rows(torch.zeros(10, dtype=torch.int64), n)
     begun = 0  # Positions of the response that are behind us; the prompt was seven tokens long.
     for accepted in (1, 3, 2, 4):
-        before, rejected = torch.randn(2, D), DRAFTS + 1 - accepted
+        before = torch.randn(2, D)
+        rejected = DRAFTS + 1 - accepted
         states_TD = torch.cat(
             [before, rollout.hidden_TD[begun : begun + accepted], torch.randn(rejected + 5, D)]
         )
@@ -146,10 +155,8 @@ def test_a_steps_own_tensors_bring_the_same_pairs() -> None:
         standing = Standing(
             torch.tensor([2, 1, 0]), torch.tensor([4, 9, 7]), torch.tensor([1, 7 + at, 3])
         )
-        rows_B, last_B = (
-            torch.tensor([1, 2 + accepted - 1, len(states_TD) - 1]),
-            torch.tensor([3, int(rollout.ids_T[at]), 0]),
-        )
+        rows_B = torch.tensor([1, 2 + accepted - 1, len(states_TD) - 1])
+        last_B = torch.tensor([3, int(rollout.ids_T[at]), 0])
         arrived = Arrived.of_step(
             states_TD,
             read_T,

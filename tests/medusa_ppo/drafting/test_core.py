@@ -105,7 +105,8 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
     if not tables:
         monkeypatch.setattr(products, "TABLE_ENTRIES", 0)
         monkeypatch.setattr(context, "TABLE_ENTRIES", 0)
-    heads, actor = random_heads(kind, lm_head, layers), Actor()
+    heads = random_heads(kind, lm_head, layers)
+    actor = Actor()
     core = actor.core(heads)
     drafted = core.draft(actor.hidden_BD, actor.last_B, K)
     assert (
@@ -135,7 +136,8 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_q_is_the_replays_with_each_heads_own_temperature(kind: str) -> None:
     """Times the engine's, and after a load that of the new heads."""
-    heads, actor = random_heads(kind), Actor()
+    heads = random_heads(kind)
+    actor = Actor()
     heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.5, 2.0]))
     core = actor.core(heads)
     core.use_temperature(0.5)
@@ -169,7 +171,8 @@ def test_q_is_the_replays_with_each_heads_own_temperature(kind: str) -> None:
 
 @pytest.mark.parametrize("form", ["hydra", "context"])
 def test_heads_that_change_draft_after_the_next_load(form: str) -> None:
-    heads, actor = random_heads(form), Actor()
+    heads = random_heads(form)
+    actor = Actor()
     core = actor.core(heads)
     core.draft(actor.hidden_BD, actor.last_B, K)
     for parameter in heads.parameters():
@@ -185,7 +188,8 @@ def test_heads_that_change_draft_after_the_next_load(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["hydra", "context"])
 def test_bfloat16_heads_draft_close_to_the_trainers(form: str) -> None:
-    heads, actor = random_heads(form).bfloat16(), Actor(dtype=torch.bfloat16)
+    heads = random_heads(form).bfloat16()
+    actor = Actor(dtype=torch.bfloat16)
     drafted = actor.core(heads).draft(
         actor.hidden_BD,
         actor.last_B,
@@ -200,9 +204,12 @@ def test_bfloat16_heads_draft_close_to_the_trainers(form: str) -> None:
 @pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "context"])
 def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
     trials = 20_000
-    heads, actor = random_heads(kind), Actor(1)
-    slots, slots_B = DraftSlots(trials, K, V, torch.device("cpu")), torch.arange(trials)
-    hidden_BD, last_B = actor.hidden_BD.expand(trials, D), actor.last_B.expand(trials)
+    heads = random_heads(kind)
+    actor = Actor(1)
+    slots = DraftSlots(trials, K, V, torch.device("cpu"))
+    slots_B = torch.arange(trials)
+    hidden_BD = actor.hidden_BD.expand(trials, D)
+    last_B = actor.last_B.expand(trials)
     keys_B = keys_of(range(trials))
     sampling = Sampling(
         torch.full((trials,), 0.9), uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_LANE, K)
@@ -213,10 +220,8 @@ def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
     for k in range(K):
         q_BV = kept.rows(torch.full((trials, 1), k))
         assert torch.equal(kept.q_BK[:, k], q_BV.gather(1, drafted.ids_BK[:, k : k + 1]).squeeze(1))
-        seen_V, expected_V = (
-            torch.bincount(drafted.ids_BK[:, k], minlength=V).double(),
-            q_BV.double().sum(0),
-        )
+        seen_V = torch.bincount(drafted.ids_BK[:, k], minlength=V).double()
+        expected_V = q_BV.double().sum(0)
         likely = expected_V > 5
         expected_V = expected_V * seen_V[likely].sum() / expected_V[likely].sum()
         assert chisquare(seen_V[likely].numpy(), expected_V[likely].numpy()).pvalue > 1e-3, k
@@ -224,7 +229,9 @@ def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "context"])
 def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(kind: str) -> None:
-    heads, actor, ids_W = random_heads(kind), Actor(), torch.tensor([1, 3, 4, 8, 11])
+    heads = random_heads(kind)
+    actor = Actor()
+    ids_W = torch.tensor([1, 3, 4, 8, 11])
     core = actor.core(heads)
     core.use_vocabulary(ids_W, lambda f: F.linear(f, actor.lm_head_VD[ids_W]))
     drafted = core.draft(
@@ -246,7 +253,8 @@ def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(kind: str) -> None:
 
 def test_heads_are_held_once() -> None:
     """Their parameters are views of what is multiplied with, so new values need no second copy."""
-    heads, actor = random_heads("hydra"), Actor()
+    heads = random_heads("hydra")
+    actor = Actor()
     fused_heads = actor.core(heads).fused
     held = {
         tensor.untyped_storage().data_ptr() for tensor in (fused_heads._in_RE, fused_heads._out_KRH)
@@ -263,10 +271,12 @@ def test_own_lm_heads_have_no_draft_vocabulary() -> None:
 
 def test_a_seeded_draft_depends_on_nothing_else_in_the_batch() -> None:
     """Not on its place, not on its neighbours, not on the slot."""
-    heads, actor = random_heads("hydra"), Actor(40)
+    heads = random_heads("hydra")
+    actor = Actor(40)
     core = actor.core(heads)
     keys_B = keys_of(range(40))
-    positions_B, temperature_B = torch.arange(40) * 3, torch.linspace(0, 1.5, 40)
+    positions_B = torch.arange(40) * 3
+    temperature_B = torch.linspace(0, 1.5, 40)
 
     def drafts(rows: torch.Tensor) -> torch.Tensor:
         noise_BK = uniforms(positions_B[rows], keys_B[rows], None, DRAFT_LANE, K)
@@ -312,7 +322,8 @@ def test_operations_do_not_grow_with_requests(
         counts = []
         for batch in (1, 256):
             actor = Actor(batch)
-            core, slots = actor.core(random_heads(form)), DraftSlots(256, K, V, torch.device("cpu"))
+            core = actor.core(random_heads(form))
+            slots = DraftSlots(256, K, V, torch.device("cpu"))
             with torch.inference_mode():
                 one_step(core, slots, actor, seeded)  # What is made when first asked for is made.
                 with Counted() as mode:
@@ -324,14 +335,13 @@ def test_operations_do_not_grow_with_requests(
 
 @pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "context"])
 def test_the_call_compiles_whole(kind: str) -> None:
-    heads, actor = random_heads(kind), Actor()
+    heads = random_heads(kind)
+    actor = Actor()
     core = actor.core(heads)
     eager, compiled = (DraftSlots(B, K, V, torch.device("cpu")) for _ in range(2))
-    positions_B, seeds_B, temperature_B = (
-        torch.arange(B),
-        torch.arange(B) * 31,
-        torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2]),
-    )
+    positions_B = torch.arange(B)
+    seeds_B = torch.arange(B) * 31
+    temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2])
 
     def step(slots: DraftSlots, hidden_BD: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
         sampling = Sampling(temperature_B, uniforms(positions_B, seeds_B, None, DRAFT_LANE, K))

@@ -64,10 +64,8 @@ def test_its_rows_are_those_of_the_product_that_serves_now(with_bias: bool) -> N
     torch.manual_seed(0)
     token_map = counted(W, [3, 9, 11, 30, 31])
     for _ in range(2):  # the second time after an actor sync
-        lm_head_VD, bias_V = (
-            torch.randn(V, D, dtype=torch.float64),
-            torch.randn(V, dtype=torch.float64) if with_bias else None,
-        )
+        lm_head_VD = torch.randn(V, D, dtype=torch.float64)
+        bias_V = torch.randn(V, dtype=torch.float64) if with_bias else None
         refreshed(token_map, lm_head_VD, bias_V)
         features_ND = torch.randn(7, D, dtype=torch.float64)
         whole_NV = F.linear(features_ND, lm_head_VD, bias_V)
@@ -115,7 +113,8 @@ def test_an_lm_head_with_a_soft_cap_is_left_to_the_engine() -> None:
 
 
 def test_all_rows_of_a_small_lm_head_are_held_where_asked_for() -> None:
-    lm_head_VD, features_ND = torch.randn(V, D), torch.randn(3, D)
+    lm_head_VD = torch.randn(V, D)
+    features_ND = torch.randn(3, D)
     token_map = refreshed(TokenMap(0, V, whole=True), lm_head_VD)
     assert token_map.ids_W is None
     torch.testing.assert_close(token_map.product(features_ND), F.linear(features_ND, lm_head_VD))

@@ -56,7 +56,8 @@ def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
         if part is None:
             tensor = tensor.unsqueeze(dim)
         elif isinstance(part, int):
-            tensor, dim = tensor.select(dim, part), dim - 1
+            tensor = tensor.select(dim, part)
+            dim = dim - 1
         else:
             tensor = torch.ops.aten.slice(tensor, dim, part.start, part.stop, part.step or 1)
         dim += 1
@@ -107,7 +108,8 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
             ).requires_grad_(False)
             lm_head_VD, table_VD, hidden_BD = (torch.zeros(rows, D) for rows in (V, V, B))
             ids_W = torch.zeros(W, dtype=torch.int64) if vocabulary else None
-            rows_B, share_B = torch.zeros(B, dtype=torch.int64), torch.ones(B)
+            rows_B = torch.zeros(B, dtype=torch.int64)
+            share_B = torch.ones(B)
         core = DraftingCore(
             heads, lambda f: F.linear(f, lm_head_VD), lambda i: F.embedding(i, table_VD)
         )
@@ -141,8 +143,10 @@ def test_a_memory_and_an_early_end_stay_on_the_device(vocabulary: bool) -> None:
             heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra")).requires_grad_(False)
             lm_head_VD, table_VD, hidden_BD = (torch.zeros(rows, D) for rows in (V, V, B))
             ids_W = torch.zeros(W, dtype=torch.int64) if vocabulary else None
-            rows_B, share_B = torch.zeros(B, dtype=torch.int64), torch.ones(B)
-            texts_BX, weight_BP = torch.zeros(B, SUFFIX + 9, dtype=torch.int32), torch.ones(B, 9)
+            rows_B = torch.zeros(B, dtype=torch.int64)
+            share_B = torch.ones(B)
+            texts_BX = torch.zeros(B, SUFFIX + 9, dtype=torch.int32)
+            weight_BP = torch.ones(B, 9)
             noise_BK = torch.zeros(B, K, dtype=torch.float64)
         core = DraftingCore(
             heads, lambda f: F.linear(f, lm_head_VD), lambda i: F.embedding(i, table_VD)
@@ -150,11 +154,9 @@ def test_a_memory_and_an_early_end_stay_on_the_device(vocabulary: bool) -> None:
         if ids_W is not None:
             core.use_vocabulary(ids_W, lambda f: F.linear(f, lm_head_VD.narrow(0, 0, W)))
         slots = DraftSlots(8, K, W if vocabulary else V, rows_B.device, ids_W)
-        trust, waiting, stopping = (
-            Trust(rows_B.device),
-            Waiting(8, K, rows_B.device),
-            Stopping(0.1, 8, K, rows_B.device),
-        )
+        trust = Trust(rows_B.device)
+        waiting = Waiting(8, K, rows_B.device)
+        stopping = Stopping(0.1, 8, K, rows_B.device)
         with NoCopies():
             recall = Recall(texts_BX, weight_BP, texts_BX[:, :SUFFIX], trust, rows_B, waiting)
             ending = stopping.begin(rows_B)

@@ -60,7 +60,9 @@ def counted(said: list[list[int]], so_far: list[int]) -> tuple[dict[int, float],
     """The slow reference: what followed suffixes of prompt and response, each occurrence by its
     length, and the longest length.
     """
-    whole, found, longest = [*PROMPT, *so_far], dict[int, float](), 0
+    whole = [*PROMPT, *so_far]
+    found = dict[int, float]()
+    longest = 0
     for response in said:
         text = [*PROMPT, *response]
         for end in range(len(PROMPT), len(text)):
@@ -111,10 +113,8 @@ def test_what_followed_suffixes_is_what_a_plain_search_finds() -> None:
 
 
 def test_cells() -> None:
-    lengths_B, tops_B = (
-        torch.tensor([0, 1, 2, 3, 8, 9, 12]),
-        torch.tensor([0.5, 0.0, 1.0, 0.99, 0.5, 0.2, 0.2]),
-    )
+    lengths_B = torch.tensor([0, 1, 2, 3, 8, 9, 12])
+    tops_B = torch.tensor([0.5, 0.0, 1.0, 0.99, 0.5, 0.2, 0.2])
     assert cells_of(lengths_B, tops_B).tolist() == [
         -1,
         0,
@@ -182,7 +182,8 @@ def filled() -> ResponseMemory:
 
 
 def test_what_one_memory_holds_goes_into_another_with_its_age() -> None:
-    memory, other = filled(), ResponseMemory(10_000)
+    memory = filled()
+    other = ResponseMemory(10_000)
     other.version = 10
     other.take(json.loads(json.dumps(memory.rows())))
     assert other.rows() == memory.rows() and other.nbytes == memory.nbytes
@@ -223,7 +224,8 @@ def test_a_saved_memory_is_the_same_memory_in_the_new_budget(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", OF)
 def test_a_memory_of_something_else_is_refused(name: str) -> None:
-    memory, state = filled(), filled().state_dict(OF)
+    memory = filled()
+    state = filled().state_dict(OF)
     rows = memory.rows()
     with pytest.raises(CheckpointError, match=f"another {name}") as caught:
         memory.load_state_dict(state, {**OF, name: b"x" * 32})
@@ -251,9 +253,11 @@ def test_trust_finds_the_share_with_which_most_is_accepted() -> None:
     mixture serves.
     """
     torch.manual_seed(0)
-    heads_V, memory_V = torch.tensor([0.7, 0.1, 0.1, 0.1]), torch.tensor([0.0, 0.5, 0.5, 0.0])
+    heads_V = torch.tensor([0.7, 0.1, 0.1, 0.1])
+    memory_V = torch.tensor([0.0, 0.5, 0.5, 0.0])
     best = (0.1, 0.8)
-    trust, cells_C = Trust(CPU), torch.tensor([0, TOPS])
+    trust = Trust(CPU)
+    cells_C = torch.tensor([0, TOPS])
     assert trust.share(torch.tensor([0, -1])).tolist() == pytest.approx([FIRST_SHARES[0], 0.0])
     for _ in range(300):
         for cell, share in zip(cells_C, best, strict=True):
@@ -279,12 +283,14 @@ class Stand:
     """Requests in one state, heads and a memory of some responses."""
 
     def __init__(self, batch: int, said: list[list[int]], form: str = "context") -> None:
-        self.actor, self.batch = Actor(1), batch
+        self.actor = Actor(1)
+        self.batch = batch
         self.core: DraftingCore = self.actor.core(random_heads(form))
         self.memory = ResponseMemory(10**6)
         for response in said:
             self.memory.remember(prompt_key(PROMPT), response)
-        self.trust, self.waiting = Trust(CPU), Waiting(batch, K, CPU)
+        self.trust = Trust(CPU)
+        self.waiting = Waiting(batch, K, CPU)
         torch.manual_seed(0)
         self.noise_BK = torch.rand(batch, K, dtype=torch.float64)
 
@@ -297,10 +303,8 @@ class Stand:
     def draft(
         self, recall: Recall | None, slots: DraftSlots | None = None, temperature: float = 1.0
     ) -> Drafted:
-        hidden_BD, last_B = (
-            self.actor.hidden_BD.expand(self.batch, D),
-            self.actor.last_B.expand(self.batch),
-        )
+        hidden_BD = self.actor.hidden_BD.expand(self.batch, D)
+        last_B = self.actor.last_B.expand(self.batch)
         how = Sampling(torch.full((self.batch,), temperature), self.noise_BK)
         return self.core.draft(hidden_BD, last_B, K, how, slots=slots, recall=recall)
 
@@ -315,7 +319,8 @@ def share_at(stand: Stand, length: int, q_V: torch.Tensor) -> float:
 def test_q_is_the_mixture_and_its_parts_wait() -> None:
     stand = Stand(200, SAID)
     stand.actor.lm_head_VD /= 6  # Flat enough for any token.
-    heads, mixed = stand.draft(None), stand.draft(stand.recall())
+    heads = stand.draft(None)
+    mixed = stand.draft(stand.recall())
     w = share_at(stand, 3, heads.q[0][0])
     expected_V = (1 - w) * heads.q[0][0]
     expected_V[4] += w
@@ -342,7 +347,8 @@ def test_greedy_requests_and_draft_vocabularies() -> None:
     assert (stand.waiting.cells_KS == -1).all()
     ids_W = torch.tensor([0, 1, 5, 8, 9])
     stand.core.use_vocabulary(ids_W, lambda rows: rows.float() @ stand.actor.lm_head_VD[ids_W].T)
-    heads, mixed = stand.draft(None), stand.draft(stand.recall())
+    heads = stand.draft(None)
+    mixed = stand.draft(stand.recall())
     assert torch.isin(mixed.ids_BK, ids_W).all() and torch.equal(heads.q[0], mixed.q[0]), (
         "4 is none of them"
     )
@@ -362,7 +368,8 @@ def test_tokens_have_the_models_distribution(honest: bool, monkeypatch: pytest.M
     p_KV = torch.randn(K + 1, V, generator=torch.Generator().manual_seed(5)).softmax(-1)
     kept = slots.look_up(rows_B, stamps(rows_B, rows_B), K)
     proposed = Proposed(kept, torch.rand(MANY, K + 1, dtype=torch.float64))
-    drafts, counts = DraftRows.build(ids_BK.flatten(), [K] * MANY), [K] * MANY
+    drafts = DraftRows.build(ids_BK.flatten(), [K] * MANY)
+    counts = [K] * MANY
     runs_B, last_B = verify_rows(p_KV.log().repeat(MANY, 1), None, drafts, counts, proposed, Rule())
     p_values = []
     for k in range(2):

@@ -56,7 +56,8 @@ def test_low_bits_are_as_random_as_high_ones() -> None:
 
 
 def test_a_number_depends_on_seed_position_and_lane_alone() -> None:
-    keys, places = keys_of([7, 8, -1]), torch.tensor([5, 900, 5])
+    keys = keys_of([7, 8, -1])
+    places = torch.tensor([5, 900, 5])
     together = counted(keys, places, 0, 4)
     for row in range(3):
         alone = counted(keys[row : row + 1], places[row : row + 1], 0, 4)
@@ -76,7 +77,8 @@ def test_purposes_never_share_a_number() -> None:
 
 
 def test_unseeded_requests_draw_once_for_all() -> None:
-    places, keys = torch.zeros(3, dtype=torch.int64), keys_of([1, 0, 1])
+    places = torch.zeros(3, dtype=torch.int64)
+    keys = keys_of([1, 0, 1])
     seeded = torch.tensor([True, False, True])
     mixed = uniforms(places, keys, seeded, 0, 4, torch.Generator().manual_seed(3))
     drawn = torch.rand((3, 4), dtype=torch.float64, generator=torch.Generator().manual_seed(3))

@@ -16,7 +16,8 @@ def plain(_: str) -> Traits:
 
 
 def test_a_request_keeps_its_slot_and_its_number_while_it_lives() -> None:
-    seating, live = Seating(3, CPU), dict.fromkeys("abc")
+    seating = Seating(3, CPU)
+    live = dict.fromkeys("abc")
     first = seating.seat(["a", "b"], plain, live)
     assert seating.seat(["a", "b"], plain, live) is first
     turned = seating.seat(["c", "b", "a"], plain, live)
@@ -120,7 +121,8 @@ def test_places_beyond_what_was_drafted_have_no_q() -> None:
 def test_whole_rows_are_spread_one_hot_or_empty() -> None:
     torch.manual_seed(0)
     slots = DraftSlots(S, 2, 3, torch.device("cpu"), torch.tensor([1, 4, 6]))
-    slots_B, stamps_B = torch.tensor([1, 2]), stamps(torch.tensor([1, 2]), torch.tensor([3, 3]))
+    slots_B = torch.tensor([1, 2])
+    stamps_B = stamps(torch.tensor([1, 2]), torch.tensor([3, 3]))
     q = [torch.rand(2, 3).softmax(-1) for _ in range(2)]
     draw(slots, q, torch.tensor([[0, 2], [1, 1]]))
     slots.stamp(slots_B, stamps_B, 2)

@@ -23,7 +23,8 @@ class Stand:
     """Requests in one state."""
 
     def __init__(self, batch: int, least: float) -> None:
-        self.actor, self.batch = Actor(1), batch
+        self.actor = Actor(1)
+        self.batch = batch
         self.actor.lm_head_VD /= 6  # Flat enough for any token.
         self.core = self.actor.core(random_heads("hydra"))
         self.stopping = Stopping(least, batch, K, CPU)
@@ -32,10 +33,8 @@ class Stand:
     def draft(self, seed: int, slots: DraftSlots | None = None) -> Drafted:
         torch.manual_seed(seed)
         how = Sampling(torch.ones(self.batch), torch.rand(self.batch, K, dtype=torch.float64))
-        hidden_BD, last_B = (
-            self.actor.hidden_BD.expand(self.batch, D),
-            self.actor.last_B.expand(self.batch),
-        )
+        hidden_BD = self.actor.hidden_BD.expand(self.batch, D)
+        last_B = self.actor.last_B.expand(self.batch)
         return self.core.draft(
             hidden_BD, last_B, K, how, slots=slots, ending=self.stopping.begin(self.rows_B)
         )
@@ -48,7 +47,8 @@ def test_whether_a_draft_is_made_does_not_depend_on_it() -> None:
     stand = Stand(4000, 0.2)
     drafted = stand.draft(0)
     assert drafted.lengths_B is not None
-    lengths_B, ids_BK = drafted.lengths_B, drafted.ids_BK
+    lengths_B = drafted.lengths_B
+    ids_BK = drafted.ids_BK
     assert lengths_B.unique().numel() > 1
     parted = 0
     for k in range(K):
@@ -64,7 +64,8 @@ def test_whether_a_draft_is_made_does_not_depend_on_it() -> None:
 @pytest.mark.parametrize("honest", [True, False])
 def test_tokens_have_the_models_distribution(honest: bool) -> None:
     """And where a run ends before a draft because of that draft, they have not."""
-    stand, slots = Stand(MANY, 0.2), DraftSlots(MANY, K, V, CPU)
+    stand = Stand(MANY, 0.2)
+    slots = DraftSlots(MANY, K, V, CPU)
     rows_B = stand.rows_B
     drafted = stand.draft(1, slots)
     slots.stamp(rows_B, stamps(rows_B, rows_B), K)
@@ -130,7 +131,8 @@ def test_chances_follow_the_top_of_q_and_the_drafts_before() -> None:
     stopping._accepted_TP[:] = 1e4 * torch.tensor([0.9, 0.5, 0.2, 0.1])
     stopping._accepted_TP[: TOPS // 2] /= 2
     stopping._estimate()
-    sure, unsure = torch.tensor([0.9, 0.06, 0.04]), torch.tensor([0.4, 0.35, 0.25])
+    sure = torch.tensor([0.9, 0.06, 0.04])
+    unsure = torch.tensor([0.4, 0.35, 0.25])
     ending = stopping.begin(torch.arange(4))
     on_B1 = torch.ones(4, 1, dtype=torch.bool)
     ending.ask(torch.stack([sure, sure, unsure, unsure]), on_B1)

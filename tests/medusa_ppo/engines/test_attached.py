@@ -52,7 +52,8 @@ class Workers:
 @pytest.fixture
 def states(tmp_path: Path) -> tuple[Path, Path]:
     """The state that the engine starts with, and a newer one."""
-    first, second = tmp_path / "kept.safetensors", tmp_path / "published.safetensors"
+    first = tmp_path / "kept.safetensors"
+    second = tmp_path / "published.safetensors"
     save_state(first, {"w": torch.zeros(2)})
     save_state(second, {"w": torch.ones(2)})
     return first, second

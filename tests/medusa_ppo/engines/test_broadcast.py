@@ -49,8 +49,12 @@ class StandIn(RolloutEngine):
     """Receives for real and holds the tensors; refuses, dies or is silent on demand."""
 
     def __init__(self, index: int) -> None:
-        self.index, self.state, self.actor = index, dict[str, torch.Tensor](), ""
-        self.joined, self.refuses, self.closed = 0, False, threading.Event()
+        self.index = index
+        self.state = dict[str, torch.Tensor]()
+        self.actor = ""
+        self.joined = 0
+        self.refuses = False
+        self.closed = threading.Event()
         self.before_receiving: Callable[[], None] = lambda: None
         self.group: Group | None = None
 
@@ -68,11 +72,13 @@ class StandIn(RolloutEngine):
         self.before_receiving()
         incoming = Incoming(self.group, read_entries(entries))
         self.state = {name: tensor.clone() for name, tensor in incoming}
-        self.actor, self.policy_version = incoming.checksum, version
+        self.actor = incoming.checksum
+        self.policy_version = version
         return SwapReceipt(version, self.actor, 0.0)
 
     def sync_actor(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
-        self.state, self.policy_version = load_state(path), version
+        self.state = load_state(path)
+        self.policy_version = version
         self.actor = tensorwise_checksum(self.state)
         return SwapReceipt(version, self.actor, 0.0)
 
@@ -333,7 +339,8 @@ def pool_of_one(actor: Actor, broadcast_config: EngineConfig) -> Iterator[Broadc
 def test_a_broadcast_actor_is_the_one_of_a_file(
     pool_of_one: BroadcastPool, actor: Actor, tmp_path: Path, spread: bool
 ) -> None:
-    pool, new = pool_of_one, moved(actor.model)
+    pool = pool_of_one
+    new = moved(actor.model)
     with ActorSync(pool, "float32", BUCKET) as sync:
         sync(actor.model, 1)
         before = tokens(pool, actor.prompts[:8])
@@ -365,7 +372,8 @@ def test_a_broadcast_actor_is_the_one_of_a_file(
 def test_a_foreign_actor_is_refused_before_anything_changes(
     pool_of_one: BroadcastPool, actor: Actor, case: str
 ) -> None:
-    pool, name = pool_of_one, "model.layers.0.mlp.up_proj.weight"
+    pool = pool_of_one
+    name = "model.layers.0.mlp.up_proj.weight"
     with ActorSync(pool, "float32", BUCKET) as sync:
         receipt = sync(actor.model, 1)
     before = tokens(pool, actor.prompts[:4])
@@ -411,7 +419,8 @@ def test_a_broken_broadcast_is_mended_by_a_file(
     pool_of_one: BroadcastPool, actor: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Half of a layer's fused tensors had come; what was left of them must not meet the file's."""
-    pool, new = pool_of_one, moved(actor.model, seed=5)
+    pool = pool_of_one
+    new = moved(actor.model, seed=5)
     state = actor_state(new)
 
     def half() -> Iterator[tuple[str, torch.Tensor]]:

@@ -195,7 +195,8 @@ class Strange:
 
     def __init__(self, behave: Callable[[socket.socket, bytes], None]) -> None:
         self.requests: list[bytes] = []
-        self._behave, self._open = behave, threading.Event()
+        self._behave = behave
+        self._open = threading.Event()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._serve, daemon=True).start()
@@ -268,13 +269,11 @@ def ask(
         servers.append(server := Strange(behave))
         engine = ServerEngine.__new__(ServerEngine)
         engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))  # type: ignore[assignment]
-        engine.max_drafts, engine._workers, engine._process, engine._log, engine._model_name = (
-            0,
-            4,
-            None,
-            Path(os.devnull),
-            "model",
-        )
+        engine.max_drafts = 0
+        engine._workers = 4
+        engine._process = None
+        engine._log = Path(os.devnull)
+        engine._model_name = "model"
         engine._client = httpx.Client(base_url=server.address, limits=http_server.LIMITS)
         return engine, server
 
@@ -389,7 +388,9 @@ class Workers(httpx.MockTransport):
 
     def __init__(self) -> None:
         super().__init__(self._answer)
-        self.process, self.actor_version, self.calls = "first", 0, list[str]()
+        self.process = "first"
+        self.actor_version = 0
+        self.calls = list[str]()
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/metrics":
@@ -422,7 +423,9 @@ def test_a_server_that_was_started_again_is_told_how_to_draft_and_waits_for_head
     engine.counters()
     assert workers.calls == ["medusa_checksums"] and engine.heads_version == 5
 
-    workers.process, workers.actor_version = "second", 0  # It has the actor of its folder.
+    # It has the actor of its folder.
+    workers.process = "second"
+    workers.actor_version = 0
     for _ in range(2):
         with pytest.raises(EngineError, match="another actor's") as caught:
             engine.counters()
@@ -454,7 +457,8 @@ def test_a_closed_engine_removes_its_log_and_no_device(tmp_path: Path) -> None:
     (tmp_path / "log").touch()
     for name, left in (("device", True), ("log", False)):
         engine = ServerEngine.__new__(ServerEngine)
-        engine._client, engine._log = httpx.Client(), tmp_path / name
+        engine._client = httpx.Client()
+        engine._log = tmp_path / name
         engine._process = subprocess.Popen(["sleep", "60"], start_new_session=True)
         engine.close()
         assert (tmp_path / name).exists() == left

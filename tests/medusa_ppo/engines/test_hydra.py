@@ -130,11 +130,13 @@ def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
     its own pair alone.
     """
     drafter = drafter_of(context_engine)
-    honest, seen = drafter._core.draft, []
+    honest = drafter._core.draft
+    seen = []
 
     def draft(*given: Any, **named: Any) -> Any:
         drafted = honest(*given, **named)
-        seats, rows_B = drafter._seats, torch.arange(len(drafted.ids_BK))
+        seats = drafter._seats
+        rows_B = torch.arange(len(drafted.ids_BK))
         q_BKV = torch.stack(
             [drafter._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(HEADS)], 1
         )
@@ -148,15 +150,14 @@ def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
         prompts, Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     )
     first = min(int(requests_B.min()) for requests_B, *_ in seen)
-    apart, alone = [], []
+    apart = []
+    alone = []
     for requests_B, positions_B, ids_BK, q_BKV in seen[3::7]:
         for row, (request, position) in enumerate(
             zip(requests_B.tolist(), positions_B.tolist(), strict=True)
         ):
-            prompt, response = (
-                prompts[request - first],
-                rollouts.responses[request - first].token_ids,
-            )
+            prompt = prompts[request - first]
+            response = rollouts.responses[request - first].token_ids
             at = position - len(prompt) - 1
             if 0 <= at < len(response):
                 for cut, found in ((0, apart), (1, alone)):
@@ -191,7 +192,8 @@ def test_with_a_context_sampled_tokens_have_the_models_distribution(
     """
     context_engine.configure(num_drafts=HEADS, sampled=True, draft_temperature=0.7)
     sampling = Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    right, wrong = Uniformity(), Uniformity()
+    right = Uniformity()
+    wrong = Uniformity()
     add_rollouts(right, actor.model, context_engine.generate(actor.prompts, sampling))
     honest = DraftSlots.look_up
 

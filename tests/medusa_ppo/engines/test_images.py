@@ -36,7 +36,8 @@ def test_engine_and_trainer_see_the_same_images(
     vision_actor, picture, tmp_path: Path, family: str
 ) -> None:
     folder = vision_actor(family)
-    actor, reader = load_actor(folder), ImageReader.load(folder, load_tokenizer(folder))
+    actor = load_actor(folder)
+    reader = ImageReader.load(folder, load_tokenizer(folder))
     store = FeatureStore(actor, reader)
     prompts = reader.prompts(
         ["a?", "b?", "c"], [(picture(0, 60, 90),), (picture(1), picture(2, 90, 60)), ()]

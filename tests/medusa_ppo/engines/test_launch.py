@@ -206,10 +206,8 @@ def test_a_runner_that_the_environment_asks_for_must_be_the_engines(
 
 def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """V1, and V2 only where it is asked for and can be had: it never ran on a GPU."""
-    heads, context = (
-        heads_folder(tmp_path / "heads"),
-        heads_folder(tmp_path / "context", kind="hydra", context=4),
-    )
+    heads = heads_folder(tmp_path / "heads")
+    context = heads_folder(tmp_path / "context", kind="hydra", context=4)
 
     def runner(heads: Path = heads, **settings: Any) -> str:
         return plan_launch(model, heads, EngineConfig(**settings), 0).runner

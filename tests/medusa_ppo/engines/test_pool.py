@@ -46,7 +46,8 @@ class StandIn(RolloutEngine):
     """
 
     def __init__(self, index: int, pace_s: float = 0.0) -> None:
-        self.index, self.pace_s = index, pace_s
+        self.index = index
+        self.pace_s = pace_s
         self.max_drafts = self.num_drafts = 4
         self.calls: list[list[list[int]]] = []
         self.seeds: list[int | None] = []
@@ -129,7 +130,8 @@ class Factory:
     """Starts stand-ins, and remembers them."""
 
     def __init__(self, *paces_s: float) -> None:
-        self.paces_s, self.started = paces_s, list[StandIn]()
+        self.paces_s = paces_s
+        self.started = list[StandIn]()
         self.fails: set[int] = set()
         self.gate: threading.Event | None = None
 
@@ -175,7 +177,8 @@ def test_a_call_in_another_thread_ends_with_the_pool() -> None:
     """
 
     class Busy(StandIn):
-        gone, asked = threading.Event(), threading.Event()
+        gone = threading.Event()
+        asked = threading.Event()
 
         def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
             self.asked.set()
@@ -197,7 +200,8 @@ def test_a_call_in_another_thread_ends_with_the_pool() -> None:
 
 
 def test_all_engines_tell_by_places_in_the_call_and_a_lost_one_is_told_again() -> None:
-    factory, told = Factory(0.0, 0.0, 0.0), list[tuple[int, Response]]()
+    factory = Factory(0.0, 0.0, 0.0)
+    told = list[tuple[int, Response]]()
     with EnginePool(factory, 3) as pool:
         factory.started[1].dies_at_call = 1
         rollouts = pool.generate_as_finished(
@@ -445,14 +449,13 @@ def test_what_one_engine_says_is_told_to_the_others_and_to_those_that_start_agai
     pool, factory = make_pool(0.001, 0.001)
     pool.generate(PROMPTS, SAMPLING)
     assert not any(engine.told for engine in factory.started), "nobody has a memory"
-    pool.memory, before = SharedMemory(1 << 20), [len(engine.calls) for engine in factory.started]
+    pool.memory = SharedMemory(1 << 20)
+    before = [len(engine.calls) for engine in factory.started]
     rollouts = pool.generate(PROMPTS, SAMPLING)
     keys = {prompt_key(prompt).hex(): tuple(prompt) for prompt in PROMPTS}
     for engine, first in zip(factory.started, before, strict=True):
-        asked, heard = (
-            {tuple(prompt) for call in engine.calls[first:] for prompt in call},
-            {keys[key] for key, *_ in engine.told},
-        )
+        asked = {tuple(prompt) for call in engine.calls[first:] for prompt in call}
+        heard = {keys[key] for key, *_ in engine.told}
         assert heard == set(keys.values()) - asked and len(engine.told) == 2 * len(heard)
         assert all(tuple(tokens) == keys[key] and age == 0 for key, age, _, tokens in engine.told)
     seeds = [seed for _, _, seed, _ in pool.memory.rows()]
@@ -509,7 +512,8 @@ def test_a_single_engine_that_dies_over_a_sync_is_started_again_and_synced(
     make_pool: Any, tmp_path: Path
 ) -> None:
     pool, factory = make_pool(0.0)
-    heads, actor = state_file(tmp_path, 1.0), state_file(tmp_path, 2.0)
+    heads = state_file(tmp_path, 1.0)
+    actor = state_file(tmp_path, 2.0)
     pool.swap_heads(heads, 4)
 
     def die(what: str, path: Any, version: int) -> SwapReceipt:

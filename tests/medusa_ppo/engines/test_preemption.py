@@ -36,7 +36,8 @@ def test_preempted_requests_sample_from_the_model(
             "_preempt_request",
             lambda *args, **kwargs: (preempted.append(1), original(*args, **kwargs))[1],
         )
-        test, accepted = Uniformity(), 0
+        test = Uniformity()
+        accepted = 0
         for seed in range(7, 11):
             torch.manual_seed(seed)
             rollouts = engine.generate(
@@ -60,7 +61,8 @@ def test_under_pressure_greedy_tokens_are_those_of_an_engine_without_speculation
         ]
     monkeypatch.setattr(launch, "cache_bytes", lambda *_: CACHE)
     pressed = engine_config.model_copy(update={"extra": {"max_num_batched_tokens": 96}})
-    generator, seen = random.Random(1), {"preempted": 0, "cut": 0, "aborted": 0}
+    generator = random.Random(1)
+    seen = {"preempted": 0, "cut": 0, "aborted": 0}
     with ColocatedEngine(actor.path, actor.heads_path, pressed, seed=0) as engine:
         engine.configure(sampled=sampled, choose=True)
         core = engine._running().llm_engine
@@ -80,7 +82,8 @@ def test_under_pressure_greedy_tokens_are_those_of_an_engine_without_speculation
 
 def watch(scheduler: Any, seen: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Count preempted requests, and prompts of which a step reads only a part."""
-    preempt, schedule = scheduler._preempt_request, scheduler.schedule
+    preempt = scheduler._preempt_request
+    schedule = scheduler.schedule
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen["preempted"] += 1
@@ -106,7 +109,8 @@ def answers(
     """
     from vllm import SamplingParams
 
-    others, found = [], {}
+    others = []
+    found = {}
     for index, prompt in enumerate(prompts):
         length = {"max_tokens": 96, "ignore_eos": True, "detokenize": False}
         core.add_request(

@@ -113,7 +113,8 @@ def test_tokens_outside_of_the_support_fail() -> None:
 
 def test_drafts_verified_against_another_q_fail() -> None:
     """Rejection sampling with a q that is one row old, as a stale q would be."""
-    p_MV, generator = logits().softmax(-1), torch.Generator().manual_seed(2)
+    p_MV = logits().softmax(-1)
+    generator = torch.Generator().manual_seed(2)
     q_MV = (logits() + logits(5)).softmax(-1)
     drafts_M = torch.multinomial(q_MV, 1, generator=generator)
     stale_MV = q_MV.roll(1, 0)
@@ -142,10 +143,8 @@ def test_the_p_values_are_scipys() -> None:
 
 
 def test_the_verdict_says_whose_fault_it_is() -> None:
-    honest, wrong = (
-        of(logits(), samples(logits(), Sampling(1.0)), Sampling(1.0)),
-        of(logits(), samples(logits(3), Sampling(1.0)), Sampling(1.0)),
-    )
+    honest = of(logits(), samples(logits(), Sampling(1.0)), Sampling(1.0))
+    wrong = of(logits(), samples(logits(3), Sampling(1.0)), Sampling(1.0))
     assert sentence(honest, honest).startswith("Honest") and f"{M:,}" in sentence(honest, honest)
     assert sentence(wrong, honest).startswith("WRONG") and sentence(wrong, wrong).startswith(
         "Not the drafts"

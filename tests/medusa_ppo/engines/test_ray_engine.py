@@ -104,10 +104,8 @@ def test_conditioned_heads_draft_step_by_step(
     config = engine_config.model_copy(update={"draft_temperature": 0.8, "choose_drafts": True})
     with RayEngine(actor.path, tmp_path / "heads", config) as engine:
         assert engine.plugin_report()["kind"] == kind
-        hidden_BD, last_B = (
-            torch.randn(5, actor.lm_head_VD.shape[1]),
-            torch.tensor([5, 900, 17, 3, 1999]),
-        )
+        hidden_BD = torch.randn(5, actor.lm_head_VD.shape[1])
+        last_B = torch.tensor([5, 900, 17, 3, 1999])
         table_VD = actor.model.get_input_embeddings().weight.detach()
         drafts_BK = torch.tensor(engine.probe(hidden_BD.tolist(), last_B.tolist()))
         condition_BK = torch.cat([last_B[:, None], drafts_BK[:, :-1]], dim=1)
@@ -152,11 +150,9 @@ def test_conditioned_heads_draft_step_by_step(
 def test_a_tied_lm_head_follows_a_file(
     engine_config: EngineConfig, ray_session: None, tmp_path: Path
 ) -> None:
-    model, prompts, sampling = (
-        tiny_llama(tied=True),
-        [[5, 6, 7, 8], [100, 200, 300]],
-        Sampling(max_new_tokens=12),
-    )
+    model = tiny_llama(tied=True)
+    prompts = [[5, 6, 7, 8], [100, 200, 300]]
+    sampling = Sampling(max_new_tokens=12)
     model.save_pretrained(tmp_path)
     with RayEngine(tmp_path, None, engine_config) as engine:
         assert logprob_gap(model, engine.generate(prompts, sampling)) < 1e-4
@@ -190,7 +186,8 @@ def test_an_engine_that_says_nothing_is_an_error_in_time(
     monkeypatch.setattr(http_server, "TOKEN_S", 0.01)
     monkeypatch.setattr(ray_engine, "CLOSE_TIMEOUT_S", 0.2)
     engine = RayEngine.__new__(RayEngine)
-    engine._host, engine._slots = ray.remote(num_cpus=0)(Mute).remote(), 4
+    engine._host = ray.remote(num_cpus=0)(Mute).remote()
+    engine._slots = 4
     for ask in (engine.counters, lambda: engine.generate([[1]] * 8, Sampling(max_new_tokens=10))):
         with pytest.raises(EngineError, match="did not answer in time"):
             ask()

@@ -75,7 +75,8 @@ def test_replay_reproduces_the_counters_of_the_engine_that_drafted(
             actor.prompts,
             Sampling(temperature=temperature, max_new_tokens=64, responses_per_prompt=2, seed=2),
         )
-        batch, counted = packed(actor.model, rollouts), rollouts.counters
+        batch = packed(actor.model, rollouts)
+        counted = rollouts.counters
         if sampled:
             targets_MK, _ = head_targets(
                 batch.response_ids_M, segments_from_lengths(batch.lengths_S), HEADS

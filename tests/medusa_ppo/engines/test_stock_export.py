@@ -62,7 +62,8 @@ def sampled_by_transformers(
 ) -> list[Sample]:
     """Responses at temperature 1 from transformers' own generate, PER_PROMPT to each prompt."""
     torch.manual_seed(seed)
-    width, end = max(len(prompt) for prompt in prompts), model.config.eos_token_id
+    width = max(len(prompt) for prompt in prompts)
+    end = model.config.eos_token_id
     ids_BT = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     settings = {

@@ -171,7 +171,8 @@ def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: A
             "top_p": None,
         },
     )()
-    empty, ends = torch.empty(0, 8), torch.zeros(2, dtype=torch.int32)
+    empty = torch.empty(0, 8)
+    ends = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError):
         original(empty.clone(), ends, metadata)
     assert mends.rejection_sampler.apply_sampling_constraints(empty, ends, metadata).shape == (0, 8)
@@ -183,10 +184,8 @@ def test_seeded_calls_repeat_and_unseeded_ones_do_not(
 ) -> None:
     engine.configure(sampled=sampled)
     seeded = Sampling(1.0, max_new_tokens=24, responses_per_prompt=2, seed=5)
-    first, second = (
-        engine.generate(actor.prompts[:10], seeded),
-        engine.generate(actor.prompts[:10], seeded),
-    )
+    first = engine.generate(actor.prompts[:10], seeded)
+    second = engine.generate(actor.prompts[:10], seeded)
     assert first.responses == second.responses
     assert [r.prompt_index for r in first.responses] == [i for i in range(10) for _ in range(2)]
     assert all(
@@ -205,7 +204,8 @@ def test_responses_come_as_they_end_and_are_the_same(engine: ColocatedEngine, ac
     """
     engine.configure(sampled=True)
     sampling = Sampling(1.0, max_new_tokens=48, responses_per_prompt=2, seed=5)
-    whole, told = engine.generate(actor.prompts[:40], sampling), list[tuple[int, Response]]()
+    whole = engine.generate(actor.prompts[:40], sampling)
+    told = list[tuple[int, Response]]()
     again = engine.generate_as_finished(
         actor.prompts[:40], sampling, lambda place, response: told.append((place, response))
     )
@@ -233,18 +233,14 @@ def test_a_batch_stops_half_way_and_goes_on_with_another_actor(
     """The randomised PIT of each token against the version that wrote it; against the other one it
     fails.
     """
-    sampling, models = (
-        Sampling(1.0, max_new_tokens=96, responses_per_prompt=2, seed=5),
-        [actor.model, copy.deepcopy(actor.model)],
-    )
+    sampling = Sampling(1.0, max_new_tokens=96, responses_per_prompt=2, seed=5)
+    models = [actor.model, copy.deepcopy(actor.model)]
     models[1].lm_head.weight.data.mul_(0.8)
     for part in models[1].model.layers:
         part.mlp.down_proj.weight.data.mul_(1.2)
     engine.configure(sampled=True)
-    nothing, prompts = (
-        tuple(Response(place // 2, (), (), UNFINISHED) for place in range(80)),
-        actor.prompts[:40],
-    )
+    nothing = tuple(Response(place // 2, (), (), UNFINISHED) for place in range(80))
+    prompts = actor.prompts[:40]
     engine._forget_prompts()  # As after a sync: what is cached begins to be answered sooner.
     first = engine.generate_partly(prompts, sampling, Partly(nothing, 10))
     assert not engine._llm.llm_engine.has_unfinished_requests(), (
@@ -292,7 +288,8 @@ def judged_by_writer(
     """
     tests = {"writer": Uniformity(), "other": Uniformity()}
     for response, count in zip(rollouts.responses, begun, strict=True):
-        prompt, ids_M = rollouts.prompts[response.prompt_index], torch.tensor(response.token_ids)
+        prompt = rollouts.prompts[response.prompt_index]
+        ids_M = torch.tensor(response.token_ids)
         logits = [
             model(input_ids=torch.tensor([[*prompt, *response.token_ids]])).logits[
                 0, len(prompt) - 1 : -1
@@ -442,7 +439,8 @@ def test_heads_that_learned_nothing_draft_nothing(
 def heads_that_know(actor: Actor, rollouts: Rollouts) -> object:
     """Heads trained for a few seconds on exactly these responses."""
     heads = actor.random_heads(0, scale=0.0).requires_grad_(True)
-    hidden, targets = [], []
+    hidden = []
+    targets = []
     with torch.no_grad():
         for response in rollouts.responses:
             row = torch.tensor([[*rollouts.prompts[response.prompt_index], *response.token_ids]])
@@ -451,7 +449,8 @@ def heads_that_know(actor: Actor, rollouts: Rollouts) -> object:
             for t in range(start, row.shape[1] - 5):
                 hidden.append(states[t])
                 targets.append(row[0, t + 2 : t + 6])
-    hidden_ND, targets_NK = torch.stack(hidden), torch.stack(targets)
+    hidden_ND = torch.stack(hidden)
+    targets_NK = torch.stack(targets)
     optimizer = torch.optim.Adam(heads.parameters(), lr=5e-3)
     torch.manual_seed(0)
     for _ in range(60):
@@ -478,7 +477,8 @@ def in_flight(
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
     for i, prompt in enumerate(actor.prompts[:16]):
         core.add_request(f"flight-{i}", {"prompt_token_ids": prompt}, params)
-    finished, steps = {}, 0
+    finished = {}
+    steps = 0
     while core.has_unfinished_requests():
         for output in core.step():
             if output.finished:
@@ -513,7 +513,8 @@ def test_an_actor_synced_in_flight_ends_no_request(
     torch.manual_seed(3)
     for parameter in moved.parameters():
         parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
-    same, new = tmp_path / "same.safetensors", tmp_path / "new.safetensors"
+    same = tmp_path / "same.safetensors"
+    new = tmp_path / "new.safetensors"
     save_state(same, actor.model.state_dict())
     save_state(new, moved.state_dict())
     before = engine.counters()
@@ -561,11 +562,9 @@ def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
 
 
 def test_responses_of_other_engines_are_drafted_from(engine: ColocatedEngine, actor: Actor) -> None:
-    prompts, sharp, memory = (
-        actor.prompts[:16],
-        Sampling(0.3, max_new_tokens=32, seed=5),
-        SharedMemory(1 << 20),
-    )
+    prompts = actor.prompts[:16]
+    sharp = Sampling(0.3, max_new_tokens=32, seed=5)
+    memory = SharedMemory(1 << 20)
     memory.hear(None, engine.generate(prompts, replace(sharp, responses_per_prompt=3)), 0)
     assert engine.remember(memory.rows()) == 0, "it has no memory"
     engine.configure(sampled=True, memory_bytes=1 << 20)
@@ -638,7 +637,8 @@ def test_bad_swap_files_are_refused_and_the_heads_stay(
 def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(
     engine: ColocatedEngine, actor: Actor, tmp_path: Path
 ) -> None:
-    good, other = actor.random_heads(seed=7), actor.random_heads(seed=8)
+    good = actor.random_heads(seed=7)
+    other = actor.random_heads(seed=8)
     hidden = torch.randn(3, actor.lm_head_VD.shape[1])
     swap(engine, good.trainable_state(), tmp_path / "good", 1)
     save_state(tmp_path / "other", other.trainable_state())
@@ -880,7 +880,9 @@ def test_stock_vllm_drafts_the_same_from_a_native_folder(
 
 def test_a_closed_engine_says_so(actor: Actor, engine_config: object) -> None:
     closed = object.__new__(ColocatedEngine)
-    closed._llm, closed.max_drafts, closed._asleep = None, 4, False
+    closed._llm = None
+    closed.max_drafts = 4
+    closed._asleep = False
     with pytest.raises(EngineError, match="closed"):
         closed.counters()
     closed.close()

@@ -29,7 +29,9 @@ class Served:
     """
 
     def __init__(self, actor: Path, folder: Path) -> None:
-        self.heads, self._folder, port = folder / "heads", folder, free_port()
+        self.heads = folder / "heads"
+        self._folder = folder
+        port = free_port()
         self._address = f"http://127.0.0.1:{port}"
         (folder / "heads.yaml").write_text("heads: {num_heads: 2}\n")
         self._command = [

@@ -58,7 +58,8 @@ def scored(actor: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loop(engine: Any, actor: Any, steps: int) -> list[dict[str, Any]]:
     """A policy-gradient loop. Nothing in it names the plug-in, but for the figures at the end."""
-    optimizer, figures = torch.optim.AdamW(actor.parameters(), lr=1e-4), []
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
+    figures = []
     with ActorSync(engine) as sync:
         for step in range(steps):
             rollouts = engine.generate(
@@ -106,7 +107,8 @@ def test_switched_off_it_is_the_plain_engine_to_the_bit(
     chain_actor: Path, tmp_path: Path, ray_session: None
 ):
     config = build_config({"companion": {"enabled": False}, "engine": {**ENGINE, "num_drafts": 0}})
-    learned, rewards = [], []
+    learned = []
+    rewards = []
     for arm in ("off", "plain"):
         actor = load_actor(chain_actor)
         with local_ray():
@@ -140,7 +142,8 @@ class Pool(BroadcastPool):
 def test_a_broadcast_actor_reaches_the_pool_behind_it_and_other_loops_refuse_one(chain_actor: Path):
     told: list[int] = []
     engine: Any = DraftingEngine.__new__(DraftingEngine)
-    engine.engine, engine._actor = Pool(), load_actor(chain_actor)
+    engine.engine = Pool()
+    engine._actor = load_actor(chain_actor)
     engine.plugin = SimpleNamespace(policy_updated=lambda actor, version: told.append(version))
     with ActorSync(engine) as sync:
         assert sync(engine._actor, 3).version == 3

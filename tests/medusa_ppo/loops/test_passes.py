@@ -31,7 +31,8 @@ def model() -> LlamaForCausalLM:
 
 def reference(model: LlamaForCausalLM) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Hidden states and log-probs of the response tokens, one unpadded row after the other."""
-    states, logprobs = [], []
+    states = []
+    logprobs = []
     for prompt, answer in ROWS:
         ids = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
@@ -57,10 +58,8 @@ def check(
 def padded(
     rows: list[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, attention = (
-        torch.zeros(len(rows), 6, dtype=torch.int64),
-        torch.zeros(len(rows), 6, dtype=torch.int64),
-    )
+    ids = torch.zeros(len(rows), 6, dtype=torch.int64)
+    attention = torch.zeros(len(rows), 6, dtype=torch.int64)
     for row, (prompt, answer) in enumerate(rows):
         first = 3 - len(prompt)
         ids[row, first : 3 + len(answer)] = torch.tensor([*prompt, *answer])

@@ -211,11 +211,14 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        self.version, self.heads, self.drafts = 0, "", 0
+        self.version = 0
+        self.heads = ""
+        self.drafts = 0
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         if method == "medusa_swap_heads":
-            self.version, self.heads = int(args[1]), checksum(load_state(args[0]))
+            self.version = int(args[1])
+            self.heads = checksum(load_state(args[0]))
         facts = {
             "kind": "medusa",
             "drafter": "MedusaProposer",
@@ -259,7 +262,9 @@ class Companion(RecordingCompanion):
         self, heads: Any, *args: Any, initial_state: dict[str, torch.Tensor], **kwargs: Any
     ) -> None:
         super().__init__()
-        self.state, self.made_tables, self.shared = initial_state, 0, False
+        self.state = initial_state
+        self.made_tables = 0
+        self.shared = False
         Companion.made.append(self)
 
     def update_lm_head(self, *args: Any, **kwargs: Any) -> None:
@@ -283,7 +288,8 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
     config = build_config({"heads": {"num_heads": 2}})
     attachment = Attachment(config, Ranks.here(config.model_dump(mode="json")))
     attachment.folder = out / "medusa"
-    model, engine = load_actor(actor_path), Engine()
+    model = load_actor(actor_path)
+    engine = Engine()
     attachment.engine_arguments(model)
     attachment.attach_llm(engine)
     table = model.lm_head.weight.nbytes
@@ -336,7 +342,8 @@ def test_one_companion_learns_from_all_rows_and_feeds_all_engines(
     form: str, chain_actor: Path, tmp_path: Path
 ):
     found = together(lambda rank: _train(rank, str(chain_actor), tmp_path, form))
-    first, second = found[0][0], found[1][0]
+    first = found[0][0]
+    second = found[1][0]
     assert isinstance(first, dict) and isinstance(second, dict), (first, second)
     assert (first["companions"], second["companions"]) == (1, 0)
     assert [sorted(lengths) for lengths in first["batches"]] == [[2, 2, 4, 4]] * 2

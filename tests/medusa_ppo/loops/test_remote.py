@@ -38,7 +38,8 @@ class Workers:
     def __call__(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.calls.append(method)
         if method == "medusa_swap_heads":
-            self.version, self.heads = int(args[1]), checksum(load_state(args[0]))
+            self.version = int(args[1])
+            self.heads = checksum(load_state(args[0]))
         return [
             {
                 "kind": "medusa",
@@ -80,11 +81,13 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     )
     load_heads(arguments["speculative_config"]["model"])
 
-    actor, workers = load_actor(chain_actor), Workers()
+    actor = load_actor(chain_actor)
+    workers = Workers()
     totals = iter([Counters(), Counters(10, 20, 5, (4, 1)), Counters(30, 60, 25, (16, 9))])
     attachment.attach(workers, lambda: next(totals))
     attachment.start()
-    tap, rows = PassTap(actor, Sampling(), 2**30), rows_of(actor, 64)
+    tap = PassTap(actor, Sampling(), 2**30)
+    rows = rows_of(actor, 64)
     for step in range(2):
         with torch.no_grad(), tap.watch(rows):
             ids = torch.tensor([prompt + answer for prompt, answer in rows])

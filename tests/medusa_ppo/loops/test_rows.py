@@ -32,7 +32,8 @@ def padded(order: Sequence[int], rng: random.Random) -> tuple[torch.Tensor, torc
     """Rows as trainers make them: padding in front of the prompt and behind the response; its ids
     are those of real tokens.
     """
-    ids, attention = torch.full((len(order), 9), 1), torch.zeros(len(order), 9, dtype=torch.int64)
+    ids = torch.full((len(order), 9), 1)
+    attention = torch.zeros(len(order), 9, dtype=torch.int64)
     for row, index in enumerate(order):
         tokens = (*PROMPTS[ANSWERS[index][0]], *ANSWERS[index][1])
         first = rng.randint(0, 9 - len(tokens))
@@ -42,7 +43,8 @@ def padded(order: Sequence[int], rng: random.Random) -> tuple[torch.Tensor, torc
 
 
 def test_each_response_is_found_once_and_its_mask_covers_the_response():
-    finder, rng = RowFinder(rollouts()), random.Random(0)
+    finder = RowFinder(rollouts())
+    rng = random.Random(0)
     ids, attention = padded([3, 1], rng)
     mask, found = finder.find(ids, attention)
     assert found == [3, 0]  # responses 0 and 1 are the same tokens: the first one waiting
@@ -61,7 +63,8 @@ def test_an_empty_response_is_not_waited_for():
 
 
 def test_a_response_with_a_hole_is_passed_over():
-    ids, attention = torch.tensor([[5, 6, 1, 0, 2]]), torch.tensor([[1, 1, 1, 0, 1]])
+    ids = torch.tensor([[5, 6, 1, 0, 2]])
+    attention = torch.tensor([[1, 1, 1, 0, 1]])
     mask, found = RowFinder(rollouts()).find(ids, attention)
     assert found == [None] and not mask.any()
 
@@ -99,7 +102,8 @@ def model() -> LlamaForCausalLM:
 
 
 def test_the_tap_collects_what_lm_head_reads_and_changes_nothing(model: LlamaForCausalLM):
-    given, rng = rollouts(), random.Random(1)
+    given = rollouts()
+    rng = random.Random(1)
     ids, attention = padded([2, 0, 3, 1], rng)
     plain = model(input_ids=ids, attention_mask=attention).logits
     recorder = Recorder(given)

@@ -167,7 +167,8 @@ def test_two_processes_have_one_companion_and_both_are_fed(
     assert done.returncode == 0, done.stderr[-4000:]
 
     run = read_run(out / "medusa")
-    first, last = run.steps[0], run.steps[-1]
+    first = run.steps[0]
+    last = run.steps[-1]
     assert len(run.steps) == 8 and last[names.HEADS_VERSION] >= 1
     assert last[names.MAL_SERVING] > first[names.MAL_SERVING] + 0.2
     # 16 responses a step, 8 of each process, a quarter of the prompts held out: one process's alone

@@ -165,7 +165,8 @@ def test_every_round_trip_is_bit_equal(variant: str, tmp_path: Path, base: Path)
     for name in formats:
         convert(source, tmp_path / name / "a", name, str(base))
     for first, second in itertools.permutations(formats, 2):
-        there, back = tmp_path / first / f"to-{second}", tmp_path / first / f"back-from-{second}"
+        there = tmp_path / first / f"to-{second}"
+        back = tmp_path / first / f"back-from-{second}"
         convert(tmp_path / first / "a", there, second, str(base))
         convert(there, back, first, str(base))
         assert_same(content(tmp_path / first / "a"), content(back))

@@ -90,7 +90,9 @@ def test_workers_in_ray_train_together_and_go_on_together(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out, snapshot, real = tmp_path / "heads", tmp_path / "snapshot", ResumeFolder.save_trainer
+    out = tmp_path / "heads"
+    snapshot = tmp_path / "snapshot"
+    real = ResumeFolder.save_trainer
     options = TrainOptions(
         model=str(chain_actor),
         data=str(questions),

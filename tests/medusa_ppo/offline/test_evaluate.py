@@ -67,7 +67,8 @@ def test_figures_by_category_and_against_other_heads(
 ) -> None:
     torch.manual_seed(0)
     config = HeadsConfig(64, 430, 2, "medusa")
-    start, moved = MedusaHeads(config), MedusaHeads(config)
+    start = MedusaHeads(config)
+    moved = MedusaHeads(config)
     for parameter in moved.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     groups = evaluate._groups(options, evaluate._read(options))
@@ -139,7 +140,8 @@ def test_a_bootstrap_over_prompts_is_wider_than_one_over_their_responses() -> No
         grouped.mean_acceptance_length == pytest.approx(result.mean_acceptance_length)
         and grouped.drafts_S.numel() == 12
     )
-    alone, over_prompts = result.confidence_interval(), grouped.confidence_interval()
+    alone = result.confidence_interval()
+    over_prompts = grouped.confidence_interval()
     assert over_prompts.high - over_prompts.low > 3 * (alone.high - alone.low)
 
 
@@ -168,7 +170,8 @@ def test_a_memory_in_a_replay_knows_what_followed() -> None:
         prompts_S=torch.tensor([0]),
     )
     tenth_MK = torch.full((4, 2), math.log(0.1))
-    first, w = recalled(batch, tenth_MK, tenth_MK).exp(), FIRST_SHARES[0]
+    first = recalled(batch, tenth_MK, tenth_MK).exp()
+    w = FIRST_SHARES[0]
     sure, even = (
         0.1 * (1 - w) + w,
         0.1 * (1 - w) + w / 2,

@@ -100,7 +100,8 @@ def test_packing_leaves_little_of_a_row_empty() -> None:
 
 
 def test_a_bounded_cache_gives_the_same_bits_as_a_large_one_and_as_none(chain_actor: Path) -> None:
-    model, samples = load_actor(chain_actor), make_samples()
+    model = load_actor(chain_actor)
+    samples = make_samples()
     reader = HiddenReader(model, 1.0)
     full = HiddenStates(reader, samples, 1 << 30, seed=0)
     groups = list(range(len(full.groups)))

@@ -645,10 +645,8 @@ def test_damage_at_random_is_refused_or_harmless(part: str, tmp_path: Path) -> N
     rng = random.Random(part)
     saved(lambda state: None)(tmp_path)
     tensors(lambda state: None)(tmp_path)
-    packed, plain = (
-        (tmp_path / "medusa_lm_head.pt").read_bytes(),
-        (tmp_path / "medusa_lm_head.safetensors").read_bytes(),
-    )
+    packed = (tmp_path / "medusa_lm_head.pt").read_bytes()
+    plain = (tmp_path / "medusa_lm_head.safetensors").read_bytes()
     with zipfile.ZipFile(tmp_path / "medusa_lm_head.pt") as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     description = next(name for name in entries if name.endswith("data.pkl"))

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
 from heads.checkpoint import load_heads, load_lm_head, save_heads
 from heads.errors import CheckpointError, ConfigError, DataError, HubError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.cli.app import app
 from medusa_ppo.offline import hub as hub_module
 from medusa_ppo.offline.convert import convert
 from medusa_ppo.offline.hub import Hub, local_heads, model_card, push_heads, scrubbed

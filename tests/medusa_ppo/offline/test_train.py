@@ -54,7 +54,8 @@ def state(options: TrainOptions) -> dict[str, torch.Tensor]:
 
 def interrupt_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C at the second optimizer step after so many parts."""
-    real, seen = HeadsTrainer._step, []
+    real = HeadsTrainer._step
+    seen = []
 
     def step(self: HeadsTrainer, *arguments: Any) -> torch.Tensor:
         seen.extend([True] if self.batches_trained == parts else [])
@@ -95,7 +96,8 @@ def test_a_killed_training_goes_on_from_its_last_save(
     """Nothing ran when the process died: the log and the best heads may be further on than the
     state.
     """
-    snapshot, real = tmp_path / "snapshot", ResumeFolder.save_trainer
+    snapshot = tmp_path / "snapshot"
+    real = ResumeFolder.save_trainer
 
     def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
         real(self, state, position)
@@ -105,7 +107,8 @@ def test_a_killed_training_goes_on_from_its_last_save(
     monkeypatch.setattr("medusa_ppo.offline.train.SAVE_EVERY_S", -1.0)
     monkeypatch.setattr(ResumeFolder, "save_trainer", save)
     train(options)
-    expected, heads = log(options), state(options)
+    expected = log(options)
+    heads = state(options)
     shutil.copytree(snapshot, options.out / "resume")
     train(options)
     assert log(options) == expected and len(expected) == 12
@@ -116,7 +119,8 @@ def test_a_killed_training_goes_on_from_its_last_save(
 def test_a_sigterm_saves_whatever_handler_a_library_has_left(
     options: TrainOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, before = HeadsTrainer._step, signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    real = HeadsTrainer._step
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def step(self: HeadsTrainer, *arguments: Any) -> torch.Tensor:
         if self.batches_trained == 2:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
 from heads.checkpoint import load_heads
+from medusa_ppo.cli.app import app
 from medusa_ppo.offline.collect import Sample
 from medusa_ppo.offline.train import ResumeFolder
 

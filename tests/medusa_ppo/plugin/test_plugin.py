@@ -74,7 +74,8 @@ class DoubleEngine(RolloutEngine):
     """
 
     def __init__(self, actor: LlamaForCausalLM, heads_path: Path, sharpness: float = 60.0) -> None:
-        self.actor, self.sharpness = actor, sharpness
+        self.actor = actor
+        self.sharpness = sharpness
         self.heads, _ = load_heads(heads_path)
         self.max_drafts = self.num_drafts = self.heads.config.num_heads
         self.refuse = self.corrupt = False
@@ -82,9 +83,11 @@ class DoubleEngine(RolloutEngine):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
         generator = torch.Generator().manual_seed(sampling.seed or 0)
-        responses, states = [], []
+        responses = []
+        states = []
         for index, prompt in enumerate(prompts):
-            ids, logprobs = list(prompt), []
+            ids = list(prompt)
+            logprobs = []
             length = 6 + (index * 5 + (sampling.seed or 0)) % 9
             for _ in range(length):
                 with torch.no_grad():
@@ -108,10 +111,8 @@ class DoubleEngine(RolloutEngine):
             self.policy_version,
         )
         result = replay(self.heads, self.last, lm_head_weight(self.actor).detach())
-        drafts, accepted = (
-            round(result.drafts),
-            tuple(round(n) for n in result.accepted_per_position),
-        )
+        drafts = round(result.drafts)
+        accepted = tuple(round(n) for n in result.accepted_per_position)
         counters = Counters(drafts, drafts * self.num_drafts, sum(accepted), accepted)
         frozen_prompts = tuple(tuple(p) for p in prompts)
         return Rollouts(
@@ -166,7 +167,8 @@ def padded(
     ]
     width = max(len(p) + len(r) for p, r in rows) + 3
     ids_BT = torch.full((len(rows), width), PAD)
-    attention_BT, response_BT = torch.zeros_like(ids_BT), torch.zeros_like(ids_BT)
+    attention_BT = torch.zeros_like(ids_BT)
+    response_BT = torch.zeros_like(ids_BT)
     for row, (prompt, response) in enumerate(rows):
         left = rng.randint(0, width - len(prompt) - len(response))
         ids_BT[row, left : left + len(prompt) + len(response)] = torch.tensor([*prompt, *response])
@@ -202,7 +204,8 @@ def parts(
 ) -> tuple[LlamaForCausalLM, DoubleEngine, RecordingCompanion, MedusaPlugin]:
     actor = tiny_actor()
     path = MedusaPlugin.prepare_heads(config_of(), actor, tmp_path / "heads")
-    engine, companion = DoubleEngine(actor, path), RecordingCompanion()
+    engine = DoubleEngine(actor, path)
+    companion = RecordingCompanion()
     return (
         actor,
         engine,
@@ -319,7 +322,8 @@ def test_actor_gradients_are_bit_identical() -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        left, right = gradients(True, folder + "/a"), gradients(False, folder + "/b")
+        left = gradients(True, folder + "/a")
+        right = gradients(False, folder + "/b")
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True)) and any(
         bool(g.abs().sum() > 0) for g in left
     )
@@ -423,7 +427,8 @@ def test_failed_swap_keeps_the_old_heads(parts, tmp_path: Path, fault: str) -> N
 def test_failed_swap_raises_when_asked_to(parts, tmp_path: Path) -> None:
     _, engine, companion, _ = parts
     plugin = MedusaPlugin(engine, companion, on_error="raise")
-    companion.offer, engine.refuse = offer_of(engine.heads, tmp_path, 1), True
+    companion.offer = offer_of(engine.heads, tmp_path, 1)
+    engine.refuse = True
     with pytest.raises(SwapError):
         plugin.before_generation()
 
@@ -597,7 +602,8 @@ def test_initial_heads_are_the_same_at_every_call_and_leave_the_loops_randomness
     actor = tiny_actor()
     config = build_config({"heads": {"kind": kind, "lm_head": lm_head}})
     before = torch.get_rng_state()
-    first, second = initial_heads(config, actor), initial_heads(config, actor)
+    first = initial_heads(config, actor)
+    second = initial_heads(config, actor)
     assert torch.equal(before, torch.get_rng_state())
     assert checksum(first.trainable_state()) == checksum(second.trainable_state())
     written, _ = load_heads(
@@ -698,7 +704,8 @@ def test_a_companion_that_does_not_pay_is_handed_nothing(parts) -> None:
         return plugin.metrics()
 
     assert plugin.account is not None
-    decide, passes = plugin.account._decide, [2.0, 0.0, 0.0, 0.5]
+    decide = plugin.account._decide
+    passes = [2.0, 0.0, 0.0, 0.5]
     plugin.account._decide = lambda: dataclasses.replace(decide(), passes=passes.pop(0))  # type: ignore[method-assign]
     values = [step(version) for version in range(1, 5)]
     assert [batch.passes for batch in companion.batches] == [2.0, 0.5]

@@ -75,7 +75,8 @@ class SamplingEngine(RolloutEngine):
         responses = []
         for index, prompt in enumerate(prompts):
             for _ in range(sampling.responses_per_prompt):
-                ids, logprobs = list(prompt), []
+                ids = list(prompt)
+                logprobs = []
                 while len(logprobs) < sampling.max_new_tokens and (not logprobs or ids[-1] != END):
                     distribution = (
                         self.actor(torch.tensor([ids])).logits[0, -1] / sampling.temperature
@@ -103,10 +104,8 @@ class SamplingEngine(RolloutEngine):
     ) -> Rollouts:
         """A token for each that has not ended, until enough have, as vLLM's steps are."""
         assert not self.asleep, "nobody asks a sleeping engine"
-        repeat, generator = (
-            sampling.responses_per_prompt,
-            torch.Generator().manual_seed(sampling.seed or 0),
-        )
+        repeat = sampling.responses_per_prompt
+        generator = torch.Generator().manual_seed(sampling.seed or 0)
         found = list(partly.begun)
 
         def unfinished() -> dict[int, int]:
@@ -125,10 +124,8 @@ class SamplingEngine(RolloutEngine):
                     token = int(torch.multinomial(distribution.exp(), 1, generator=generator))
                     longest = len(was.token_ids) + 1 == sampling.max_new_tokens
                     reason = "stop" if token == END else "length" if longest else UNFINISHED
-                    tokens, logprobs = (
-                        (*was.token_ids, token),
-                        (*was.logprobs, float(distribution[token])),
-                    )
+                    tokens = (*was.token_ids, token)
+                    logprobs = (*was.logprobs, float(distribution[token]))
                     found[place] = Response(place // repeat, tokens, logprobs, reason)
         written = sum(len(r.token_ids) for r in found) - sum(len(r.token_ids) for r in partly.begun)
         rollouts = Rollouts(

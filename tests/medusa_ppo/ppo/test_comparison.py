@@ -34,7 +34,10 @@ class Engine:
     """Answers at a rate that is known."""
 
     def __init__(self, name: str, rate: float, diary: list[str]) -> None:
-        self.name, self.rate, self.diary, self.policy_version = name, rate, diary, 0
+        self.name = name
+        self.rate = rate
+        self.diary = diary
+        self.policy_version = 0
 
     def generate(self, prompts: list[Any], sampling: Any) -> Any:
         self.diary.append(f"{self.name} {len(prompts)}")
@@ -71,7 +74,8 @@ class Loop:
 @pytest.fixture
 def scene() -> tuple[Comparison, list[str]]:
     diary: list[str] = []
-    ours, plain = Loop("ours", 150.0, diary, Plugin(diary)), Loop("plain", 100.0, diary)
+    ours = Loop("ours", 150.0, diary, Plugin(diary))
+    plain = Loop("plain", 100.0, diary)
     ours.engine.policy_version = 14
     return Comparison(build_config({"ppo": {"prompts_per_step": 6}}), ours, plain), diary
 

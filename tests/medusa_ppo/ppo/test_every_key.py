@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_ppo.cli.plan import make_plan
 
 from heads.checkpoint import checksum, save_heads
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors import megatron_model
 from medusa_ppo.actors.megatron_layout import LlamaSizes
+from medusa_ppo.cli.plan import make_plan
 from medusa_ppo.companion import client as client_file
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.service import settle
@@ -242,7 +242,8 @@ def test_every_key_has_a_row_and_every_row_a_key() -> None:
 def test_a_key_makes_a_difference(key: str, places: Places) -> None:
     value, place, more = ROWS[key]
     show: Callable[[RunConfig], Any] = getattr(places, place)
-    first, second = show(places.config(more)), show(places.config(more, key, value))
+    first = show(places.config(more))
+    second = show(places.config(more, key, value))
     assert first != second, f"{key}={value} changes nothing in {place}"
     assert first == show(places.config(more)), f"{place} shows other things each time"
 
@@ -263,12 +264,10 @@ class Places:
         tiny_actor: Callable[..., Any],
         rollouts: Rollouts,
     ) -> None:
-        self._folder, self._patch, self._tiny_actor, self._rollouts = (
-            folder,
-            patch,
-            tiny_actor,
-            rollouts,
-        )
+        self._folder = folder
+        self._patch = patch
+        self._tiny_actor = tiny_actor
+        self._rollouts = rollouts
         patch.chdir(folder)
 
     def config(self, more: dict[str, Any], key: str = "", value: Any = None) -> RunConfig:
@@ -333,7 +332,8 @@ class Places:
             "medusa_ppo.plugin.CompanionClient",
             lambda *a, **k: started.append(a) or SimpleNamespace(shared=True),
         )
-        heads, table = initial_heads(config, self._tiny_actor()), torch.zeros(16, 32)
+        heads = initial_heads(config, self._tiny_actor())
+        table = torch.zeros(16, 32)
         engine: Any = SimpleNamespace(swap_heads=lambda *a: 1 / 0)
         plugin = MedusaPlugin.start_from_tables(config, heads, (table, table), engine, self._folder)
         return len(started), plugin.installer._on_error, plugin.account is None
@@ -382,7 +382,8 @@ class Places:
 
     def passes(self, config: RunConfig) -> Any:
         """How many layers the actor goes through in an update, and on how many rows."""
-        actor, rows = self._tiny_actor(), list[int]()
+        actor = self._tiny_actor()
+        rows = list[int]()
         learner = Learner(actor, Critic(actor), config.ppo)
         batch = PPOBatch(self._rollouts)
         scores, _ = learner.score(batch, torch.arange(len(batch)) / 4, Sampling())
@@ -394,7 +395,8 @@ class Places:
 
     def beside(self, config: RunConfig) -> Any:
         """Which threads the reference's passes are in."""
-        actor, found = self._tiny_actor(), set[bool]()
+        actor = self._tiny_actor()
+        found = set[bool]()
         learner = Learner(actor, Critic(actor), config.ppo)
         here = threading.current_thread()
         learner.reference.model.register_forward_hook(

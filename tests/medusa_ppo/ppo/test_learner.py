@@ -57,10 +57,8 @@ def test_micro_batches_change_nothing_but_rounding(tiny_actor, make_rollouts, mi
     """Responses of unequal length: normalising by micro batch instead of by minibatch would fail
     here by far.
     """
-    batch, rewards = (
-        PPOBatch(make_rollouts(12)),
-        torch.randn(12, generator=torch.Generator().manual_seed(0)),
-    )
+    batch = PPOBatch(make_rollouts(12))
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0))
     found = []
     for size in (12, micro):
         one = learner(
@@ -82,10 +80,8 @@ def test_micro_batches_change_nothing_but_rounding(tiny_actor, make_rollouts, mi
 
 
 def test_memory_savers_change_nothing_but_rounding(tiny_actor, make_rollouts):
-    batch, rewards = (
-        PPOBatch(make_rollouts(12)),
-        torch.randn(12, generator=torch.Generator().manual_seed(0)),
-    )
+    batch = PPOBatch(make_rollouts(12))
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0))
     found = []
     for settings in ({}, {"recompute": True}, {"micro_batch_tokens": 20}):
         one = learner(
@@ -99,7 +95,8 @@ def test_memory_savers_change_nothing_but_rounding(tiny_actor, make_rollouts):
 
 
 def test_a_reference_in_bfloat16_stays_near(tiny_actor, make_rollouts):
-    batch, rewards = PPOBatch(make_rollouts(12)), torch.zeros(12)
+    batch = PPOBatch(make_rollouts(12))
+    rewards = torch.zeros(12)
     one = learner(tiny_actor(), reference_dtype="bfloat16")
     scores, report = one.score(batch, rewards, Sampling())
     assert {p.dtype for p in one.reference.parameters()} == {torch.bfloat16} and {
@@ -126,7 +123,8 @@ def test_old_logprobs_are_the_actors_own(tiny_actor, make_rollouts):
 
 
 def test_same_seed_same_numbers(tiny_actor, make_rollouts):
-    batch, rewards = PPOBatch(make_rollouts(8)), torch.arange(8.0)
+    batch = PPOBatch(make_rollouts(8))
+    rewards = torch.arange(8.0)
     found = []
     for _ in range(2):
         one = learner(tiny_actor(), minibatch_size=4, micro_batch_size=2)
@@ -140,7 +138,8 @@ def test_same_seed_same_numbers(tiny_actor, make_rollouts):
 
 
 def test_another_step_draws_other_minibatches(tiny_actor, make_rollouts):
-    batch, rewards = PPOBatch(make_rollouts(8)), torch.arange(8.0)
+    batch = PPOBatch(make_rollouts(8))
+    rewards = torch.arange(8.0)
     found = []
     for step in (0, 1):
         one = learner(tiny_actor(), minibatch_size=4)
@@ -151,7 +150,8 @@ def test_another_step_draws_other_minibatches(tiny_actor, make_rollouts):
 
 
 def test_a_tap_changes_no_bit_and_sees_every_response_once(tiny_actor, make_rollouts):
-    batch, rewards = PPOBatch(make_rollouts(8)), torch.arange(8.0)
+    batch = PPOBatch(make_rollouts(8))
+    rewards = torch.arange(8.0)
     seen: list[int] = []
 
     def tap(model, response_mask_BT, sequences):
@@ -181,7 +181,8 @@ def test_reward_moves_the_policy_towards_what_was_rewarded(tiny_actor, make_roll
 
 
 def test_the_kl_penalty_holds_the_policy_back(tiny_actor, make_rollouts):
-    batch, moved = PPOBatch(make_rollouts(8)), []
+    batch = PPOBatch(make_rollouts(8))
+    moved = []
     for coefficient in (0.0, 50.0):
         one = learner(tiny_actor(), kl_coefficient=coefficient, epochs=2, actor_learning_rate=3e-3)
         for step in range(12):
@@ -192,7 +193,8 @@ def test_the_kl_penalty_holds_the_policy_back(tiny_actor, make_rollouts):
 
 
 def test_the_critic_learns_the_rewards(tiny_actor, make_rollouts):
-    batch, rewards = PPOBatch(make_rollouts(8)), torch.tensor([1.0, -1.0] * 4)
+    batch = PPOBatch(make_rollouts(8))
+    rewards = torch.tensor([1.0, -1.0] * 4)
     one = learner(tiny_actor(), value_clip_range=10.0)
     values = []
     for step in range(30):
@@ -213,7 +215,8 @@ def test_the_reference_stays(tiny_actor, make_rollouts):
 
 
 def test_entropy_bonus_raises_entropy(tiny_actor, make_rollouts):
-    batch, entropies = PPOBatch(make_rollouts(8)), []
+    batch = PPOBatch(make_rollouts(8))
+    entropies = []
     actor = tiny_actor()
     with torch.no_grad():
         actor.lm_head.weight.mul_(8.0)
@@ -284,7 +287,8 @@ def both(one: Learner) -> torch.Tensor:
 def test_an_option_that_is_off_changes_no_bit(
     tiny_actor, make_rollouts, options: dict, plain: dict
 ):
-    actor, batch = tiny_actor(), PPOBatch(make_rollouts(8))
+    actor = tiny_actor()
+    batch = PPOBatch(make_rollouts(8))
     batch.behaviour_SR = learner(actor).score(batch, torch.zeros(8), Sampling())[0].logprobs_SR
     count = 1 if "importance_bound" in options else 3
     assert torch.equal(
@@ -301,7 +305,8 @@ def test_a_value_clip_that_never_binds_is_none(tiny_actor, make_rollouts):
 
 
 def test_top_k_of_everything_changes_no_bit(tiny_actor, make_rollouts):
-    actor, batch = tiny_actor(), PPOBatch(make_rollouts(8))
+    actor = tiny_actor()
+    batch = PPOBatch(make_rollouts(8))
     found = [
         both(trained(actor, batch, sampling=sampling)[0])
         for sampling in (Sampling(), Sampling(top_k=16))
@@ -320,7 +325,8 @@ def test_the_ratio_starts_at_one_under_a_cut(tiny_actor, make_rollouts):
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_groups_learn_without_a_critic(tiny_actor, make_rollouts, tmp_path, kind: str):
-    batch, rewards = PPOBatch(make_rollouts(8)), torch.tensor([1.0, 0.0] * 4)
+    batch = PPOBatch(make_rollouts(8))
+    rewards = torch.tensor([1.0, 0.0] * 4)
     one, report = trained(
         tiny_actor(), batch, 6, rewards, critic=False, advantages=kind, kl_coefficient=0.0
     )
@@ -340,7 +346,8 @@ def test_groups_learn_without_a_critic(tiny_actor, make_rollouts, tmp_path, kind
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_kl_in_the_loss_holds_the_policy_back(tiny_actor, make_rollouts, estimator: str):
-    batch, moved = PPOBatch(make_rollouts(8)), []
+    batch = PPOBatch(make_rollouts(8))
+    moved = []
     for coefficient in (0.0, 5.0):
         settings = {
             "kl_in_loss": True,
@@ -396,7 +403,8 @@ def test_nothing_is_learned_from_a_batch_of_cut_responses(tiny_actor, make_rollo
 
 def test_a_step_without_a_finite_gradient_is_left_out_and_counted(tiny_actor, make_rollouts):
     """One of two minibatches is spoiled: the other one is learned from."""
-    batch, actor = PPOBatch(make_rollouts(8)), tiny_actor()
+    batch = PPOBatch(make_rollouts(8))
+    actor = tiny_actor()
     one = learner(actor, epochs=1, minibatch_size=4)
     scores, _ = one.score(batch, torch.arange(8.0), Sampling())
     scores.advantages_SR[0, 0] = float("inf")
@@ -408,10 +416,8 @@ def test_a_step_without_a_finite_gradient_is_left_out_and_counted(tiny_actor, ma
 
 
 def test_texts_beside_ppo_become_likelier(tiny_actor, make_rollouts):
-    batch, texts = (
-        PPOBatch(make_rollouts(8)),
-        text_batch([(1, 2, 3, 4), (5, 6, 7)], torch.device("cpu"), 0),
-    )
+    batch = PPOBatch(make_rollouts(8))
+    texts = text_batch([(1, 2, 3, 4), (5, 6, 7)], torch.device("cpu"), 0)
     losses = [
         trained(tiny_actor(), batch, 6, texts=texts, ptx_coefficient=weight)[1][names.PTX_LOSS]
         for weight in (1e-9, 1.0)
@@ -424,7 +430,8 @@ def test_texts_beside_ppo_become_likelier(tiny_actor, make_rollouts):
 
 
 def test_the_gap_to_the_engine_by_hand(tiny_actor, make_rollouts):
-    batch, one = PPOBatch(make_rollouts(4)), learner(tiny_actor(), importance_bound=1.2)
+    batch = PPOBatch(make_rollouts(4))
+    one = learner(tiny_actor(), importance_bound=1.2)
     exact, _ = one.score(batch, torch.zeros(4), Sampling())
     gap = torch.where(batch.mask_SR, torch.tensor(0.1), 0.0)
     gap[0, 0] = 0.5
@@ -446,7 +453,9 @@ def test_a_value_clip_in_units_of_the_returns_follows_the_rewards_scale(tiny_act
     """With rewards a thousand times larger the critic's loss grows by a million, and just as much
     is clipped away.
     """
-    batch, rewards, shares = PPOBatch(make_rollouts(8)), torch.tensor([1.0, 0.0] * 4), []
+    batch = PPOBatch(make_rollouts(8))
+    rewards = torch.tensor([1.0, 0.0] * 4)
+    shares = []
     for scale in (1.0, 1000.0):
         one = learner(
             tiny_actor(), value_clip_range=0.1, value_clip_unit="returns", kl_coefficient=0.0
@@ -468,12 +477,10 @@ def test_a_value_clip_in_units_of_the_returns_follows_the_rewards_scale(tiny_act
 
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_side_by_side_changes_no_bit(tiny_actor, make_rollouts, top_k: int):
-    batch, rewards, sampling, found = (
-        PPOBatch(make_rollouts(12)),
-        torch.arange(12) / 4,
-        Sampling(top_k=top_k),
-        [],
-    )
+    batch = PPOBatch(make_rollouts(12))
+    rewards = torch.arange(12) / 4
+    sampling = Sampling(top_k=top_k)
+    found = []
     for beside in (False, True):
         one = learner(tiny_actor(), side_by_side=beside, minibatch_size=4)
         reports = []
@@ -548,7 +555,8 @@ def test_actor_critic_and_reference_see_images_that_the_tower_computed_once(visi
     assert tower_of(one.reference) is not tower_of(one.actor) and not list(
         tower_of(one.reference).parameters()
     )
-    batch, rewards_S = PPOBatch(rollouts(0)), torch.arange(8.0)
+    batch = PPOBatch(rollouts(0))
+    rewards_S = torch.arange(8.0)
 
     scores, _ = one.score(batch, rewards_S, Sampling())
     before = weights(one.actor), weights(one.critic)

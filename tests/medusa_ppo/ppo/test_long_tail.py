@@ -47,7 +47,8 @@ def test_every_token_is_of_its_version_and_every_prompt_is_learned_from_once(
     """With 2 and more the engine writes ahead as well."""
     scene = Snapshots(carrying(tmp_path, staleness, steps=7), tiny_actor(), sampling_engine)
     steps = scene.run()
-    learned, several = Counter[int](), 0
+    learned = Counter[int]()
+    several = 0
     for line, (batch, scores, learner_state) in zip(steps, scene.learned, strict=True):
         rollouts = batch.rollouts
         versions_SR = torch.full(batch.mask_SR.shape, -1)
@@ -93,13 +94,15 @@ def test_the_pit_of_each_token_is_uniform_by_its_writer_and_by_no_other(
         carrying(tmp_path, 2, steps=14, prompts_per_step=8), tiny_actor(), sampling_engine
     )
     scene.run()
-    right, wrong = Uniformity(), Uniformity()
+    right = Uniformity()
+    wrong = Uniformity()
     writer = tiny_actor()
     for batch, _, _ in scene.learned:
         for response in batch.rollouts.responses:
             prompt = batch.rollouts.prompts[response.prompt_index]
             for version in sorted(set(response.versions)):
-                first, count = response.versions.index(version), response.versions.count(version)
+                first = response.versions.index(version)
+                count = response.versions.count(version)
                 part = Response(
                     0, response.token_ids[first : first + count], (0.0,) * count, "stop"
                 )
@@ -257,10 +260,8 @@ def test_what_is_not_of_this_run_is_refused_before_the_engine_is_asked(
     tmp_path: Path, tiny_actor, sampling_engine, changed: str
 ):
     scene = Scene(carrying(tmp_path, 1), tiny_actor(), sampling_engine)
-    stream, sampling = (
-        scene.parts.prompts,
-        Sampling(max_new_tokens=8, responses_per_prompt=2, seed=0),
-    )
+    stream = scene.parts.prompts
+    sampling = Sampling(max_new_tokens=8, responses_per_prompt=2, seed=0)
     sound = replace(CARRIED, prompt_ids=stream.batch(3, 4)[1].token_ids)
 
     def write(carried: Carried, given: Sampling) -> int:

@@ -176,7 +176,8 @@ def test_the_plugin_changes_no_bit_of_the_policy(tmp_path: Path, tiny_actor, sam
         sampling_engine,
         lambda engine: MedusaPlugin(engine, recorder),
     )
-    expected, found = plain.run(), tapped.run()
+    expected = plain.run()
+    found = tapped.run()
     assert torch.equal(plain.weights(), tapped.weights())
     assert [s[names.ACTOR_GRAD_NORM] for s in expected] == [s[names.ACTOR_GRAD_NORM] for s in found]
     assert len(recorder.batches) == 3, "one batch a step reached the companion"
@@ -397,7 +398,8 @@ def test_rewards_of_steps_teach_which_step_was_right(tmp_path: Path, tiny_actor,
 
     config = settings(tmp_path, steps=12, epochs=4, step_separator="|")
     scene = Scene(config, tiny_actor(), sampling_engine)
-    scene.parts.tokenizer, scene.parts.reward = Steps(), CallableReward(second, "second")
+    scene.parts.tokenizer = Steps()
+    scene.parts.reward = CallableReward(second, "second")
     rewards = [step[names.REWARD_MEAN] for step in scene.run()]
     assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.3, rewards
 
@@ -413,7 +415,8 @@ def test_another_policy_in_the_engine_is_told_once(tmp_path: Path, tiny_actor, s
     scene.engine.actor.lm_head.weight.data.mul_(30.0)  # A sync that missed.
     told = PPOLoop(scene.config, scene.parts, Told())
     told.sync = lambda actor, version: None
-    told.sync.collect_s, told.sync.nbytes = 0.0, 0
+    told.sync.collect_s = 0.0
+    told.sync.nbytes = 0
     steps = [told.step(0), told.step(1)]
     assert len(Told.notes) == 1 and "importance_bound" in Told.notes[0]
     assert all(step[names.LOGPROB_GAP] > 0.05 and step[names.ENGINE_KL] > 0.05 for step in steps)

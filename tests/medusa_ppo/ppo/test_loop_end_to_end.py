@@ -115,8 +115,10 @@ def test_a_run_from_nothing_to_the_report_and_on(
 
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
-    before, children = leftovers(), set(psutil.Process().children(recursive=True))
-    config, progress = settings(chain_actor, tmp_path, steps=6, compare_pairs=1), Phases()
+    before = leftovers()
+    children = set(psutil.Process().children(recursive=True))
+    config = settings(chain_actor, tmp_path, steps=6, compare_pairs=1)
+    progress = Phases()
 
     summary = run_ppo(config, progress)
 
@@ -188,7 +190,8 @@ def test_each_way_through_a_step_on_a_real_engine(
     count = 6 if way == "ahead" else 4
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
-    before, children = leftovers(), set(psutil.Process().children(recursive=True))
+    before = leftovers()
+    children = set(psutil.Process().children(recursive=True))
     values = settings(chain_actor, tmp_path, steps=count).model_dump(mode="json") | {"report": {}}
     for section, more in WAYS[way].items():
         values[section] |= more

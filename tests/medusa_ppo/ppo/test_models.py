@@ -49,7 +49,8 @@ def gpt2():
 def test_logprobs_do_not_depend_on_padding_or_company(
     make_rollouts, tiny_actor, family: str, temperature: float
 ):
-    actor, batch = tiny_actor() if family == "llama" else gpt2(), PPOBatch(make_rollouts(8))
+    actor = tiny_actor() if family == "llama" else gpt2()
+    batch = PPOBatch(make_rollouts(8))
     found = torch.zeros(batch.mask_SR.shape)
     for micro in batch.micro_batches(list(range(8)), 3):
         batch.unpack(
@@ -60,7 +61,8 @@ def test_logprobs_do_not_depend_on_padding_or_company(
 
 @torch.no_grad()
 def test_entropy_is_that_of_the_sampled_distribution(make_rollouts, tiny_actor):
-    actor, batch = tiny_actor(), PPOBatch(make_rollouts(4))
+    actor = tiny_actor()
+    batch = PPOBatch(make_rollouts(4))
     (micro,) = batch.micro_batches([2], 1)
     stats = token_stats(actor, micro, Sampling(temperature=0.5), entropy=True)
     p = (actor(micro.input_ids_BT).logits[0] / 0.5).softmax(-1)[micro.predict_mask_BT[0]]
@@ -69,7 +71,8 @@ def test_entropy_is_that_of_the_sampled_distribution(make_rollouts, tiny_actor):
 
 def kept_by_hand(p: list[float], top_k: int, top_p: float) -> float:
     ordered = sorted(p, reverse=True)[: top_k or len(p)]
-    total, taken = sum(ordered), []
+    total = sum(ordered)
+    taken = []
     for value in ordered:
         if sum(taken) / total < top_p:
             taken.append(value)
@@ -146,12 +149,10 @@ def test_logits_in_chunks_are_the_whole_ones(
     """Values and gradients of log-probs and entropy, against all rows at once."""
     found = []
     for chunk_rows in (1000, rows):
-        actor, batch, support, values = (
-            tiny_actor(),
-            PPOBatch(make_rollouts(8)),
-            Support(sampling),
-            [],
-        )
+        actor = tiny_actor()
+        batch = PPOBatch(make_rollouts(8))
+        support = Support(sampling)
+        values = []
         for micro in batch.micro_batches(list(range(8)), 3):
             with torch.no_grad():  # The first to ask decides what is kept, in chunks too.
                 token_stats(
@@ -251,7 +252,8 @@ def test_recomputation_works_in_eval_mode_and_changes_no_bit(make_rollouts, tiny
     (micro,), found = PPOBatch(make_rollouts(16)).micro_batches(list(range(16)), 16), []
     for again in (False, True):
         actor = tiny_actor(layers=6)
-        critic, weights = Critic(actor), sum(p.numel() * 4 for p in actor.parameters())
+        critic = Critic(actor)
+        weights = sum(p.numel() * 4 for p in actor.parameters())
         if again:
             losses.recompute_layers(actor)
             losses.recompute_layers(critic)
@@ -305,7 +307,8 @@ def test_score_lands_on_the_last_real_token_and_kl_on_every_token():
 
 
 def test_gae_of_three_tokens_by_hand():
-    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.4, 0.2]])
+    rewards = torch.tensor([[0.0, 0.0, 1.0]])
+    values = torch.tensor([[0.5, 0.4, 0.2]])
     mask = torch.ones(1, 3, dtype=torch.bool)
     advantages, returns = losses.generalized_advantages(rewards, values, mask, gamma=0.9, lam=0.5)
     a2 = 1.0 - 0.2
@@ -317,7 +320,8 @@ def test_gae_of_three_tokens_by_hand():
 
 def test_gae_does_not_see_what_stands_behind_the_last_token():
     torch.manual_seed(0)
-    rewards, values = torch.randn(2, 6), torch.randn(2, 6)
+    rewards = torch.randn(2, 6)
+    values = torch.randn(2, 6)
     mask = torch.arange(6)[None] < torch.tensor([[4], [6]])
     advantages, returns = losses.generalized_advantages(rewards, values, mask, gamma=0.99, lam=0.95)
     short, _ = losses.generalized_advantages(
@@ -329,7 +333,9 @@ def test_gae_does_not_see_what_stands_behind_the_last_token():
 
 def test_lambda_one_gives_the_discounted_return():
     torch.manual_seed(1)
-    rewards, values, mask = torch.randn(1, 5), torch.randn(1, 5), torch.ones(1, 5, dtype=torch.bool)
+    rewards = torch.randn(1, 5)
+    values = torch.randn(1, 5)
+    mask = torch.ones(1, 5, dtype=torch.bool)
     _, returns = losses.generalized_advantages(rewards, values, mask, gamma=0.9, lam=1.0)
     expected = [sum(0.9**j * rewards[0, r + j].item() for j in range(5 - r)) for r in range(5)]
     torch.testing.assert_close(returns[0], torch.tensor(expected))
@@ -382,14 +388,16 @@ def test_first_pass_gradient_is_the_policy_gradient():
 
 def test_kl_of_the_update_is_never_negative():
     torch.manual_seed(4)
-    new, old = torch.randn(100), torch.randn(100)
+    new = torch.randn(100)
+    old = torch.randn(100)
     for n, o in zip(new, old, strict=True):
         assert losses.clipped_surrogate(n[None], o[None], torch.ones(1), 0.2).kl.item() >= 0
 
 
 def test_value_loss_by_hand():
     values = torch.tensor([1.0, 0.0], requires_grad=True)
-    old, returns = torch.tensor([0.5, 0.0]), torch.tensor([1.0, 1.0])
+    old = torch.tensor([0.5, 0.0])
+    returns = torch.tensor([1.0, 1.0])
     loss = losses.clipped_value_loss(values, old, returns, 0.2)
     # First: moved past the clip, so the clipped error (0.7 - 1)^2 is the worse one. Second: not
     # moved, error 1.
@@ -399,13 +407,15 @@ def test_value_loss_by_hand():
 
 
 def test_the_three_estimates_by_hand_and_on_average():
-    new, old = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0])
+    new = torch.tensor([-1.0, -2.0])
+    old = torch.tensor([-2.0, -1.0])
     assert losses.kl_estimates(new, old, "k1").tolist() == [1.0, -1.0]
     assert losses.kl_estimates(new, old, "k2").tolist() == [0.5, 0.5]
     torch.testing.assert_close(
         losses.kl_estimates(new, old, "k3"), torch.tensor([1 / math.e, math.e - 2])
     )
-    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
+    p = torch.tensor([0.7, 0.2, 0.1])
+    q = torch.tensor([0.5, 0.3, 0.2])
     exact = (p * (p / q).log()).sum()
     for estimator in ("k1", "k3"):
         torch.testing.assert_close(
@@ -414,7 +424,8 @@ def test_the_three_estimates_by_hand_and_on_average():
 
 
 def test_k2_as_a_loss_has_the_gradient_of_the_kl():
-    logits, q = torch.tensor([0.3, -0.2, 0.5], requires_grad=True), torch.tensor([0.5, 0.3, 0.2])
+    logits = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    q = torch.tensor([0.5, 0.3, 0.2])
     logp = logits.log_softmax(0)
     (wanted,) = torch.autograd.grad(
         (logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True
@@ -426,10 +437,8 @@ def test_k2_as_a_loss_has_the_gradient_of_the_kl():
 
 
 def test_group_advantages_by_hand():
-    rewards, prompts = (
-        torch.tensor([1.0, 0.0, 5.0, 2.0, 9.0, 3.0]),
-        torch.tensor([0, 0, 1, 1, 1, 2]),
-    )
+    rewards = torch.tensor([1.0, 0.0, 5.0, 2.0, 9.0, 3.0])
+    prompts = torch.tensor([0, 0, 1, 1, 1, 2])
     trained = torch.tensor([True, True, True, True, False, True])
     found = losses.group_advantages(rewards, prompts, trained, "rloo")
     torch.testing.assert_close(found, torch.tensor([1.0, -1.0, 3.0, -3.0, 0.0, 0.0]))
@@ -444,7 +453,8 @@ def test_group_advantages_by_hand():
 
 def test_rewards_of_steps_stand_where_they_were_earned():
     mask = torch.tensor([[True, True, True], [True, True, False]])
-    steps, none = torch.tensor([[1.0, 0.0, 2.0], [0.0, 5.0, 0.0]]), torch.zeros(2, 3)
+    steps = torch.tensor([[1.0, 0.0, 2.0], [0.0, 5.0, 0.0]])
+    none = torch.zeros(2, 3)
     assert torch.equal(losses.token_rewards(steps, none, none, mask, 0.1), steps)
     _, returns = losses.generalized_advantages(steps, none, mask, gamma=1.0, lam=1.0)
     assert returns.tolist() == [[3, 2, 2], [5, 5, 0]]
@@ -463,7 +473,9 @@ def test_importance_weights_by_hand():
     torch.testing.assert_close(
         losses.importance_weights(gap, 2.0), torch.tensor([1.0, 1.5, 2.0, 0.5])
     )
-    logprobs, old, advantages = torch.zeros(4), torch.zeros(4), torch.arange(4.0)
+    logprobs = torch.zeros(4)
+    old = torch.zeros(4)
+    advantages = torch.arange(4.0)
     plain = losses.clipped_surrogate(logprobs, old, advantages, 0.2).loss
     assert torch.equal(
         losses.clipped_surrogate(logprobs, old, advantages, 0.2, torch.ones(4)).loss, plain
@@ -478,7 +490,9 @@ def test_support_is_of_the_actor_that_sampled(tiny_actor, make_rollouts):
     """Another policy's probabilities are taken over the same tokens; without a cut nothing
     changes.
     """
-    batch, actor, other = PPOBatch(make_rollouts(4)), tiny_actor(), tiny_actor(seed=1)
+    batch = PPOBatch(make_rollouts(4))
+    actor = tiny_actor()
+    other = tiny_actor(seed=1)
     for model in (actor, other):
         model.lm_head.weight.data.mul_(8.0)
     (micro,) = batch.micro_batches(list(range(4)), 4)
@@ -522,7 +536,9 @@ def test_support_is_of_the_actor_that_sampled(tiny_actor, make_rollouts):
 
 
 def test_a_cut_leaves_gradients_finite(tiny_actor, make_rollouts):
-    batch, actor, sampling = PPOBatch(make_rollouts(4)), tiny_actor(), Sampling(top_p=0.3)
+    batch = PPOBatch(make_rollouts(4))
+    actor = tiny_actor()
+    sampling = Sampling(top_p=0.3)
     (micro,) = batch.micro_batches(list(range(4)), 4)
     stats = token_stats(actor, micro, sampling, entropy=True, support=Support(sampling))
     (stats.logprobs_M.sum() + stats.entropy_M.sum()).backward()

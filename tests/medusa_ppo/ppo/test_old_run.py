@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from medusa_ppo.cli.app import app
 from typer.testing import CliRunner
 
 from heads.checkpoint import load_state
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import lm_head_weight, load_actor
+from medusa_ppo.cli.app import app
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.config.ppo_config import PPOConfig
 from medusa_ppo.config.run_config import RunConfig, build_config, load_config
@@ -85,10 +85,8 @@ def test_its_checkpoint_is_read(old_run: Path, config: RunConfig) -> None:
     position = read_position(old_run, settled(config))
     assert (position.next_step, position.policy_version) == (2, 2) and position.wall_s > 0
     actor = load_actor(config.model.path)
-    learner, saved = (
-        Learner(actor, Critic(actor), PPOConfig()),
-        load_state(saved_folder(old_run) / "actor.safetensors"),
-    )
+    learner = Learner(actor, Critic(actor), PPOConfig())
+    saved = load_state(saved_folder(old_run) / "actor.safetensors")
     with torch.no_grad():
         actor.lm_head.weight.zero_()
     learner.load(saved_folder(old_run))

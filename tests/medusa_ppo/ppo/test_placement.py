@@ -192,7 +192,9 @@ def linear(seed: int, size: int = 8) -> torch.nn.Linear:
 
 
 def pair() -> tuple[Turns, torch.nn.Linear, torch.nn.Linear]:
-    turns, first, second = Turns(shared=True), linear(0), linear(1)
+    turns = Turns(shared=True)
+    first = linear(0)
+    second = linear(1)
     turns.add(CRITIC, first)
     turns.add(REWARD, second)
     turns.clear()
@@ -211,7 +213,8 @@ def test_who_comes_takes_the_place_of_who_leaves():
 
 def test_what_nobody_changed_is_not_copied_again():
     turns, first, _ = pair()
-    moved, before = [], turns._moved
+    moved = []
+    before = turns._moved
     for training in (False, True):
         with turns.on(CRITIC, training=training):
             if training:

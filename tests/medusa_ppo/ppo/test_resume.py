@@ -119,7 +119,8 @@ def test_killed_twice_and_resumed_is_the_run_that_never_stopped(
     )  # Cut back to the checkpoint first.
     assert start(tmp_path / "killed.yaml", "--resume").wait() == 0
 
-    expected, found = figures(runs["whole"]), figures(runs["killed"])
+    expected = figures(runs["whole"])
+    found = figures(runs["killed"])
     assert [step[names.STEP] for step in found] == list(range(STEPS)) and found == expected
     assert found[-1][names.HEADS_VERSION] >= 2
     for file in (

@@ -127,7 +127,8 @@ def test_a_piece_is_scored_while_the_engine_still_writes(
     """The engine ends the second half only when the first piece has gone through all models and the
     reward.
     """
-    scored, rewarded = threading.Event(), threading.Event()
+    scored = threading.Event()
+    rewarded = threading.Event()
 
     def tell(rollouts: Rollouts, finished: Callable[[int, Response], None]) -> None:
         half = len(rollouts.responses) // 2
@@ -232,7 +233,8 @@ def test_rewards_of_steps_come_by_pieces_too(tmp_path: Path, tiny_actor, samplin
             tiny_actor(),
             sampling_engine,
         )
-        scene.parts.tokenizer, scene.parts.reward = Steps(), CallableReward(each, "each")
+        scene.parts.tokenizer = Steps()
+        scene.parts.reward = CallableReward(each, "each")
         found.append(([step[names.REWARD_MEAN] for step in scene.run()], scene.weights()))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
@@ -303,7 +305,8 @@ class Snapshots(Scene):
     importance weights.
     """
 
-    collect_s, nbytes = 0.0, 0
+    collect_s = 0.0
+    nbytes = 0
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -120,7 +120,8 @@ def test_time_left_is_known_after_the_first_step() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there torch counts its own")
 def test_the_peak_of_a_phase_is_what_it_had_and_not_what_came_before():
-    memory, size = PeakMemory(), 96 * 2**20
+    memory = PeakMemory()
+    size = 96 * 2**20
     with memory.during("large"):
         kept = torch.ones(size // 4)
         del kept

@@ -64,7 +64,8 @@ def config(tmp_path: Path) -> RunConfig:
 def test_resumed_is_bit_identical_to_never_stopped(
     tiny_actor, make_rollouts, config: RunConfig, tied: bool
 ):
-    actor, batch = tiny_actor(tied=tied), PPOBatch(make_rollouts(8))
+    actor = tiny_actor(tied=tied)
+    batch = PPOBatch(make_rollouts(8))
     whole = learner(actor)
     train(whole, batch, range(4))
     first = learner(actor)
@@ -130,7 +131,9 @@ def test_a_crash_between_the_renames_loses_nothing(
 def test_what_a_killed_run_had_begun_to_write_is_removed(
     tiny_actor, config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    one, run_dir, outside = learner(tiny_actor()), config.run_dir, tmp_path / "outside"
+    one = learner(tiny_actor())
+    run_dir = config.run_dir
+    outside = tmp_path / "outside"
     save_checkpoint(run_dir, one, RunPosition(1, 1, 1.0), config)
     outside.mkdir()
     (outside / ".theirs.new-1").write_text("kept")
@@ -166,7 +169,9 @@ def test_the_companions_state_goes_along(tiny_actor, config: RunConfig):
 
 
 def test_the_engines_memory_goes_along(tiny_actor, config: RunConfig):
-    one, memory, of = learner(tiny_actor()), ResponseMemory(1000), {"tokenizer": b"t" * 32}
+    one = learner(tiny_actor())
+    memory = ResponseMemory(1000)
+    of = {"tokenizer": b"t" * 32}
     memory.remember(prompt_key([1]), [2, 3], version=5)
     save_checkpoint(config.run_dir, one, RunPosition(1, 5, 0.0), config, memory.state_dict(of))
     again = ResponseMemory(1000)

@@ -82,7 +82,8 @@ def reward_model(tmp_path: Path, save_judge) -> Path:
 @torch.no_grad()
 def test_a_reward_model_reads_prompt_and_response_whatever_the_batch(reward_model: Path):
     source = make_reward(PPOConfig(reward=str(reward_model)))
-    prompts, responses = ["a", "ab", "c"], ["b", "cab", "a"]
+    prompts = ["a", "ab", "c"]
+    responses = ["b", "cab", "a"]
     together = source.score(prompts, responses, [{}] * 3)
     alone = torch.cat(
         [source.score([p], [r], [{}]) for p, r in zip(prompts, responses, strict=True)]
@@ -115,7 +116,8 @@ def test_the_same_text_has_the_same_reward_to_the_bit_whatever_else_is_in_the_ba
     tmp_path: Path, save_judge
 ):
     save_judge(tmp_path, hidden=64)
-    source, every = ModelReward(str(tmp_path)), texts(200)
+    source = ModelReward(str(tmp_path))
+    every = texts(200)
     expected = source.score([""] * 200, every, [{}] * 200)
     drawn = random.Random(1)
     for size in (1, 7, 33, 90):
@@ -125,10 +127,8 @@ def test_the_same_text_has_the_same_reward_to_the_bit_whatever_else_is_in_the_ba
 
 
 def test_a_template_is_what_the_model_reads(reward_model: Path):
-    plain, source = (
-        ModelReward(str(reward_model)),
-        ModelReward(str(reward_model), template="c{prompt}b{response}ca"),
-    )
+    plain = ModelReward(str(reward_model))
+    source = ModelReward(str(reward_model), template="c{prompt}b{response}ca")
     assert torch.equal(source.score(["a"], ["bb"], [{}]), plain.score(["cab"], ["bbca"], [{}]))
 
 

@@ -96,7 +96,8 @@ class StopAt(ProgressSink):
     """Raises when the given step has ended."""
 
     def __init__(self, step: int, error: BaseException) -> None:
-        self.step, self.error = step, error
+        self.step = step
+        self.error = error
 
     def step_finished(self, values) -> None:
         if values["step"] == self.step:
@@ -201,7 +202,8 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, actor_folder: Path, 
 def test_a_resumed_run_gives_its_engines_what_they_remembered(
     tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch
 ):
-    made, told = session.make_engine, []
+    made = session.make_engine
+    told = []
 
     def pool_of_one(*args, **how) -> EnginePool:
         pool = EnginePool(lambda _: made(*args, **how), 1)

@@ -88,7 +88,8 @@ def test_the_coefficient_follows_the_kl():
 
 def test_what_is_remembered_is_saved(batch: PPOBatch, tmp_path: Path):
     config = PPOConfig(scale_rewards=True, kl_goal=0.05)
-    one, other = Shaping(config), Shaping(config)
+    one = Shaping(config)
+    other = Shaping(config)
     one.rewards(batch, REWARDS)
     one.adapt(1.0)
     one.save(tmp_path)

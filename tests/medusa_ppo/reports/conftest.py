@@ -34,7 +34,8 @@ def write_run(
     """
     path.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    lines, state = [], {"wall": 0.0, "version": 0, "trained": 0, "staleness": 0}
+    lines = []
+    state = {"wall": 0.0, "version": 0, "trained": 0, "staleness": 0}
     for step in range(steps):
         lines.append(_step(rng, step, learning_steps or max(8, steps), quality, state))
     (path / "metrics.jsonl").write_text(
@@ -81,12 +82,16 @@ def _step(
     entropy = max(0.15, 1.35 - 0.55 * learned + noise(0, 0.03))
     head_skill = quality * (1 - math.exp(-state["version"] / 3)) * (0.62 + 0.12 * learned)
     frozen_skill = 0.33 + 0.03 * learned - 0.05 * done if state["version"] else 0.18
-    serving, frozen = _length(0.18 + 0.8 * head_skill), _length(frozen_skill)
+    serving = _length(0.18 + 0.8 * head_skill)
+    frozen = _length(frozen_skill)
     serving_rates = [max(0.0, rate + noise(0, 0.008)) for rate in _rates(0.18 + 0.8 * head_skill)]
     drafts = rng.randint(2400, 2900)
     accepted = round(drafts * sum(serving_rates))
-    generate, update = 6.4 - 1.2 * learned + abs(noise(0, 0.3)), 9.5 + noise(0, 0.4)
-    score, sync, swap = 3.1 + noise(0, 0.1), 0.35 + abs(noise(0, 0.03)), 0.04 + abs(noise(0, 0.01))
+    generate = 6.4 - 1.2 * learned + abs(noise(0, 0.3))
+    update = 9.5 + noise(0, 0.4)
+    score = 3.1 + noise(0, 0.1)
+    sync = 0.35 + abs(noise(0, 0.03))
+    swap = 0.04 + abs(noise(0, 0.01))
     pair = step % 4 == 3
     tokens_per_s = 410 * (1 + 0.42 * (serving - 1.2)) + noise(0, 14)
     state["wall"] += generate + score + update + sync + swap + 0.2 + (9.0 if pair else 0.0)

@@ -126,7 +126,8 @@ def test_where_drafts_are_accepted_is_told_where_it_is_known() -> None:
         "By suffix": [{"part": "1 to 2", "drafts": 50, "accepted_share": 0.61}],
     }
     known = {**result(), "parts": parts}
-    shown, written = "\n".join(lines(known)), markdown_report(known)
+    shown = "\n".join(lines(known))
+    written = markdown_report(known)
     for text in (shown, written):
         assert (
             "By place" in text

@@ -239,10 +239,8 @@ def test_a_step_that_finds_the_disk_full_is_written_as_soon_as_there_is_room(
 ) -> None:
     writer = RunWriter(tmp_path, {})
     write_steps(writer, 0)
-    before, limits = (
-        (tmp_path / "metrics.jsonl").read_bytes(),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(
             resource.RLIMIT_FSIZE, (len(before) + 9, limits[1])
@@ -261,7 +259,8 @@ def test_a_step_that_finds_the_disk_full_is_written_as_soon_as_there_is_room(
 
 
 def test_lines_that_never_found_room_are_an_error_at_the_end(tmp_path: Path) -> None:
-    writer, limits = RunWriter(tmp_path, {}), resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = RunWriter(tmp_path, {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
         write_steps(writer, 0)
@@ -402,7 +401,8 @@ def test_an_earlier_run_stays_in_the_folder_whatever_it_says_of_itself(
 def test_links_in_a_run_folder_lead_nothing_out_of_it(
     tmp_path: Path, resume_step: int | None
 ) -> None:
-    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder = tmp_path / "run"
+    outside = tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()
     (outside / "metrics.jsonl").write_text('{"step": 0}\n')

@@ -63,7 +63,8 @@ class Broken(Recorder):
 def test_a_tracker_that_fails_is_told_once_and_hurts_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    broken, good = Broken(), Recorder()
+    broken = Broken()
+    good = Recorder()
     group = TrackerGroup({"wandb": broken, "ray": good})
     with caplog.at_level(logging.WARNING):
         for step in range(3):
@@ -94,8 +95,10 @@ def test_a_tracker_that_hangs_holds_nobody_up(
 ) -> None:
     monkeypatch.setattr(trackers, "MOST_WAITING", 3)
     monkeypatch.setattr(trackers, "CLOSE_S", 0.3)
-    hanging, good = Hanging(), Recorder()
-    group, began = TrackerGroup({"wandb": hanging, "ray": good}), time.monotonic()
+    hanging = Hanging()
+    good = Recorder()
+    group = TrackerGroup({"wandb": hanging, "ray": good})
+    began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         for step in range(10):
             group.log({names.STEP: step})

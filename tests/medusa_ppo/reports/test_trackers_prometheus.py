@@ -103,7 +103,8 @@ def test_ray_exports_them(tmp_path: Path) -> None:
     with local_ray():
         tracker = RayTracker("mine")
         port = ray.nodes()[0]["MetricsExportPort"]
-        text, ends = "", time.monotonic() + SCRAPE_S
+        text = ""
+        ends = time.monotonic() + SCRAPE_S
         while time.monotonic() < ends and 'Position="2"' not in text and 'position="2"' not in text:
             tracker.log(1, {names.MAL_SERVING: 2.5, f"{names.ACCEPTANCE_PER_POSITION}/2": 0.25})
             time.sleep(1)

@@ -106,10 +106,8 @@ def main(folder: Path, context: int, kind: str) -> None:
         tell(drafted=sorted(noted))
         if kind == "v1":
             return
-        exact, asked_greedily = (
-            greedy(model, asked[:4]),
-            Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True),
-        )
+        exact = greedy(model, asked[:4])
+        asked_greedily = Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True)
         for count in range(HEADS, -1, -1):
             engine.configure(num_drafts=count)
             rollouts = engine.generate(asked[:4], asked_greedily)
@@ -125,11 +123,10 @@ def main(folder: Path, context: int, kind: str) -> None:
             )
         engine.configure(num_drafts=HEADS, sampled=True)
         for name, sampling in SETTINGS.items():
-            began, wanted = (
-                time.perf_counter(),
-                replace(sampling, max_new_tokens=NEW_TOKENS, ignore_eos=True),
-            )
-            accepted, test = 0, Uniformity()
+            began = time.perf_counter()
+            wanted = replace(sampling, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            accepted = 0
+            test = Uniformity()
             for _ in range(2 if name == "top-p" else 1):  # Few of its drafts are accepted.
                 rollouts = engine.generate(asked, wanted)
                 add_rollouts(test, model, rollouts)

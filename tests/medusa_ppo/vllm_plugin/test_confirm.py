@@ -40,7 +40,8 @@ class Scene:
             context=pairs,
         )
         self.dtype = dtype
-        self.lm_head_VD, self.table_VD = torch.randn(V, D).to(dtype), torch.randn(V, D).to(dtype)
+        self.lm_head_VD = torch.randn(V, D).to(dtype)
+        self.table_VD = torch.randn(V, D).to(dtype)
         self.heads = self.random(1)
         self.token_map: TokenMap | None = None
 

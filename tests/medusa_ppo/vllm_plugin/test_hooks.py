@@ -158,7 +158,8 @@ def test_a_class_that_nothing_took_the_place_of_says_so() -> None:
 def test_packed_products_are_close_to_plain_ones(dtype: torch.dtype, rows: int) -> None:
     """Whatever becomes of the weight: a packed product holds what it reads."""
     torch.manual_seed(0)
-    weight, rows_ND = torch.randn(96, 64).to(dtype), torch.randn(rows, 64).to(dtype)
+    weight = torch.randn(96, 64).to(dtype)
+    rows_ND = torch.randn(rows, 64).to(dtype)
     weight[7] = 0
     expected_NW = rows_ND.float() @ weight.float().T
     product = internals.packed_linear(weight)

@@ -22,10 +22,8 @@ from medusa_ppo.vllm_plugin.patches import (
 
 @pytest.mark.parametrize("num_logprobs", [0, 3])
 def test_log_probs_of_sampled_tokens_are_those_that_vllm_itself_reports(num_logprobs: int) -> None:
-    counts, ids_BW = (
-        [2, 0, 1],
-        torch.tensor([[5, 1, 7], [2, -1, -1], [9, 3, -1]], dtype=torch.int32),
-    )
+    counts = [2, 0, 1]
+    ids_BW = torch.tensor([[5, 1, 7], [2, -1, -1], [9, 3, -1]], dtype=torch.int32)
     drafts = DraftRows.build(torch.tensor([5, 1, 9]), counts)
     logprobs_NV = torch.randn(
         sum(counts) + len(counts), 11, generator=torch.Generator().manual_seed(0)
@@ -33,11 +31,13 @@ def test_log_probs_of_sampled_tokens_are_those_that_vllm_itself_reports(num_logp
     found = _gather_logprobs(
         SimpleNamespace(sampler=Sampler), logprobs_NV, ids_BW, drafts, num_logprobs
     )
-    own_NV, ids_N = logprobs_NV[[0, 1, 2, 3, 3, 3, 4, 5, 5]], ids_BW.flatten().clamp_min(0).long()
+    own_NV = logprobs_NV[[0, 1, 2, 3, 3, 3, 4, 5, 5]]
+    ids_N = ids_BW.flatten().clamp_min(0).long()
     with torch.compiler.set_stance("force_eager"):
         wanted = Sampler.gather_logprobs(own_NV, num_logprobs, ids_N)
     for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
-        mine, theirs = getattr(found, name), getattr(wanted, name)
+        mine = getattr(found, name)
+        theirs = getattr(wanted, name)
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), name
 
 

@@ -49,28 +49,30 @@ class Step:
         heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra", context=pairs)).requires_grad_(False)
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
-        self.lm_head_VD, self.table_VD, self.hidden_1D = (
-            torch.randn(V, D) / 6,
-            torch.randn(V, D),
-            torch.randn(1, D),
-        )
+        self.lm_head_VD = torch.randn(V, D) / 6
+        self.table_VD = torch.randn(V, D)
+        self.hidden_1D = torch.randn(1, D)
         proposer: Any = object.__new__(MedusaProposer)
-        proposer.device, proposer.dtype, proposer.hidden_size = CPU, torch.float32, D
+        proposer.device = CPU
+        proposer.dtype = torch.float32
+        proposer.hidden_size = D
         proposer.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=size))
         proposer.num_speculative_tokens = proposer.num_drafts = K
-        proposer.sampled, proposer.choose, proposer.fed, proposer.draft_temperature = (
-            True,
-            False,
-            True,
-            1.0,
-        )
-        proposer.heads, proposer.token_map, proposer._untrained = heads, TokenMap(0, 0), False
+        proposer.sampled = True
+        proposer.choose = False
+        proposer.fed = True
+        proposer.draft_temperature = 1.0
+        proposer.heads = heads
+        proposer.token_map = TokenMap(0, 0)
+        proposer._untrained = False
         proposer._core = DraftingCore(heads, self.logits, lambda ids_B: self.table_VD[ids_B])
-        proposer._lm_head, proposer._target = self.logits, torch.nn.Module()
+        proposer._lm_head = self.logits
+        proposer._target = torch.nn.Module()
         proposer._seating = Seating(size, CPU)
         proposer._use_vocabulary()
         proposer._make_ring()
-        self.proposer, self.seeds = proposer, seeds or [None] * size
+        self.proposer = proposer
+        self.seeds = seeds or [None] * size
         asked = SimpleNamespace(json=None) if grammar else None
         self.live = {
             str(row): SimpleNamespace(
@@ -137,7 +139,9 @@ def targets() -> torch.Tensor:
 
 
 def test_sampled_drafts_are_verified_against_the_q_of_their_step() -> None:
-    step, keys, p_KV = Step(MANY), [str(row) for row in range(MANY)], targets()
+    step = Step(MANY)
+    keys = [str(row) for row in range(MANY)]
+    p_KV = targets()
     ids_BK = step.propose(keys, 7)
     runs_B, last_B = step.verify(keys, 7, ids_BK, [K] * MANY, p_KV)
     assert p_value(first_tokens(runs_B, last_B, ids_BK), p_KV[0]) > 1e-3
@@ -148,7 +152,9 @@ def test_a_q_of_another_step_is_not_believed(monkeypatch: pytest.MonkeyPatch) ->
     """The drafts of a step that was lost are verified as one-hot; with the q that lies in their
     slots they would be biased.
     """
-    step, keys, p_KV = Step(MANY), [str(row) for row in range(MANY)], targets()
+    step = Step(MANY)
+    keys = [str(row) for row in range(MANY)]
+    p_KV = targets()
     step.propose(keys, 7)
     fixed_BK = torch.full((MANY, K), 3)
     runs_B, last_B = step.verify(keys, 8, fixed_BK, [K] * MANY, p_KV)
@@ -165,7 +171,9 @@ def test_a_preempted_request_that_resumes_with_placeholders_samples_from_the_mod
     """It drafted, was preempted, and comes back at the same length with its drafts replaced by
     -1.
     """
-    step, keys, p_KV = Step(MANY), [str(row) for row in range(MANY)], targets()
+    step = Step(MANY)
+    keys = [str(row) for row in range(MANY)]
+    p_KV = targets()
     step.propose(keys, 7)
     padded_BK = torch.full((MANY, K), -1)
     runs_B, last_B = step.verify(keys, 7, padded_BK, [K] * MANY, p_KV)
@@ -184,7 +192,9 @@ def test_drafts_that_a_grammar_cuts_are_one_hot(grammar: bool) -> None:
     """vLLM cuts a run at its first forbidden token, which depends on what was drawn. Not known to
     us as a grammar, that is biased.
     """
-    step, keys, p_KV = Step(MANY, grammar=grammar), [str(row) for row in range(MANY)], targets()
+    step = Step(MANY, grammar=grammar)
+    keys = [str(row) for row in range(MANY)]
+    p_KV = targets()
     if grammar:
         # One draft for all would hide what is being tested: each request's argmax is to be another
         # one.
@@ -204,7 +214,8 @@ def test_drafts_that_a_grammar_cuts_are_one_hot(grammar: bool) -> None:
 
 
 def test_top_k_counts_in_the_vocabulary_not_in_the_drafts() -> None:
-    step, keys = Step(4), ["0", "1", "2", "3"]
+    step = Step(4)
+    keys = ["0", "1", "2", "3"]
     proposer = step.proposer
     proposer.token_map = TokenMap(4, V)
     proposer.token_map.observe([[1, 3, 5, 7] * 3])
@@ -219,7 +230,8 @@ def test_top_k_counts_in_the_vocabulary_not_in_the_drafts() -> None:
 
 
 def test_seeded_requests_draft_and_verify_alike_whoever_shares_the_step() -> None:
-    step, p_KV = Step(4, [5, None, 6, 5]), targets()
+    step = Step(4, [5, None, 6, 5])
+    p_KV = targets()
     together = step.propose(["1", "0", "2", "3"], 7)
     assert torch.equal(together[1], together[3])
     ends = step.verify(["1", "0", "2", "3"], 7, together, [K] * 4, p_KV)
@@ -233,7 +245,8 @@ def test_drafting_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vLLM thinks that drafts don't fit it puts K drafts of token 0 in their place."""
     hook = hooks._drafting_to_the_end(lambda self, common: False)
     monkeypatch.setattr(hooks.INSTALLED, "proposer", MedusaProposer)
-    ours, other = SimpleNamespace(drafter=Step(1).proposer), SimpleNamespace(drafter=object())
+    ours = SimpleNamespace(drafter=Step(1).proposer)
+    other = SimpleNamespace(drafter=object())
     assert hook(ours, object()) and not hook(ours, None) and not hook(other, object())
 
 
@@ -245,15 +258,15 @@ def test_a_memory_and_runs_that_end_early_are_lossless(
     biased.
     """
     many = 10_000
-    step, keys, p_KV = Step(many), [str(row) for row in range(many)], targets()
+    step = Step(many)
+    keys = [str(row) for row in range(many)]
+    p_KV = targets()
     for state in step.live.values():
         state.output_token_ids = [2, 3]
     step.lm_head_VD /= 4  # Flat enough for any token.
     proposer = step.proposer
-    proposer.memory, proposer.stopping = (
-        RunningMemory(10**6, many, K, 64, CPU),
-        Stopping(0.3, many, K, CPU),
-    )
+    proposer.memory = RunningMemory(10**6, many, K, 64, CPU)
+    proposer.stopping = Stopping(0.3, many, K, CPU)
     proposer.memory.store.remember(prompt_key([1]), [2, 3, 4, 5, 3, 6])
     if not honest:
         monkeypatch.setattr(
@@ -290,8 +303,10 @@ class Response:
     """A request's states and tokens; how much of it the engine has."""
 
     def __init__(self, prompt: int) -> None:
-        self.prompt, self.done = prompt, 0
-        self.hidden_TD, self.ids_T = torch.randn(40, D), torch.randint(V, (40,))
+        self.prompt = prompt
+        self.done = 0
+        self.hidden_TD = torch.randn(40, D)
+        self.ids_T = torch.randint(V, (40,))
 
 
 class Contexts:
@@ -300,14 +315,16 @@ class Contexts:
     """
 
     def __init__(self, prompts: list[int], size: int = 3, pairs: int = PAIRS) -> None:
-        self.step, self.pairs = Step(size, [None] * len(prompts), pairs=pairs), pairs
+        self.step = Step(size, [None] * len(prompts), pairs=pairs)
+        self.pairs = pairs
         self.responses = {str(row): Response(prompt) for row, prompt in enumerate(prompts)}
         self.first = dict.fromkeys(self.responses, 0)  # Pairs before it are gone.
 
     @torch.inference_mode()
     def run(self, accepted: dict[str, int], drafted: int = K) -> None:
         """A step in which each request got so many tokens; 0: its prompt isn't finished."""
-        tokens, rows = [], []
+        tokens = []
+        rows = []
         for key, count in accepted.items():
             mine = self.responses[key]
             tokens.append(mine.ids_T[mine.done : mine.done + count].tolist())
@@ -336,7 +353,8 @@ class Contexts:
         drafted = proposer._core.draft(hidden_BD, ids_BK[:, 0], K, sampling, proposer._seen)
         for row, (key, count) in enumerate(accepted.items()):
             if count:
-                mine, at = self.responses[key], last[row]
+                mine = self.responses[key]
+                at = last[row]
                 rows_n = torch.arange(at - self.pairs + 1, at + 1)
                 context = Context.of(
                     torch.where(rows_n >= self.first[key], rows_n, MISSING)[None],
@@ -393,8 +411,10 @@ def test_heads_with_a_context_need_its_pairs() -> None:
     scene = Contexts([3])
     scene.run({"0": 1}, drafted=0)
     scene.run({"0": 3})
-    core, seen = scene.step.proposer._core, scene.step.proposer._seen
-    hidden_1D, id_1 = scene.responses["0"].hidden_TD[3:4], scene.responses["0"].ids_T[3:4]
+    core = scene.step.proposer._core
+    seen = scene.step.proposer._seen
+    hidden_1D = scene.responses["0"].hidden_TD[3:4]
+    id_1 = scene.responses["0"].ids_T[3:4]
     sampling = Sampling(torch.ones(1), torch.zeros(1, K, dtype=torch.float64))
     assert not torch.allclose(
         core.draft(hidden_1D, id_1, K, sampling, seen).q[0],

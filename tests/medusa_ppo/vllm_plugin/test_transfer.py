@@ -152,7 +152,8 @@ def test_a_bad_stream_ends_for_all_and_nobody_waits(case: str) -> None:
 
 
 def test_a_rank_that_leaves_or_hangs_is_an_error_within_the_timeout() -> None:
-    state, stay = state_of(), threading.Event()
+    state = state_of()
+    stay = threading.Event()
 
     def work(group: Group) -> Any:
         if group.place.rank == 2:

@@ -25,7 +25,8 @@ if FOLDER and Path(FOLDER).exists():
 
     # Ray took the rank's own methods before this module was imported: the optimizer's is what can
     # be followed.
-    live, plain = LiveBytes(torch.nn.Module()), megatron_rank.RankOptimizer.step
+    live = LiveBytes(torch.nn.Module())
+    plain = megatron_rank.RankOptimizer.step
     live.__enter__()
 
     def counted(self, *arguments):

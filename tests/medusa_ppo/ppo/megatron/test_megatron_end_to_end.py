@@ -76,7 +76,8 @@ def test_heads_learn_beside_a_megatron_actor(
         parts, position, writer = session.prepare(resume=False)
         loop = PPOLoop(config, parts, ProgressSink(), position)
         loop.run(writer)
-        engine, learner = parts.engine, parts.learner
+        engine = parts.engine
+        learner = parts.learner
         assert (
             isinstance(engine, EnginePool)
             and len({report["pid"] for report in engine.plugin_report()["engines"]}) == 2

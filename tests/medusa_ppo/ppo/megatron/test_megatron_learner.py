@@ -152,7 +152,8 @@ def check_steps(
         rollouts = replace(
             rollouts, responses=rollouts.responses[:sequences]
         )  # The last minibatch is short.
-        batch, rewards_S = PPOBatch(rollouts), torch.linspace(-1, 1, sequences)
+        batch = PPOBatch(rollouts)
+        rewards_S = torch.linspace(-1, 1, sequences)
         plain, plain_report = pair.plain.score(batch, rewards_S, sampling)
         ranked, ranked_report = pair.ranked.score(batch, rewards_S, sampling)
         for name, expected in vars(plain).items():
@@ -192,7 +193,8 @@ def test_two_tensor_parallel_ranks_do_what_one_process_does(pair: Pair, make_rol
 
 
 def test_the_tap_gives_the_states_that_lm_head_reads(pair: Pair, make_rollouts) -> None:
-    batch, seen = PPOBatch(make_rollouts(8, vocab=VOCAB)), {}
+    batch = PPOBatch(make_rollouts(8, vocab=VOCAB))
+    seen = {}
 
     @contextlib.contextmanager
     def tap(actor, mask_BT, sequences):
@@ -270,7 +272,8 @@ def check_resumed(
 
 def test_pieces_of_a_batch_are_scored_one_after_the_other(pair: Pair, make_rollouts) -> None:
     rollouts = make_rollouts(10, seed=5, vocab=VOCAB)
-    batch, pieces = PPOBatch(rollouts), []
+    batch = PPOBatch(rollouts)
+    pieces = []
     whole = pair.ranked.conclude(
         batch,
         (pair.ranked.begin_batch(SAMPLING), pair.ranked.measure(batch, SAMPLING))[1],
@@ -384,7 +387,9 @@ def steps_of(path: Path, peaks: Path, ppo: dict[str, Any], dtype: str, **actor: 
     for file in peaks.iterdir():
         file.unlink()
     with pair_of(path, ppo, dtype, **actor) as pair:
-        before, logprobs, reports = dict(pair.ranked.actor.tensors(torch.float32)), [], []
+        before = dict(pair.ranked.actor.tensors(torch.float32))
+        logprobs = []
+        reports = []
         assert all(
             torch.equal(before[name], tensor)
             for name, tensor in pair.plain.actor.named_parameters()

@@ -16,7 +16,8 @@ from medusa_ppo.ppo.models import NEVER
 def test_values_and_gradients(cut: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     logits_MV = torch.randn(5, 9, generator=generator, requires_grad=True)
-    ids_M, weights_M = torch.tensor([0, 3, 8, 3, 1]), torch.randn(5, generator=generator)
+    ids_M = torch.tensor([0, 3, 8, 3, 1])
+    weights_M = torch.randn(5, generator=generator)
     left_MV = torch.ones(5, 9, dtype=torch.bool)
     if cut:
         left_MV = (torch.rand(5, 9, generator=generator) < 0.5).scatter(1, ids_M[:, None], True)
@@ -24,10 +25,8 @@ def test_values_and_gradients(cut: bool) -> None:
 
     p_MV = logits_MV.exp() * left_MV
     p_MV = p_MV / p_MV.sum(-1, keepdim=True)
-    plain_M, entropy_M = (
-        p_MV.gather(1, ids_M[:, None])[:, 0].log(),
-        -torch.where(left_MV, p_MV * p_MV.clamp(min=1e-30).log(), 0.0).sum(-1),
-    )
+    plain_M = p_MV.gather(1, ids_M[:, None])[:, 0].log()
+    entropy_M = -torch.where(left_MV, p_MV * p_MV.clamp(min=1e-30).log(), 0.0).sum(-1)
     (expected,) = torch.autograd.grad(
         (weights_M * plain_M).sum() - 0.3 * (weights_M * entropy_M).sum(), logits_MV
     )
