@@ -43,7 +43,6 @@ class Kind:
 
 
 # ---- the kinds: companion
-# ------------------------------------------------------------------------------------------------------
 
 
 def companion_killed(scene: Scene) -> None:
@@ -164,7 +163,6 @@ def clock_jumps(scene: Scene) -> None:
 
 
 # ---- engines
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def engine_signalled(number: signal.Signals) -> Callable[[Scene], None]:
@@ -208,7 +206,6 @@ def broadcast_breaks(scene: Scene) -> None:
 
 
 # ---- the run itself
-# -------------------------------------------------------------------------------------------------------------
 
 
 def gpu_error(scene: Scene) -> None:
@@ -274,7 +271,6 @@ def tracker_hangs(scene: Scene) -> None:
 
 
 # ---- disks
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def disk_full(scene: Scene) -> None:

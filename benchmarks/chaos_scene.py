@@ -53,7 +53,6 @@ class Scene:
         self.changes: dict[str, dict[str, Any]] = {}
 
     # ---- what kinds use
-    # -------------------------------------------------------------------------------------------------------
 
     @property
     def run_dir(self) -> Path:
@@ -177,7 +176,6 @@ class Scene:
         self._undo.callback(subprocess.run, ["umount", "-l", words[-1]], check=False)
 
     # ---- as a ProgressSink
-    # ------------------------------------------------------------------------------------------------------
 
     def phase_began(self, phase: str, step: int | None) -> None:
         self._step = self._step if step is None else step
@@ -258,7 +256,6 @@ def patches(scene: Scene) -> Iterator[None]:
 
 
 # ---- processes of their own
-# ------------------------------------------------------------------------------------------------------
 
 
 class Child:
@@ -306,7 +303,6 @@ class Child:
 
 
 # ---- damage
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def cut(file: Path, generator: random.Random | None = None) -> None:
@@ -323,7 +319,6 @@ def flip(file: Path, generator: random.Random) -> None:
 
 
 # ---- what a run left
-# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -208,7 +208,6 @@ def random_actor(like: Path, folder: Path) -> None:
 
 
 # ---- sampling
-# ------------------------------------------------------------------------------------------------------------------
 
 
 class Sampler:
@@ -308,7 +307,6 @@ def _params(wanted: dict[str, Any]) -> Any:
 
 
 # ---- judging
-# -------------------------------------------------------------------------------------------------------------------
 
 
 class Grammar:
@@ -361,7 +359,6 @@ def judge(answers: list[Answer], stage: Stage) -> Uniformity:
 
 
 # ---- a q that is one step old
-# ----------------------------------------------------------------------------------------------------
 
 
 def keep_one_step_old(worker: Any) -> None:
@@ -404,7 +401,6 @@ def _hold_back(holder: Any, method: str, kept: Callable[[], torch.Tensor]) -> No
 
 
 # ---- the table
-# -------------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -133,7 +133,6 @@ class Bench:
         )
 
     # ---- one method for each target; it takes a case and raises what the reader raises
-    # -------------------------------------------
 
     def config(self, case: Case) -> None:
         """`text` or `values` as YAML, and `overrides`."""

@@ -27,7 +27,6 @@ PARTS = ("start", "first swap", "swap", "first sync", "sync")
 
 
 # ---- in a tree's own process
-# ------------------------------------------------------------------------------------------------
 
 
 def work(options: argparse.Namespace) -> None:
@@ -98,7 +97,6 @@ def _timed(feed: Callable[[Path, int], object], stem: Path, times: int) -> list[
 
 
 # ---- the comparison
-# ---------------------------------------------------------------------------------------------------------
 
 
 def seconds_of(tree: Path, model: Path) -> dict[str, float]:

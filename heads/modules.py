@@ -328,7 +328,6 @@ class MedusaHeads(nn.Module):
         )
 
     # ---- parts
-    # ----------------------------------------------------------------------------------------------------------
 
     def _with_context(
         self,
@@ -446,7 +445,6 @@ class MedusaHeads(nn.Module):
         return context
 
     # ---- state in the file's key names
-    # ------------------------------------------------------------------------------------
 
     def trainable_views(self) -> dict[str, torch.Tensor]:
         """File key -> view of the parameter it lives in; the keys and their order are those of

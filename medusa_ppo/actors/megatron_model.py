@@ -153,7 +153,6 @@ class RankModel:
         }
 
     # ---- checkpoints
-    # ----------------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path) -> None:
         """Fill the parameters from a folder with safetensors, or from one such file."""
@@ -237,7 +236,6 @@ class RankModel:
         return LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + self._first_layer}.", name)
 
     # ---- passes
-    # ---------------------------------------------------------------------------------------------------------------
 
     def columns(self, width: int) -> torch.Tensor:
         """Which of a micro-batch's tokens this rank holds, in the order in which it holds them (P);

@@ -154,7 +154,6 @@ class CompanionClient:
             ) from error
 
     # ---- what the plugin calls
-    # ------------------------------------------------------------------------------------------
 
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         """Where the states of a rollout batch are put together; of a batch that is too large, a
@@ -341,7 +340,6 @@ class CompanionClient:
         self._folder.close()
 
     # ---- parts
-    # ------------------------------------------------------------------------------------------------------------
 
     def _call(self, method: str, group: str, *arguments: object) -> ray.ObjectRef:
         return getattr(self._actor, method).options(concurrency_group=group).remote(*arguments)

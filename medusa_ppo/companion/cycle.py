@@ -419,7 +419,6 @@ class Cycle:
             self.trainer.rate = min(1.0, self.trainer.rate * EASED)
 
     # ---- state
-    # ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of everything that later batches depend on (replayed batches only with

@@ -445,7 +445,6 @@ def replay_row(result: ReplayResult) -> ReplayRow:
 
 
 # ---- the candidate
-# ----------------------------------------------------------------------------------------------------------------
 
 AVERAGE = 0.97
 """Share of a running mean that stays with each optimizer step (`benchmarks/companion_defaults.py`

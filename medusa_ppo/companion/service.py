@@ -93,7 +93,6 @@ class CompanionService:
         self._thread.start()
 
     # ---- what the client calls
-    # ------------------------------------------------------------------------------------------
 
     def ready(self) -> str:
         """Name of this incarnation of the process; changes when it was started again."""
@@ -222,7 +221,6 @@ class CompanionService:
         self._thread.join(timeout=10)
 
     # ---- the training thread
-    # ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:

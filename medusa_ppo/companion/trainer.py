@@ -215,7 +215,6 @@ class HeadsTrainer:
             self._optimizer = self._fresh_optimizer()
 
     # ---- one batch
-    # ------------------------------------------------------------------------------------------------------
 
     def _train(
         self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: float
@@ -450,7 +449,6 @@ class HeadsTrainer:
         )  # Decay pulls back to the start.
 
     # ---- state
-    # ------------------------------------------------------------------------------------------------------------
 
     def move_to(self, device: torch.device) -> int:
         """Carry heads, optimizer and tables to another device, where the next batch is trained on.

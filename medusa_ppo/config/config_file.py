@@ -120,7 +120,7 @@ def preset(name: str) -> Path:
     installed wheel.
     """
     for folder in (
-        Path(__file__).resolve().parent.parent / "configs",
+        Path(__file__).resolve().parents[2] / "configs",
         Path(sys.prefix) / "share" / "medusa-ppo" / "configs",
     ):
         if (folder / f"{name}.yaml").is_file():

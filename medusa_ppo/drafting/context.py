@@ -285,7 +285,6 @@ class ContextHeads:
         ) * self._sizes_V1.index_select(0, ids_N)
 
     # ---- the context
-    # --------------------------------------------------------------------------------------------------------
 
     def pairs(self, hidden_ND: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
         """Query, key and value `[N, 3D]` of pairs, in this order."""
@@ -340,7 +339,6 @@ class ContextHeads:
         return CellState(base_BD, self._start(cast(base_BD, self.dtype)), inverse_rms(base_BD))
 
     # ---- the heads
-    # ------------------------------------------------------------------------------------------------------------
 
     def features(self, state: CellState, k: int, last_ids_B: torch.Tensor) -> torch.Tensor:
         """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order,

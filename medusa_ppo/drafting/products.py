@@ -207,7 +207,6 @@ def spread(values_NW: torch.Tensor, ids_W: torch.Tensor, vocab_size: int) -> tor
 
 
 # ---- the heads
-# -----------------------------------------------------------------------------------------------------------------
 
 
 class FusedHeads:
@@ -307,7 +306,6 @@ class FusedHeads:
         return self._product("blocks", 0, count)(base_BD).view(-1, count, base_BD.shape[-1])
 
     # ---- kinds whose features need no tokens
-    # ------------------------------------------------------------------------------
 
     def features_at_once(self, hidden_BD: torch.Tensor, count: int) -> torch.Tensor:
         """What lm_head reads for the first `count` heads, `[B, C, D]`; kinds medusa and markov."""
@@ -321,7 +319,6 @@ class FusedHeads:
         return features_BCD
 
     # ---- hydra
-    # --------------------------------------------------------------------------------------------------------------
 
     def start(self, hidden_BD: torch.Tensor, count: int) -> HydraState:
         """What h_t alone says to the first `count` heads."""

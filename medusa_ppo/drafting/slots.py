@@ -32,7 +32,6 @@ def stamps(requests_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
 
 
 # ---- who has which slot
-# --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,6 @@ class Seating:
 
 
 # ---- q of the drafts
-# -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

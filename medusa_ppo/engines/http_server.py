@@ -100,7 +100,6 @@ class ServerEngine(base.WorkerEngine):
             raise
 
     # ---- the engine's methods
-    # ---------------------------------------------------------------------------------------------
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         return self.generate_as_finished(prompts, sampling, lambda place, response: None)
@@ -227,7 +226,6 @@ class ServerEngine(base.WorkerEngine):
             self._log.unlink()
 
     # ---- the process
-    # ------------------------------------------------------------------------------------------------------
 
     def _start(self, config: EngineConfig, token: str) -> str:
         port = free_port()
@@ -296,7 +294,6 @@ class ServerEngine(base.WorkerEngine):
         return self._client.base_url.copy_with(userinfo=b"")
 
     # ---- HTTP
-    # ---------------------------------------------------------------------------------------------------------------
 
     def _complete(
         self,

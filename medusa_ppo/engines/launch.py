@@ -453,7 +453,6 @@ def _tokenizer_end(folder: Path) -> list[int]:
 
 
 # ---- the process
-# -------------------------------------------------------------------------------------------------------------
 
 
 def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:

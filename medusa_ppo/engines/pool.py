@@ -133,7 +133,6 @@ class EnginePool(base.RolloutEngine):
         return tuple(seat.share for seat in self._seats)
 
     # ---- the engine's methods
-    # ---------------------------------------------------------------------------------------------
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         """As `RolloutEngine.generate`. EngineError when no engine is left."""
@@ -340,7 +339,6 @@ class EnginePool(base.RolloutEngine):
         self._on_close()
 
     # ---- asking
-    # -------------------------------------------------------------------------------------------------------------
 
     def _ask(
         self, seat: Seat, piece: Piece, prompts: base.Prompts, sampling: Sampling, ask: Ask
@@ -398,7 +396,6 @@ class EnginePool(base.RolloutEngine):
         return base.with_versions(rollouts, self)
 
     # ---- the same on all engines
-    # ----------------------------------------------------------------------------------------------
 
     def _deliver(
         self, what: str, path: str | Path, version: int, checked: Checked | None
@@ -513,7 +510,6 @@ class EnginePool(base.RolloutEngine):
         return answers
 
     # ---- lost engines
-    # -----------------------------------------------------------------------------------------------------------
 
     def _lost(self, seat: Seat, error: BaseException) -> None:
         """Start a lost engine again in the background. An error that isn't the engine's is

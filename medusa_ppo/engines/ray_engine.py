@@ -328,7 +328,6 @@ class RayEngine(base.RolloutEngine):
 
 
 # ---- the choice between the forms
-# ----------------------------------------------------------------------------------------------
 
 
 def make_engine(

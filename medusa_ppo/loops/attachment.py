@@ -110,7 +110,6 @@ class Attachment:
         self._began = time.monotonic()
 
     # ---- the engine
-    # ---------------------------------------------------------------------------------------------------------
 
     def engine_arguments(self, model: Any) -> dict[str, Any]:
         """What the trainer's vLLM needs beside the trainer's own arguments. Writes the heads it
@@ -267,7 +266,6 @@ class Attachment:
         return {"counters": engine.counters() - before, "seconds": seconds, **versions}
 
     # ---- the trainer's events
-    # -----------------------------------------------------------------------------------------------
 
     def begin(self, model: nn.Module) -> None:
         """Training begins: Ray (if there is none), companion, plugin, tap, run folder."""

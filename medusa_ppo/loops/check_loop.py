@@ -179,7 +179,6 @@ class Watch:
 
 
 # ---- one training, in a process of its own
-# -----------------------------------------------------------------------------------
 
 
 def run_arm(spec: str, medusa: Any, out: Path) -> None:
@@ -236,7 +235,6 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
 
 
 # ---- the checks
-# --------------------------------------------------------------------------------------------------------------
 
 
 def check_loop(spec: str, medusa: Any = None) -> Iterator[Finding]:

@@ -110,7 +110,6 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LED_S))
 
     # ---- calls from the first process to all
-    # ----------------------------------------------------------------------------------
 
     def led(self, action: Callable[[], Found], serve: Serve) -> Found | None:
         """The first process acts, and may `call` meanwhile; the others serve until it is done, and
@@ -172,7 +171,6 @@ class Ranks:
         return [answers for answers, _ in every]
 
     # ---- plain collectives, no-ops for one process
-    # --------------------------------------------------------------------------
 
     def share(self, value: Found) -> Found:
         """The first process's value, on all. They all call it."""

@@ -150,7 +150,6 @@ class PlainHeads:
 
 
 # ---- from a format
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> Layout:
@@ -358,7 +357,6 @@ def _wrong(where: str, given: str, expected: str) -> CheckpointError:
 
 
 # ---- to a format
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def refuse_unrepresentable(plain: PlainHeads, target: str) -> None:

@@ -114,7 +114,6 @@ def read_pickle_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]
 
 
 # ---- the zip
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
@@ -204,7 +203,6 @@ def _check_directory_size(path: Path, size: int) -> None:
 
 
 # ---- the pickle
-# ------------------------------------------------------------------------------------------------------------------
 
 
 class _Description:

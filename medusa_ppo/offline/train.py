@@ -343,7 +343,6 @@ def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
 
 
 # ---- the folder that an interrupted training goes on from
-# ----------------------------------------------------------------------------
 
 
 class TrainPosition(NamedTuple):

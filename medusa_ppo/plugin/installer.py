@@ -226,7 +226,6 @@ class HeadsInstaller:
         return heads, installed.version if installed else 0
 
     # ---- parts
-    # --------------------------------------------------------------------------------------------------------------
 
     def _go_back(self, heads: PublishedHeads | None, failure: str) -> bool:
         """Install these heads, or those of the start where there are none. False when that failed,

@@ -204,7 +204,6 @@ class MedusaPlugin:
         return plugin
 
     # ---- the hooks
-    # --------------------------------------------------------------------------------------------------------
 
     def before_generation(self) -> None:
         """Install newer heads, if the companion has any, and give an engine that lost its heads
@@ -420,7 +419,6 @@ class MedusaPlugin:
             self._companion.close()
 
     # ---- parts
-    # --------------------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
         """Hand over what was tapped. A batch of which nothing was scored is only told in the log:

@@ -342,7 +342,6 @@ def _autocast(device: torch.device, on: bool) -> contextlib.AbstractContextManag
 
 
 # ---- the formulas
-# ----------------------------------------------------------------------------------------------------------------
 
 # Keeps the division of `whiten` finite when all advantages are equal.
 WHITEN_EPSILON = 1e-8

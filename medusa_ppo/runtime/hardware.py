@@ -266,7 +266,6 @@ def companion_threads(cores: tuple[int, ...] | None, *, alone: bool) -> int:
 
 
 # ---- what a model needs
-# -----------------------------------------------------------------------------------------------------------
 
 FLOAT32, BFLOAT16 = 4, 2
 ATTENTION_HEADS = ("num_attention_heads", "n_head")

@@ -154,7 +154,6 @@ def _wrap(
 
 
 # ---- our proposer inside vLLM's runner
-# -----------------------------------------------------------------------------------------
 
 
 class CustomClass:

@@ -55,7 +55,6 @@ class Mend:
 
 
 # ---- drafts and their verification
-# -------------------------------------------------------------------------------------------
 
 
 def values_of_rows(_: Replaced) -> Replaced:
@@ -273,7 +272,6 @@ def _gather_logprobs(
 
 
 # ---- seeds in chunked prefill
-# --------------------------------------------------------------------------------------------------
 
 
 def _discarded(runner: Any) -> list[int]:
@@ -329,7 +327,6 @@ def generators_kept(original: Replaced) -> Replaced:
 
 
 # ---- packed weights
-# ------------------------------------------------------------------------------------------------------------
 
 
 def no_small_amx_products(_: Replaced) -> Replaced:
@@ -372,7 +369,6 @@ def pack_tied_lm_head(model: nn.Module) -> bool:
 
 
 # ---- older releases
-# ------------------------------------------------------------------------------------------------------------
 
 
 def drafts_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:

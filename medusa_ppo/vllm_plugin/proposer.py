@@ -89,7 +89,6 @@ class MedusaProposer(Drafter):
         self._last_ids: list[int] = []
 
     # ---- what vLLM calls
-    # ----------------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
         folder = heads_folder(self.vllm_config)
@@ -224,7 +223,6 @@ class MedusaProposer(Drafter):
         return drafted
 
     # ---- what hooks.py calls
-    # -------------------------------------------------------------------------------------------
 
     def seat(
         self, request_ids: Sequence[str], live_requests: Mapping[str, Any], tokens: Any
@@ -341,7 +339,6 @@ class MedusaProposer(Drafter):
         return self._core.draft(hidden_BD, last_ids_B, self.num_speculative_tokens).ids_BK.tolist()
 
     # ---- changes while serving
-    # ----------------------------------------------------------------------------------------------
 
     def configure(self, settings: Drafting) -> Drafting:
         """Change how drafts are made from the next step on; returns what holds now. ConfigError

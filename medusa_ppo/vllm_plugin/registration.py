@@ -204,7 +204,6 @@ def require_transfer() -> None:
 
 
 # ---- the entry point (group `vllm.general_plugins`)
-# -----------------------------------------------------------------------------
 
 
 def register() -> None:
@@ -258,7 +257,6 @@ def require_active() -> list[str]:
 
 
 # ---- every private name of vLLM that we rely on
-# -----------------------------------------------------------------------------------
 
 RUN = "run on CPU"
 CALLED = "called on CPU, where it frees nothing"

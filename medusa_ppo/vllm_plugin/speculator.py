@@ -243,7 +243,6 @@ def _one_hot(ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 # ---- our place in vLLM
-# ---------------------------------------------------------------------------------------------------------
 
 
 def with_our_speculator(original: Callable[..., Any]) -> Callable[..., Any]:

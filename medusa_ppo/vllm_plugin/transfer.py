@@ -75,7 +75,6 @@ def read_entries(header: Mapping[str, Sequence[Any]]) -> Entries:
 
 
 # ---- the group
-# --------------------------------------------------------------------------------------------------------------
 
 
 def device_id(device: torch.device) -> str:
@@ -107,7 +106,6 @@ class Group(Meeting):
 
 
 # ---- sending
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def send(group: Group, stream: ActorStream) -> str:
@@ -189,7 +187,6 @@ def _not_announced(given: str, expected: str) -> SwapError:
 
 
 # ---- receiving
-# ----------------------------------------------------------------------------------------------------------------
 
 
 class Incoming:

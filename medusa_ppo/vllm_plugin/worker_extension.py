@@ -190,7 +190,6 @@ class MedusaWorker:
         return {"drafts": self._medusa_require_drafter().probe(hidden, last_ids)}
 
     # ---- parts
-    # --------------------------------------------------------------------------------------------------------------
 
     def _medusa_drafter(self) -> Any:
         """Our proposer; None where there are no heads of ours."""

@@ -197,7 +197,6 @@ def test_heads_of_another_actor_are_named(saved: Path) -> None:
 
 
 # ---- hostile files
-# ------------------------------------------------------------------------------------------------------
 
 
 def _truncate(path: Path) -> None:
@@ -368,7 +367,6 @@ def test_validation_stands_before_allocation(saved: Path, monkeypatch: pytest.Mo
 
 
 # ---- single files
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_state_round_trip(tmp_path: Path) -> None:
@@ -411,7 +409,6 @@ def test_checksum_sees_names_shapes_dtypes_and_bytes() -> None:
 
 
 # ---- stock vLLM
-# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lm_head", LM_HEADS)

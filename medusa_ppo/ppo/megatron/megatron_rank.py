@@ -305,7 +305,6 @@ class ActorRank:
             self._read(Path(self._path), WEIGHTS)  # The optimizer's copies are of rounded ones.
 
     # ---- passes
-    # ---------------------------------------------------------------------------------------------------------------
 
     def begin_batch(self, sampling: Sampling) -> None:
         """New rollouts will be scored: what was kept of those before is forgotten."""
@@ -444,7 +443,6 @@ class ActorRank:
         )
 
     # ---- weights
-    # --------------------------------------------------------------------------------------------------------------
 
     def tables(self) -> tuple[Tensor, Tensor | None] | None:
         """The whole lm_head and (when wanted) embedding, from the first replica's rank that

@@ -114,7 +114,6 @@ def test_a_checkpoint_that_megatron_wrote_becomes_one_of_transformers(
 
 
 # ---- bookkeeping
-# --------------------------------------------------------------------------------------------------------------
 
 
 def test_context_parallel_pieces_by_hand() -> None:

@@ -331,7 +331,7 @@ def test_every_preset_has_a_plan(path: Path, folder: Path) -> None:
 def test_the_command_prints_it_and_starts_nothing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"model: {{path: {folder}}}\n")
     code = (
-        "import sys; from medusa_ppo.cli import app; from typer.testing import CliRunner\nr ="
+        "import sys; from medusa_ppo.cli.app import app; from typer.testing import CliRunner\nr ="
         f" CliRunner().invoke(app, ['plan', '--config', {str(tmp_path / 'run.yaml')!r},"
         " 'engine.replicas=2', '--no-gpus'])\nprint(r.output); assert r.exit_code == 0; assert not"
         " {'torch', 'ray', 'vllm'} & set(sys.modules)"

@@ -551,7 +551,6 @@ def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:
 
 
 # ---- disks and clocks
-# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["cut", "flip"])

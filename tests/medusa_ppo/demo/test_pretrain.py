@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from medusa_ppo.demo import actor_cache as pretrain
+from medusa_ppo.demo import pretraining as pretrain
 from medusa_ppo.demo.pretraining import PretrainStatus, Recipe, train_actor
 from medusa_ppo.demo.task import build_tokenizer
 

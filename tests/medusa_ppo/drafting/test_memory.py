@@ -276,7 +276,6 @@ def test_trust_finds_the_share_with_which_most_is_accepted() -> None:
 
 
 # ---- drafting from both
-# ------------------------------------------------------------------------------------------------------------
 
 
 class Stand:
@@ -387,7 +386,6 @@ def test_tokens_have_the_models_distribution(honest: bool, monkeypatch: pytest.M
 
 
 # ---- inside an engine
-# ------------------------------------------------------------------------------------------------------------
 
 
 def request(

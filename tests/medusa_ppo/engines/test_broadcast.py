@@ -148,7 +148,6 @@ def engines_of(pool: BroadcastPool) -> list[Any]:
 
 
 # ---- the pool's own rules
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_all_engines_get_each_actor_and_the_group_is_kept(make_pool: Any) -> None:
@@ -283,7 +282,6 @@ def test_a_files_engine_says_that_it_takes_no_broadcast() -> None:
 
 
 # ---- vLLM
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def moved(model: Any, seed: int = 3) -> Any:

@@ -174,7 +174,6 @@ def test_nobody_at_the_url(
 
 
 # ---- a server that answers late, wrongly, twice or not at all
-# ----------------------------------------------------------------------
 
 
 COMPLETION = {

@@ -331,7 +331,6 @@ def test_counters_page_is_summed_over_engines() -> None:
 
 
 # ---- a started server must not outlive a run that is killed
-# ---------------------------------------------------------------------
 
 CHILD = (
     "from medusa_ppo.engines.launch import end_with_parent; end_with_parent()\nprint('ready',"

@@ -168,7 +168,6 @@ def state_file(folder: Path, value: float) -> Path:
 
 
 # ---- pieces
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_call_in_another_thread_ends_with_the_pool() -> None:
@@ -257,7 +256,6 @@ def test_small_pieces_are_not_worth_a_call_and_one_engine_gets_all() -> None:
 
 
 # ---- generating
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_answers_stand_in_prompt_order_and_counters_add_up(make_pool: Any) -> None:
@@ -313,7 +311,6 @@ def test_a_wrong_request_is_the_callers(make_pool: Any) -> None:
 
 
 # ---- versions
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_version_reaches_all_at_once(make_pool: Any, tmp_path: Path) -> None:
@@ -418,7 +415,6 @@ def test_settings_reach_all(make_pool: Any) -> None:
 
 
 # ---- lost engines
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_engine_is_replaced_and_catches_up(make_pool: Any, tmp_path: Path) -> None:
@@ -582,7 +578,6 @@ def test_replicas_have_addresses_of_their_own() -> None:
 
 
 # ---- engines on other nodes
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
@@ -610,7 +605,6 @@ def test_a_file_is_put_into_the_store_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 # ---- real engines
-# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

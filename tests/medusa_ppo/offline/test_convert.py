@@ -238,7 +238,6 @@ def formula(heads: PlainHeads, k: int, h_ND: torch.Tensor) -> torch.Tensor:
 
 
 # ---- traps, each by name
-# ---------------------------------------------------------------------------------------------------------
 
 
 class Residual(torch.nn.Module):
@@ -600,7 +599,6 @@ def test_the_kinds_that_need_our_plug_in_are_refused(kind: str, tmp_path: Path) 
 
 
 # ---- the request
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_single_file_is_a_source(tmp_path: Path) -> None:

@@ -63,7 +63,6 @@ def config(folder: Path, **values: Any) -> None:
 
 
 # ---- .pt
-# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def saved(change: Callable[[dict[str, Any]], Any], **arguments: Any) -> Build:
@@ -270,7 +269,6 @@ PICKLES: dict[str, Build] = {
 
 
 # ---- safetensors
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Build:
@@ -416,7 +414,6 @@ FOLDERS: dict[str, Build] = {
 }
 
 # ---- native
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def native(change: Build) -> Build:
@@ -618,7 +615,6 @@ def test_the_harm_is_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # ---- damage at random
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:

@@ -212,7 +212,6 @@ def test_it_learns(tmp_path: Path, tiny_actor, sampling_engine):
 
 
 # ---- files, and what is refused
-# ----------------------------------------------------------------------------------------------------
 
 
 CARRIED = Carried(

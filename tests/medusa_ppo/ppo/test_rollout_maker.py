@@ -292,7 +292,6 @@ def test_a_loop_that_waits_is_idle_for_half_of_its_time_at_least(
 
 
 # ---- written ahead
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def ahead(tmp_path: Path, staleness: int, **ppo) -> RunConfig:

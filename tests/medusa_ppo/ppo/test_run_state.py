@@ -302,7 +302,6 @@ def test_state_names_its_configuration(tiny_actor, config: RunConfig):
 
 
 # ---- disks: full, read-only, and files that are half there or have other bytes
-# -----------------------------------------------------
 
 
 @pytest.fixture

@@ -366,7 +366,6 @@ def test_other_cuts_and_families(
 
 
 # ---- bfloat16, and what each option saves
-# ----------------------------------------------------------------------------------------
 
 
 @dataclass
