@@ -32,10 +32,11 @@ from dataclasses import dataclass
 
 import torch
 
+from heads.copying import SERVED_PLACES, Texts
 from heads.errors import DataError
-from heads.modules import Context, MedusaHeads, head_logits
+from heads.factored import head_logits
+from heads.modules import Context, MedusaHeads
 from heads.targets import head_logprobs, head_targets, segments_from_lengths
-from heads.vocabulary import of_tokens
 
 TEMPERATURES = tuple(
     n / 32 for n in (16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 40, 44, 48, 56, 64)
@@ -306,6 +307,7 @@ def draft_ids_for_rows(
     condition_MK: torch.Tensor | None = None,
     embedding_VD: torch.Tensor | None = None,
     context_Mn: torch.Tensor | None = None,
+    texts: Texts | None = None,
     ids_W: torch.Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
@@ -317,12 +319,21 @@ def draft_ids_for_rows(
     Args:
         condition_MK, context_Mn: `heads.targets.condition_ids` and `heads.targets.context_rows` of
             the rows.
+        texts: what heads that copy search; an engine copies from its best places alone.
     """
     out_MK = torch.zeros(
         hidden_MD.shape[0], heads.config.num_heads, dtype=torch.int64, device=hidden_MD.device
     )
     for part, k, logits_CV in _logits(
-        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W, chunk_rows
+        heads,
+        hidden_MD,
+        lm_head_VD,
+        condition_MK,
+        embedding_VD,
+        context_Mn,
+        texts,
+        ids_W,
+        chunk_rows,
     ):
         out_MK[part, k] = heads.vocabulary.argmax(logits_CV)
     return out_MK
@@ -341,6 +352,7 @@ def draft_logprobs_for_rows(
     condition_MK: torch.Tensor | None = None,
     embedding_VD: torch.Tensor | None = None,
     context_Mn: torch.Tensor | None = None,
+    texts: Texts | None = None,
     ids_W: torch.Tensor | None = None,
     chunk_rows: int | None = None,
     tops_QMK: torch.Tensor | None = None,
@@ -349,7 +361,7 @@ def draft_logprobs_for_rows(
     `[len(temperatures), M, K]`.
 
     Args:
-        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W: as in
+        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, texts, ids_W: as in
         `draft_ids_for_rows`.
         targets_MK: int64 (`heads.targets.head_targets`).
         temperatures: what head logits are divided by, beside each head's own: sampling temperature
@@ -362,7 +374,15 @@ def draft_logprobs_for_rows(
         len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device
     )
     for part, k, logits_CV in _logits(
-        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W, chunk_rows
+        heads,
+        hidden_MD,
+        lm_head_VD,
+        condition_MK,
+        embedding_VD,
+        context_Mn,
+        texts,
+        ids_W,
+        chunk_rows,
     ):
         for index, temperature in enumerate(temperatures):
             cut_CV = heads.vocabulary.truncate(logits_CV / temperature, top_k, top_p)
@@ -383,6 +403,7 @@ def _logits(
     condition_MK: torch.Tensor | None,
     embedding_VD: torch.Tensor | None,
     context_Mn: torch.Tensor | None,
+    texts: Texts | None,
     ids_W: torch.Tensor | None,
     chunk_rows: int | None,
 ) -> Iterator[tuple[slice, int, torch.Tensor]]:
@@ -403,15 +424,22 @@ def _logits(
             context_Mn is not None and condition_MK is not None
         ):  # The first token since h_t is the one of the row's own pair.
             context = Context.of(context_Mn[part], hidden_MD, condition_MK[:, 0])
+        text = None
+        if texts is not None:
+            end = min(start + rows, hidden_MD.shape[0])
+            text = texts.of_rows(torch.arange(start, end)).to(hidden_MD.device)
         factored = heads.factored(
             hidden_MD[part],
             lm_head_VD,
             condition=condition_CK,
             embedding_VD=embedding_VD,
             context=context,
+            text=text,
+            places=SERVED_PLACES,
         )
         if ids_W is not None:
-            factored = of_tokens(factored, ids_W, table_VD if factored.weight.dim() == 2 else None)
+            rows_WD = table_VD if factored.weight.dim() == 2 else None
+            factored = factored.of_tokens(ids_W, rows_WD)
         for k in range(heads.config.num_heads):
             logits_CV = head_logits(factored, k, slice(None))
             yield part, k, logits_CV if temperatures[k] == 1 else logits_CV / temperatures[k]

@@ -1,6 +1,4 @@
-"""What a set of draft heads is: its kind and its sizes (no torch). The rest of the package is what
-is done with them.
-"""
+"""What a set of draft heads is: its kind and its sizes (no torch)."""
 
 from __future__ import annotations
 
@@ -12,21 +10,31 @@ from typing import Any
 
 from heads.errors import ConfigError
 
-KINDS = ("medusa", "markov", "hydra")
+KINDS = ("medusa", "hydra")
+GONE_KINDS = {
+    "markov": "Train heads of kind hydra: they read the token before as well, and all since h_t."
+}
+"""Kinds that earlier releases had -> what to do instead."""
 LM_HEADS = ("shared", "own")
 MOST_HEADS = 31
-"""What random numbers are laid out for: as many for drafts as for their acceptance, at each
-position (`medusa_ppo/drafting`).
-"""
+"""Random numbers are laid out for so many drafts at each position (`medusa_ppo/drafting`)."""
 TEMPERATURES = "temperatures"
 """File key of what each head's logits are divided by when drafts are sampled; left out where all
 are 1.
 """
 PART_WIDTH = 64
-CPU_CHUNK = 1 << 22  # Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold.
-GPU_CHUNK = (
-    1 << 26
-)  # 256 MiB. A chunk reads the whole lm_head: it takes some hundred rows until that is hidden by the products.
+"""Width of one part of an attention."""
+CPU_CHUNK = 1 << 22
+"""Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold."""
+GPU_CHUNK = 1 << 26
+"""256 MiB: a chunk reads the whole lm_head, which takes some hundred rows until the products hide
+it.
+"""
+LEAST_COPY_RANK = 256
+"""What is copied enters the cell through at least so many numbers (fewer where D is smaller)."""
+
+SINCE_COPYING = ("context_layers", "feed_forward", "copy_parts", "copy_tokens")
+"""Fields that format version 3 brought. At these defaults heads are those of the versions before."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +45,19 @@ class HeadsConfig:
         hidden_size: D, width of the actor's final hidden state.
         vocab_size: V, rows of the actor's lm_head (not the tokenizer's length).
         num_heads: K; head k (1..K) reads h_t and predicts x_{t+1+k}.
-        kind: `medusa` (h_t only), `markov` (plus a low-rank logit bias from the token before) or
-            `hydra` (plus the embeddings of all tokens drafted since h_t).
+        kind: `medusa` (h_t only) or `hydra` (plus the embeddings of all tokens drafted since h_t).
         num_layers: residual blocks per head, each with weights of its own.
         lm_head: `shared` (the actor's, frozen) or `own` (one trainable lm_head per head).
-        rank: rank of the markov bias; unused by the other kinds.
-        mlp_ratio: width of the hydra MLP's inner layer, or of the cell's state, in multiples of D;
-            unused by the other kinds.
+        mlp_ratio: width of the hydra MLP's inner layer, or of the cell's state, in multiples of D.
         context: pairs (h_j, x_{j+1}) up to (h_t, x_{t+1}) that heads of kind hydra attend to; 0:
             none. Heads with a context share one gated cell, the others have an MLP each.
+        context_layers: attentions over these pairs, one after the other.
+        feed_forward: inner width of the feed-forward layer after each attention, in multiples of
+            D; 0: none.
+        copy_parts: A, parts of the attention that copies from the text (`heads/copying.py`); 0:
+            nothing is copied. Needs a context, whose cell takes up what was copied.
+        copy_tokens: M, tokens that a key of this attention is made of.
+        rank: of kind markov, which is gone. Older files name it, and it says nothing.
     """
 
     hidden_size: int
@@ -57,8 +69,19 @@ class HeadsConfig:
     rank: int = 64
     mlp_ratio: int = 2
     context: int = 0
+    context_layers: int = 1
+    feed_forward: int = 0
+    copy_parts: int = 0
+    copy_tokens: int = 3
 
     def __post_init__(self) -> None:
+        if self.kind in GONE_KINDS:
+            raise ConfigError(
+                f"Heads of kind {self.kind} are gone since 0.4.0.",
+                given=self.kind,
+                expected=" | ".join(KINDS),
+                do=GONE_KINDS[self.kind],
+            )
         if self.kind not in KINDS:
             raise ConfigError(
                 "Unknown kind of heads.",
@@ -73,15 +96,20 @@ class HeadsConfig:
                 expected=" | ".join(LM_HEADS),
                 do="Set lm_head to one of these.",
             )
-        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank", "mlp_ratio"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(
-                    f"{name} must be a positive whole number.",
-                    given=repr(value),
-                    expected=">= 1",
-                    do=f"Correct {name}.",
-                )
+        at_least_one = (
+            "hidden_size",
+            "vocab_size",
+            "num_heads",
+            "num_layers",
+            "rank",
+            "mlp_ratio",
+            "context_layers",
+            "copy_tokens",
+        )
+        for name in at_least_one:
+            self._check_whole(name, least=1)
+        for name in ("context", "feed_forward", "copy_parts"):
+            self._check_whole(name, least=0)
         if self.num_heads > MOST_HEADS:
             raise ConfigError(
                 "So many heads can't draft.",
@@ -89,26 +117,39 @@ class HeadsConfig:
                 expected=f"num_heads <= {MOST_HEADS}",
                 do="Train fewer.",
             )
-        if not isinstance(self.context, int) or isinstance(self.context, bool) or self.context < 0:
-            raise ConfigError(
-                "context must be a whole number.",
-                given=repr(self.context),
-                expected=">= 0",
-                do="Correct context.",
-            )
         if self.context and self.kind != "hydra":
-            given = f"kind={self.kind}, context={self.context}"
             raise ConfigError(
                 "Only heads of kind hydra have a context.",
-                given=given,
+                given=f"kind={self.kind}, context={self.context}",
                 expected="context=0",
                 do="Correct one of them.",
+            )
+        needs_context = self.context_layers > 1 or self.feed_forward or self.copy_parts
+        if needs_context and not self.context:
+            raise ConfigError(
+                "Only heads with a context have further layers and copy.",
+                given=(
+                    f"context=0, context_layers={self.context_layers},"
+                    f" feed_forward={self.feed_forward}, copy_parts={self.copy_parts}"
+                ),
+                expected="context > 0, or context_layers=1, feed_forward=0, copy_parts=0",
+                do="Give the heads a context.",
+            )
+
+    def _check_whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(
+                f"{name} must be a whole number.",
+                given=repr(value),
+                expected=f">= {least}",
+                do=f"Correct {name}.",
             )
 
     @property
     def conditioned(self) -> bool:
         """Whether the heads read the tokens that were sampled or drafted since h_t."""
-        return self.kind != "medusa"
+        return self.kind == "hydra"
 
     @property
     def needs_embedding(self) -> bool:
@@ -116,55 +157,95 @@ class HeadsConfig:
         return self.kind == "hydra"
 
     @property
+    def copies(self) -> bool:
+        """Whether the heads search the text for what followed tokens like the last ones."""
+        return self.copy_parts > 0
+
+    @property
     def context_parts(self) -> int:
-        """A, parts of the attention, which is as wide as the hidden state; each PART_WIDTH wide, or
-        wider where that does not go out.
+        """Parts of the attention over pairs, which is as wide as the hidden state: the most that
+        divide D at PART_WIDTH or wider.
         """
-        return max(
-            part
-            for part in range(1, max(1, self.hidden_size // PART_WIDTH) + 1)
-            if self.hidden_size % part == 0
-        )
+        most = max(1, self.hidden_size // PART_WIDTH)
+        return max(part for part in range(1, most + 1) if self.hidden_size % part == 0)
+
+    @property
+    def inner_size(self) -> int:
+        """H, inner width of the hydra MLP, or width of the cell's state."""
+        return self.hidden_size * self.mlp_ratio
+
+    @property
+    def copy_width(self) -> int:
+        """Width of all keys of the copying attention at one place of the text."""
+        return self.copy_parts * PART_WIDTH
+
+    @property
+    def copy_rank(self) -> int:
+        """Numbers through which what was copied enters the cell. A quarter of D keeps copying
+        below 4 D^2 parameters where D is large.
+        """
+        return min(self.hidden_size, max(LEAST_COPY_RANK, self.hidden_size // 4))
+
+    @property
+    def has_new_parts(self) -> bool:
+        """Whether a reader has to know format version 3."""
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        return any(getattr(self, name) != fields[name] for name in SINCE_COPYING)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """File key -> shape of every trainable tensor (heads/FORMAT.md); the order is head by head.
+        """File key -> shape of every trainable tensor (heads/FORMAT.md); the order is head by head,
+        then what all heads have in common.
 
         In a key, head indices count from 0: index k-1 belongs to head k.
         """
         D = self.hidden_size
         V = self.vocab_size
-        H = self.hidden_size * self.mlp_ratio
+        H = self.inner_size
         shapes: dict[str, tuple[int, ...]] = {}
         for k in range(self.num_heads):
             for layer in range(self.num_layers):
                 shapes[f"blocks.{k}.layers.{layer}.weight"] = (D, D)
             if self.lm_head == "own":
                 shapes[f"lm_heads.{k}.weight"] = (V, D)
-            if self.kind == "markov":
-                shapes[f"markov.{k}.in.weight"] = (V, self.rank)
-                shapes[f"markov.{k}.out.weight"] = (V, self.rank)
             if self.kind == "hydra" and not self.context:
                 shapes[f"mlps.{k}.in.weight"] = (H, D * (k + 2))
                 shapes[f"mlps.{k}.out.weight"] = (D, H)
-        if self.context:
-            shapes |= {"context.in.weight": (3 * D, 2 * D), "context.out.weight": (D, D)}
-            shapes |= {
-                "cell.start.weight": (H, D),
-                "cell.token.weight": (H, D),
-                "cell.step.weight": (H, H),
-                "cell.out.weight": (D, H),
-            }
+        if not self.context:
+            return shapes
+        F = D * self.feed_forward
+        for layer in range(self.context_layers):
+            prefix = context_prefix(layer)
+            shapes[f"{prefix}.in.weight"] = (3 * D, 2 * D)
+            shapes[f"{prefix}.out.weight"] = (D, D)
+            if F:
+                shapes[f"{prefix}.feed_in.weight"] = (F, D)
+                shapes[f"{prefix}.feed_out.weight"] = (D, F)
+        if self.copies:
+            shapes["copy.query.weight"] = (self.copy_width, self.copy_tokens * D)
+            shapes["copy.key.weight"] = (self.copy_width, self.copy_tokens * D)
+            shapes["copy.none.weight"] = (self.copy_parts,)
+            shapes["copy.value.weight"] = (self.copy_rank, self.copy_parts * D)
+            shapes["copy.out.weight"] = (H, self.copy_rank)
+        shapes["cell.start.weight"] = (H, D)
+        shapes["cell.token.weight"] = (H, D)
+        shapes["cell.step.weight"] = (H, H)
+        shapes["cell.out.weight"] = (D, H)
         return shapes
 
     def shapes_among(self, names: Container[str]) -> dict[str, tuple[int, ...]]:
         """`tensor_shapes`, and that of the draft temperatures where `names` hold them."""
-        return self.tensor_shapes() | (
-            {TEMPERATURES: (self.num_heads,)} if TEMPERATURES in names else {}
-        )
+        temperatures = {TEMPERATURES: (self.num_heads,)} if TEMPERATURES in names else {}
+        return self.tensor_shapes() | temperatures
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, for `from_dict` and for JSON."""
-        return dataclasses.asdict(self)
+        """The fields as plain values, for `from_dict` and for JSON. Fields that earlier readers do
+        not know are left out where they say nothing new.
+        """
+        values = dataclasses.asdict(self)
+        if not self.has_new_parts:
+            for name in SINCE_COPYING:
+                del values[name]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> HeadsConfig:
@@ -179,7 +260,7 @@ class HeadsConfig:
                     expected=", ".join(names),
                     do=f"Did you mean {near[0]}?" if near else "Remove the key.",
                 )
-        missing = [n for n in ("hidden_size", "vocab_size") if n not in values]
+        missing = [name for name in ("hidden_size", "vocab_size") if name not in values]
         if missing:
             raise ConfigError(
                 "The heads configuration lacks a size.",
@@ -188,3 +269,10 @@ class HeadsConfig:
                 do="Add the missing keys.",
             )
         return cls(**values)
+
+
+def context_prefix(layer: int) -> str:
+    """What the file keys of an attention over pairs begin with; the first has no number, as in the
+    format versions that knew one only.
+    """
+    return "context" if layer == 0 else f"context.{layer}"

@@ -1,37 +1,32 @@
 """Losses of the draft heads: chunked ones whose memory does not grow with rows x vocabulary, and
 the plain references beside them.
 
-Shape letters: N rows, M rows of the batch they were taken from, K heads, D hidden, V vocabulary, r
-rank of the markov bias, C rows of one chunk.
+Shape letters: N rows, M rows of the batch they were taken from, K heads, D hidden, V vocabulary, C
+rows of one chunk.
 
 For every loss here the gradient of one row and head with respect to its logits has the form  c * (q
 - target),  where q is the head's softmax: cross-entropy (c = 1, target one-hot), total variation on
 on-policy tokens (c = q(y)/p(y) where q(y) < p(y), else 0), their mix, and KL to the actor's own
 distribution (c = 1, target p); exact total variation is alike. So the chunked form computes the
 gradient of a chunk in the forward pass, while the chunk's logits are still there, and never holds
-more than one chunk of them. Softmax, logarithms and sums are float32. Plain cross-entropy on CUDA
-is computed by Liger's kernel (package liger_kernel) where it is installed: no copy of logits in
-float32.
+more than one chunk of them. Softmax, logarithms and sums are float32.
 
 Each head has a loss of its own; callers add them up. The actor's lm_head never gets a gradient.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from heads.errors import ConfigError
-from heads.modules import FactoredLogits, head_logits
+from heads.factored import FactoredLogits, head_logits
 from heads.vocabulary import WHOLE, Vocabulary
 
-IGNORED = -100  # Target of a row that does not count, for Liger.
 WARM_UP_STEPS = 60  # Of a named loss without a part that pulls from afar.
 
 # (ce, tv, kl, exact_tv)
@@ -59,16 +54,12 @@ class LossConfig:
         warm_up_steps: optimizer steps of plain cross-entropy before this loss begins. Total
             variation alone has next to no gradient where q(y) is far below p(y), and heads that
             start as lm_head begin there.
-        accept_until_fail: None: all positions weigh 1. A number f in 0..1: a position of head k
-            weighs max(f, probability that the drafts of heads 1..k-1 are accepted there): of
-            sampled drafts when behaviour log-probs are given, else of one-hot drafts (0 or 1).
     """
 
     ce: float = 1.0
     tv: float = 0.0
     kl: float = 0.0
     exact_tv: float = 0.0
-    accept_until_fail: float | None = None
     warm_up_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -80,26 +71,10 @@ class LossConfig:
                 expected=">= 0, one of them > 0",
                 do="Correct the weights.",
             )
-        if self.accept_until_fail is not None and not 0 <= self.accept_until_fail <= 1:
-            raise ConfigError(
-                "The accept-until-fail floor is a share.",
-                given=self.accept_until_fail,
-                expected="0..1",
-                do="Correct it.",
-            )
 
     def at(self, step: int) -> LossConfig:
         """The loss of an optimizer step (from 0): cross-entropy while warming up."""
         return LossConfig() if step < self.warm_up_steps else self
-
-    @property
-    def plain(self) -> bool:
-        """Whether it is cross-entropy alone, all positions alike."""
-        return (
-            self.ce > 0
-            and self.tv == self.kl == self.exact_tv == 0
-            and self.accept_until_fail is None
-        )
 
     @property
     def needs_teacher(self) -> bool:
@@ -107,7 +82,7 @@ class LossConfig:
         return self.kl > 0 or self.exact_tv > 0
 
     @classmethod
-    def named(cls, name: str, *, accept_until_fail: float | None = None) -> LossConfig:
+    def named(cls, name: str) -> LossConfig:
         """`ce`, `tv`, `ce_tv`, `kl` or `kl_tv`, as configurations and the command line name
         them.
         """
@@ -119,7 +94,7 @@ class LossConfig:
                 do="Choose one of these.",
             )
         ce, tv, kl, exact_tv = NAMED_LOSSES[name]
-        return cls(ce, tv, kl, exact_tv, accept_until_fail, WARM_UP_STEPS if ce == kl == 0 else 0)
+        return cls(ce, tv, kl, exact_tv, WARM_UP_STEPS if ce == kl == 0 else 0)
 
 
 class Teacher(NamedTuple):
@@ -209,75 +184,13 @@ def head_loss(
         temperature: sampling temperature of the rollouts. The heads' logits are divided by it, as
             the actor's are when it samples: heads trained at one temperature then fit the others
             too, and heads that start as lm_head start right.
-        chunk_rows: rows of one of our chunks; None: as many as the vocabulary says, or Liger's
-            kernel where it can do it.
+        chunk_rows: rows of one chunk; None: as many as the vocabulary says.
         vocabulary: where the tokens are (`heads.vocabulary` of the heads).
     """
     rows = chunk_rows or vocabulary.chunk_rows(factored.head_weight(0))
     job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows, vocabulary)
     job.check(tuple(factored.features_NKD.shape[:2]))
-    fusible = (
-        config.plain and chunk_rows is None and not mask_NK.is_floating_point()
-    )  # Liger knows no weights.
-    if fusible and liger_can(factored, vocabulary):
-        return config.ce * fused_cross_entropy(factored, targets_NK, mask_NK, temperature)
     return _ChunkedLoss.apply(job, *factored)
-
-
-def liger_can(factored: FactoredLogits, vocabulary: Vocabulary) -> bool:
-    """Whether Liger's kernel is to compute these heads' plain cross-entropy: installed, on CUDA, no
-    bias, one process's vocabulary.
-    """
-    plain = factored.bias_NKr is None and type(vocabulary) is Vocabulary
-    return plain and factored.weight.device.type == "cuda" and liger_installed()
-
-
-@cache
-def liger_installed() -> bool:
-    """Whether the package is there; it is imported when it is first used."""
-    return importlib.util.find_spec("liger_kernel") is not None
-
-
-def fused_cross_entropy(
-    factored: FactoredLogits,
-    targets_NK: torch.Tensor,
-    mask_NK: torch.Tensor,
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """Mean cross-entropy of each head by `liger_sum`, float32 `K`; 0 for a head without a position.
-    Never holds all logits either.
-    """
-    weight_KVD = (
-        factored.weight
-        if factored.weight.dim() == 3
-        else factored.weight.detach().expand(targets_NK.shape[1], -1, -1)
-    )
-    features_NKD = factored.features_NKD.to(weight_KVD.dtype) / temperature
-    labels_NK = torch.where(mask_NK, targets_NK, IGNORED)
-    heads = zip(features_NKD.unbind(1), weight_KVD.unbind(0), labels_NK.unbind(1), strict=True)
-    sums = [
-        liger_sum(features_ND.contiguous(), weight_VD, labels_N.contiguous())
-        for features_ND, weight_VD, labels_N in heads
-    ]
-    return torch.stack(sums).float() / mask_NK.sum(0).clamp(min=1)
-
-
-def liger_sum(
-    features_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor
-) -> torch.Tensor:
-    """Liger sizes its chunks itself: as much memory as the features of one head. The gradient of
-    own lm_heads adds up in float32.
-    """
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return liger_fused_linear_cross_entropy(
-        features_ND,
-        weight_VD,
-        targets_N,
-        ignore_index=IGNORED,
-        reduction="sum",
-        accum_dtype=torch.float32,
-    )
 
 
 def reference_head_loss(
@@ -310,15 +223,6 @@ def reference_head_loss(
             1 - torch.minimum(F.softmax(teacher_logits_NKV.float(), dim=-1), logq_NKV.exp()).sum(-1)
         )
     weight_NK = mask_NK.float()
-    if config.accept_until_fail is not None:
-        if logprobs_NK is not None:
-            accept_NK = (logq_NK.detach() - logprobs_NK.float()).clamp(max=0).exp()
-        else:
-            accept_NK = (logits_NKV.argmax(-1) == targets_NK).float()
-        before_NK = torch.cat(
-            [torch.ones_like(accept_NK[:, :1]), accept_NK.cumprod(1)[:, :-1]], dim=1
-        )
-        weight_NK = weight_NK * before_NK.clamp(min=config.accept_until_fail)
     total_K = weight_NK.sum(0)
     return (loss_NK * weight_NK).sum(0) / torch.where(total_K > 0, total_K, 1.0)
 
@@ -370,53 +274,37 @@ class _Job:
 
 
 class _Gradients:
-    """Accumulators for the gradients of one pass; None where none is wanted. Weights sum up in
-    float32.
+    """Accumulators for the gradients of one pass; None where none is wanted. Those of own lm_heads
+    add up in float32.
     """
 
     def __init__(self, factored: FactoredLogits, wanted: tuple[bool, ...]) -> None:
-        features, weight, bias, bias_weight = wanted
-        self.features_NKD = torch.zeros_like(factored.features_NKD) if features else None
-        self.weight_KVD = (
-            torch.zeros_like(factored.weight, dtype=torch.float32)
-            if weight and factored.weight.dim() == 3
-            else None
-        )
-        self.bias_NKr = (
-            torch.zeros_like(factored.bias_NKr) if bias and factored.bias_NKr is not None else None
-        )
-        self.bias_weight_KVr = None
-        if bias_weight and factored.bias_weight_KVr is not None:
-            self.bias_weight_KVr = torch.zeros_like(factored.bias_weight_KVr, dtype=torch.float32)
+        wants_features, wants_weight = wanted
+        self.features_NKD: torch.Tensor | None = None
+        self.weight_KVD: torch.Tensor | None = None
+        if wants_features:
+            self.features_NKD = torch.zeros_like(factored.features_NKD)
+        if wants_weight and factored.weight.dim() == 3:
+            self.weight_KVD = torch.zeros_like(factored.weight, dtype=torch.float32)
 
     @property
     def any(self) -> bool:
-        return any(g is not None for g in self.in_order())
+        return any(gradient is not None for gradient in self.in_order())
 
     def in_order(self) -> tuple[torch.Tensor | None, ...]:
-        return self.features_NKD, self.weight_KVD, self.bias_NKr, self.bias_weight_KVr
+        return self.features_NKD, self.weight_KVD
 
     def add(
         self, factored: FactoredLogits, head: int, rows: slice, dlogits_CV: torch.Tensor
     ) -> None:
-        products = [
-            (factored.features_NKD, factored.head_weight(head), self.features_NKD, self.weight_KVD)
-        ]
-        if factored.bias_NKr is not None and factored.bias_weight_KVr is not None:
-            products.append(
-                (
-                    factored.bias_NKr,
-                    factored.bias_weight_KVr[head],
-                    self.bias_NKr,
-                    self.bias_weight_KVr,
-                )
-            )
-        for read_NKr, weight_Vr, gradient_NKr, gradient_KVr in products:
-            dlow_CV = dlogits_CV.to(weight_Vr.dtype)
-            if gradient_NKr is not None:
-                gradient_NKr[rows, head] = (dlow_CV @ weight_Vr).to(gradient_NKr.dtype)
-            if gradient_KVr is not None:
-                gradient_KVr[head] += (dlow_CV.T @ read_NKr[rows, head].to(dlow_CV.dtype)).float()
+        weight_VD = factored.head_weight(head)
+        dlow_CV = dlogits_CV.to(weight_VD.dtype)
+        if self.features_NKD is not None:
+            dfeatures_CD = dlow_CV @ weight_VD
+            self.features_NKD[rows, head] = dfeatures_CD.to(self.features_NKD.dtype)
+        if self.weight_KVD is not None:
+            features_CD = factored.features_NKD[rows, head].to(dlow_CV.dtype)
+            self.weight_KVD[head] += (dlow_CV.T @ features_CD).float()
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -433,9 +321,6 @@ class _ChunkedLoss(torch.autograd.Function):
         total_K = torch.zeros_like(loss_K)
         for start in range(0, rows, job.chunk_rows):
             chunk = slice(start, min(rows, start + job.chunk_rows))
-            alive_C = torch.ones(
-                chunk.stop - chunk.start, dtype=torch.float32, device=loss_K.device
-            )
             teach = (
                 job.teacher.of_chunk(chunk, job.vocabulary)
                 if job.teacher is not None and job.config.needs_teacher
@@ -444,9 +329,6 @@ class _ChunkedLoss(torch.autograd.Function):
             for head in range(heads):
                 logits_CV = head_logits(factored, head, chunk).div_(job.temperature)
                 weight_C = job.mask_NK[chunk, head].float()
-                if job.config.accept_until_fail is not None:
-                    weight_C = weight_C * alive_C.clamp(min=job.config.accept_until_fail)
-                    alive_C = alive_C * _acceptance(job, logits_CV, head, chunk)
                 logp_CV = None if teach is None else teach(head)
                 loss_C, dlogits_CV = _row_losses(
                     job, logits_CV, logp_CV, head, chunk, weight_C if gradients.any else None
@@ -456,7 +338,6 @@ class _ChunkedLoss(torch.autograd.Function):
                 if dlogits_CV is not None:
                     gradients.add(factored, head, chunk, dlogits_CV.div_(job.temperature))
         gradients.features_NKD = job.vocabulary.sum_gradient(gradients.features_NKD)
-        gradients.bias_NKr = job.vocabulary.sum_gradient(gradients.bias_NKr)
         ctx.inverse_K = 1.0 / torch.where(total_K > 0, total_K, 1.0)
         ctx.gradients = gradients
         ctx.dtypes = tuple(None if t is None else t.dtype for t in tensors)
@@ -469,12 +350,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 "The gradients of a chunked loss are used up by the first backward pass."
             )
         scale_K = grad_K.float() * ctx.inverse_K
-        shapes = (
-            scale_K.view(1, -1, 1),
-            scale_K.view(-1, 1, 1),
-            scale_K.view(1, -1, 1),
-            scale_K.view(-1, 1, 1),
-        )
+        shapes = (scale_K.view(1, -1, 1), scale_K.view(-1, 1, 1))
         scaled = [
             None if gradient is None else gradient.mul_(scale).to(dtype)
             for gradient, scale, dtype in zip(
@@ -483,19 +359,6 @@ class _ChunkedLoss(torch.autograd.Function):
         ]
         ctx.gradients = None
         return None, *scaled
-
-
-def _acceptance(job: _Job, logits_CV: torch.Tensor, head: int, chunk: slice) -> torch.Tensor:
-    """Probability `C` that this head's draft is accepted: sampled drafts when log-probs are known,
-    else one-hot.
-    """
-    targets_C = job.targets_NK[chunk, head]
-    if job.logprobs_NK is None:
-        return (job.vocabulary.argmax(logits_CV) == targets_C).float()
-    logq_C = job.vocabulary.pick(logits_CV, targets_C) - job.vocabulary.logsumexp(
-        logits_CV
-    ).squeeze(1)
-    return (logq_C - job.logprobs_NK[chunk, head].float()).clamp(max=0).exp()
 
 
 def _row_losses(

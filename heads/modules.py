@@ -1,28 +1,35 @@
-"""MedusaHeads: the draft heads as trainable tensors, teacher-forced; `medusa_ppo.drafting` asks
-them step by step.
+"""MedusaHeads: draft heads as trainable tensors, teacher-forced. `medusa_ppo.drafting` asks the same
+heads step by step.
 
 Shape letters: B batch, T rows, N rows of any kind (all leading dims flattened), K heads, L residual
-layers, D hidden, V vocabulary, H inner width of the hydra MLP or cell, r rank of the markov bias, n
-pairs of a context, P pairs that rows share, A parts of the attention, w width of a part. `...D`
-means any leading dims.
+layers, D hidden, V vocabulary, H inner width of the hydra MLP or cell, F inner width of the feed-
+forward layer, n pairs of a context, P pairs that rows share, A parts of an attention, w width of a
+part. `...D` means any leading dims.
 
 Head k (1..K) reads h_t and predicts x_{t+1+k}. What it computes, all without bias:
 
-    medusa   f = h_t                                                      logits = lm_head f'
-    markov   f = h_t                                                      logits = lm_head f' + out[k] in[k][x_{t+k}]
-    hydra    f = h_t + out[k] SiLU(in[k] [n(h_t); n(e(x_{t+1})); ...; n(e(x_{t+k}))])     logits = lm_head f'
-    f' = f after L residual blocks f + SiLU(W f);  n(v) = v / rms(v), so that the size of embeddings
-    doesn't matter
+    medusa   f = h_t
+    hydra    f = h_t + out[k] SiLU(in[k] [n(h_t); n(e(x_{t+1})); ...; n(e(x_{t+k}))])
+    both     logits = lm_head f', with f' = f after L residual blocks f + SiLU(W f)
+
+where n(v) = v / rms(v), so that the size of embeddings doesn't matter.
 
 With a context of n pairs (kind hydra), m_j = [n(h_j); n(e(x_{j+1}))], and one recurrent cell for
 all heads in the place of the MLPs:
 
-    b   = h_t + out sum_j a_j (value m_j)       a = softmax of (query m_t) (key m_j) / sqrt(w) over the j = t-n+1 .. t that are there
-    s_1 = n(SiLU(start n(b) + token n(e(x_{t+1}))))       s_k = n(SiLU(step s_{k-1} + token n(e(x_{t+k}))))       f_k = b + out s_k
+    b   = h_t, and then for each layer of the context
+          b + out sum_j a_j (value m_j)            a: softmax over the pairs j = t-n+1 .. t that are
+                                                   there of (query [n(b); n(e(x_{t+1}))])
+                                                   (key m_j) / sqrt(w)
+          b + feed_out SiLU(feed_in n(b))          where there is a feed-forward layer
+    s_1 = n(SiLU(start n(b)     + token n(e(x_{t+1})) + copy_out copy_value c_1))
+    s_k = n(SiLU(step s_{k-1}   + token n(e(x_{t+k})) + copy_out copy_value c_k))
+    f_k = b + out s_k
 
-The attention has A parts of equal width w. The blocks and every `out` start at zero, so every head
-starts as lm_head. The actor's lm_head and embedding table are arguments of the calls, frozen and
-never copied into the module; it holds trainable tensors only.
+The attention has A parts of equal width w. c_k is what `heads.copying` found in the text; heads
+that don't copy have no such term. The blocks and every `out` start at zero, so every head starts as
+lm_head. The actor's lm_head and embedding table are arguments of the calls, frozen and never copied
+into the module; it holds trainable tensors only.
 """
 
 from __future__ import annotations
@@ -33,32 +40,37 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from heads.copying import Text, copied, own_text
 from heads.errors import CheckpointError, ConfigError
-from heads.heads_config import TEMPERATURES, HeadsConfig
+from heads.factored import FactoredLogits
+from heads.heads_config import TEMPERATURES, HeadsConfig, context_prefix
 from heads.targets import MISSING, condition_ids, context_rows, used_rows
 from heads.vocabulary import WHOLE, Vocabulary
 
 RMS_EPS = 1e-6
 STACKED = {
     "lm_heads.{k}.weight": "lm_heads",
-    "markov.{k}.in.weight": "markov_in",
-    "markov.{k}.out.weight": "markov_out",
     "mlps.{k}.in.weight": "mlp_in",
     "mlps.{k}.out.weight": "mlp_out",
 }
 """File key -> parameter of all heads, in the file's order (the residual blocks come first)."""
-SHARED = {
-    "context.in.weight": "context_in",
-    "context.out.weight": "context_out",
-    "cell.start.weight": "cell_start",
-    "cell.token.weight": "cell_token",
-    "cell.step.weight": "cell_step",
-    "cell.out.weight": "cell_out",
-}
-"""File key -> parameter that all heads have in common, in the file's order (after those of the
-heads).
+SHARED_PREFIXES = ("context", "copy", "cell")
+"""What file keys and parameters begin with that all heads have in common."""
+STARTS_AT_ZERO = ("mlp_out", "cell_out")
+"""Parameters without which a head says what lm_head says, beside the blocks and the `out` of each
+layer of the context.
 """
-STARTS_AT_ZERO = ("markov_out", "mlp_out", "context_out", "cell_out")
+COPY_START = 0.5
+"""Size at which the two products start through which copied tokens enter the cell."""
+
+
+def shared_parameters(config: HeadsConfig) -> dict[str, str]:
+    """File key -> parameter that all heads have in common, in the file's order."""
+    return {
+        key: key.removesuffix(".weight").replace(".", "_")
+        for key in config.tensor_shapes()
+        if key.startswith(SHARED_PREFIXES)
+    }
 
 
 class Context(NamedTuple):
@@ -84,46 +96,9 @@ class Context(NamedTuple):
         return cls(hidden_MD[used_P], ids_M[used_P], places_Nn)
 
 
-class FactoredLogits(NamedTuple):
-    """Logits of N rows and K heads, not multiplied out: logits[n, k] = weight[k] features[n, k] +
-    bias_weight[k] bias[n, k].
-
-    Attributes:
-        features_NKD: output of the residual blocks.
-        weight: the actor's lm_head `VD`, or own ones `KVD`.
-        bias_NKr: embedding of the token before (markov), else None.
-        bias_weight_KVr: its output table (markov), else None.
-    """
-
-    features_NKD: torch.Tensor
-    weight: torch.Tensor
-    bias_NKr: torch.Tensor | None = None
-    bias_weight_KVr: torch.Tensor | None = None
-
-    def head_weight(self, head: int) -> torch.Tensor:
-        """lm_head `VD` of the head with index `head` (from 0)."""
-        return self.weight if self.weight.dim() == 2 else self.weight[head]
-
-    def multiply_out(self) -> torch.Tensor:
-        """Plain logits_NKV in float32; for references and small batches."""
-        return torch.stack(
-            [head_logits(self, head, slice(None)) for head in range(self.features_NKD.shape[1])],
-            dim=1,
-        )
-
-
-def head_logits(factored: FactoredLogits, head: int, rows: slice) -> torch.Tensor:
-    """logits_NV of one head (index from 0) for some rows: product in the lm_head's dtype, result in
-    float32.
-    """
-    weight_VD = factored.head_weight(head)
-    logits_NV = F.linear(factored.features_NKD[rows, head].to(weight_VD.dtype), weight_VD).float()
-    if factored.bias_NKr is not None and factored.bias_weight_KVr is not None:
-        out_Vr = factored.bias_weight_KVr[head]
-        logits_NV = (
-            logits_NV + F.linear(factored.bias_NKr[rows, head].to(out_Vr.dtype), out_Vr).float()
-        )
-    return logits_NV
+def _random(rows: int, columns: int) -> nn.Parameter:
+    """A product that keeps the size of what it is given, at the start."""
+    return nn.Parameter(torch.randn(rows, columns) / columns**0.5)
 
 
 def rms_normalise(values: torch.Tensor) -> torch.Tensor:
@@ -159,23 +134,42 @@ class MedusaHeads(nn.Module):
         )
         if config.lm_head == "own":
             self.lm_heads = nn.Parameter(torch.zeros(K, V, D))
-        if config.kind == "markov":
-            self.markov_in = nn.Parameter(torch.randn(K, V, config.rank) / config.rank**0.5)
-            self.markov_out = nn.Parameter(torch.zeros(K, V, config.rank))
-        H = D * config.mlp_ratio
+        H = config.inner_size
         if config.context:
-            self.context_in = nn.Parameter(torch.randn(3 * D, 2 * D) / (2 * D) ** 0.5)
-            self.context_out = nn.Parameter(torch.zeros(D, D))
-            self.cell_start, self.cell_token = (
-                nn.Parameter(torch.randn(H, D) / D**0.5) for _ in range(2)
-            )
-            self.cell_step = nn.Parameter(torch.randn(H, H) / H**0.5)
+            self._make_context()
+            if config.copies:
+                self._make_copying()
+            self.cell_start = _random(H, D)
+            self.cell_token = _random(H, D)
+            self.cell_step = _random(H, H)
             self.cell_out = nn.Parameter(torch.zeros(D, H))
         elif config.kind == "hydra":
-            self.mlp_in = nn.ParameterList(
-                [nn.Parameter(torch.randn(H, D * (k + 2)) / (D * (k + 2)) ** 0.5) for k in range(K)]
-            )
+            self.mlp_in = nn.ParameterList([_random(H, D * (k + 2)) for k in range(K)])
             self.mlp_out = nn.Parameter(torch.zeros(K, D, H))
+
+    def _make_context(self) -> None:
+        config = self.config
+        D = config.hidden_size
+        F_ = D * config.feed_forward
+        for layer in range(config.context_layers):
+            name = context_prefix(layer).replace(".", "_")
+            self.register_parameter(f"{name}_in", _random(3 * D, 2 * D))
+            self.register_parameter(f"{name}_out", nn.Parameter(torch.zeros(D, D)))
+            if F_:
+                self.register_parameter(f"{name}_feed_in", _random(F_, D))
+                self.register_parameter(f"{name}_feed_out", nn.Parameter(torch.zeros(D, F_)))
+
+    def _make_copying(self) -> None:
+        config = self.config
+        D = config.hidden_size
+        self.copy_query = _random(config.copy_width, config.copy_tokens * D)
+        # Alike at the start: tokens then find the same tokens before anything was learned.
+        self.copy_key = nn.Parameter(self.copy_query.detach().clone())
+        self.copy_none = nn.Parameter(torch.zeros(config.copy_parts))
+        value = torch.randn(config.copy_rank, config.copy_parts * D) / D**0.5
+        self.copy_value = nn.Parameter(COPY_START * value)
+        out = torch.randn(config.inner_size, config.copy_rank) / config.copy_rank**0.5
+        self.copy_out = nn.Parameter(COPY_START * out)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,8 +181,11 @@ class MedusaHeads(nn.Module):
         it was set to).
         """
         outputs = [
-            *self.blocks,
-            *(getattr(self, name) for name in STARTS_AT_ZERO if hasattr(self, name)),
+            parameter
+            for name, parameter in self.named_parameters()
+            if name.startswith("blocks.")
+            or name in STARTS_AT_ZERO
+            or (name.startswith("context_") and name.endswith("_out"))
         ]
         return not any(bool(parameter.any()) for parameter in outputs)
 
@@ -212,6 +209,8 @@ class MedusaHeads(nn.Module):
         condition: torch.Tensor | None = None,
         embedding_VD: torch.Tensor | None = None,
         context: Context | None = None,
+        text: Text | None = None,
+        places: int | None = None,
     ) -> torch.Tensor:
         """What lm_head reads, before the product: hidden `...D` -> features `...KD`, in the heads'
         dtype.
@@ -222,6 +221,8 @@ class MedusaHeads(nn.Module):
                 (`heads.targets.condition_ids`); conditioned kinds only.
             embedding_VD: the actor's embedding table; kind hydra only.
             context: the pairs before, for each of the N rows; heads with a context only.
+            text: what the N rows search; heads that copy only. None: nothing is found there.
+            places: best places of the text that count (`heads.copying`); None: all of them.
         """
         base_ND = self._checked_hidden(hidden)
         features_NKD = base_ND.unsqueeze(1).expand(-1, self.config.num_heads, -1)
@@ -229,10 +230,13 @@ class MedusaHeads(nn.Module):
             condition_NK = self._checked_condition(hidden, condition)
             table_VD = self._checked_embedding(embedding_VD)
             embedded = [self._embed(ids_N, table_VD) for ids_N in condition_NK.unbind(1)]
-            base_ND = self._with_context(
-                base_ND, embedded[0], self._checked_context(context, base_ND), table_VD
-            )
-            features_NKD = self._from_cell(base_ND, embedded)
+            context = self._checked_context(context, base_ND)
+            for layer in range(self.config.context_layers):
+                base_ND = self._with_context(layer, base_ND, embedded[0], context, table_VD)
+            found_NKH = None
+            if text is not None and self.config.copies:
+                found_NKH = self._copied(text, table_VD, places)
+            features_NKD = self._from_cell(base_ND, embedded, found_NKH)
         elif self.config.kind == "hydra":
             condition_NK = self._checked_condition(hidden, condition)
             table_VD = self._checked_embedding(embedding_VD)
@@ -263,26 +267,22 @@ class MedusaHeads(nn.Module):
         condition: torch.Tensor | None = None,
         embedding_VD: torch.Tensor | None = None,
         context: Context | None = None,
+        text: Text | None = None,
+        places: int | None = None,
     ) -> FactoredLogits:
         """All logits in factored form, which the chunked losses take. Arguments as in `forward`;
         leading dims become N.
         """
         features = self.features(
-            hidden, condition=condition, embedding_VD=embedding_VD, context=context
+            hidden,
+            condition=condition,
+            embedding_VD=embedding_VD,
+            context=context,
+            text=text,
+            places=places,
         )
         features_NKD = features.reshape(-1, *features.shape[-2:])
-        weight = self._output_weight(lm_head_VD)
-        if self.config.kind != "markov":
-            return FactoredLogits(features_NKD, weight)
-        ids_and_tables = zip(
-            self._checked_condition(hidden, condition).unbind(1),
-            self.markov_in.unbind(0),
-            strict=True,
-        )
-        bias_NKr = torch.stack(
-            [self.vocabulary.look_up(ids_N, table_Vr) for ids_N, table_Vr in ids_and_tables], dim=1
-        )
-        return FactoredLogits(features_NKD, weight, bias_NKr, self.markov_out)
+        return FactoredLogits(features_NKD, self._output_weight(lm_head_VD))
 
     def forward(
         self,
@@ -293,6 +293,8 @@ class MedusaHeads(nn.Module):
         next_ids_BT: torch.Tensor | None = None,
         embedding_VD: torch.Tensor | None = None,
         context: Context | None = None,
+        text: Text | None = None,
+        places: int | None = None,
     ) -> torch.Tensor:
         """Teacher-forced logits: hidden `...D` -> `...KV` float32.
 
@@ -305,6 +307,7 @@ class MedusaHeads(nn.Module):
             embedding_VD: the actor's embedding table; kind hydra only.
             context: the pairs before each row (heads with a context); with `next_ids_BT` all of the
                 row's own sequence.
+            text, places: what heads that copy search; with `next_ids_BT` the row's own sequence.
         """
         if condition is None and next_ids_BT is not None and self.config.conditioned:
             condition = condition_ids(
@@ -320,8 +323,16 @@ class MedusaHeads(nn.Module):
                     hidden.flatten(0, -2),
                     next_ids_BT.flatten(),
                 )
+            if self.config.copies and text is None:
+                text = own_text(next_ids_BT)
         factored = self.factored(
-            hidden, lm_head_VD, condition=condition, embedding_VD=embedding_VD, context=context
+            hidden,
+            lm_head_VD,
+            condition=condition,
+            embedding_VD=embedding_VD,
+            context=context,
+            text=text,
+            places=places,
         )
         return factored.multiply_out().reshape(
             *hidden.shape[:-1], self.config.num_heads, self.config.vocab_size
@@ -331,41 +342,63 @@ class MedusaHeads(nn.Module):
 
     def _with_context(
         self,
+        layer: int,
         base_ND: torch.Tensor,
         embedded_ND: torch.Tensor,
         context: Context,
         table_VD: torch.Tensor,
     ) -> torch.Tensor:
-        """h_t and what the pairs before it say."""
+        """`base` and what the pairs before it say, by one layer of the context."""
+        name = context_prefix(layer).replace(".", "_")
+        weight_in = self.get_parameter(f"{name}_in")
         D = self.config.hidden_size
         parts = self.config.context_parts
-        pairs_P2D = torch.cat(
-            [rms_normalise(context.hidden_PD.to(self.dtype)), self._embed(context.ids_P, table_VD)],
-            -1,
-        )
-        kept_P2D = F.linear(pairs_P2D, self.context_in[D:])
-        query_NAw = F.linear(
-            torch.cat([rms_normalise(base_ND), embedded_ND], -1), self.context_in[:D]
-        ).unflatten(-1, (parts, -1))
+        pair_states_PD = rms_normalise(context.hidden_PD.to(self.dtype))
+        pairs_P2D = torch.cat([pair_states_PD, self._embed(context.ids_P, table_VD)], -1)
+        kept_P2D = F.linear(pairs_P2D, weight_in[D:])
+        asked_N2D = torch.cat([rms_normalise(base_ND), embedded_ND], -1)
+        query_NAw = F.linear(asked_N2D, weight_in[:D]).unflatten(-1, (parts, -1))
         # Looked up as an embedding is: its gradient is added up several times as fast as that of an
         # index.
-        key_NnAw, value_NnAw = (
-            F.embedding(context.places_Nn.clamp_min(0), kept_P2D)
-            .unflatten(-1, (2, parts, -1))
-            .unbind(2)
-        )
+        kept_Nn2D = F.embedding(context.places_Nn.clamp_min(0), kept_P2D)
+        key_NnAw, value_NnAw = kept_Nn2D.unflatten(-1, (2, parts, -1)).unbind(2)
         score_NAn = torch.einsum("naw,nmaw->nam", query_NAw, key_NnAw) / query_NAw.shape[-1] ** 0.5
         score_NAn = score_NAn.masked_fill((context.places_Nn == MISSING).unsqueeze(1), -torch.inf)
         mixed_NAw = torch.einsum("nam,nmaw->naw", score_NAn.softmax(-1), value_NnAw)
-        return base_ND + F.linear(mixed_NAw.flatten(1), self.context_out)
+        base_ND = base_ND + F.linear(mixed_NAw.flatten(1), self.get_parameter(f"{name}_out"))
+        if not self.config.feed_forward:
+            return base_ND
+        inner_NF = F.silu(F.linear(rms_normalise(base_ND), self.get_parameter(f"{name}_feed_in")))
+        return base_ND + F.linear(inner_NF, self.get_parameter(f"{name}_feed_out"))
 
-    def _from_cell(self, base_ND: torch.Tensor, embedded: list[torch.Tensor]) -> torch.Tensor:
+    def _copied(self, text: Text, table_VD: torch.Tensor, places: int | None) -> torch.Tensor:
+        """What was found in the text, as it enters the cell: `[N, K, H]`."""
+        found_NKC = copied(
+            text,
+            lambda ids_N: self._embed(ids_N, table_VD),
+            self.copy_query,
+            self.copy_key,
+            self.copy_none,
+            self.config.num_heads,
+            places=places,
+        )
+        return F.linear(F.linear(found_NKC, self.copy_value), self.copy_out)
+
+    def _from_cell(
+        self,
+        base_ND: torch.Tensor,
+        embedded: list[torch.Tensor],
+        found_NKH: torch.Tensor | None,
+    ) -> torch.Tensor:
         inner_NH = F.linear(rms_normalise(base_ND), self.cell_start)
         states: list[torch.Tensor] = []
-        for embedded_ND in embedded:
+        for k, embedded_ND in enumerate(embedded):
             if states:
                 inner_NH = F.linear(states[-1], self.cell_step)
-            states.append(rms_normalise(F.silu(inner_NH + F.linear(embedded_ND, self.cell_token))))
+            inner_NH = inner_NH + F.linear(embedded_ND, self.cell_token)
+            if found_NKH is not None:
+                inner_NH = inner_NH + found_NKH[:, k]
+            states.append(rms_normalise(F.silu(inner_NH)))
         return base_ND.unsqueeze(1) + F.linear(torch.stack(states, dim=1), self.cell_out)
 
     def _embed(self, ids_N: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
@@ -462,10 +495,9 @@ class MedusaHeads(nn.Module):
                 for layer, block_KDD in enumerate(self.blocks)
             }
             views |= {name.format(k=k): table[k].detach() for name, table in tables.items()}
+        shared = shared_parameters(self.config)
         return views | {
-            name: getattr(self, attribute).detach()
-            for name, attribute in SHARED.items()
-            if hasattr(self, attribute)
+            name: getattr(self, attribute).detach() for name, attribute in shared.items()
         }
 
     def trainable_state(self) -> dict[str, torch.Tensor]:
@@ -517,7 +549,7 @@ def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: flo
 
     Args:
         named: parameters of MedusaHeads: stacked `[K, ...]`, `mlp_in.{k}` of one head, or in common
-            (`SHARED`).
+            (`SHARED_PREFIXES`).
 
     Returns:
         Norm of each head's gradient before clipping, float32 `K`; one more where heads share
@@ -528,7 +560,7 @@ def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: flo
     for name, parameter in named.items():
         if parameter.grad is None:
             continue
-        if name in SHARED.values():
+        if name.startswith(SHARED_PREFIXES):
             shared.append(parameter.grad)
         elif name.startswith("mlp_in."):
             by_head[int(name.split(".")[1])].append(parameter.grad)

@@ -7,15 +7,10 @@ it), D width of a table.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
 from heads.heads_config import CPU_CHUNK, GPU_CHUNK
-
-if TYPE_CHECKING:  # It reads this file.
-    from heads.modules import FactoredLogits
 
 
 def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
@@ -35,19 +30,6 @@ def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0)
     out_NV = ascending_NV.softmax(-1).cumsum(-1) <= 1 - top_p
     out_NV[:, -1] = False
     return logits_NV.masked_fill(torch.zeros_like(out_NV).scatter_(1, order_NV, out_NV), -torch.inf)
-
-
-def of_tokens(
-    factored: FactoredLogits, ids_W: torch.Tensor, rows_WD: torch.Tensor | None = None
-) -> FactoredLogits:
-    """Logits of some tokens alone, in their order. `rows_WD`: their rows of the shared lm_head,
-    where they were looked up before.
-    """
-    out = factored.bias_weight_KVr
-    return factored._replace(
-        weight=factored.weight[..., ids_W, :] if rows_WD is None else rows_WD,
-        bias_weight_KVr=None if out is None else out[:, ids_W],
-    )
 
 
 class Vocabulary:
