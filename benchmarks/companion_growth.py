@@ -171,7 +171,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument(
-        "--kinds", nargs="+", default=["medusa", "hydra"], choices=("medusa", "markov", "hydra")
+        "--kinds", nargs="+", default=["medusa", "hydra"], choices=("medusa", "hydra")
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", type=Path)

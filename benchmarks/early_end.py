@@ -33,7 +33,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heads.checkpoint import load_heads
-from heads.modules import Context, MedusaHeads, head_logits
+from heads.factored import head_logits
+from heads.modules import Context, MedusaHeads
 from heads.targets import context_rows
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
 from medusa_ppo.runtime.data import load_rows

@@ -35,9 +35,10 @@ from typing import Any
 
 import torch
 
+from heads.factored import FactoredLogits
 from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, fused_cross_entropy, head_loss, liger_installed
-from heads.modules import FactoredLogits, MedusaHeads
+from heads.modules import MedusaHeads
 from heads.vocabulary import WHOLE
 
 logger = logging.getLogger("gpu_heads")

@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from heads.factored import FactoredLogits
 from heads.losses import LossConfig, head_loss
-from heads.modules import FactoredLogits
 
 logger = logging.getLogger("loss_memory")
 

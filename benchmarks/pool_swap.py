@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of the actor")
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--kind", default="hydra", choices=("medusa", "markov", "hydra"))
+    parser.add_argument("--kind", default="hydra", choices=("medusa", "hydra"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     logging.disable(logging.INFO)

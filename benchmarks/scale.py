@@ -29,7 +29,7 @@ from medusa_ppo.companion.trainer import TOGETHER
 from medusa_ppo.config.run_config import HeadsSection
 from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes
 
-Kind = Literal["medusa", "markov", "hydra"]
+Kind = Literal["medusa", "hydra"]
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 TARGET = 0.03  # Largest share of the fleet that the companion may take.
 
@@ -301,8 +301,6 @@ def head_flops(
             * D
             * (2.0 if not training else 4.0 if first and layer == 0 else 6.0)
         )
-    if heads.kind == "markov":
-        total += heads.num_heads * heads.rank * V * (6.0 if training else 2.0)
     inner = heads.mlp_ratio * D
     if (
         heads.context
@@ -401,7 +399,7 @@ def main() -> None:
     parser.add_argument(
         "--kind",
         default="hydra",
-        choices=("medusa", "markov", "hydra"),
+        choices=("medusa", "hydra"),
         help="kind of the heads (K = 4)",
     )
     parser.add_argument(

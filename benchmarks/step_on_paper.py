@@ -262,7 +262,7 @@ def markdown(found: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="One engine step on an H100, on paper.")
-    parser.add_argument("--kind", default="hydra", choices=("medusa", "markov", "hydra"))
+    parser.add_argument("--kind", default="hydra", choices=("medusa", "hydra"))
     parser.add_argument("--drafts", type=int, default=4, help="K, as many as heads")
     parser.add_argument(
         "--vocabulary", type=int, help="draft from so many tokens; default: from all"

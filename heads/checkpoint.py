@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import IO, Any
 
 import torch
 
+from heads.copying import KEY_TOKENS
 from heads.errors import CheckpointError, ConfigError
 from heads.heads_config import TEMPERATURES, HeadsConfig
 from heads.modules import MedusaHeads
@@ -52,16 +53,28 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION, WITH_TEMPERATURES = 1, 2
-"""The second is of heads with draft temperatures of their own, which earlier releases can't
-serve.
+FORMAT_VERSION = 1
+WITH_TEMPERATURES = 2
+"""Heads with draft temperatures of their own, which releases before 0.2 can't serve."""
+WITH_COPYING = 3
+"""Heads that copy, or have a feed-forward layer or more layers than one, with or without draft
+temperatures. Releases before 0.4 can't serve them.
 """
+FORMAT_VERSIONS = (FORMAT_VERSION, WITH_TEMPERATURES, WITH_COPYING)
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 LM_HEAD_KEY = "lm_head.weight"
 OWN_SECTION = "medusa_ppo"
 DAMAGED = "The heads' configuration is damaged."
 MAX_CONFIG_BYTES = 1 << 20
-MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB, MAX_CONTEXT = 64, 64, 1 << 17, 1 << 24, 1 << 12
+MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 64, 64, 1 << 17, 1 << 24
+MORE_BOUNDS = {
+    "mlp_ratio": 64,
+    "context": 1 << 12,
+    "context_layers": 16,
+    "feed_forward": 64,
+    "copy_parts": 64,
+    "copy_tokens": KEY_TOKENS,
+}
 
 
 @dataclass(frozen=True)
@@ -125,9 +138,8 @@ def save_heads(
         lm_head_checksum,
         dict(metadata or {}),
     )
-    version_of_format = WITH_TEMPERATURES if TEMPERATURES in state else FORMAT_VERSION
     section = {
-        "format_version": version_of_format,
+        "format_version": _format_version(heads.config, TEMPERATURES in state),
         "heads": heads.config.to_dict(),
         **dataclasses.asdict(own),
     }
@@ -135,6 +147,13 @@ def save_heads(
     with new_directory(path) as temporary:
         write_json(temporary / CONFIG_NAME, config)
         save_state(temporary / WEIGHTS_NAME, tensors)
+
+
+def _format_version(config: HeadsConfig, with_temperatures: bool) -> int:
+    """The lowest that says everything: earlier releases then read what they can serve."""
+    if config.has_new_parts:
+        return WITH_COPYING
+    return WITH_TEMPERATURES if with_temperatures else FORMAT_VERSION
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -274,7 +293,10 @@ def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str,
         )
     config, metadata, version = _read_config(file_inside(path, CONFIG_NAME))
     weights = file_inside(path, WEIGHTS_NAME)
-    shapes = config.shapes_among((TEMPERATURES,) if version == WITH_TEMPERATURES else ())
+    names: Container[str] = (TEMPERATURES,) if version == WITH_TEMPERATURES else ()
+    if version == WITH_COPYING:  # May have temperatures, and has them where they are not all 1.
+        names = read_header(weights, MAX_HEADS_HEADER_BYTES)
+    shapes = config.shapes_among(names)
     if metadata.has_lm_head:
         shapes[LM_HEAD_KEY] = (config.vocab_size, config.hidden_size)
     _check_names_and_shapes(weights, shapes, metadata.dtype)
@@ -306,8 +328,8 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata, int]:
             "Convert it with `medusa-ppo convert`.",
         )
     version = section.get("format_version")
-    if version not in (FORMAT_VERSION, WITH_TEMPERATURES):
-        expected = f"{FORMAT_VERSION} or {WITH_TEMPERATURES}"
+    if version not in FORMAT_VERSIONS:
+        expected = " or ".join(map(str, FORMAT_VERSIONS))
         do = "Update medusa-ppo, or save the heads again."
         raise _damaged("The heads directory has an unknown format version.", version, expected, do)
     try:
@@ -331,7 +353,7 @@ def _check_config(
         "hidden_size": MAX_WIDTH,
         "vocab_size": MAX_VOCAB,
     }
-    bounds = {**sizes, "rank": MAX_WIDTH, "mlp_ratio": 64, "context": MAX_CONTEXT}
+    bounds = {**sizes, **MORE_BOUNDS}
     faults = [
         f"{name} {getattr(config, name)} > {bound}"
         for name, bound in bounds.items()

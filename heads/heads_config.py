@@ -15,6 +15,8 @@ GONE_KINDS = {
     "markov": "Train heads of kind hydra: they read the token before as well, and all since h_t."
 }
 """Kinds that earlier releases had -> what to do instead."""
+GONE_FIELDS = ("rank",)
+"""Fields of kinds that are gone. Older files have them, and they said nothing of other kinds."""
 LM_HEADS = ("shared", "own")
 MOST_HEADS = 31
 """Random numbers are laid out for so many drafts at each position (`medusa_ppo/drafting`)."""
@@ -57,7 +59,6 @@ class HeadsConfig:
         copy_parts: A, parts of the attention that copies from the text (`heads/copying.py`); 0:
             nothing is copied. Needs a context, whose cell takes up what was copied.
         copy_tokens: M, tokens that a key of this attention is made of.
-        rank: of kind markov, which is gone. Older files name it, and it says nothing.
     """
 
     hidden_size: int
@@ -66,7 +67,6 @@ class HeadsConfig:
     kind: str = "medusa"
     num_layers: int = 1
     lm_head: str = "shared"
-    rank: int = 64
     mlp_ratio: int = 2
     context: int = 0
     context_layers: int = 1
@@ -101,7 +101,6 @@ class HeadsConfig:
             "vocab_size",
             "num_heads",
             "num_layers",
-            "rank",
             "mlp_ratio",
             "context_layers",
             "copy_tokens",
@@ -251,6 +250,7 @@ class HeadsConfig:
     def from_dict(cls, values: dict[str, Any]) -> HeadsConfig:
         """Build from a mapping; an unknown key is an error that names the nearest valid one."""
         names = [field.name for field in dataclasses.fields(cls)]
+        values = {key: value for key, value in values.items() if key not in GONE_FIELDS}
         for key in values:
             if key not in names:
                 near = difflib.get_close_matches(key, names, n=1)

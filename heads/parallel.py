@@ -33,11 +33,11 @@ import torch.distributed as dist
 from heads.checkpoint import HeadsMetadata, load_heads
 from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
-from heads.modules import SHARED, MedusaHeads
+from heads.modules import SHARED_PREFIXES, MedusaHeads
 from heads.vocabulary import Vocabulary
 
-SHARDED_KEYS = ("lm_heads.", "markov.")  # File keys of tensors with one row per token.
-SHARDED_PARAMETERS = ("lm_heads", "markov_")
+SHARDED_KEYS = ("lm_heads.",)  # File keys of tensors with one row per token.
+SHARDED_PARAMETERS = ("lm_heads",)
 KEY_BITS = 32
 
 
@@ -273,7 +273,7 @@ class ParallelHeads(MedusaHeads):
         for name, parameter in self.named_parameters():
             if parameter.grad is None:
                 continue
-            if name in SHARED.values():
+            if name.startswith(SHARED_PREFIXES):
                 own = [(heads, parameter.grad)]
             else:
                 own = (

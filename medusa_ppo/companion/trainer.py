@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from heads.errors import CheckpointError, DataError
 from heads.losses import LossConfig, Teacher, head_loss, known_lse
 from heads.modules import MedusaHeads, clip_per_head
-from heads.vocabulary import of_tokens
 from medusa_ppo.companion.gate import RunningMean, under
 from medusa_ppo.companion.positions import TrainingRows, in_blocks, look_up
 from medusa_ppo.config.run_config import CompanionConfig
@@ -361,11 +360,8 @@ class HeadsTrainer:
                 context=context,
             )
         if self.ids_W is not None:
-            factored = of_tokens(
-                factored,
-                self.ids_W.to(self.device),
-                product_WD if factored.weight.dim() == 2 else None,
-            )
+            rows_WD = product_WD if factored.weight.dim() == 2 else None
+            factored = factored.of_tokens(self.ids_W.to(self.device), rows_WD)
         elif factored.weight.dim() == 2:
             factored = factored._replace(weight=product_WD)
         return head_loss(

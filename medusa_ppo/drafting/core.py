@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from heads.errors import ConfigError
 from heads.modules import MedusaHeads
@@ -134,12 +133,6 @@ class DraftingCore:
         self._own: list[LINEAR] = []
         if self.config.lm_head == "own":
             self._own = [self._pack(heads.own_lm_head(k + 1).detach()) for k in range(count)]
-        self._bias_out: list[LINEAR] = []
-        if self.config.kind == "markov":
-            out_KVr = heads.markov_out.detach()
-            self._bias_out = [
-                self._pack(out_KVr[k] if ids_W is None else out_KVr[k][ids_W]) for k in range(count)
-            ]
 
     # ---- the call
 
@@ -183,11 +176,6 @@ class DraftingCore:
         ids = []
         for k in range(count):
             logits_BW = ahead[k] if features is None else self._multiply(features(k, last_ids_B), k)
-            if self._bias_out:
-                logits_BW = (
-                    logits_BW
-                    + self._bias_out[k](F.embedding(last_ids_B, self.heads.markov_in[k])).float()
-                )
             column_B = logits_BW.argmax(-1) if drawing is None else drawing.choose(logits_BW, k)
             last_ids_B = column_B if self.ids_W is None else self.ids_W.index_select(0, column_B)
             if drawing is not None:
@@ -211,7 +199,7 @@ class DraftingCore:
         """lm_head's part of the logits `[B, W]` of each head, for kinds whose features do not
         depend on drafted tokens.
         """
-        assert isinstance(self.fused, FusedHeads), "kinds medusa and markov"
+        assert isinstance(self.fused, FusedHeads), "heads of kind medusa"
         features_BKD = self.fused.features_at_once(hidden_BD, count)
         if self._own:
             return [self._own[k](features_BKD[:, k]).float() for k in range(count)]

@@ -308,7 +308,7 @@ class FusedHeads:
     # ---- kinds whose features need no tokens
 
     def features_at_once(self, hidden_BD: torch.Tensor, count: int) -> torch.Tensor:
-        """What lm_head reads for the first `count` heads, `[B, C, D]`; kinds medusa and markov."""
+        """What lm_head reads for the first `count` heads, `[B, C, D]`; kind medusa."""
         features_BCD = hidden_BD.unsqueeze(1) + F.silu(self._first_blocks(hidden_BD, count))
         for block_KDD in self._blocks[1:]:
             inner_CBD = torch.bmm(

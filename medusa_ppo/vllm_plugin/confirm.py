@@ -252,12 +252,6 @@ def _logprobs(
         if own
         else plain.lm_head(features_BD.to(plain.dtype))
     ).float()
-    if config.kind == "markov":
-        logits_BV = (
-            logits_BV
-            + tensor(f"markov.{k}.in.weight")[given_ids[-1]].float()
-            @ tensor(f"markov.{k}.out.weight").T.float()
-        )
     if plain.ids_W is not None:
         kept_BV = torch.full_like(logits_BV, -torch.inf)
         logits_BV = kept_BV.index_copy(1, plain.ids_W, logits_BV[:, plain.ids_W])

@@ -22,7 +22,7 @@ def embedding_module(target_model: Any) -> Any:
         "The actor's embedding table was not found in vLLM's model.",
         given=type(target_model).__name__,
         expected="a module named embed_tokens",
-        do="Use heads of kind medusa or markov with this actor.",
+        do="Use heads of kind medusa with this actor.",
     )
 
 

@@ -43,10 +43,6 @@ def test_arithmetic_of_heads_by_hand(scale: ModuleType) -> None:
     assert scale.head_flops(HeadsConfig(D, V, 2), training=False) == 2 * (2 * D * V + 2 * D * D)
     own = HeadsConfig(D, V, 1, lm_head="own", num_layers=2)
     assert scale.head_flops(own, training=True) == 6 * D * V + 4 * D * D + 6 * D * D
-    assert (
-        scale.head_flops(HeadsConfig(D, V, 1, "markov", rank=2), training=True)
-        == 4 * D * V + 4 * D * D + 6 * 2 * V
-    )
     hydra = 4 * D * V + 6 * D * D + 4 * (6 * 6) + 6 * (6 * 3)
     assert scale.head_flops(HeadsConfig(D, V, 1, "hydra"), training=True) == hydra
     context, plain = (

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from heads.acceptance import replay_probabilities
+from heads.factored import FactoredLogits
 from heads.losses import LossConfig, Teacher, head_loss, reference_head_loss
-from heads.modules import FactoredLogits
 
 HEADS = 9
 

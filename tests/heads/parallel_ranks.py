@@ -20,7 +20,7 @@ from heads.acceptance import draft_ids_for_rows, draft_logprobs_for_rows
 from heads.checkpoint import load_heads, save_heads
 from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, head_loss
-from heads.modules import SHARED, Context, MedusaHeads
+from heads.modules import SHARED_PREFIXES, Context, MedusaHeads
 from heads.parallel import ParallelHeads, ShardedVocabulary
 from heads.targets import context_rows
 from heads.vocabulary import WHOLE, truncate_logits
@@ -31,13 +31,10 @@ LOSSES = {
     "tv": LossConfig(0.0, 1.0),
     "kl_tv": LossConfig.named("kl_tv"),
     "all": LossConfig(0.3, 1.0, 0.7, 0.5),
-    "ce_auf": LossConfig(accept_until_fail=0.2),
-    "tv_auf": LossConfig(0.0, 1.0, accept_until_fail=0.0),
 }
 KINDS = {
     "medusa-shared": ("medusa", "shared"),
     "medusa-own": ("medusa", "own"),
-    "markov": ("markov", "shared"),
     "hydra": ("hydra", "shared"),
     "context": ("context", "shared"),
 }
@@ -85,7 +82,7 @@ class Case:
         self.vocabulary = vocabulary
         pairs = PAIRS if kind == "context" else 0
         self.whole = MedusaHeads(
-            HeadsConfig(D, V, K, "hydra" if pairs else kind, 2, lm_head, rank=4, context=pairs)
+            HeadsConfig(D, V, K, "hydra" if pairs else kind, 2, lm_head, context=pairs)
         )
         self.lm_head_VD = torch.randn(V, D)
         self.embedding_VD = torch.randn(V, D)
@@ -191,7 +188,7 @@ def clips(case: Case, name: str, figures: dict[str, Any]) -> None:
         mine = {
             key: value
             for key, value in before.items()
-            if (f".{k}." in key[: key.index(".") + 3] if k < K else key in SHARED)
+            if (f".{k}." in key[: key.index(".") + 3] if k < K else key.startswith(SHARED_PREFIXES))
         }
         norm = torch.cat([v.flatten() for v in mine.values()]).norm()
         figures[f"clip-norm-{name}-{k}"] = float((norm - norm_K[k]).abs() / norm)

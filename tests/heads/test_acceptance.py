@@ -273,7 +273,7 @@ def test_sampled_becomes_one_hot_when_the_draft_temperature_goes_to_zero() -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_in_chunks_equal_plain_logits(kind: str) -> None:
     torch.manual_seed(0)
-    heads = MedusaHeads(HeadsConfig(8, 12, 3, kind, rank=2))
+    heads = MedusaHeads(HeadsConfig(8, 12, 3, kind))
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

@@ -36,7 +36,7 @@ def build(kind: str = "medusa", lm_head: str = "shared", layers: int = 2) -> Med
     torch.manual_seed(0)
     pairs = 5 if kind == "context" else 0
     heads = MedusaHeads(
-        HeadsConfig(D, V, K, "hydra" if pairs else kind, layers, lm_head, rank=4, context=pairs)
+        HeadsConfig(D, V, K, "hydra" if pairs else kind, layers, lm_head, context=pairs)
     )
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -311,7 +311,7 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
         lambda path: (path / "config.json").write_text('{"x": "' + "a" * (2 << 20) + '"}')
     ),
     "foreign config": _config(lambda c: c.pop("medusa_ppo")),
-    "newer format": _config(lambda c: c["medusa_ppo"].update(format_version=3)),
+    "newer format": _config(lambda c: c["medusa_ppo"].update(format_version=4)),
     "format of draft temperatures without them": _config(
         lambda c: c["medusa_ppo"].update(format_version=2)
     ),

@@ -20,11 +20,14 @@ def test_round_trip() -> None:
         ({"lm_head": "tied"}, "lm_head"),
         ({"num_heads": 0}, "num_heads"),
         ({"num_heads": 32}, "num_heads <= 31"),
-        ({"rank": True}, "rank"),
+        ({"kind": "hydra", "context": 4, "copy_parts": True}, "copy_parts"),
+        ({"kind": "hydra", "copy_parts": 4}, "context"),
+        ({"kind": "hydra", "feed_forward": 2}, "context"),
+        ({"kind": "markov"}, "gone since 0.4.0"),
         ({"num_layers": 1.0}, "num_layers"),
         ({"kind": "hydra", "context": -1}, "context"),
         ({"kind": "hydra", "context": True}, "context"),
-        ({"kind": "markov", "context": 4}, "hydra"),
+        ({"kind": "medusa", "context": 4}, "hydra"),
     ],
 )
 def test_impossible_values(change: dict, word: str) -> None:
@@ -40,12 +43,11 @@ def test_unknown_and_missing_keys() -> None:
 
 
 def test_trainable_parameters_of_the_design_table() -> None:
-    """DESIGN.md 2: 0.26M, 2.36M, 1.31M (rank 64) and 2.62M for the actor of 256 x 2,048."""
+    """DESIGN.md 2: 0.26M, 2.36M and 2.62M for the actor of 256 x 2,048."""
     millions = {}
     for kind, lm_head in (
         ("medusa", "shared"),
         ("medusa", "own"),
-        ("markov", "shared"),
         ("hydra", "shared"),
     ):
         shapes = HeadsConfig(256, 2048, 4, kind, 1, lm_head).tensor_shapes()
@@ -59,6 +61,5 @@ def test_trainable_parameters_of_the_design_table() -> None:
     assert millions == {
         ("medusa", "shared"): 0.26,
         ("medusa", "own"): 2.36,
-        ("markov", "shared"): 1.31,
         ("hydra", "shared"): 2.62,
     }

@@ -24,7 +24,7 @@ def build(
 ) -> MedusaHeads:
     torch.manual_seed(0)
     kind, pairs = ("hydra", PAIRS) if form == "context" else (form, 0)
-    heads = MedusaHeads(HeadsConfig(D, V, K, kind, layers, lm_head, rank=4, context=pairs))
+    heads = MedusaHeads(HeadsConfig(D, V, K, kind, layers, lm_head, context=pairs))
     if lm_head == "own":
         heads.init_own_lm_heads(tables()[0])
     with torch.no_grad():
@@ -66,23 +66,6 @@ def test_medusa_by_hand() -> None:
             x_BTD = x_BTD + F.silu(F.linear(x_BTD, state[f"blocks.{k}.layers.{layer}.weight"]))
         torch.testing.assert_close(logits_BTKV[:, :, k], F.linear(x_BTD, lm_head_VD))
     assert not torch.equal(state["blocks.0.layers.0.weight"], state["blocks.0.layers.1.weight"])
-
-
-def test_markov_by_hand() -> None:
-    """Head k's bias comes from the token right before its target: x_{t+k} = next_ids[t + k - 1]."""
-    heads, (lm_head_VD, _), (hidden_BTD, next_ids_BT) = build("markov", layers=1), tables(), rows()
-    logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT)
-    state = heads.trainable_state()
-    for k in range(K):
-        x_BTD = hidden_BTD + F.silu(F.linear(hidden_BTD, state[f"blocks.{k}.layers.0.weight"]))
-        for t in range(T - k):
-            bias_BV = (
-                state[f"markov.{k}.in.weight"][next_ids_BT[:, t + k]]
-                @ state[f"markov.{k}.out.weight"].T
-            )
-            torch.testing.assert_close(
-                logits_BTKV[:, t, k], F.linear(x_BTD[:, t], lm_head_VD) + bias_BV
-            )
 
 
 def test_hydra_by_hand() -> None:
@@ -204,7 +187,7 @@ def test_a_pair_that_is_missing_says_nothing() -> None:
     assert not torch.allclose(some[4], whole[4]) and torch.allclose(some[1], whole[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["markov", "hydra"])
+@pytest.mark.parametrize("kind", ["hydra"])
 def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(kind: str) -> None:
     lm_head_VD, embedding_VD = tables()
     hidden_BTD, next_ids_BT = rows()
@@ -216,7 +199,7 @@ def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(kind: str) ->
         changed_BTK[..., j] = (changed_BTK[..., j] + 1) % V
         after = heads(hidden_BTD, lm_head_VD, condition=changed_BTK, embedding_VD=embedding_VD)
         moved = [not torch.equal(before[:, :, k], after[:, :, k]) for k in range(K)]
-        assert moved == [k >= j if kind == "hydra" else k == j for k in range(K)]
+        assert moved == [k >= j for k in range(K)]
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -287,7 +270,7 @@ def test_wrong_inputs_are_named() -> None:
     with pytest.raises(ConfigError, match="does not fit"):
         build("medusa")(hidden_BTD, lm_head_VD[:-1])
     with pytest.raises(ConfigError, match="tokens since"):
-        build("markov")(hidden_BTD, lm_head_VD)
+        build("hydra")(hidden_BTD, lm_head_VD)
     with pytest.raises(ConfigError, match="embedding"):
         build("hydra")(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT)
     with pytest.raises(ConfigError, match="pairs before"):

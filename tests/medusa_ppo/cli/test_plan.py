@@ -117,9 +117,9 @@ def test_messages_are_as_large_as_said() -> None:
     )
     lengths = batch.lengths_S.numel() * 8
     assert hidden_bytes(model, tokens) == batch.nbytes - lengths
-    for kind in ("medusa", "markov", "hydra"):
+    for kind in ("medusa", "hydra"):
         for lm_head in ("shared", "own"):
-            heads = HeadsConfig(32, 100, 3, kind, 2, lm_head, rank=4)
+            heads = HeadsConfig(32, 100, 3, kind, 2, lm_head)
             assert heads_parameters(heads) == sum(
                 p.numel() for p in MedusaHeads(heads).parameters()
             )

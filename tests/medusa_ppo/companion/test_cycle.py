@@ -25,7 +25,7 @@ def make(
     task, kind: str = "medusa", seed: int = 0, draft_temperature: float = 0.0, **settings
 ) -> Cycle:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
-    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, rank=4)
+    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind)
     embedding_VD = task.lm_head_VD if kind == "hydra" else None
     return Cycle(
         heads,

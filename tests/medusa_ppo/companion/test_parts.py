@@ -30,7 +30,7 @@ def make(task, kind: str = "medusa", draft_temperature: float = 0.0, **settings)
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     pairs = 4 if kind == "context" else 0
     heads = HeadsConfig(
-        task.hidden, task.vocab, num_heads=3, kind="hydra" if pairs else kind, rank=4, context=pairs
+        task.hidden, task.vocab, num_heads=3, kind="hydra" if pairs else kind, context=pairs
     )
     embedding_VD = task.lm_head_VD if heads.needs_embedding else None
     return Cycle(
@@ -51,10 +51,9 @@ def make(task, kind: str = "medusa", draft_temperature: float = 0.0, **settings)
         # difference of 3e-8), and AdamW makes steps of it.
         (2, "medusa", {"loss": "kl", "replay_versions": 2, "upper_mark_every": 2}),
         (2, "hydra", {"loss": "ce_tv", "draft_temperature": 0.8, "batch_positions": 128}),
-        (3, "markov", {"loss": "kl"}),
         (2, "context", {"loss": "kl", "replay_versions": 1}),
     ],
-    ids=["medusa", "hydra", "markov", "context"],
+    ids=["medusa", "hydra", "context"],
 )
 def test_a_team_learns_what_one_worker_learns(
     chain,

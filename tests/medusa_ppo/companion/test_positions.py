@@ -221,7 +221,7 @@ def joined(*batches: RolloutBatch) -> RolloutBatch:
 
 def trainer_of(task, kind: str, **settings) -> HeadsTrainer:
     torch.manual_seed(7)
-    heads = MedusaHeads(HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, rank=4))
+    heads = MedusaHeads(HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind))
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     return HeadsTrainer(
         heads, task.lm_head_VD, config, 0, embedding_VD=task.lm_head_VD if kind == "hydra" else None
