@@ -1,4 +1,4 @@
-"""A small actor made large by neurons that say nothing (`medusa_ppo.demo.pretraining.grow`): it writes what the
+"""A small actor made large by zero-gated neurons (`medusa_ppo.demo.pretraining.grow`): it writes what the
 small one writes.
 
     python benchmarks/grown_actor.py OUT [--model DIR] [--intermediate 16384]

@@ -1,4 +1,4 @@
-"""Options of `medusa-ppo bench`, each with its default and what `--help` says of it (no torch)."""
+"""Options of `medusa-ppo bench`, one class for each of its commands; read without torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typer import Option
 from medusa_ppo.offline.options import Data, Model, NewTokens, Seed, Template
 
 Table = Sequence[Sequence[str]]
+"""Header and rows of a result, ready to be shown."""
 
 Heads = Annotated[str, Option(help="Native heads directory.")]
 
 
 @dataclass(frozen=True)
 class RolloutBench:
-    """What is served, and how often."""
+    """`bench rollout`: what is served, and how often."""
 
     model: Model
     heads: Heads
@@ -76,7 +77,7 @@ class RolloutBench:
 
 @dataclass(frozen=True)
 class HeadsBench:
-    """What heads to compare, on what."""
+    """`bench heads`: which heads are compared, on which tokens."""
 
     model: Model
     data: Data
@@ -86,12 +87,7 @@ class HeadsBench:
     num_heads: Annotated[int, Option(min=1, help="K, the number of heads.")] = 4
     kinds: Annotated[
         tuple[str, ...], Option(help="Kinds of heads to compare; hydra:N has a context of N pairs.")
-    ] = (
-        "medusa",
-        "markov",
-        "hydra:0",
-        "hydra:16",
-    )
+    ] = ("medusa", "hydra:0", "hydra:16")
     losses: Annotated[tuple[str, ...], Option(help="Losses to compare.")] = (
         "ce",
         "tv",
@@ -107,7 +103,7 @@ class HeadsBench:
 
 @dataclass(frozen=True)
 class SwapBench:
-    """What is swapped, and how often."""
+    """`bench swap`: which heads are put into a running engine, and how often."""
 
     model: Model
     heads: Heads
@@ -117,14 +113,12 @@ class SwapBench:
 
 @dataclass(frozen=True)
 class CompanionBench:
-    """The PPO step that is timed, and how often."""
+    """`bench companion`: the PPO step that is timed, and how often."""
 
     model: Model
     data: Data
     template: Template
-    kind: Annotated[Literal["medusa", "markov", "hydra"], Option(help="Kind of the heads.")] = (
-        "hydra"
-    )
+    kind: Annotated[Literal["medusa", "hydra"], Option(help="Kind of the heads.")] = "hydra"
     rounds: Annotated[
         int, Option(min=1, help="Pairs of PPO steps with and without the companion.")
     ] = 8

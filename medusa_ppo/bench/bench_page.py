@@ -1,4 +1,4 @@
-"""What a benchmark found, as JSON, Markdown and a picture."""
+"""What a benchmark found, written as JSON, Markdown and an SVG picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from medusa_ppo.reports.store import hardware, package_versions
 from medusa_ppo.runtime.files import write_atomic
 
 COLOURS = ("#888888", "#b5651d", "#8a6fb0", "#4f9fd8", "#1b5f9e")
-BAR, GAP, PLOT_HEIGHT, MARGIN = 18, 26, 220, 40
+# Sizes of the picture, in pixels.
+BAR = 18
+GAP = 26
+PLOT_HEIGHT = 220
+MARGIN = 40
 
 
 def write_bench(
@@ -42,38 +46,38 @@ def write_bench(
         "hardware": hardware(),
         "versions": package_versions(),
     }
-    files = [out, out.with_suffix(".md")]
-    write_atomic(files[0], json.dumps(record, indent=1) + "\n")
-    write_atomic(files[1], _markdown(out.stem, record, table, verdict, plot))
-    if plot:
-        files.append(out.with_suffix(".svg"))
-        write_atomic(files[2], plot)
-    return files
+    page = out.with_suffix(".md")
+    write_atomic(out, json.dumps(record, indent=1) + "\n")
+    write_atomic(page, _markdown(out.stem, record, table, verdict, plot))
+    if not plot:
+        return [out, page]
+    picture = out.with_suffix(".svg")
+    write_atomic(picture, plot)
+    return [out, page, picture]
 
 
 def _markdown(
     name: str, record: Mapping[str, Any], table: Table, verdict: Sequence[str], plot: str
 ) -> str:
+    """The page: verdict and table, then the conditions under which the figures were taken."""
     header, *rows = table
-    machine = record["hardware"]
-    versions = record["versions"]
-    lines = [f"# {name}", "", *verdict, "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    lines = [f"# {name}", "", *verdict, ""]
+    lines.append(f"| {' | '.join(header)} |")
+    lines.append(f"|{'---|' * len(header)}")
     lines += [f"| {' | '.join(row)} |" for row in rows]
     if plot:
         lines += ["", f"![ratios]({name}.svg)"]
+    machine = record["hardware"]
     gpus = ", ".join(machine["gpus"]) or "none"
+    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
     settings = ", ".join(
         f"{key}={value}" for key, value in record["settings"].items() if value != ""
     )
     lines += [
         "",
-        (
-            f"Machine: {machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_gib']}"
-            f" GiB, GPUs: {gpus}."
-        ),
-    ]
-    lines += [
-        f"Versions: {', '.join(f'{key} {value}' for key, value in versions.items())}.",
+        f"Machine: {machine['cpu']}, {machine['usable_cores']} cores,"
+        f" {machine['memory_gib']} GiB, GPUs: {gpus}.",
+        f"Versions: {versions}.",
         f"Settings: {settings}.",
         "",
     ]
@@ -90,7 +94,8 @@ def draw_ratios(
         series: name -> one ratio per group.
         unit: what the groups count.
     """
-    top = max(1.2, *(value for values in series.values() for value in values)) * 1.08
+    # At least 1.2, so that the line at 1 never lies at the upper edge; 8 % of room for the figures.
+    top = 1.08 * max(1.2, *(max(values) for values in series.values()))
     group_width = len(series) * BAR + GAP
     width = max(460, MARGIN * 2 + len(groups) * group_width)
     height = MARGIN + PLOT_HEIGHT + 64

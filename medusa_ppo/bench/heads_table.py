@@ -277,7 +277,7 @@ def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
 
 
 def sizes_of(kind: str, num_heads: int, lm_head_VD: torch.Tensor) -> HeadsConfig:
-    """Of `medusa`, `markov`, `hydra` or `hydra:N`."""
+    """Sizes of heads of kind `medusa`, `hydra`, or `hydra:N` (with a context of N pairs)."""
     name, _, pairs = kind.partition(":")
     given = {"kind": name, "num_heads": num_heads} | ({"context": pairs} if pairs else {})
     try:

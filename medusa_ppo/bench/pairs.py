@@ -1,4 +1,8 @@
-"""Several ways of doing the same thing, timed in turns, and their ratios."""
+"""Several ways of doing the same thing (arms), timed in turns, and their ratios within a round.
+
+Only ratios within a round are compared: a shared machine is faster in one minute than in the next,
+and both sides of such a ratio saw the same minute.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ class PairedRates:
     rates: Mapping[str, tuple[float, ...]]
 
     def ratios(self, arm: str) -> tuple[float, ...]:
+        """An arm's rate over the base's, one ratio per round."""
         return tuple(
             own / base for own, base in zip(self.rates[arm], self.rates[self.base], strict=True)
         )
@@ -73,10 +78,10 @@ def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> T
     """
 
     def cell(form: str, row: Mapping[str, Any]) -> str:
-        return (
-            ""
-            if any(name and row[name] is None for _, name, _, _ in Formatter().parse(form))
-            else form.format(**row)
-        )
+        figures = [name for _, name, _, _ in Formatter().parse(form) if name]
+        if any(row[name] is None for name in figures):
+            return ""
+        return form.format(**row)
 
-    return [list(columns), *([cell(form, row) for form in columns.values()] for row in rows)]
+    body = [[cell(form, row) for form in columns.values()] for row in rows]
+    return [list(columns), *body]

@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -100,8 +100,11 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="New folder for the heads.")],
     to: Annotated[
-        Literal["native", "vllm", "fasterdecoding", "medusa-1.0", "tgi-v1", "tgi-v2", "modelopt"],
-        typer.Option(help="Format to write; the source's is found out."),
+        str,
+        typer.Option(
+            metavar="native|vllm|fasterdecoding|medusa-1.0|modelopt",
+            help="Format to write; the source's is found out.",
+        ),
     ],
     model: Annotated[
         str,

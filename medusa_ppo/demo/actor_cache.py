@@ -1,4 +1,4 @@
-"""Where the actor of the embedded example is kept, and how it gets there once for all processes."""
+"""The cache of the embedded example's actor: trained once, by one process, for all of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 from medusa_ppo.demo.pretraining import DEFAULT_RECIPE, PretrainProgress, Recipe, grow, train_actor
 from medusa_ppo.demo.task import build_tokenizer, document, problem
-from medusa_ppo.demo.task import demo_rows as demo_rows
 
 logger = logging.getLogger(__name__)
 
-
 RECORD = "actor.json"
+"""File beside the weights: the recipe, the note, and the checksum of every other file."""
+
 _SAMPLE = 64
+"""Documents that stand for the text in the cache's key: a change of the task makes another actor."""
 
 
 def ensure_demo_actor(
@@ -32,8 +33,8 @@ def ensure_demo_actor(
     *,
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> Path:
-    """The folder of the demo actor; trains it first if the cache has none that is whole, and grows
-    it from the small one.
+    """The folder of the demo actor. Trains it first if the cache has no whole one; a grown actor
+    is made from the small one.
 
     Args:
         progress: called after every training step; never called when the actor is already there.
@@ -42,19 +43,17 @@ def ensure_demo_actor(
     Returns:
         A folder that AutoModelForCausalLM, AutoTokenizer and vLLM load as it is.
     """
-    small = (
-        ensure_demo_actor(progress, cache_dir, recipe=replace(recipe, grown_to=0))
-        if recipe.grown_to
-        else None
-    )
+    small = None
+    if recipe.grown_to:
+        small = ensure_demo_actor(progress, cache_dir, recipe=replace(recipe, grown_to=0))
     tokenizer = build_tokenizer()
-    folder = (Path(cache_dir) if cache_dir is not None else default_cache_dir()) / _key(
-        recipe, tokenizer
-    )
+    cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    folder = cache / _key(recipe, tokenizer)
     if is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(folder.name + ".lock")):
+        # Another process may have trained it while this one waited for the lock.
         if is_whole(folder):
             return folder
         partial = folder.with_name(folder.name + ".partial")
@@ -130,14 +129,15 @@ def _install(
 
 
 def _note(model: LlamaForCausalLM, recipe: Recipe) -> str:
+    """What a reader of figures must know of a grown actor; empty for the small one."""
     if not recipe.grown_to:
         return ""
     new = 3 * (recipe.grown_to - recipe.intermediate_size) * recipe.hidden_size * recipe.num_layers
     whole = sum(parameter.numel() for parameter in model.parameters())
     return (
-        f"an actor of {whole / 1e6:.1f}M parameters, {new / 1e6:.1f}M of which are neurons that say"
-        " nothing (a token costs what it costs in an actor of this size, the text is as easy to"
-        " foresee as a small one's)"
+        f"an actor of {whole / 1e6:.1f}M parameters, {new / 1e6:.1f}M of which are zero-gated"
+        " neurons (a token costs what it costs in an actor of this size, the text is as easy to"
+        " predict as a small one's)"
     )
 
 

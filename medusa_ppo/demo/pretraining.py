@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from medusa_ppo.demo.task import demo_rows as demo_rows
 from medusa_ppo.demo.task import document, problem
 
 logger = logging.getLogger(__name__)
@@ -51,8 +50,8 @@ class Recipe:
         slips_from: share of the training that sees right solutions only. With slips from the start,
             copying is learned half as fast.
         init_range: standard deviation of the initial weights.
-        grown_to: neurons in each feed-forward layer of the finished actor; what is beyond
-            `intermediate_size` says nothing (`grow`). 0: none.
+        grown_to: neurons in each feed-forward layer of the finished actor; those beyond
+            `intermediate_size` are zero-gated (`grow`). 0: no growth.
     """
 
     seed: int = 0
@@ -242,13 +241,12 @@ def _pad(
 
 @torch.no_grad()
 def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForCausalLM:
-    """The same function, in float32, with `intermediate` neurons in each feed-forward layer, most
-    of which say nothing.
+    """The same function, in float32, with `intermediate` neurons in each feed-forward layer, the
+    new ones zero-gated.
 
-    The new ones are read and multiplied as any others, but their gates are closed and nobody
-    listens to them, so they get no gradient either: PPO learns what it learns with the small actor.
-    So text that is as foreseeable as a task's comes from an actor whose weights a CPU has to fetch
-    from memory, without training a large one: whatever is measured with it has to say so.
+    A CPU reads and multiplies a zero-gated neuron as any other, so each token costs what it costs
+    in a large actor; the text stays as predictable as a trained small actor's, and no large actor
+    has to be trained. Whatever is measured with such an actor has to say so.
     """
     config = type(small.config)(**{**small.config.to_dict(), "intermediate_size": intermediate})
     with torch.random.fork_rng(devices=[]):
@@ -256,6 +254,8 @@ def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForC
         large = LlamaForCausalLM(config).float()
     given = small.state_dict()
     for name, parameter in large.named_parameters():
+        # Zero gates silence the new neurons. Zero outputs too: with either alone the other side
+        # would get a gradient, and PPO would train the new neurons instead of the small actor.
         if name.endswith(("down_proj.weight", "gate_proj.weight")):
             parameter.zero_()
         parameter[tuple(slice(0, size) for size in given[name].shape)] = given[name]
@@ -264,6 +264,7 @@ def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForC
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
+    """Let torch use `count` CPU threads, then as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

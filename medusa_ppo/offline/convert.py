@@ -1,5 +1,8 @@
-"""Heads of other programs. Here `medusa-ppo convert`: from any Medusa format to any other that can
-hold them, and a sentence for whatever is not as it seems.
+"""`medusa-ppo convert`: heads from any Medusa format to any other that can hold them.
+
+`foreign` finds out the source's format and reads it, `formats` says what each format can hold; here
+the target is written. Whatever is not as the source's configuration says becomes a note, and what
+the target can't hold is refused: nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from heads.tensorfile import file_inside, read_header, save_state
 from medusa_ppo.offline.foreign import (
     CLAIMS,
     FULL_MODELS,
+    HEADS_FILE,
     NUMBERED_CLAIMS,
     FoundHeads,
     base_lm_head,
@@ -39,7 +43,14 @@ from medusa_ppo.offline.foreign import (
     read_config,
     read_foreign,
 )
-from medusa_ppo.offline.formats import FORMATS, PlainHeads, refuse_unrepresentable, to_keys
+from medusa_ppo.offline.formats import (
+    FORMATS,
+    TABLES,
+    TGI_FORMATS,
+    PlainHeads,
+    refuse_unrepresentable,
+    to_keys,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
@@ -61,8 +72,11 @@ class BaseModel:
 
 
 def open_base_model(name: str) -> BaseModel:
-    """ModelError when there is no such folder or no lm_head in it; CheckpointError for damaged
-    files.
+    """Read a base model's configuration and lm_head, and none of its other weights.
+
+    Raises:
+        ModelError: there is no such folder, or no lm_head in it.
+        CheckpointError: its files are damaged.
     """
     folder = Path(name).absolute()
     if not folder.is_dir():
@@ -122,7 +136,7 @@ def write_full_model(
         for number in range(1, len(shards) + 2)
     ]
     weight_map: dict[str, str] = {}
-    for number, (path, name) in enumerate(zip(shards, names, strict=False), start=1):
+    for number, (path, name) in enumerate(zip(shards, names[:-1], strict=True), start=1):
         say(
             f"Copying the model: file {number} of {len(shards)}, {path.stat().st_size / 2**20:.0f}"
             " MiB ..."
@@ -167,7 +181,7 @@ def convert(
     """Read heads of any format, write them as another.
 
     Args:
-        source: a folder, or a file medusa_lm_head.pt or .safetensors.
+        source: a folder, or a file medusa_lm_head.pt.
         target: a new folder.
         to: one of `formats.FORMATS`.
         model: folder of the model that the heads are for; needed where its lm_head or its whole
@@ -179,6 +193,16 @@ def convert(
         ConfigError: the target can't hold these heads, or is there already.
         ModelError: the model folder can't be used.
     """
+    if to in TGI_FORMATS:
+        raise ConfigError(
+            "TGI's formats are no longer written.",
+            given=to,
+            expected=" | ".join(FORMATS),
+            do=(
+                "Set --to fasterdecoding: the same tensor names, in medusa_lm_head.pt; save its"
+                " tensors as medusa_lm_head.safetensors for TGI. Or use medusa-ppo 0.3.0."
+            ),
+        )
     if to not in FORMATS:
         raise ConfigError(
             "Unknown format.",
@@ -208,27 +232,24 @@ def convert(
 
 
 def _read(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
-    lm_head_VD = base.lm_head_VD if base else None
-    found = (
-        _read_native(source, to, base)
-        if source.is_dir() and OWN_SECTION in read_config(source)
-        else read_foreign(source, lm_head_VD)
-    )
+    """Read the source in whatever format it is. A given base model names itself in the target."""
+    if source.is_dir() and OWN_SECTION in read_config(source):
+        found = _read_native(source, to, base)
+    else:
+        found = read_foreign(source, base.lm_head_VD if base else None)
     return replace(found, base_model=base.name) if base else found
 
 
 def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
-    lm_head_VD = base.lm_head_VD if base else None
-    sizes = (
-        {"hidden_size": base.lm_head_VD.shape[1], "vocab_size": base.lm_head_VD.shape[0]}
-        if base
-        else {}
-    )
-    heads, metadata = load_heads(source, **sizes)
+    if base is None:
+        heads, metadata = load_heads(source)
+    else:
+        V, D = base.lm_head_VD.shape
+        heads, metadata = load_heads(source, hidden_size=D, vocab_size=V)
     if heads.config.kind != "medusa":
         raise ConfigError(
             f"Heads of kind {heads.config.kind} exist in no other format: they read the tokens"
-            " drafted before, and need our vLLM plug-in.",
+            " drafted before, and need our vLLM plugin.",
             given=f"--to {to}",
             expected="heads of kind medusa",
             do=(
@@ -236,52 +257,47 @@ def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
                 " --loss ce."
             ),
         )
-    shipped_VD = load_lm_head(source)
-    notes = []
-    if (
-        shipped_VD is not None
-        and lm_head_VD is not None
-        and not torch.equal(shipped_VD, lm_head_VD.to(shipped_VD.dtype))
-    ):
-        notes.append(
-            "The lm_head in the source is not the model's (a policy that moved on?): the model's is"
-            " written."
-        )
-    plain = PlainHeads(
-        heads.config, heads.trainable_state(), shipped_VD if lm_head_VD is None else lm_head_VD
-    )
-    return FoundHeads("native", plain, base_model_of(metadata), tuple(notes), metadata)
+    lm_head_VD = load_lm_head(source)
+    notes: tuple[str, ...] = ()
+    if base is not None:
+        model_VD = base.lm_head_VD
+        if lm_head_VD is not None and not torch.equal(lm_head_VD, model_VD.to(lm_head_VD.dtype)):
+            notes = (
+                "The lm_head in the source is not the model's (a policy that moved on?): the"
+                " model's is written.",
+            )
+        lm_head_VD = model_VD
+    plain = PlainHeads(heads.config, heads.trainable_state(), lm_head_VD)
+    return FoundHeads("native", plain, base_model_of(metadata), notes, metadata)
 
 
 def _write(
     read: FoundHeads, folder: Path, to: str, base: BaseModel | None, say: Callable[[str], None]
 ) -> list[str]:
-    heads = read.heads
-    config = read.heads.config
+    """Write the heads into an empty folder; returns what was left out or added, in sentences."""
     if to == "native":
         return _write_native(read, folder)
+    heads = read.heads
+    config = heads.config
     tensors = to_keys(heads, to)
-    left = (
-        "The heads' draft temperatures are left out: the format has none, and greedy drafts need"
-        " none."
-    )
-    notes = [left] if TEMPERATURES in heads.tensors else []
+    notes = []
+    if TEMPERATURES in heads.tensors:
+        notes.append(
+            "The heads' draft temperatures are left out: the format has none, and greedy drafts"
+            " need none."
+        )
     if to in FULL_MODELS.values() and base is not None:
         write_full_model(base, folder, tensors, _counts(config, to), say)
     elif to == "vllm":
         save_state(folder / "model.safetensors", tensors)
         write_json(folder / "config.json", stock_config(config, biased=heads.biased))
     else:
-        if to == "fasterdecoding":
-            with (folder / "medusa_lm_head.pt").open("wb") as file:
-                torch.save(tensors, file)
-                sync(file)
-        else:
-            save_state(folder / "medusa_lm_head.safetensors", tensors)
+        with (folder / HEADS_FILE).open("wb") as file:
+            torch.save(tensors, file)
+            sync(file)
         sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
         known = {"base_model_name_or_path": read.base_model} if read.base_model else {}
-        version = {"version": "2"} if to == "tgi-v2" else {}
-        write_json(folder / "config.json", {**_counts(config, to), **sizes, **known, **version})
+        write_json(folder / "config.json", {**_counts(config, to), **sizes, **known})
         if not known:
             notes.append(
                 "Write base_model_name_or_path into config.json: the format's loader asks for it,"
@@ -289,7 +305,7 @@ def _write(
             )
     if not heads.biased and to != "vllm":
         notes.append("The format wants biases: zeros are written.")
-    if config.lm_head == "shared" and to in ("fasterdecoding", "tgi-v1", *FULL_MODELS.values()):
+    if config.lm_head == "shared" and TABLES[to].lm_heads == "own":
         notes.append(
             f"The format wants an lm_head for each head: the model's is written {config.num_heads}"
             " times."
@@ -300,13 +316,14 @@ def _write(
 def _write_native(read: FoundHeads, folder: Path) -> list[str]:
     heads = MedusaHeads(read.heads.config).to(read.heads.dtype)
     heads.load_trainable_state(read.heads.tensors)
-    came_from = {
-        "converted_from": read.format,
-        **({"base_model": read.base_model} if read.base_model else {}),
-    }
-    metadata, version = (
-        (read.native.metadata, read.native.version) if read.native else (came_from, 0)
-    )
+    if read.native:
+        metadata = read.native.metadata
+        version = read.native.version
+    else:
+        metadata = {"converted_from": read.format}
+        if read.base_model:
+            metadata["base_model"] = read.base_model
+        version = 0
     save_heads(folder, heads, lm_head_VD=read.heads.lm_head_VD, metadata=metadata, version=version)
     if read.heads.config.lm_head == "shared" and read.heads.lm_head_VD is None:
         return [
@@ -317,7 +334,7 @@ def _write_native(read: FoundHeads, folder: Path) -> list[str]:
 
 
 def _counts(config: HeadsConfig, to: str) -> dict[str, Any]:
-    counts = dict(
-        zip(CLAIMS.get(to, NUMBERED_CLAIMS), (config.num_heads, config.num_layers), strict=True)
-    )
+    """K and L under the keys that the format's configuration has for them."""
+    heads_key, layers_key = CLAIMS.get(to, NUMBERED_CLAIMS)
+    counts = {heads_key: config.num_heads, layers_key: config.num_layers}
     return {"medusa": counts} if to == "modelopt" else counts

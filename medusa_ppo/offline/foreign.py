@@ -40,7 +40,8 @@ PATTERNS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
 files' own headers say more.
 """
 EMBEDDINGS = (".embed_tokens.weight", ".wte.weight", ".embed_in.weight")
-HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+HEADS_FILE = "medusa_lm_head.pt"
+TGI_FILE = "medusa_lm_head.safetensors"
 FULL_MODELS = {"medusa_head.": "medusa-1.0", "medusa_heads.": "modelopt"}
 """Prefix of the heads' tensors -> format that has them inside the whole model."""
 CLAIMS = {
@@ -95,7 +96,8 @@ def open_files(
                 raise CheckpointError(
                     "A tensor stands in two files.", given=given, expected="one", do="Remove one."
                 )
-            header[name], places[name] = entry, (path, name)
+            header[name] = entry
+            places[name] = (path, name)
     return TensorFiles(header, places)
 
 
@@ -133,12 +135,12 @@ def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor 
         for name in files.header
         if name.endswith("lm_head.weight") and not name.startswith("medusa_head")
     ]
-    if not names and config.get(
-        "tie_word_embeddings", _text_config(config).get("tie_word_embeddings")
-    ):
+    tied = config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings"))
+    if not names and tied:
         names = [name for name in files.header if name.endswith(EMBEDDINGS)]
     if not names:
         return None
+    # A model with several parts may have a table in each. The shortest name is the outermost's.
     name = min(sorted(names), key=len)
     dtype, shape = files.header[name]
     if dtype not in FLOAT_DTYPES or len(shape) != 2:
@@ -180,11 +182,10 @@ def base_model_of(metadata: HeadsMetadata) -> str:
     """The model that native heads were trained for, as their metadata names it, or empty."""
     notes = metadata.metadata
     options = notes.get("options")
-    found = (
-        options.get("model")
-        if isinstance(options, Mapping)
-        else notes.get("base_model", notes.get("model"))
-    )
+    if isinstance(options, Mapping):
+        found = options.get("model")
+    else:
+        found = notes.get("base_model", notes.get("model"))
     return found if isinstance(found, str) else ""
 
 
@@ -198,7 +199,7 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
     """Read heads of any format but the native one.
 
     Args:
-        path: a folder, or a file `medusa_lm_head.pt` or `.safetensors`.
+        path: a folder, or a file `medusa_lm_head.pt`.
         lm_head_VD: the lm_head of the model that the heads are for, when it is at hand.
 
     Raises:
@@ -214,23 +215,33 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
         )
     folder = path if path.is_dir() else path.parent
     config = read_config(folder)
-    heads_file = (
-        path
-        if path.is_file()
-        else next((folder / name for name in HEADS_FILES if (folder / name).exists()), None)
-    )
-    if heads_file is None:
+    if path.is_file():
+        heads_file = path
+    elif (folder / HEADS_FILE).exists():
+        heads_file = folder / HEADS_FILE
+    elif (folder / TGI_FILE).exists():
+        heads_file = folder / TGI_FILE
+    else:
         return _read_model(folder, config, lm_head_VD)
+    if heads_file.suffix == ".safetensors":
+        raise _tgi(f"{path}: heads in {heads_file.name}, where FasterDecoding has {HEADS_FILE}")
     files = open_files([file_inside(folder, heads_file.name)])
     own = any(name.endswith(".weight") and ".linear." not in name for name in files.header)
-    name = (
-        "tgi-v2"
-        if not own
-        else "tgi-v1"
-        if heads_file.suffix == ".safetensors"
-        else "fasterdecoding"
+    if not own:
+        raise _tgi(f"{path}: {heads_file.name} without an lm_head for each head")
+    return _read("fasterdecoding", files, config, lm_head_VD, str(path))
+
+
+def _tgi(given: str) -> CheckpointError:
+    return CheckpointError(
+        "The heads are in a format of TGI, which is no longer read.",
+        given=given,
+        expected="a format that docs/formats.md lists",
+        do=(
+            "Convert them once with medusa-ppo 0.3.0: medusa-ppo convert SRC DST --to vllm --model"
+            " BASE_MODEL."
+        ),
     )
-    return _read(name, files, config, lm_head_VD, str(path))
 
 
 def _read_model(
@@ -238,10 +249,11 @@ def _read_model(
 ) -> FoundHeads:
     """Heads inside a whole model, or in a folder for stock vLLM."""
     prefixes = tuple(FULL_MODELS)
-    files = open_files(
-        model_files(folder),
-        lambda name: name.startswith(prefixes) or is_output_table(name) or _stock(config),
-    )
+
+    def wanted(name: str) -> bool:
+        return _stock(config) or name.startswith(prefixes) or is_output_table(name)
+
+    files = open_files(model_files(folder), wanted)
     name = _full_format(files, config, folder)
     if name == "vllm":
         return _read_stock(files, config, lm_head_VD, str(folder))
@@ -261,6 +273,7 @@ def _read(
     where: str,
     notes: Sequence[str] = (),
 ) -> FoundHeads:
+    """Read heads whose format is known to be `name`; `notes` is what the caller found before."""
     claims = _claims(name, config)
     layout = read_layout(files.header, TABLES[name], claims, where)
     rows = lm_head_VD.shape[0] if lm_head_VD is not None else None
@@ -284,9 +297,9 @@ def _read(
 
 
 def _full_format(files: TensorFiles, config: Mapping[str, Any], folder: Path) -> str:
-    if _stock(config) and any(
-        name.startswith(("blocks.", "medusa_heads.", "0.")) for name in files.header
-    ):
+    """Which format a folder with a whole model, or with stock vLLM's heads, is in."""
+    stock_names = ("blocks.", "medusa_heads.", "0.")
+    if _stock(config) and any(name.startswith(stock_names) for name in files.header):
         return "vllm"
     for prefix, name in FULL_MODELS.items():
         if any(key.startswith(prefix) for key in files.header):
@@ -294,7 +307,7 @@ def _full_format(files: TensorFiles, config: Mapping[str, Any], folder: Path) ->
     raise CheckpointError(
         "The folder holds no Medusa heads.",
         given=f"{folder}: model_type {str(config.get('model_type'))[:40]!r}",
-        expected=f"{' or '.join(HEADS_FILES)}, tensors medusa_head(s).*, or model_type medusa",
+        expected=f"{HEADS_FILE}, tensors medusa_head(s).*, or model_type medusa",
         do="See docs/formats.md for what is read.",
     )
 
@@ -306,7 +319,9 @@ def _stock(config: Mapping[str, Any]) -> bool:
 def _claims(name: str, config: Mapping[str, Any]) -> Claims:
     """What the configuration says; sections of it count more than its top."""
     section = config.get("medusa") if name == "modelopt" else None
-    values = {**config, **(section if isinstance(section, dict) else {}), **_text_config(config)}
+    if not isinstance(section, dict):
+        section = {}
+    values = {**config, **section, **_text_config(config)}
     keys = (*CLAIMS.get(name, NUMBERED_CLAIMS), "vocab_size", "hidden_size")
     for key in keys:
         value = values.get(key)
@@ -319,7 +334,8 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
                 expected=expected,
                 do=f"Correct {CONFIG_NAME}.",
             )
-    return Claims(*map(values.get, keys))
+    heads, layers, vocabulary, width = (values.get(key) for key in keys)
+    return Claims(num_heads=heads, num_layers=layers, vocab_size=vocabulary, hidden_size=width)
 
 
 # ---- stock vLLM
@@ -328,8 +344,8 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
 def _read_stock(
     files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str
 ) -> FoundHeads:
-    """vLLM's own directory, with its traps: older names, biases without a flag, the two places of a
-    shared lm_head, token maps.
+    """vLLM's own directory. docs/formats.md lists its traps; each that vLLM falls into in silence is
+    either told as a note or refused here.
     """
     shared = config.get("original_lm_head") is True
     names = _vllm_names(files, shared, where)
@@ -355,7 +371,7 @@ def _read_stock(
         del names["token_map"]
         names.pop(SHARED, None)
         notes.append(
-            "The truncated vocabulary (token_map) is left out: with our plug-in, engine.draft_vocab"
+            "The truncated vocabulary (token_map) is left out: with our plugin, engine.draft_vocab"
             " does that while it serves."
         )
     if not shared and SHARED in names:
@@ -392,12 +408,11 @@ def _vllm_names(files: TensorFiles, shared: bool, where: str) -> dict[str, str]:
         name = source.replace("medusa_heads.", "")
         parts = name.split(".")
         if len(parts) >= 3 and parts[0].isdigit() and parts[1].isdigit():
-            rest = parts[2:]
-            name = (
-                f"blocks.{parts[0]}.layers.{parts[1]}.{rest[-1]}"
-                if rest[0] == "linear"
-                else f"lm_heads.{parts[0]}.{'.'.join(rest)}"
-            )
+            head, layer, *rest = parts
+            if rest[0] == "linear":
+                name = f"blocks.{head}.layers.{layer}.{rest[-1]}"
+            else:
+                name = f"lm_heads.{head}.{'.'.join(rest)}"
         if shared and name == OWN.format(k=0):
             name = SHARED
         if name in names:

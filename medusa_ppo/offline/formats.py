@@ -22,14 +22,16 @@ from heads.errors import CheckpointError, ConfigError
 from heads.heads_config import HeadsConfig
 from heads.tensorfile import FLOAT_DTYPES, Header
 
-BLOCK, BIAS, OWN, SHARED = (
-    "blocks.{k}.layers.{l}.weight",
-    "blocks.{k}.layers.{l}.bias",
-    "lm_heads.{k}.weight",
-    "lm_head.weight",
-)
-"""The names of heads that are free of any format: stock vLLM's, which are our native ones too."""
+# The names of heads that are free of any format: stock vLLM's, which are our native ones too.
+BLOCK = "blocks.{k}.layers.{l}.weight"
+BIAS = "blocks.{k}.layers.{l}.bias"
+OWN = "lm_heads.{k}.weight"
+SHARED = "lm_head.weight"
+
 INDEX = "(0|[1-9][0-9]{0,2})"
+"""A number in a name, as a regular expression. At most three digits: a hostile file could otherwise
+ask for a head with a number of any length.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,13 @@ class KeyTable:
     """Names of one format, and what it can hold.
 
     Attributes:
-        block, bias, own: templates of the three kinds of tensors; `own` is empty where heads can't
-            have an lm_head of their own.
+        block, bias, own: templates of the three kinds of tensors: a layer's matrix and bias, and
+            a head's own lm_head.
         shared: name of the copy of the actor's lm_head, where the format has one.
         biases: `optional`, `always` (zeros are written when there are none) or `never`.
-        lm_heads: `any`, `own` (a shared one is written once for each head) or `shared`.
-        layers: `any`; `tied` (its own loader builds one layer and repeats it, so different layers
-            would be lost); `one`.
+        lm_heads: `any`, or `own` (a shared one is written once for each head).
+        tied: the format's own loader builds one layer and repeats it, so that different layers
+            would be lost.
         needs_lm_head: the copy of a shared lm_head must be there.
     """
 
@@ -53,7 +55,7 @@ class KeyTable:
     shared: str = ""
     biases: str = "always"
     lm_heads: str = "own"
-    layers: str = "any"
+    tied: bool = False
     needs_lm_head: bool = False
 
     def prefixed(self, prefix: str) -> KeyTable:
@@ -68,13 +70,15 @@ TABLES: dict[str, KeyTable] = {
     "vllm": KeyTable(
         BLOCK, BIAS, OWN, SHARED, biases="optional", lm_heads="any", needs_lm_head=True
     ),
-    "fasterdecoding": replace(NUMBERED, layers="tied"),
-    "medusa-1.0": replace(NUMBERED, layers="tied").prefixed("medusa_head."),
-    "tgi-v1": NUMBERED,
-    "tgi-v2": replace(NUMBERED, own="", lm_heads="shared", layers="one"),
+    "fasterdecoding": replace(NUMBERED, tied=True),
+    "medusa-1.0": replace(NUMBERED, tied=True).prefixed("medusa_head."),
     "modelopt": NUMBERED.prefixed("medusa_heads."),
 }
 FORMATS = tuple(TABLES)
+TGI_FORMATS = ("tgi-v1", "tgi-v2")
+"""Formats of text-generation-inference, read and written until 0.3.0. Kept as names only, so that a
+command or a folder that still has one is told what to do instead of being merely unknown.
+"""
 
 
 @dataclass(frozen=True)
@@ -130,19 +134,13 @@ class PlainHeads:
     @property
     def tied(self) -> bool:
         """The layers of each head are bit for bit the same."""
-        pairs = [
-            (k, layer)
-            for k in range(self.config.num_heads)
-            for layer in range(1, self.config.num_layers)
-        ]
-        names = (BLOCK, BIAS) if self.biased else (BLOCK,)
-        return all(
-            torch.equal(
-                self.tensors[name.format(k=k, l=layer)], self.tensors[name.format(k=k, l=0)]
-            )
-            for k, layer in pairs
-            for name in names
-        )
+        for name in (BLOCK, BIAS) if self.biased else (BLOCK,):
+            for k in range(self.config.num_heads):
+                first = self.tensors[name.format(k=k, l=0)]
+                for layer in range(1, self.config.num_layers):
+                    if not torch.equal(self.tensors[name.format(k=k, l=layer)], first):
+                        return False
+        return True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,12 +157,15 @@ def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> 
         CheckpointError: a name that the format doesn't have, one that is missing, or sizes that
             contradict each other.
     """
-    blocks, biases, own = (
-        _indices(template, header) for template in (table.block, table.bias, table.own)
-    )
+    blocks = _indices(table.block, header)
+    biases = _indices(table.bias, header)
+    own = _indices(table.own, header)
     if not blocks:
         raise _wrong(where, "no residual block", f"names like {table.block}")
-    K, present = (1 + max(numbers) for numbers in zip(*blocks, strict=True))
+    K = 1 + max(k for k, _ in blocks)
+    present = 1 + max(layer for _, layer in blocks)
+    # Where a head is a Sequential, the lm_head's number counts the layers before it. Of tied
+    # layers safetensors keeps only the first, and this number is what tells how many there were.
     L = max(n for _, n in own) if own and "{n}" in table.own else present
     notes = _check_counts(K, L, present, claims, bool(own), where)
     names: dict[str, tuple[str, ...]] = {}
@@ -202,16 +203,18 @@ def _indices(template: str, header: Header) -> list[tuple[int, int]]:
     text = re.escape(template)
     for letter in "kln":
         text = text.replace(re.escape("{" + letter + "}"), INDEX)
-    found = [re.fullmatch(text, name) for name in header if template and len(name) < 100]
-    return [
-        (int(match[1]), int(match[2]) if match.re.groups > 1 else 0) for match in found if match
-    ]
+    pattern = re.compile(text)
+    found = []
+    for name in header:
+        match = pattern.fullmatch(name) if len(name) < 100 else None
+        if match:
+            layer = int(match[2]) if pattern.groups > 1 else 0
+            found.append((int(match[1]), layer))
+    return found
 
 
 def _check_counts(K: int, L: int, present: int, claims: Claims, own: bool, where: str) -> list[str]:
-    """Refuse what can't be, and note where the configuration says something else than the
-    tensors.
-    """
+    """Refuse impossible counts, and note where the configuration contradicts the tensors."""
     notes = []
     if K > MAX_HEADS or L > MAX_LAYERS:
         raise _wrong(
@@ -248,16 +251,21 @@ def _sized(
     notes: list[str],
     where: str,
 ) -> Layout:
-    """Compare all shapes and dtypes with each other, and with the configuration where it says
-    something.
-    """
+    """Compare all shapes and dtypes with each other and with the configuration's sizes."""
     by_target = {targets[0]: header[name] for name, targets in names.items()}
+    # The first head's first layer says what all others must agree with.
     code, first = by_target[BLOCK.format(k=0, l=0)]
     D = first[0] if len(first) == 2 else 0
     tables = {target: shape for target, (_, shape) in by_target.items() if "lm_head" in target}
     V = next((shape[0] for shape in tables.values() if shape), None)
+    expected: tuple[int | None, ...]
     for target, (dtype, shape) in by_target.items():
-        expected = (V, D) if target in tables else (D, D) if target.endswith("weight") else (D,)
+        if target in tables:
+            expected = (V, D)
+        elif target.endswith("weight"):
+            expected = (D, D)
+        else:
+            expected = (D,)
         if shape != expected or 0 in shape or D > MAX_WIDTH or (V or 0) > MAX_VOCAB:
             raise _wrong(
                 where,
@@ -277,13 +285,10 @@ def _sized(
             "the same",
         )
     if V is not None and claims.vocab_size not in (None, V):
-        notes = [
-            *notes,
-            (
-                f"The configuration says a vocabulary of {claims.vocab_size}, the tensors have {V}:"
-                f" {V} it is."
-            ),
-        ]
+        notes.append(
+            f"The configuration says a vocabulary of {claims.vocab_size}, the tensors have {V}:"
+            f" {V} it is."
+        )
     own = OWN.format(k=0) in by_target
     return Layout(names, D, K, L, V, own, FLOAT_DTYPES[code], tuple(notes))
 
@@ -319,6 +324,8 @@ def plain_heads(
     if biases and not any(named[name].count_nonzero() for name in biases):
         notes.append("All biases are zero and left out.")
         named = {name: tensor for name, tensor in named.items() if name not in biases}
+    # Formats without a shared lm_head hold a copy of the model's for each head. Only the model
+    # proves that these are copies: heads trained with lm_heads of their own may start out alike.
     own = [named[OWN.format(k=k)] for k in range(layout.num_heads)] if layout.own else []
     same = bool(own) and all(torch.equal(tensor, own[0]) for tensor in own[1:])
     if same and lm_head_VD is not None and torch.equal(own[0], lm_head_VD.to(layout.dtype)):
@@ -336,7 +343,7 @@ def plain_heads(
         layout.num_heads,
         "medusa",
         layout.num_layers,
-        "own" if own else "shared",
+        lm_head="own" if own else "shared",
     )
     if lm_head_VD is not None and tuple(lm_head_VD.shape) != (vocab_size, layout.hidden_size):
         raise _wrong(
@@ -391,11 +398,7 @@ def _obstacle(plain: PlainHeads, target: str) -> str:
     config = plain.config
     if plain.biased and table.biases == "never":
         return "the residual blocks have biases, and ours have none"
-    if table.lm_heads == "shared" and config.lm_head == "own":
-        return "each head has an lm_head of its own, and the format only knows the base model's"
-    if table.layers == "one" and config.num_layers > 1:
-        return f"the heads have {config.num_layers} layers, and the format knows one"
-    if table.layers == "tied" and config.num_layers > 1 and not plain.tied:
+    if table.tied and config.num_layers > 1 and not plain.tied:
         return (
             f"the {config.num_layers} layers differ; the format's loader repeats one layer and"
             " would keep the last only"

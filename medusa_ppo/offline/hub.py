@@ -19,7 +19,7 @@ import jinja2
 from heads.checkpoint import HeadsMetadata, load_heads, load_lm_head, save_heads
 from heads.errors import ConfigError, DataError, HubError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.offline.foreign import HEADS_FILES, base_model_of
+from medusa_ppo.offline.foreign import HEADS_FILE, base_model_of
 from medusa_ppo.reports.store import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ PULLED = [
     "config.json",
     "model.safetensors",
     "model-*.safetensors",
-    *HEADS_FILES,
+    HEADS_FILE,
     "pytorch_model*.bin",
 ]
 PUSHED = ["config.json", "model.safetensors", "README.md"]

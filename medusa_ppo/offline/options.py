@@ -1,8 +1,8 @@
-"""Heads without PPO: train and measure them on anyone's model and data. Here, without torch: what
-`train` and `eval` can be told.
+"""Options of `medusa-ppo train` and `medusa-ppo eval`, read without torch.
 
-Every option stands in this one place, with its default and what `--help` says of it. Where a
-setting is one of a run's too, its default is read from there. What differs says why.
+Each option stands here once, with its default and the text of `--help`; the command line and Python
+callers use the same class. A setting that a PPO run also has takes its default from there. Where a
+default differs from the run's, the docstring below it says why.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typer import Option
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config.run_config import CompanionConfig, HeadsSection, SamplingConfig
 
-MEANS_NOTHING_TO_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
+NOT_IN_THE_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
 """Options that change when a training stops or how fast it is, not what the heads are after so many
 tokens.
 """
-HEADS, COMPANION, SAMPLING = HeadsSection(), CompanionConfig(), SamplingConfig()
-"""A run's settings, at their defaults."""
+# A run's settings, at their defaults.
+HEADS = HeadsSection()
+COMPANION = CompanionConfig()
+SAMPLING = SamplingConfig()
 
 
 def line_breaks(text: str) -> str:
-    """A template as it was typed: a shell hands `\\n` on as two characters, and a line break is
-    meant.
-    """
+    """Turn the two characters `\\n` into a line break: a shell passes them on as they were typed."""
     return text.replace("\\n", "\n")
 
 
@@ -60,9 +60,7 @@ class TrainOptions:
     ]
     data: Data
     out: Annotated[Path, Option(help="Folder for the heads (native checkpoint) and train.jsonl.")]
-    kind: Annotated[Literal["medusa", "markov", "hydra"], Option(help="Kind of the heads.")] = (
-        HEADS.kind
-    )
+    kind: Annotated[Literal["medusa", "hydra"], Option(help="Kind of the heads.")] = HEADS.kind
     num_heads: Annotated[int, Option(min=1, help="K, the number of heads.")] = HEADS.num_heads
     context: Annotated[
         int,
@@ -74,8 +72,8 @@ class TrainOptions:
     loss: Annotated[
         Literal["ce", "tv", "ce_tv", "kl", "kl_tv"], Option(help="Loss of the heads.")
     ] = "ce_tv"
-    """Not the companion's: that one reads the actor's whole distribution, which gains where tokens
-    are few; here they are many.
+    """Not the companion's, which reads the actor's whole distribution: that pays where tokens are
+    few, and here they are many.
     """
     template: Annotated[
         str,
@@ -118,8 +116,8 @@ class TrainOptions:
         float, Option(help="AdamW step size at its height; a cosine ends it.")
     ] = COMPANION.learning_rate
     batch_positions: Annotated[int, Option(min=1, help="Positions per micro-batch.")] = 512
-    """Fewer than the companion's: a cosine calms small steps down in the end, and the companion has
-    none, but a policy that moves.
+    """Fewer than the companion's: the cosine lets noisy small batches settle at the end. The
+    companion has no cosine, since its policy keeps moving.
     """
     accumulate: Annotated[int, Option(min=1, help="Micro-batches per optimizer step.")] = 1
     workers: Annotated[
@@ -148,7 +146,7 @@ class TrainOptions:
     ] = False
 
     def sizes(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
-        """Of the heads."""
+        """Sizes of the heads for a model of this width and vocabulary."""
         return HeadsSection(kind=self.kind, num_heads=self.num_heads, context=self.context).sizes(
             hidden_size, vocab_size
         )
@@ -160,14 +158,16 @@ class TrainOptions:
 
     @property
     def draft_temperature(self) -> float:
-        """Drafts that the heads are judged by: those that their loss aims at. 0: one-hot."""
+        """Temperature of the drafts that judge the heads, those that their loss aims at; 0:
+        one-hot.
+        """
         return 0.0 if self.loss == "ce" else 1.0
 
     def settings(self) -> dict[str, Any]:
-        """What the heads depend on, as JSON values."""
-        return {
-            key: value for key, value in asdict(self).items() if key not in MEANS_NOTHING_TO_HEADS
-        }
+        """Settings that the trained heads depend on, as JSON values. A training that goes on must
+        have the same ones.
+        """
+        return {key: value for key, value in asdict(self).items() if key not in NOT_IN_THE_HEADS}
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,8 @@ SUMMARY_KEYS: dict[str, str] = {
     "step_pairs.generate_with_s": "Of the first, seconds of generation.",
     "step_pairs.generate_without_s": "Of the second, seconds of generation.",
     "actor_note": (
-        "What has to be said of the actor beside any figure, e.g. that it was grown by neurons that"
-        " say nothing; null: nothing."
+        "What has to be said of the actor beside any figure, e.g. that it was grown by zero-gated"
+        " neurons; null: nothing."
     ),
     "tokens_per_s.drafting": (
         "Response tokens per second with drafting, of the pair whose ratio is in the middle (of two"

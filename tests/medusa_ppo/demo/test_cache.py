@@ -145,6 +145,6 @@ def test_a_grown_actor_writes_what_the_small_one_writes_and_is_called_grown(tmp_
     assert mlp.gate_proj.weight.grad.any() and not any(part.any() for part in new), (
         "they stay silent while the actor learns"
     )
-    assert actor_note(small_folder) is None and "neurons that say nothing" in str(
+    assert actor_note(small_folder) is None and "zero-gated neurons" in str(
         actor_note(grown_folder)
     )

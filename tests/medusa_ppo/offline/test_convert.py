@@ -177,11 +177,11 @@ def test_which_variant_fits_which_format() -> None:
     fits = {name: set(representable_formats(make())) for name, make in VARIANTS.items()}
     everything = set(FORMATS)
     assert fits["shared"] == everything
-    assert fits["own"] == everything - {"tgi-v2"}
-    assert fits["own, biases"] == everything - {"native", "tgi-v2"}
+    assert fits["own"] == everything
+    assert fits["own, biases"] == everything - {"native"}
     assert fits["shared, biases"] == everything - {"native"}
-    assert fits["own, 2 layers"] == everything - {"tgi-v2", "fasterdecoding", "medusa-1.0"}
-    assert fits["own, 2 tied layers"] == everything - {"tgi-v2"}
+    assert fits["own, 2 layers"] == everything - {"fasterdecoding", "medusa-1.0"}
+    assert fits["own, 2 tied layers"] == everything
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -196,8 +196,6 @@ def test_what_is_written_computes_what_was_read(variant: str, tmp_path: Path, ba
     for name, prefix in (
         ("fasterdecoding", ""),
         ("medusa-1.0", "medusa_head."),
-        ("tgi-v1", ""),
-        ("tgi-v2", ""),
         ("modelopt", "medusa_heads."),
     ):
         if name not in representable_formats(heads):
@@ -211,15 +209,10 @@ def test_what_is_written_computes_what_was_read(variant: str, tmp_path: Path, ba
             if key.removeprefix(prefix)[0].isdigit()
         }
         repeated = name in ("fasterdecoding", "medusa-1.0")
-        module = original_heads(
-            K, heads.config.num_layers, own=name != "tgi-v2", repeated=repeated
-        ).to(heads.dtype)
+        module = original_heads(K, heads.config.num_layers, repeated=repeated).to(heads.dtype)
         module.load_state_dict(state)
         for k in range(K):
-            out = module[k](h_ND)
-            assert torch.equal(
-                out @ base_lm_head().to(heads.dtype).T if name == "tgi-v2" else out, expected[k]
-            ), name
+            assert torch.equal(module[k](h_ND), expected[k]), name
 
 
 def formula(heads: PlainHeads, k: int, h_ND: torch.Tensor) -> torch.Tensor:
@@ -277,6 +270,17 @@ def fasterdecoding(folder: Path, module: torch.nn.ModuleList, **config: Any) -> 
     return folder
 
 
+def medusa_1_0(folder: Path, state: dict[str, torch.Tensor], **config: Any) -> Path:
+    """The heads of a whole model, with nothing of the base model beside them."""
+    folder.mkdir()
+    save_file(
+        {f"medusa_head.{name}": tensor.clone() for name, tensor in state.items()},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    return folder
+
+
 def test_trap_the_uploaded_config_says_two_heads_and_there_are_five(tmp_path: Path) -> None:
     source = fasterdecoding(
         tmp_path / "a",
@@ -287,7 +291,7 @@ def test_trap_the_uploaded_config_says_two_heads_and_there_are_five(tmp_path: Pa
     done = convert(source, tmp_path / "b", "vllm")
     assert done.config.num_heads == 5 and any("says 2 heads" in note for note in done.notes)
     assert json.loads((tmp_path / "b" / "config.json").read_text())["num_heads"] == 5
-    convert(source, tmp_path / "c", "tgi-v1")
+    convert(source, tmp_path / "c", "fasterdecoding")
     written = json.loads((tmp_path / "c" / "config.json").read_text())
     assert (written["medusa_num_heads"], written["base_model_name_or_path"]) == (
         5,
@@ -303,7 +307,7 @@ def test_trap_no_vocabulary_in_the_config(tmp_path: Path, base: Path) -> None:
         ).config.vocab_size
         == V
     )
-    source = fasterdecoding(tmp_path / "v2", original_heads(own=False), version="2")
+    source = medusa_1_0(tmp_path / "no-lm-heads", original_heads(own=False).state_dict())
     with pytest.raises(CheckpointError, match="how large the vocabulary is"):
         convert(source, tmp_path / "c", "vllm")
     assert convert(source, tmp_path / "c", "vllm", str(base)).config.vocab_size == V
@@ -330,10 +334,8 @@ def test_trap_tied_layers_of_which_safetensors_kept_one(tmp_path: Path) -> None:
         for name, tensor in module.state_dict().items()
         if ".1.linear" not in name
     }
-    (tmp_path / "a").mkdir()
-    save_file(state, tmp_path / "a" / "medusa_lm_head.safetensors")
-    (tmp_path / "a" / "config.json").write_text('{"medusa_num_heads": 2, "medusa_num_layers": 2}')
-    done = convert(tmp_path / "a", tmp_path / "b", "vllm")
+    source = medusa_1_0(tmp_path / "a", state, medusa_num_heads=2, medusa_num_layers=2)
+    done = convert(source, tmp_path / "b", "vllm")
     assert done.config.num_layers == 2 and any("tied" in note for note in done.notes)
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert all(
@@ -341,12 +343,10 @@ def test_trap_tied_layers_of_which_safetensors_kept_one(tmp_path: Path) -> None:
         for k in (0, 1)
         for n in (0, 1)
     )
-    save_file(
-        {name: tensor for name, tensor in state.items() if ".linear" in name},
-        tmp_path / "a" / "medusa_lm_head.safetensors",
-    )
+    blocks = {name: tensor for name, tensor in state.items() if ".linear" in name}
+    source = medusa_1_0(tmp_path / "d", blocks, medusa_num_heads=2, medusa_num_layers=2)
     with pytest.raises(CheckpointError, match="tied layers"):
-        convert(tmp_path / "a", tmp_path / "c", "vllm")
+        convert(source, tmp_path / "c", "vllm")
 
 
 def test_trap_layers_that_differ_would_be_lost_where_the_loader_repeats_one(
@@ -524,21 +524,23 @@ def test_trap_logit_scale_is_refused(tmp_path: Path, base: Path) -> None:
         convert(vllm_source(tmp_path, base, logit_scale=0.5), tmp_path / "x", "native")
 
 
-def test_trap_tgi_needs_biases_and_v2_knows_one_layer_and_no_own_lm_head(
-    tmp_path: Path, base: Path
-) -> None:
-    convert(written(plain(), tmp_path, base), tmp_path / "v2", "tgi-v2", str(base))
-    state = load_file(tmp_path / "v2" / "medusa_lm_head.safetensors")
-    assert set(state) == {f"{k}.0.linear.{part}" for k in range(K) for part in ("weight", "bias")}
-    assert json.loads((tmp_path / "v2" / "config.json").read_text())["version"] == "2"
-    convert(tmp_path / "v2", tmp_path / "v1", "tgi-v1", str(base))
-    assert "0.1.weight" in load_file(
-        tmp_path / "v1" / "medusa_lm_head.safetensors"
-    )  # TGI tries V1 by this name, and takes V2 otherwise.
-    with pytest.raises(ConfigError, match="of its own"):
-        convert(written(plain("own"), tmp_path / "o", base), tmp_path / "x", "tgi-v2", str(base))
-    with pytest.raises(ConfigError, match="knows one"):
-        convert(written(plain(layers=2), tmp_path / "p", base), tmp_path / "x", "tgi-v2", str(base))
+@pytest.mark.parametrize("to", ["tgi-v1", "tgi-v2"])
+def test_writing_a_format_of_tgi_says_what_to_do(to: str, tmp_path: Path, base: Path) -> None:
+    with pytest.raises(ConfigError, match="Set --to fasterdecoding"):
+        convert(written(plain(), tmp_path, base), tmp_path / "x", to, str(base))
+    assert not (tmp_path / "x").exists()
+
+
+def test_reading_a_format_of_tgi_says_what_to_do(tmp_path: Path, base: Path) -> None:
+    """Version 1 is FasterDecoding's names in a safetensors file, version 2 has no lm_heads."""
+    v1 = tmp_path / "v1"
+    v1.mkdir()
+    state = {name: tensor.clone() for name, tensor in original_heads().state_dict().items()}
+    save_file(state, v1 / "medusa_lm_head.safetensors")
+    v2 = fasterdecoding(tmp_path / "v2", original_heads(own=False), version="2")
+    for source in (v1, v1 / "medusa_lm_head.safetensors", v2):
+        with pytest.raises(CheckpointError, match=r"Convert them once with medusa-ppo 0\.3\.0"):
+            convert(source, tmp_path / "x", "vllm", str(base))
 
 
 def test_trap_a_lone_model_file_hides_the_shard_with_the_heads(tmp_path: Path, base: Path) -> None:
@@ -588,11 +590,12 @@ def test_trap_a_stale_lm_head_is_told(tmp_path: Path, base: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["hydra"])
-def test_the_kinds_that_need_our_plug_in_are_refused(kind: str, tmp_path: Path) -> None:
-    save_heads(tmp_path / "a", MedusaHeads(HeadsConfig(D, V, K, kind)), lm_head_VD=base_lm_head())
+def test_the_kind_that_needs_our_plugin_is_refused(tmp_path: Path) -> None:
+    save_heads(
+        tmp_path / "a", MedusaHeads(HeadsConfig(D, V, K, "hydra")), lm_head_VD=base_lm_head()
+    )
     for name in FORMATS:
-        with pytest.raises(ConfigError, match="need our vLLM plug-in"):
+        with pytest.raises(ConfigError, match="need our vLLM plugin"):
             convert(tmp_path / "a", tmp_path / "b", name)
 
 
@@ -601,15 +604,10 @@ def test_the_kinds_that_need_our_plug_in_are_refused(kind: str, tmp_path: Path) 
 
 def test_a_single_file_is_a_source(tmp_path: Path) -> None:
     source = fasterdecoding(tmp_path / "a", original_heads())
-    assert (
-        convert(source / "medusa_lm_head.pt", tmp_path / "b", "tgi-v1").source == "fasterdecoding"
-    )
-    assert (
-        convert(
-            tmp_path / "b" / "medusa_lm_head.safetensors", tmp_path / "c", "fasterdecoding"
-        ).source
-        == "tgi-v1"
-    )
+    done = convert(source / "medusa_lm_head.pt", tmp_path / "b", "fasterdecoding")
+    assert done.source == "fasterdecoding"
+    again = convert(tmp_path / "b" / "medusa_lm_head.pt", tmp_path / "c", "vllm")
+    assert again.source == "fasterdecoding"
 
 
 def test_a_target_that_is_there_is_left_alone(tmp_path: Path, base: Path) -> None:

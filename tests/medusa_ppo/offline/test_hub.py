@@ -269,11 +269,11 @@ def test_convert_takes_a_hub_name(
     another format.
     """
     push_heads(heads, "me/heads", hub=hub)
-    convert(heads, hub.root / "me" / "foreign", "tgi-v1")
+    convert(heads, hub.root / "me" / "foreign", "fasterdecoding")
     monkeypatch.setattr(hub_module, "_open", lambda given: given or hub)
     for name, to, words in (
         ("heads", "vllm", "native -> vllm"),
-        ("foreign", "fasterdecoding", "tgi-v1 -> fasterdecoding"),
+        ("foreign", "vllm", "fasterdecoding -> vllm"),
     ):
         result = CliRunner().invoke(
             app, ["convert", f"hf://me/{name}", str(tmp_path / name / "out"), "--to", to]
