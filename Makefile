@@ -107,7 +107,7 @@ test-random: setup  ## The tests TIMES=1 times over, modules and the tests in th
 	exit $$red
 
 test-chaos: setup  ## A run under 35 kinds of faults, each TIMES=1 times: 15 to 20 minutes on two cores
-	@PYTHONPATH=$$PWD $(BIN)/python benchmarks/chaos.py --times $(TIMES)
+	@PYTHONPATH=$$PWD $(BIN)/python tests/robustness/chaos.py --times $(TIMES)
 
 # What has to hold with every vLLM that we allow.
 RUNNER ?= v1

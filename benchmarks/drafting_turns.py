@@ -1,10 +1,10 @@
 """What one drafting call costs, this tree against another one, in turns: hydra heads, sampled
 drafts, the actor of `--model`.
 
-    git worktree add ../before 09356bd
-    python benchmarks/drafting_turns.py --old ../before --model actors/gsm8k-4m [--dtype bfloat16]
-    [--rounds 40] [--json FILE] python benchmarks/drafting_turns.py --context 16 --model
-    actors/gsm8k-4m ...
+    git worktree add ../before COMMIT
+    python benchmarks/drafting_turns.py --old ../before --model actors/gsm8k-4m
+        [--dtype bfloat16] [--rounds 40] [--json FILE]
+    python benchmarks/drafting_turns.py --context 16 --model actors/gsm8k-4m ...
 
 With `--context` it is this tree against itself: heads with a context against heads without. Their
 call begins with the pairs of two accepted positions of each request, which go into the ring.
@@ -41,10 +41,7 @@ BATCHES = (1, 4, 16, 64)
 def random_heads(vocab: int, hidden: int, dtype: Any, pairs: int = 0) -> Any:
     import torch
 
-    try:
-        from heads.heads_config import HeadsConfig
-    except ImportError:
-        from heads.config import HeadsConfig  # type: ignore[no-redef, import-not-found]
+    from heads.heads_config import HeadsConfig
     from heads.modules import MedusaHeads
 
     torch.manual_seed(0)
@@ -55,32 +52,6 @@ def random_heads(vocab: int, hidden: int, dtype: Any, pairs: int = 0) -> Any:
         for parameter in heads.parameters():
             parameter.normal_(std=0.05)
     return heads.to(dtype).requires_grad_(False)
-
-
-def old_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
-    """As the proposer of commit 09356bd calls it."""
-    import torch
-    from medusa_ppo.serving.drafting import DraftProbs, RequestSampling, draft_tokens
-    from medusa_ppo.serving.internals import packed_linear
-    from medusa_ppo.serving.packed import PackedHydra
-
-    packed = PackedHydra(heads, embed, packed_linear, heads.dtype)
-    kept = DraftProbs()
-    generators: dict[int, Any] = {}
-
-    def call(hidden_BD: Any) -> None:
-        batch = len(hidden_BD)
-        if seeded and len(generators) != batch:
-            generators.clear()
-            generators.update({row: torch.Generator().manual_seed(row) for row in range(batch)})
-        last_ids_B = torch.tensor([1] * batch, dtype=torch.int64)
-        sampling = RequestSampling(torch.ones(batch), generators=generators)
-        draft = draft_tokens(
-            heads, hidden_BD, last_ids_B, HEADS, lm_head, sampling=sampling, packed=packed
-        )
-        kept.put([str(row) for row in range(batch)], draft.probs_BKV)
-
-    return call
 
 
 def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
@@ -153,18 +124,15 @@ def work(
     import torch
     from torch.nn import functional as F
 
-    if arm == "old":
-        from medusa_ppo.serving.internals import packed_linear
-    else:
-        from medusa_ppo.vllm_plugin.int8_products import packed_linear
+    from medusa_ppo.vllm_plugin.int8_products import packed_linear
+
     torch.set_num_threads(threads)
     dtype = getattr(torch, dtype_name)
     heads = random_heads(vocab, hidden, dtype, pairs if arm == "context" else 0)
     lm_head = packed_linear((torch.randn(vocab, hidden) * 0.05).to(dtype))
     table_VD = torch.randn(vocab, hidden).to(dtype)
-    call = {"old": old_call, "new": new_call, "context": context_call}[arm](
-        heads, lm_head, lambda ids: F.embedding(ids, table_VD), seeded
-    )
+    make_call = context_call if arm == "context" else new_call
+    call = make_call(heads, lm_head, lambda ids: F.embedding(ids, table_VD), seeded)
     with torch.inference_mode():
         for line in sys.stdin:
             hidden_BD = torch.randn(int(line), hidden).to(dtype)
@@ -182,10 +150,14 @@ def work(
 
 
 class Arm:
-    """A process that draws drafts with one tree's code."""
+    """A process that draws drafts with one tree's code.
+
+    It runs that tree's own copy of this script, which knows the names that its modules have there.
+    """
 
     def __init__(self, arm: str, tree: Path, settings: list[str]) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), "--arm", arm, *settings]
+        script = tree.resolve() / "benchmarks" / Path(__file__).name
+        command = [sys.executable, str(script), "--arm", arm, *settings]
         environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
         self.process = subprocess.Popen(
             command,
@@ -234,7 +206,7 @@ def compare(
     else:
         before = "old"
         after = "new"
-        arms = {before: Arm("old", Path(options.old), settings), after: Arm("new", here, settings)}
+        arms = {before: Arm("new", Path(options.old), settings), after: Arm("new", here, settings)}
     rows = []
     for batch in BATCHES:
         seconds: dict[str, list[float]] = {name: [] for name in arms}
@@ -265,7 +237,7 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--old", help="The tree of commit 09356bd.")
+    parser.add_argument("--old", help="Another checkout that has this script.")
     parser.add_argument(
         "--context", type=int, default=0, help="Pairs of the context, in the place of --old."
     )
@@ -277,7 +249,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json")
-    parser.add_argument("--arm", choices=("old", "new", "context"), help=argparse.SUPPRESS)
+    parser.add_argument("--arm", choices=("new", "context"), help=argparse.SUPPRESS)
     parser.add_argument("--sizes", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:

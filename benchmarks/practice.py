@@ -2,18 +2,10 @@
 prompt's letter three times.
 
     python benchmarks/practice.py learning    # GAE, GRPO and RLOO, and every other option, some seeds each
-    python benchmarks/practice.py engine      # an engine in bfloat16, with and without truncated importance sampling, beside float32
-    python benchmarks/practice.py stale       # responses written ahead by an older actor, at most 1, 2 and 4 updates, beside none
-    python benchmarks/practice.py curves --out runs/curves [--seeds 3] [--steps 12] [--arms 0 1 2 4
-    1+0.75]
-                                              # the same with vLLM, heads and companion
-                                              (`watched.small_run`), rewarded for digits; by step. #
-                                              1+0.75 is ppo.staleness=1 with ppo.carry_after=0.75. A
-                                              run that is done is not done again
     python benchmarks/practice.py reward      # 10,000 texts to a reward model in random mixes: the same bits? and how fast?
 
-The loop is the product's own (`PPOLoop`). But for `curves` its engine samples with transformers, in
-this process, without heads: what is shown is what PPO learns, not how fast it generates. The actor
+The loop is the product's own (`PPOLoop`). Its engine samples with transformers, in this process,
+without heads: what is shown is what PPO learns, not how fast it generates. The actor
 is a random Llama of one layer, so it begins at chance. A response of at most six tokens is right
 when its first three are the prompt's letter; the reward is the share of these three.
 
@@ -42,7 +34,6 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
-from watched import TINY, small_run
 
 from heads.checkpoint import checksum, load_state
 from medusa_ppo.config.run_config import RunConfig, build_config
@@ -53,12 +44,10 @@ from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.learner import Learner
-from medusa_ppo.ppo.loop import PPOLoop, run_ppo
+from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rewards import CallableReward, ModelReward
-from medusa_ppo.ppo.run_progress import LineProgress
 from medusa_ppo.ppo.session import Parts
-from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
@@ -96,8 +85,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class TorchEngine(RolloutEngine):
     """Samples with transformers; prompts are of one length."""
 
-    def __init__(self, actor: LlamaForCausalLM, dtype: torch.dtype) -> None:
-        self._actor = copy.deepcopy(actor).to(dtype)
+    def __init__(self, actor: LlamaForCausalLM) -> None:
+        self._actor = copy.deepcopy(actor)
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
@@ -155,9 +144,7 @@ class TorchEngine(RolloutEngine):
         pass
 
 
-def run(
-    seed: int, steps: int, *, times: float = 1.0, engine: torch.dtype = torch.float32, **ppo: Any
-) -> list[dict[str, Any]]:
+def run(seed: int, steps: int, *, times: float = 1.0, **ppo: Any) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl of one run."""
     with tempfile.TemporaryDirectory() as folder:
         section = {
@@ -187,7 +174,7 @@ def run(
         learner = Learner(
             actor, Critic(actor) if config.ppo.advantages == "gae" else None, config.ppo, seed=seed
         )
-        rollouts = TorchEngine(actor, engine)
+        rollouts = TorchEngine(actor)
         prompts = PromptStream([Prompt(str(i), (i,), {}) for i in range(1, VOCABULARY)], seed=seed)
         reward = CallableReward(
             lambda prompt, response, row: times * repeated(prompt, response), "repeated", times
@@ -269,145 +256,6 @@ def learning(options: argparse.Namespace) -> None:
         more = [mean_of(lasts, name) for name in (names.RESPONSE_LENGTH, names.TRUNCATED_FRAC)]
         row = (label, first, figures[0], by_seed, figures[1], figures[2], *more)
         logger.info("| %s | %.2f | %.2f | %s | %.2f | %.1f | %.1f | %.2f |", *row)
-
-
-def engine(options: argparse.Namespace) -> None:
-    """The reward curve with an engine that rounds, and what truncated importance sampling
-    changes.
-    """
-    arms = {
-        "float32": {},
-        "bfloat16": {"engine": torch.bfloat16},
-        "bfloat16, importance_bound=2": {"engine": torch.bfloat16, "importance_bound": 2.0},
-    }
-    logger.info(
-        "| engine | reward, last %d | by seed | logprob_gap | largest | engine_kl | cut |", LAST
-    )
-    logger.info("|---|---|---|---|---|---|---|")
-    for label, settings in arms.items():
-        runs = [run(seed, options.steps, **settings) for seed in range(options.seeds)]
-        every = [line for lines in runs for line in lines]
-        lasts = [line for lines in runs for line in lines[-LAST:]]
-        by_seed = ", ".join(f"{mean_of(lines[-LAST:], names.REWARD_MEAN):.3f}" for lines in runs)
-        largest = max(float(line[names.LOGPROB_GAP_MAX]) for line in every)
-        gaps = [
-            mean_of(every, name)
-            for name in (names.LOGPROB_GAP, names.ENGINE_KL, names.IMPORTANCE_CUT)
-        ]
-        row = (
-            label,
-            mean_of(lasts, names.REWARD_MEAN),
-            by_seed,
-            gaps[0],
-            largest,
-            gaps[1],
-            gaps[2],
-        )
-        logger.info("| %s | %.3f | %s | %.1e | %.1e | %.1e | %.4f |", *row)
-
-
-def stale(options: argparse.Namespace) -> None:
-    """The reward curve where the engine writes ahead, all with the same importance weights."""
-    logger.info(
-        "| staleness, at most | reward, first %d | reward, last %d | by seed | lag, mean | largest"
-        " | engine_kl | cut |",
-        FIRST,
-        LAST,
-    )
-    logger.info("|---|---|---|---|---|---|---|---|")
-    for most in (0, 1, 2, 4):
-        settings = {"staleness": most, "importance_bound": 2.0}
-        runs = [run(seed, options.steps, **settings) for seed in range(options.seeds)]
-        every = [line for lines in runs for line in lines]
-        lasts = [line for lines in runs for line in lines[-LAST:]]
-        first = mean_of([line for lines in runs for line in lines[:FIRST]], names.REWARD_MEAN)
-        by_seed = ", ".join(f"{mean_of(lines[-LAST:], names.REWARD_MEAN):.3f}" for lines in runs)
-        lags = [float(line[names.POLICY_LAG]) for line in every]
-        more = [mean_of(every, name) for name in (names.ENGINE_KL, names.IMPORTANCE_CUT)]
-        row = (
-            most,
-            first,
-            mean_of(lasts, names.REWARD_MEAN),
-            by_seed,
-            statistics.fmean(lags),
-            max(lags),
-            *more,
-        )
-        logger.info("| %d | %.3f | %.3f | %s | %.2f | %.0f | %.1e | %.4f |", *row)
-
-
-def digits(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Share of the response's characters that are digits."""
-    return sum(letter.isdigit() for letter in response) / max(1, len(response))
-
-
-def whole_run(out: Path, arm: str, seed: int, steps: int) -> Run:
-    """A run of the product, with everything that belongs to it; one that is done is read."""
-    name, (most, _, share) = f"{arm}-{seed}", arm.partition("+")
-    if not (out / name / "summary.json").is_file():
-        values = small_run(TINY, out, steps, seed) | {"name": name}
-        values["engine"] |= {"choose_drafts": False}
-        values["companion"] |= {"wait": True}
-        values["sampling"] |= {"temperature": 1.3, "responses_per_prompt": 8}
-        values["ppo"] |= {
-            "reward": "practice:digits",
-            "advantages": "grpo",
-            "actor_learning_rate": 3e-3,
-            "kl_coefficient": 0.0,
-        }
-        values["ppo"] |= {
-            "epochs": 3,
-            "minibatch_size": 16,
-            "entropy_coefficient": 0.0,
-            "checkpoint_every": None,
-        }
-        values["ppo"] |= {
-            "staleness": int(most),
-            "importance_bound": 2.0,
-            "carry_after": float(share) if share else None,
-        }
-        run_ppo(build_config(values), LineProgress())
-    return read_run(out / name)
-
-
-def curves(options: argparse.Namespace) -> None:
-    """Whole runs, seed by seed, and a table of their steps."""
-    found: dict[str, list[Run]] = {arm: [] for arm in options.arms}
-    for seed in range(options.seeds):
-        for arm in options.arms:
-            found[arm].append(whole_run(options.out, arm, seed, options.steps))
-    columns = {
-        "reward": names.REWARD_MEAN,
-        "tokens a step": names.MAL_SERVING,
-        "lag": names.POLICY_LAG,
-        "engine_kl": names.ENGINE_KL,
-    }
-    for title, name in columns.items():
-        logger.info(
-            "\n%s, mean of %d seeds\n| staleness | %s |",
-            title,
-            options.seeds,
-            " | ".join(map(str, range(options.steps))),
-        )
-        logger.info("|%s", "---|" * (options.steps + 1))
-        for arm, runs in found.items():
-            means = [
-                statistics.fmean(float(run.steps[step][name]) for run in runs)
-                for step in range(options.steps)
-            ]
-            logger.info("| %s | %s |", arm, " | ".join(f"{value:.3g}" for value in means))
-    logger.info("\nreward and tokens a step of the last %d steps, by seed", LAST)
-    for arm, runs in found.items():
-        ends = [
-            (
-                mean_of(run.steps[-LAST:], names.REWARD_MEAN),
-                mean_of(run.steps[-LAST:], names.MAL_SERVING),
-            )
-            for run in runs
-        ]
-        logger.info(
-            "%s: %s", arm, ", ".join(f"{reward:.3f} and {length:.2f}" for reward, length in ends)
-        )
 
 
 @torch.no_grad()
@@ -502,10 +350,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["learning", "engine", "stale", "curves", "reward"])
+    parser.add_argument("what", choices=["learning", "reward"])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=Path("runs/curves"))
-    parser.add_argument("--arms", nargs="+", default=["0", "1", "2", "4"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", action="append", choices=OPTIONS)
     parser.add_argument("--texts", type=int, default=10_000)
@@ -514,9 +360,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=128, help="texts of a timed call")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    {"learning": learning, "engine": engine, "stale": stale, "curves": curves, "reward": reward}[
-        options.what
-    ](options)
+    {"learning": learning, "reward": reward}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Seconds of an engine's start, a swap of heads and an actor's sync, this tree against another one,
 in turns.
 
-    git worktree add ../before 09356bd
-    python benchmarks/swap_turns.py --old ../before --model DIR [--kind medusa] [--heads 12]
-    [--rounds 3] [--swaps 12]
+    git worktree add ../before COMMIT
+    python benchmarks/swap_turns.py --old ../before --model DIR
+        [--kind medusa] [--heads 12] [--rounds 3] [--swaps 12]
 
 A round starts an engine in each tree, in a process of its own, and gives it two sets of heads and
 two actors by turns, as files in shared memory. A tree's first swaps and syncs are told beside the
@@ -34,19 +34,13 @@ def work(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    try:
-        from heads.heads_config import HeadsConfig
-        from medusa_ppo.engines.ray_engine import RayEngine
-        from medusa_ppo.runtime.processes import local_ray
-    except ImportError:  # As commit 09356bd has them.
-        from heads.config import HeadsConfig  # type: ignore[no-redef, import-not-found]
-        from medusa_ppo.serving.ray_engine import RayEngine  # type: ignore[no-redef, import-not-found]
-
-        from medusa_ppo.runtime import local_ray  # type: ignore[no-redef, import-not-found]
     from heads.checkpoint import save_heads
+    from heads.heads_config import HeadsConfig
     from heads.modules import MedusaHeads
     from heads.tensorfile import save_state
     from medusa_ppo.config.run_config import EngineConfig
+    from medusa_ppo.engines.ray_engine import RayEngine
+    from medusa_ppo.runtime.processes import local_ray
 
     torch.manual_seed(0)
     actor = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).requires_grad_(
@@ -100,10 +94,10 @@ def _timed(feed: Callable[[Path, int], object], stem: Path, times: int) -> list[
 
 
 def seconds_of(tree: Path, model: Path) -> dict[str, float]:
-    """One engine of `tree`."""
+    """One engine of `tree`, timed by that tree's own copy of this script."""
     command = [
         sys.executable,
-        str(Path(__file__).resolve()),
+        str(tree.resolve() / "benchmarks" / Path(__file__).name),
         "--work",
         *sys.argv[1:],
         "--model",

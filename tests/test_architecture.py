@@ -18,7 +18,7 @@ SOURCES = sorted([*ROOT.glob("heads/**/*.py"), *ROOT.glob("medusa_ppo/**/*.py")]
 # Scripts that find their neighbours beside themselves; the packages' imports are import-linter's.
 SCRIPTS = {
     folder: sorted((ROOT / folder).glob("*.py"))
-    for folder in ("benchmarks", "docs/site", "examples")
+    for folder in ("benchmarks", "docs/site", "examples", "tests/robustness")
 }
 
 # Foreign library -> the only places that may import it (DESIGN: a foreign library has one home).

@@ -10,7 +10,15 @@ from pathlib import Path
 from commands import cell, escape
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PLACES = ("heads", "medusa_ppo", "configs", "examples", "benchmarks", "docs/site")
+PLACES = (
+    "heads",
+    "medusa_ppo",
+    "configs",
+    "examples",
+    "benchmarks",
+    "tests/robustness",
+    "docs/site",
+)
 HEAD = """# Where things are
 
 Each file says in its first lines what it is for; this page is made from them. Tests lie in `tests/` under the path of what they test.

@@ -1,9 +1,9 @@
 """The reference PPO run under faults: nothing is lost, repeated or damaged, and the policy is an
 undisturbed run's to the bit.
 
-    python benchmarks/chaos.py                                   # each kind once; `make test-chaos`
-    python benchmarks/chaos.py --times 10 --only "engine killed" "disk full"
-    python benchmarks/chaos.py --list
+    python tests/robustness/chaos.py                                   # each kind once; `make test-chaos`
+    python tests/robustness/chaos.py --times 10 --only "engine killed" "disk full"
+    python tests/robustness/chaos.py --list
 
 Each kind disturbs a whole run of a tiny actor at a random step (`medusa_ppo.ppo.loop.run_ppo`: Ray,
 companion, reports, checkpoints; loopback only). The engine samples with transformers
@@ -172,7 +172,7 @@ def own_ray(home: Path) -> Iterator[None]:
     from medusa_ppo.runtime.processes import OWN_RAY_ENVIRONMENT
 
     paths = os.pathsep.join(
-        [str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+        [str(HERE.parent), str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")]
     )
     own = {
         chaos_hook.ORDERS: str(home / "companion-orders"),

@@ -1,4 +1,4 @@
-"""How hypothesis draws the cases of benchmarks/fuzz.py: mostly sound files and answers in which
+"""How hypothesis draws the cases of tests/robustness/fuzz.py: mostly sound files and answers in which
 something is not.
 """
 

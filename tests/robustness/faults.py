@@ -1,7 +1,7 @@
 """Faults in a run that goes on: companion and engine killed or stopped at random moments while
 `medusa-ppo ppo` makes its steps.
 
-    python benchmarks/faults.py --companion-kills 20 --engine-kills 5 --hangs 2
+    python tests/robustness/faults.py --companion-kills 20 --engine-kills 5 --hangs 2
 
 After each fault it waits until the run has recovered, and says how long that took and how many PPO
 steps were made meanwhile:

@@ -1,7 +1,7 @@
 """A long run of a tiny actor, watched from outside: does anything grow, is anything left behind?
 
-    python benchmarks/soak.py --steps 500
-    python benchmarks/soak.py --minutes 45 --json soak.json
+    python tests/robustness/soak.py --steps 500
+    python tests/robustness/soak.py --minutes 45 --json soak.json
 
 Every few seconds it counts, for each role of process (loop, engine, companion, Ray's own), resident
 and private memory, open files and threads, and for the whole run its processes and its bytes in

@@ -1,4 +1,4 @@
-"""The kinds of faults of benchmarks/chaos.py, each a function that does it to a scene."""
+"""The kinds of faults of tests/robustness/chaos.py, each a function that does it to a scene."""
 
 from __future__ import annotations
 

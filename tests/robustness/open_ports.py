@@ -1,7 +1,7 @@
 """Which ports does a run open, and who reaches them? Exit code 1 when a process of ours listens
 outside of loopback.
 
-    python benchmarks/open_ports.py medusa-ppo demo --steps 1
+    python tests/robustness/open_ports.py medusa-ppo demo --steps 1
 
 Every 0.2 s the listening sockets of the command and of all its descendants are read from the
 system, until it ends. Ray's processes are known by their names (`raylet`, `gcs_server`,
@@ -43,7 +43,7 @@ def listeners(root: psutil.Process) -> set[tuple[int, str, str, int]]:
 def main() -> int:
     if len(sys.argv) < 2:
         sys.exit(
-            "No command. given: nothing  expected: python benchmarks/open_ports.py COMMAND...  do"
+            "No command. given: nothing  expected: python tests/robustness/open_ports.py COMMAND...  do"
             " this: name the run to watch"
         )
     run = subprocess.Popen(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What benchmarks/chaos.py holds against a run, on made-up ones; and, slow, a few kinds on real
+"""What tests/robustness/chaos.py holds against a run, on made-up ones; and, slow, a few kinds on real
 ones.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from heads.checkpoint import save_state
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+FOLDER = Path(__file__).resolve().parent
 
 
 @pytest.fixture

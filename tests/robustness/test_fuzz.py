@@ -1,4 +1,4 @@
-"""What benchmarks/fuzz.py once found stays mended; needs no hypothesis."""
+"""What tests/robustness/fuzz.py once found stays mended; needs no hypothesis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 FOUND = [
     json.loads(line)
     for line in Path(__file__).with_name("fuzz_found.jsonl").read_text().splitlines()
@@ -18,7 +17,7 @@ FOUND = [
 
 @pytest.fixture(scope="module")
 def fuzz() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "benchmarks" / "fuzz.py"))
+    return runpy.run_path(str(Path(__file__).with_name("fuzz.py")))
 
 
 @pytest.fixture(scope="module")

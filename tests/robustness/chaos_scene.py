@@ -1,4 +1,4 @@
-"""What a kind of benchmarks/chaos.py happens to: a run folder, the runs in it, the moments at which
+"""What a kind of tests/robustness/chaos.py happens to: a run folder, the runs in it, the moments at which
 something is done, what is left.
 """
 
