@@ -151,6 +151,8 @@ check: setup  ## Style, types, imports: what CI runs before the tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest -q tests/test_architecture.py
+	# To look at, not a bound: what belongs together stays together.
+	echo "The ten longest files:"; PYTHONPATH=$$PWD $(BIN)/python benchmarks/code_shape.py --longest 10
 
 docs: setup $(DOCS_VENV)/.setup  ## The documentation site, in build/site (warnings are errors)
 	@PYTHONPATH=$$PWD $(BIN)/python docs/site/build_pages.py build/docs

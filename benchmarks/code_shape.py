@@ -1,7 +1,12 @@
-"""What the code looks like in numbers: size, comments, wide lines, tuple assignments, cycles, names
-that occur twice. Figures to look at, not bounds to meet.
+"""What the code looks like in numbers: size, comments, wide lines, cycles between files, names that
+occur twice. Figures to look at, not bounds to meet.
 
-    python benchmarks/code_shape.py [--root DIR]     # another checkout to compare with
+    python benchmarks/code_shape.py                  # this checkout
+    python benchmarks/code_shape.py --root DIR       # another one, to compare with
+    python benchmarks/code_shape.py --longest 10     # the ten longest files and nothing else
+
+`tests/test_architecture.py` takes the import graph and the doubled names from here: cycles and
+doubled names are the two figures that do fail `make check`.
 """
 
 from __future__ import annotations
@@ -9,26 +14,31 @@ from __future__ import annotations
 import argparse
 import ast
 import tokenize
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from medusa_ppo.runtime.console import say
 
 WIDE = 100
-GROUPS = {
-    "heads + medusa_ppo": ("heads", "medusa_ppo"),
-    "benchmarks": ("benchmarks",),
-    "tests": ("tests",),
-}
-# A constant is counted with the expression that holds it, a context is grammar and no code.
+SOURCE = ("heads", "medusa_ppo")
+GROUPS = {"heads + medusa_ppo": SOURCE, "benchmarks": ("benchmarks",), "tests": ("tests",)}
+# A constant is counted with the expression that holds it; a context is grammar, not code.
 NOT_COUNTED = (ast.Constant, ast.expr_context, ast.Module)
+
+Graph = dict[str, set[str]]
 
 
 def sources(root: Path, folders: tuple[str, ...]) -> list[Path]:
     """The Python files of some folders of a checkout."""
     return sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+# ---- size
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
@@ -48,19 +58,16 @@ def is_tuple_assignment(node: ast.AST) -> bool:
 def comment_lines(path: Path) -> int:
     """Lines that hold a comment."""
     with tokenize.open(path) as file:
-        found = tokenize.generate_tokens(file.readline)
-        return sum(token.type == tokenize.COMMENT for token in found)
+        tokens = tokenize.generate_tokens(file.readline)
+        return sum(token.type == tokenize.COMMENT for token in tokens)
 
 
 def shape(paths: list[Path]) -> dict[str, float]:
     """The figures of a group of files."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    trees = [parse(path) for path in paths]
     texts = [path.read_text(encoding="utf-8").splitlines() for path in paths]
     lines = sum(map(len, texts))
     tuples = sum(is_tuple_assignment(node) for tree in trees for node in ast.walk(tree))
-    classes = Counter(
-        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    )
     return {
         "files": len(paths),
         "lines": lines,
@@ -68,19 +75,41 @@ def shape(paths: list[Path]) -> dict[str, float]:
         "lines over 100 columns": sum(len(line) > WIDE for text in texts for line in text),
         "tuple assignments in 1,000 lines": 1000 * tuples / max(1, lines),
         "comment lines, %": 100 * sum(map(comment_lines, paths)) / max(1, lines),
-        "class names that occur twice": sum(count > 1 for count in classes.values()),
+        "class names that occur twice": len(doubled_classes(paths)),
     }
 
 
-def import_graph(root: Path) -> dict[str, set[str]]:
+def longest(root: Path, count: int) -> list[tuple[int, str]]:
+    """The longest source files: lines, and path."""
+    lengths = [
+        (len(path.read_text(encoding="utf-8").splitlines()), path.relative_to(root).as_posix())
+        for path in sources(root, SOURCE)
+    ]
+    return sorted(lengths, reverse=True)[:count]
+
+
+# ---- structure
+
+
+def doubled_classes(paths: list[Path]) -> dict[str, list[Path]]:
+    """Class names that occur more than once, and where."""
+    found: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(path)
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
+def import_graph(root: Path) -> Graph:
     """Which of our modules each one imports: at the top, in functions, and for types alone."""
     modules = {}
-    for path in sources(root, ("heads", "medusa_ppo")):
+    for path in sources(root, SOURCE):
         name = ".".join(path.relative_to(root).with_suffix("").parts)
         modules[name.removesuffix(".__init__")] = path
-    graph: dict[str, set[str]] = {name: set() for name in modules}
+    graph: Graph = {name: set() for name in modules}
     for name, path in modules.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names} & modules.keys()
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -90,40 +119,90 @@ def import_graph(root: Path) -> dict[str, set[str]]:
     return graph
 
 
-def first_cycle(graph: dict[str, set[str]]) -> list[str]:
-    """A chain of modules that import each other; empty where there is none."""
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
+def reachable(graph: Graph, start: str) -> set[str]:
+    """What `start` imports, directly or through others; itself only where it is in a cycle."""
+    seen: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting += graph[module]
+    return seen
 
 
-def code_in_init(root: Path) -> int:
-    """Lines of `__init__.py` files in statements other than imports, `__all__` and docstrings."""
-    found = 0
-    for path in sources(root, ("heads", "medusa_ppo")):
-        if path.name != "__init__.py":
-            continue
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if not (is_text or isinstance(node, ast.Import | ast.ImportFrom)):
-                found += (node.end_lineno or node.lineno) - node.lineno + 1
+def cycles(graph: Graph) -> list[list[str]]:
+    """Groups of modules that import each other, each group once."""
+    reach = {module: reachable(graph, module) for module in graph}
+    found: list[list[str]] = []
+    for module in sorted(graph):
+        in_known_group = any(module in group for group in found)
+        if module in reach[module] and not in_known_group:
+            found.append(sorted(other for other in reach[module] if module in reach[other]))
     return found
+
+
+def is_reexport(statement: ast.stmt) -> bool:
+    """Whether an `__init__.py` may hold it: a docstring, an import, `__all__`, `__version__`,
+    imports for a type checker, and the `__getattr__` that imports a name when it is asked for.
+    """
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str())) | ast.Import() | ast.ImportFrom():
+            return True
+        case ast.Assign(targets=[ast.Name(id="__all__" | "__version__")]):
+            return True
+        case ast.FunctionDef(name="__getattr__"):
+            return True
+        case ast.If(test=ast.Name(id="TYPE_CHECKING"), body=body, orelse=[]):
+            return all(is_reexport(inner) for inner in body)
+    return False
+
+
+def code_in_init(root: Path) -> dict[str, int]:
+    """Lines of each `__init__.py` in statements that are more than re-exports."""
+    found = {}
+    for path in sources(root, SOURCE):
+        if path.name == "__init__.py":
+            found[path.relative_to(root).as_posix()] = sum(
+                (statement.end_lineno or statement.lineno) - statement.lineno + 1
+                for statement in parse(path).body
+                if not is_reexport(statement)
+            )
+    return {name: lines for name, lines in found.items() if lines}
+
+
+# ---- the command
+
+
+def report(root: Path) -> Iterator[str]:
+    """Every figure as a line of text."""
+    for group, folders in GROUPS.items():
+        yield f"{group}:"
+        for name, value in shape(sources(root, folders)).items():
+            number = f"{value:,.1f}" if value % 1 else f"{value:,.0f}"
+            yield f"  {name:34} {number}"
+    for name, places in sorted(doubled_classes(sources(root, SOURCE)).items()):
+        where = ", ".join(place.relative_to(root).as_posix() for place in places)
+        yield f"class {name}: {where}"
+    found = cycles(import_graph(root))
+    yield f"cycles between files: {len(found)}"
+    for group in found:
+        yield f"  {', '.join(group)}"
+    yield f"code in __init__.py: {sum(code_in_init(root).values()):,} lines"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = Path(__file__).resolve().parent.parent
     parser.add_argument("--root", type=Path, default=default, help="checkout to measure")
-    root = parser.parse_args().root
-    for group, folders in GROUPS.items():
-        say(f"{group}:")
-        for name, value in shape(sources(root, folders)).items():
-            say(f"  {name:34} {value:,.1f}" if value % 1 else f"  {name:34} {value:,.0f}")
-    cycle = first_cycle(import_graph(root))
-    say("cycle between files:", " -> ".join(cycle) or "none")
-    say("code in __init__.py:", code_in_init(root), "lines")
+    parser.add_argument("--longest", type=int, metavar="N", help="list the N longest files")
+    options = parser.parse_args()
+    if options.longest:
+        for lines, name in longest(options.root, options.longest):
+            say(f"{lines:6,}  {name}")
+        return
+    for line in report(options.root):
+        say(line)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
-"""The structure that CONTRIBUTING promises: where foreign libraries are imported, cold imports,
-sizes, no stray prints.
+"""The structure that CONTRIBUTING promises: where foreign libraries are imported, cold imports, no
+cycles between files, no name twice, no code in `__init__.py`.
+
+Rooms are import-linter's (pyproject.toml). It does not see cycles between the files of one room, so
+those are here. No size is checked: `make check` prints the longest files.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -23,18 +28,34 @@ SCRIPTS = {
 
 # Foreign library -> the only places that may import it (DESIGN: a foreign library has one home).
 HOMES = {
-    "liger_kernel": ("heads/losses.py",),
     "vllm": ("medusa_ppo/vllm_plugin/", "medusa_ppo/engines/"),
     "megatron": ("medusa_ppo/actors/", "medusa_ppo/ppo/megatron/"),
+    "deepspeed": ("medusa_ppo/actors/",),
+    "PIL": ("medusa_ppo/actors/vision.py",),
+    "datasets": ("medusa_ppo/runtime/data.py",),
     "huggingface_hub": ("medusa_ppo/offline/hub.py",),
+    "httpx": ("medusa_ppo/engines/http_server.py",),
+    "yaml": ("medusa_ppo/config/config_file.py",),
     "trl": ("medusa_ppo/loops/trl",),
     "verl": ("medusa_ppo/loops/verl/",),
+    "openrlhf": ("medusa_ppo/loops/openrlhf.py",),
     "tensorboard": ("medusa_ppo/reports/trackers.py",),
     "wandb": ("medusa_ppo/reports/trackers.py",),
     "trackio": ("medusa_ppo/reports/trackers.py",),
-    "openrlhf": ("medusa_ppo/loops/openrlhf.py",),
 }
-LONG_FILE_LINES, LONG_FUNCTION_LINES = 400, 60
+COLD_ROOMS = ("medusa_ppo.config", "medusa_ppo.reports", "medusa_ppo.cli")
+HEAVY = {"torch", "vllm", "ray", "transformers"}
+
+
+@pytest.fixture(scope="module")
+def code_shape() -> ModuleType:
+    """benchmarks/code_shape.py, which measures what is checked here."""
+    file = ROOT / "benchmarks" / "code_shape.py"
+    spec = importlib.util.spec_from_file_location("code_shape", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def imported_roots(tree: ast.AST) -> set[str]:
@@ -57,15 +78,30 @@ def test_foreign_libraries_stay_in_their_homes(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_and_functions_stay_small(path: Path) -> None:
-    name = path.relative_to(ROOT).as_posix()
-    text = path.read_text()
-    assert text.count("\n") <= LONG_FILE_LINES, f"{name} has {text.count(chr(10))} lines: split it"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= LONG_FUNCTION_LINES, f"{name}: {node.name} has {length} lines"
+def test_a_cycle_is_found_wherever_its_imports_stand(
+    code_shape: ModuleType, tmp_path: Path
+) -> None:
+    room = tmp_path / "medusa_ppo" / "room"
+    room.mkdir(parents=True)
+    (room / "__init__.py").write_text('"""A room."""\n')
+    (room / "first.py").write_text("def call():\n    from medusa_ppo.room.second import name\n")
+    (room / "second.py").write_text(
+        "if TYPE_CHECKING:\n    from medusa_ppo.room import third\nimport medusa_ppo.room\n"
+    )
+    (room / "third.py").write_text("import medusa_ppo.room.first\n")
+    names = [f"medusa_ppo.room.{name}" for name in ("first", "second", "third")]
+    assert code_shape.cycles(code_shape.import_graph(tmp_path)) == [names]
+    (room / "third.py").write_text("import medusa_ppo.room\n")
+    assert code_shape.cycles(code_shape.import_graph(tmp_path)) == []
+
+
+def test_init_files_hold_no_code(code_shape: ModuleType) -> None:
+    assert code_shape.code_in_init(ROOT) == {}
+
+
+def test_no_file_lies_beside_the_rooms() -> None:
+    loose = {path.name for path in ROOT.glob("medusa_ppo/*.py")}
+    assert loose <= {"__init__.py", "__main__.py"}
 
 
 @pytest.mark.parametrize(
@@ -103,28 +139,28 @@ def test_no_module_is_called_utils() -> None:
     assert not [p for p in SOURCES if p.stem in ("utils", "helpers", "misc", "common")]
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "medusa_ppo",
-        "medusa_ppo.config",
-        "medusa_ppo.contract.metrics",
-        "medusa_ppo.reports.store",
-        "medusa_ppo.cli",
-    ],
-)
-def test_cold_imports_stay_free_of_torch(module: str) -> None:
-    code = (
-        f"import {module}, sys; sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'ray',"
-        " 'transformers')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, (
-        f"import {module} loads a heavy library"
-    )
+def loads_nothing_heavy(modules: list[str]) -> bool:
+    """Whether a fresh process that imports these modules has none of the heavy libraries."""
+    code = f"import {', '.join(modules)}, sys; sys.exit(bool({HEAVY!r} & sys.modules.keys()))"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("room", ["medusa_ppo", *COLD_ROOMS, "medusa_ppo.contract.metrics"])
+def test_cold_imports_stay_free_of_torch(room: str) -> None:
+    assert loads_nothing_heavy([room]), f"import {room} loads a heavy library"
+
+
+@pytest.mark.parametrize("room", COLD_ROOMS)
+def test_every_file_of_a_cold_room_stays_free_of_torch(room: str) -> None:
+    """The rooms' `__init__.py` import little or nothing, so they say little of their files."""
+    files = sorted((ROOT / room.replace(".", "/")).glob("*.py"))
+    modules = [f"{room}.{file.stem}" for file in files if file.stem != "__init__"]
+    if not loads_nothing_heavy(modules):
+        pytest.fail(str([module for module in modules if not loads_nothing_heavy([module])]))
 
 
 def test_heads_imports_nothing_of_rl() -> None:
-    allowed = {"heads", "torch", "safetensors", "numpy", "liger_kernel", *sys.stdlib_module_names}
+    allowed = {"heads", "torch", "safetensors", "numpy", *sys.stdlib_module_names}
     for path in ROOT.glob("heads/**/*.py"):
         extra = imported_roots(ast.parse(path.read_text())) - allowed
         assert not extra, f"{path.name} imports {extra}"
