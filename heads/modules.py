@@ -111,7 +111,7 @@ class MedusaHeads(nn.Module):
     """K draft heads of one kind; see the module's docstring for what each kind computes.
 
     Attributes:
-        vocabulary: where the tokens of lm_head and tables are; `heads.parallel` replaces it.
+        vocabulary: operations over the tokens of lm_head and tables.
         temperatures_K: what the logits of each head are divided by when drafts are sampled; not
             trained by gradients.
     """

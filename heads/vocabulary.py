@@ -1,8 +1,6 @@
-"""Everything that reads or sums over all tokens of the vocabulary, when one process holds it whole;
-heads/parallel.py has the same for a vocabulary that is spread over ranks.
+"""Everything that reads or sums over all tokens of the vocabulary.
 
-Shape letters: N ids, C rows, V vocabulary (here: the part that this process holds, which is all of
-it), D width of a table.
+Shape letters: N ids, C rows, V vocabulary, D width of a table.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from heads.errors import DataError, ModelError
-from heads.parallel import ShardedVocabulary
 from medusa_ppo.actors.actor_view import ActorView
 from medusa_ppo.actors.megatron_layout import (
     Gathering,
@@ -85,20 +84,6 @@ class MegatronActor(ActorView):
 
     def tap(self) -> MegatronTap:
         return MegatronTap(self.model, self.groups)
-
-    @property
-    def vocabulary(self) -> ShardedVocabulary:
-        """For `heads.parallel`: the vocabulary as the output layer is cut. Last stage only."""
-        if self.groups.tensor is None:
-            raise ModelError(
-                "Nothing is cut.",
-                given="no tensor-parallel group",
-                expected="a group",
-                do="Use heads.modules as they are.",
-            )
-        return ShardedVocabulary(
-            self._vocab_size, self.groups.tensor, rows_per_rank=self.output_weight.shape[0]
-        )
 
     @property
     def output_weight(self) -> torch.Tensor:

@@ -100,9 +100,8 @@ def spare_torchvision() -> None:
     if importlib.util.find_spec("torchvision") is None and hasattr(
         ProcessorMixin, "get_attributes"
     ):
-        # type: ignore[attr-defined]
         mixin = cast(Any, ProcessorMixin)
-        attributes = ProcessorMixin.get_attributes.__func__
+        attributes = mixin.get_attributes.__func__
         mixin.get_attributes = classmethod(
             lambda cls: [name for name in attributes(cls) if name != "video_processor"]
         )

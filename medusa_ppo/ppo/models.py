@@ -32,7 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, ModelError
-from heads.vocabulary import WHOLE, Vocabulary
+from heads.vocabulary import WHOLE, truncate_logits
 from medusa_ppo.actors.actor_tables import beyond_lm_head
 from medusa_ppo.actors.hf import lm_head_weight
 from medusa_ppo.actors.vision import copy_without_tower, forward
@@ -138,9 +138,7 @@ class Support:
         self._bits: dict[int, np.ndarray] = {}
         self._begun: list[np.ndarray] = []  # Of a micro batch that comes in parts.
 
-    def cut(
-        self, logits_CV: Tensor, micro: MicroBatch, vocabulary: Vocabulary = WHOLE, first: int = 0
-    ) -> Tensor:
+    def cut(self, logits_CV: Tensor, micro: MicroBatch, first: int = 0) -> Tensor:
         """The logits with next to minus infinity for all other tokens. The first to ask for a
         sequence is the actor that wrote it.
 
@@ -154,7 +152,7 @@ class Support:
         if micro.places[0] in self._bits:
             bits_CV = np.concatenate([self._bits[place] for place in micro.places])[rows]
         else:
-            bits_CV = self._kept(logits_CV.detach(), micro.response_ids_M[rows], vocabulary)
+            bits_CV = self._kept(logits_CV.detach(), micro.response_ids_M[rows])
             self._begun = [*(self._begun if first else []), bits_CV]
             lengths = micro.response_mask_BT.sum(dim=1).tolist()
             if rows.stop == sum(lengths):
@@ -172,16 +170,20 @@ class Support:
         )
         return logits_CV.masked_fill(~kept_CV, NEVER)
 
-    def _kept(self, logits_CV: Tensor, ids_C: Tensor, vocabulary: Vocabulary) -> np.ndarray:
-        kept_CV = (
-            vocabulary.truncate(logits_CV, self._sampling.top_k, self._sampling.top_p) > -torch.inf
-        )
+    def _kept(self, logits_CV: Tensor, ids_C: Tensor) -> np.ndarray:
+        kept_CV = self._truncate(logits_CV) > -torch.inf
         # The engine rounds in its own way, and what it sampled is kept.
-        sampled_CV = (
-            vocabulary.add_at(torch.zeros_like(logits_CV), ids_C, torch.ones_like(logits_CV[:, 0]))
-            > 0
-        )
-        return np.packbits((kept_CV | sampled_CV).cpu().numpy(), axis=1)
+        kept_CV = kept_CV | self._sampled(logits_CV, ids_C)
+        return np.packbits(kept_CV.cpu().numpy(), axis=1)
+
+    def _truncate(self, logits_CV: Tensor) -> Tensor:
+        """The logits with minus infinity for what top-k and top-p leave out."""
+        return truncate_logits(logits_CV, self._sampling.top_k, self._sampling.top_p)
+
+    def _sampled(self, logits_CV: Tensor, ids_C: Tensor) -> Tensor:
+        """Which column is the sampled token's, bool `CV`."""
+        none_CV = torch.zeros_like(logits_CV, dtype=torch.bool)
+        return none_CV.scatter_(1, ids_C.unsqueeze(1), True)
 
 
 def token_stats(

@@ -31,7 +31,6 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from heads.vocabulary import Vocabulary
 from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.actors.megatron import MegatronActor, MegatronTap
 from medusa_ppo.actors.megatron_layout import LlamaSizes
@@ -42,7 +41,9 @@ from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
 from medusa_ppo.ppo.batch import MicroBatch, PolicyScores, PPOBatch, Scores, minibatches
 from medusa_ppo.ppo.learner import UpdateTotals
-from medusa_ppo.ppo.models import Support, TokenStats
+from medusa_ppo.ppo.megatron.sharded_stats import ShardedSupport, sharded_stats
+from medusa_ppo.ppo.megatron.sharded_vocabulary import ShardedVocabulary
+from medusa_ppo.ppo.models import TokenStats
 from medusa_ppo.ppo.shaping import (
     ADAM_BETAS,
     ADAM_EPSILON,
@@ -56,45 +57,6 @@ WEIGHTS = "weights"
 TIMEOUT_S = 600.0
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CLIP_EPSILON = 1e-6  # As torch.nn.utils.clip_grad_norm_.
-
-
-def sharded_stats(
-    logits_MV: Tensor, ids_M: Tensor, vocabulary: Vocabulary, *, entropy: bool = False
-) -> TokenStats:
-    """As `token_stats`, from this rank's logits; the same on every rank. Gradients reach this
-    rank's logits only.
-
-    Args:
-        logits_MV: float32, without the vocabulary's padding, at the sampling temperature, and cut
-            to what was sampled from.
-        ids_M: the response tokens.
-        vocabulary: how the tokens are spread over ranks.
-    """
-    logprobs_M, entropy_M = _LogprobAndEntropy.apply(logits_MV, ids_M, vocabulary)
-    return TokenStats(logprobs_M, entropy_M if entropy else None)
-
-
-class _LogprobAndEntropy(torch.autograd.Function):
-    """log p of the given token, and the entropy of the distribution."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_MV: Tensor, ids_M: Tensor, vocabulary: Vocabulary
-    ) -> tuple[Tensor, Tensor]:
-        logprobs_MV = vocabulary.log_softmax(logits_MV)
-        entropy_M = -vocabulary.total(logprobs_MV.exp() * logprobs_MV)
-        ctx.save_for_backward(logprobs_MV, ids_M, entropy_M)
-        ctx.vocabulary = vocabulary
-        return vocabulary.pick(logprobs_MV, ids_M), entropy_M
-
-    @staticmethod
-    def backward(ctx: Any, picked_M: Tensor, entropy_grad_M: Tensor) -> tuple[Tensor, None, None]:
-        logprobs_MV, ids_M, entropy_M = ctx.saved_tensors
-        mass_MV = logprobs_MV.exp()
-        grad_MV = -mass_MV * (
-            picked_M[:, None] + entropy_grad_M[:, None] * (logprobs_MV + entropy_M[:, None])
-        )
-        return ctx.vocabulary.add_at(grad_MV, ids_M, picked_M), None, None
 
 
 class RankOptimizer:
@@ -270,8 +232,7 @@ class ActorRank:
         self._config = config
         self._with_embedding = with_embedding
         self._meeting: Meeting | None = None
-        self._support = Support(Sampling())  # Of the batch that was scored last.
-        self._scored: set[int] = set()  # Its sequences that this replica scored.
+        self._scored: set[int] = set()  # Of the last batch: the sequences this replica scored.
 
     def meet_here(self) -> Place:
         """Open the place where the ranks find each other."""
@@ -298,6 +259,12 @@ class ActorRank:
         self._view = MegatronActor(
             self._actor.model, sizes.vocab, with_embedding=self._with_embedding
         )
+        self._vocabulary = ShardedVocabulary(
+            sizes.vocab,
+            parallel_state.get_tensor_model_parallel_group(),
+            rows_per_rank=sizes.vocab_rows(section.tensor_parallel),
+        )
+        self._support = ShardedSupport(Sampling(), self._vocabulary)  # Of the last batch scored.
         self._optimizer = RankOptimizer(
             self._actor, ppo, dtype, distributed=section.distributed_optimizer
         )
@@ -308,7 +275,7 @@ class ActorRank:
 
     def begin_batch(self, sampling: Sampling) -> None:
         """New rollouts will be scored: what was kept of those before is forgotten."""
-        self._support = Support(sampling)
+        self._support = ShardedSupport(sampling, self._vocabulary)
         self._scored = set()
 
     @torch.no_grad()
@@ -408,15 +375,13 @@ class ActorRank:
     def _stats(
         self, micro: MicroBatch, logits_BPV: Tensor, sampling: Sampling, *, entropy: bool = False
     ) -> TokenStats:
-        vocabulary, (own, places_P) = self._view.vocabulary, self._own_predictions(micro)
-        scaled_PV = (
-            vocabulary.own_rows(logits_BPV[own.response_mask_BT], dim=1).float()
-            / sampling.temperature
-        )
+        own, places_P = self._own_predictions(micro)
+        logits_PV = self._vocabulary.own_rows(logits_BPV[own.response_mask_BT], dim=1)
+        scaled_PV = logits_PV.float() / sampling.temperature
         found = sharded_stats(
-            self._support.cut(scaled_PV, own, vocabulary),
+            self._support.cut(scaled_PV, own),
             own.response_ids_M,
-            vocabulary,
+            self._vocabulary,
             entropy=entropy,
         )
         total = int(micro.response_mask_BT.sum())

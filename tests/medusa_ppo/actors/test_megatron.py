@@ -79,14 +79,11 @@ def test_whole_tables_reach_the_rank_that_reports(figures: list[dict[str, Any]],
         assert rank[case].get("embedding", 0.0) == 0.0
 
 
-def test_the_actor_is_untouched_and_heads_use_its_output_layer_as_it_is(
-    figures: list[dict[str, Any]],
-) -> None:
+def test_the_actor_is_untouched(figures: list[dict[str, Any]]) -> None:
     for rank in figures:
         found = rank["gradients"]
         assert found["same"] and found["count"] > 10
         assert found["hooks"] == 0
-        assert found["heads"] < 1e-5
 
 
 def test_refusals(figures: list[dict[str, Any]]) -> None:

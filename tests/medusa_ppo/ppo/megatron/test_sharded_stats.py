@@ -1,19 +1,20 @@
 """What is said about response tokens from a rank's logits, against the plain formulas. Several
-ranks: test_megatron_learner.py.
+ranks: test_sharded_vocabulary.py.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from heads.vocabulary import WHOLE
-from medusa_ppo.ppo.megatron.megatron_rank import sharded_stats
+from medusa_ppo.ppo.megatron.sharded_stats import sharded_stats
+from medusa_ppo.ppo.megatron.sharded_vocabulary import ShardedVocabulary
 from medusa_ppo.ppo.models import NEVER
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_values_and_gradients(cut: bool) -> None:
+def test_values_and_gradients(cut: bool, alone: dist.ProcessGroup) -> None:
     generator = torch.Generator().manual_seed(0)
     logits_MV = torch.randn(5, 9, generator=generator, requires_grad=True)
     ids_M = torch.tensor([0, 3, 8, 3, 1])
@@ -31,7 +32,8 @@ def test_values_and_gradients(cut: bool) -> None:
         (weights_M * plain_M).sum() - 0.3 * (weights_M * entropy_M).sum(), logits_MV
     )
 
-    found = sharded_stats(cut_MV, ids_M, WHOLE, entropy=True)
+    vocabulary = ShardedVocabulary(9, alone)
+    found = sharded_stats(cut_MV, ids_M, vocabulary, entropy=True)
     assert found.entropy_M is not None
     torch.testing.assert_close(found.logprobs_M, plain_M)
     torch.testing.assert_close(found.entropy_M, entropy_M)
@@ -41,5 +43,6 @@ def test_values_and_gradients(cut: bool) -> None:
     torch.testing.assert_close(gradient, expected)
 
 
-def test_what_is_not_asked_for_is_left_out() -> None:
-    assert sharded_stats(torch.zeros(2, 3), torch.tensor([0, 1]), WHOLE).entropy_M is None
+def test_what_is_not_asked_for_is_left_out(alone: dist.ProcessGroup) -> None:
+    vocabulary = ShardedVocabulary(3, alone)
+    assert sharded_stats(torch.zeros(2, 3), torch.tensor([0, 1]), vocabulary).entropy_M is None
