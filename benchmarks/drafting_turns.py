@@ -57,7 +57,7 @@ def random_heads(vocab: int, hidden: int, dtype: Any, pairs: int = 0) -> Any:
 def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
     import torch
 
-    from medusa_ppo.drafting.core import DraftingCore, Sampling
+    from medusa_ppo.drafting.core import DraftingCore, DraftSampling
     from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.slots import DraftSlots, stamps
     from medusa_ppo.vllm_plugin.int8_products import packed_linear
@@ -70,7 +70,9 @@ def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[An
         last_ids_B = torch.tensor([1] * batch, dtype=torch.int64)
         positions_B = torch.arange(batch)
         noise_BK = uniforms(positions_B, positions_B if seeded else None, None, DRAFT_LANE, HEADS)
-        core.draft(hidden_BD, last_ids_B, HEADS, Sampling(torch.ones(batch), noise_BK), slots=slots)
+        core.draft(
+            hidden_BD, last_ids_B, HEADS, DraftSampling(torch.ones(batch), noise_BK), slots=slots
+        )
         slots.stamp(positions_B, stamps(positions_B, positions_B), HEADS)
 
     return call
@@ -80,7 +82,7 @@ def context_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable
     import torch
 
     from medusa_ppo.drafting.context import Arrived, PairRing, Standing
-    from medusa_ppo.drafting.core import DraftingCore, Sampling
+    from medusa_ppo.drafting.core import DraftingCore, DraftSampling
     from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.slots import DraftSlots, stamps
     from medusa_ppo.vllm_plugin.int8_products import packed_linear
@@ -110,7 +112,7 @@ def context_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable
         seen = core.fused.look_back(ring, arrived, at)
         noise_BK = uniforms(positions_B, positions_B if seeded else None, None, DRAFT_LANE, HEADS)
         core.draft(
-            hidden_BD, ids_N[1::2], HEADS, Sampling(torch.ones(batch), noise_BK), seen, slots
+            hidden_BD, ids_N[1::2], HEADS, DraftSampling(torch.ones(batch), noise_BK), seen, slots
         )
         slots.stamp(requests_B, stamps(positions_B, positions_B), HEADS)
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting.core import DraftingCore, Sampling
+from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
 from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots
@@ -166,7 +166,7 @@ def counted(
                     hidden_BD,
                     ids_B,
                     drafts,
-                    Sampling(ones_B, uniforms(ids_B, *known, DRAFT_LANE, drafts)),
+                    DraftSampling(ones_B, uniforms(ids_B, *known, DRAFT_LANE, drafts)),
                     slots=slots,
                 )
     return count

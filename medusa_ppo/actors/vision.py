@@ -381,7 +381,7 @@ class FeatureStore:
         """
         self._thread.submit(self._fill, by_content(images_of(prompts)))
 
-    def look(self, prompts: Sequence[Sequence[int]], input_ids_BT: Tensor) -> Seen | None:
+    def look(self, prompts: Sequence[Sequence[int]], input_ids_BT: Tensor) -> ImageFeatures | None:
         """What a model is given beside the token ids of these rows, each of which begins with its
         prompt; None without images.
         """
@@ -397,7 +397,7 @@ class FeatureStore:
         token_BT = input_ids_BT == self.reader.image_id
         columns_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
         other_id = 0 if self.reader.image_id else 1
-        return Seen(
+        return ImageFeatures(
             features,
             token_BT & (columns_T < prompt_B1),
             token_BT & (columns_T >= prompt_B1),
@@ -458,7 +458,7 @@ def by_content(images: Iterable[bytes]) -> dict[bytes, bytes]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ImageFeatures:
     """Features of the images of a micro batch, and where they belong.
 
     Attributes:
@@ -491,7 +491,7 @@ class Seen:
         }
 
 
-def forward(model: Any, input_ids_BT: Tensor, seen: Seen | None, **more: Any) -> Any:
+def forward(model: Any, input_ids_BT: Tensor, seen: ImageFeatures | None, **more: Any) -> Any:
     """A model's pass over token ids, and over the images beside them.
 
     transformers takes every image token for the place of a feature. One that the actor has written

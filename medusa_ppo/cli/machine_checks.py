@@ -332,7 +332,7 @@ def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple
 
 
 @dataclass(frozen=True)
-class Step:
+class SetupStep:
     """One command that shows that a part of a setup with GPUs works.
 
     Attributes:
@@ -350,7 +350,7 @@ class Step:
     means: str
 
 
-def setup_steps(model: str, data: str) -> tuple[Step, ...]:
+def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
     """The five commands, in the order in which they should be run: each relies on those before."""
     given = f"model.path={model} data.path={data}"
     # A job of Ray's starts where Ray was started.
@@ -358,7 +358,7 @@ def setup_steps(model: str, data: str) -> tuple[Step, ...]:
         *(os.path.abspath(name) if os.path.exists(name) else name for name in (model, data))
     )
     return (
-        Step(
+        SetupStep(
             "the packages fit the machine, vLLM loads our plug-in, and drafts do not change what is"
             " sampled",
             "one GPU",
@@ -366,14 +366,14 @@ def setup_steps(model: str, data: str) -> tuple[Step, ...]:
             ("GPUs", "GPU build", "Honest sampling", "All checks passed."),
             "The line GPUs names yours, the line vLLM says GPU build.",
         ),
-        Step(
+        SetupStep(
             "heads train on the GPU and leave nothing on it",
             "one GPU",
             "make test-gpu",
             ("passed",),
             "No test is said to have failed or to be skipped.",
         ),
-        Step(
+        SetupStep(
             "PPO, engine and companion share a GPU, and new heads reach the engine",
             "one GPU with 80 GiB; the model; data whose rows have a question, and an answer after"
             " #### as GSM8K's",
@@ -383,7 +383,7 @@ def setup_steps(model: str, data: str) -> tuple[Step, ...]:
             "The second number of that line is above the first, and the report (in"
             " runs/check-setup) has no warning.",
         ),
-        Step(
+        SetupStep(
             "drafting pays on this GPU",
             "the same GPU; what the command before left behind",
             "medusa-ppo bench rollout --model runs/check-setup/actor --heads"
@@ -393,7 +393,7 @@ def setup_steps(model: str, data: str) -> tuple[Step, ...]:
             "Above x1.00 drafting pays; at numbers of sequences where it is below, set"
             " engine.choose_drafts=true or draft less.",
         ),
-        Step(
+        SetupStep(
             "a run finds its nodes through Ray",
             "two nodes, 8 GPUs in the first (where this is run) and two in the second, the checkout"
             " under the same path on both, Ray with its job server (ray[default]) started on both"

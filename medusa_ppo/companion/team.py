@@ -72,7 +72,7 @@ def actor_options(config: CompanionConfig, group: Any, index: int) -> dict[str, 
     }
 
 
-class Worker:
+class CompanionWorker:
     """One worker's cycle and the tables that it has. The leader holds one too."""
 
     def __init__(self, cycle: Cycle, tables: ray.ObjectRef) -> None:
@@ -94,7 +94,7 @@ class Member:
         arguments, tables = ray.get(first[0])
         settle(arguments.companion)
         self._cycle = make_cycle(arguments, ray.get(tables))
-        self._worker = Worker(self._cycle, tables)
+        self._worker = CompanionWorker(self._cycle, tables)
 
     def name(self) -> str:
         """Name of this process."""
@@ -108,8 +108,10 @@ class Member:
         self._cycle.join(Meeting(place).join())
 
     def learn(self, handed: HandedBatch) -> None:
-        """As `Worker.learn`. A batch that fits nobody is the leader's to tell; any other failure
-        ends this worker, which all notice.
+        """As `CompanionWorker.learn`.
+
+        The leader reports a batch that fits nobody. Any other failure ends this worker, which the
+        others notice.
         """
         with contextlib.suppress(DataError):
             self._worker.learn(handed)
@@ -133,7 +135,7 @@ class Leader(CompanionService):
         ]
         self._members: dict[str, Any] = _up([partial(kind.remote, first) for kind in kinds])
         super().__init__(arguments, ray.get(tables))
-        self._worker = Worker(self._cycle, tables)
+        self._worker = CompanionWorker(self._cycle, tables)
         with self._state_lock:
             self._assemble()
 

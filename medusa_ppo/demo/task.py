@@ -104,7 +104,7 @@ _ORDER = ("First", "Then", "Finally")
 
 
 @dataclass(frozen=True)
-class _Step:
+class _ProblemStep:
     """One step of a drawn problem: clause, left and right operand, and the result."""
 
     clause: _Clause
@@ -192,17 +192,17 @@ def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem
     return Problem(" ".join(clauses), " " + "\n".join(lines), str(answer))
 
 
-def _draw_step(rng: random.Random, clauses: tuple[_Clause, ...], left: int) -> _Step:
+def _draw_step(rng: random.Random, clauses: tuple[_Clause, ...], left: int) -> _ProblemStep:
     """A step after which the result lies between 1 and LARGEST."""
     while True:
         clause = rng.choice(clauses)
         operand = rng.randint(*_OPERANDS)
         result = left + operand if clause.sign == "+" else left - operand
         if 1 <= result <= LARGEST:
-            return _Step(clause, left, operand, result)
+            return _ProblemStep(clause, left, operand, result)
 
 
-def _line(order: str, step: _Step, words: dict[str, str]) -> str:
+def _line(order: str, step: _ProblemStep, words: dict[str, str]) -> str:
     """A line of the solution: the clause, word for word, and the sum it asks for."""
     clause = step.clause.text.format(**words, n=step.operand)
     return (

@@ -32,7 +32,7 @@ SHARPEST = 1e30
 
 
 @dataclass(frozen=True)
-class Sampling:
+class DraftSampling:
     """How B requests sample, on their device.
 
     Attributes:
@@ -141,7 +141,7 @@ class DraftingCore:
         hidden_BD: torch.Tensor,
         last_ids_B: torch.Tensor,
         count: int,
-        sampling: Sampling | None = None,
+        sampling: DraftSampling | None = None,
         seen: Seen | None = None,
         slots: DraftSlots | None = None,
         recall: Recall | None = None,
@@ -219,7 +219,7 @@ class _Drawing:
 
     def __init__(
         self,
-        sampling: Sampling,
+        sampling: DraftSampling,
         temperatures_K: torch.Tensor,
         count: int,
         slots: DraftSlots | None,

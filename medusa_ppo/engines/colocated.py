@@ -143,7 +143,7 @@ class ColocatedEngine(base.WorkerEngine):
         repeat = sampling.responses_per_prompt
         before = self.counters()
         started = time.perf_counter()
-        texts = [Text.of(response) for response in partly.begun]
+        texts = [PartialResponse.of(response) for response in partly.begun]
         open_places = [place for place, text in enumerate(texts) if text.ended == UNFINISHED]
         unfinished = {
             index: sum(text.ended == UNFINISHED for text in texts[index * repeat :][:repeat])
@@ -292,7 +292,7 @@ class ColocatedEngine(base.WorkerEngine):
 
 
 @dataclass
-class Text:
+class PartialResponse:
     """A response while it is written."""
 
     ids: list[int]
@@ -300,7 +300,7 @@ class Text:
     ended: str = UNFINISHED
 
     @classmethod
-    def of(cls, response: Response) -> Text:
+    def of(cls, response: Response) -> PartialResponse:
         return cls(list(response.token_ids), list(response.logprobs), response.finish_reason)
 
     def add(self, completion: Any) -> None:

@@ -54,7 +54,7 @@ MOST = 0.9
 
 
 @dataclass(frozen=True)
-class Finding:
+class LoopCheck:
     """One check: what was found, and what to do when it is not ok."""
 
     name: str
@@ -237,7 +237,7 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
 # ---- the checks
 
 
-def check_loop(spec: str, medusa: Any = None) -> Iterator[Finding]:
+def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
     """Train with the plug-in and without it, and say what was found.
 
     Args:
@@ -265,7 +265,7 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[Finding]:
         )
     steady = without["weights"] == again["weights"]
     same = without["weights"] == seen["weights"]
-    yield Finding(
+    yield LoopCheck(
         "gradients",
         same,
         (
@@ -285,7 +285,7 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[Finding]:
     )
 
 
-def judge(seen: dict[str, Any]) -> Iterator[Finding]:
+def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
     """The first nine checks, from what one training with the plug-in did."""
     calls = seen["calls"]
     batches = seen["batches"]
@@ -293,14 +293,14 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
     fits = seen["fits"]
     starts = calls.count("start")
     ends = calls.count("close")
-    yield Finding(
+    yield LoopCheck(
         "one plug-in",
         starts == 1 <= ends,
         f"{starts} started, closed {ends} times",
         "Make one for a job, and close it at the end.",
     )
     if not batches:
-        yield Finding(
+        yield LoopCheck(
             "order of hooks",
             False,
             "no rollout_ready",
@@ -310,7 +310,7 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
     hooks = [call for call in calls if call not in ("start", "close")]
     after = {"before_generation": "rollout_ready", "rollout_ready": "policy_updated"}
     wrong = [f"{a}, {b}" for a, b in pairwise(hooks) if a in after and b != after[a]]
-    yield Finding(
+    yield LoopCheck(
         "order of hooks",
         not wrong and len(batches) >= 4 and hooks[0] == "before_generation",
         f"{len(batches)} rollout batches; out of order: {wrong[0] if wrong else 'none'}",
@@ -320,14 +320,14 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
     known = sum(batch["known"] for batch in batches) / max(
         1, sum(batch["responses"] for batch in batches)
     )
-    yield Finding(
+    yield LoopCheck(
         "log-probs",
         known == 1.0,
         f"{known:.0%} of the responses have a log-prob of each token",
         "Hand in the log-probs of the distribution that was sampled from.",
     )
     came = sum(fit["responses"] for fit in fits) / sum(batch["responses"] for batch in batches)
-    yield Finding(
+    yield LoopCheck(
         "rows",
         came >= MOST,
         f"the states of {came:.0%} of the responses came, in {len(fits)} batches",
@@ -335,7 +335,7 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
         " the tap on the model that scores.",
     )
     good = min((fit["good"] for fit in fits), default=0.0)
-    yield Finding(
+    yield LoopCheck(
         "states",
         good >= MOST,
         f"at least {good:.0%} of each batch's tokens have the log-prob that the states give",
@@ -343,7 +343,7 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
         " compare positions and the sync.",
     )
     yield _versions(batches, versions)
-    yield Finding(
+    yield LoopCheck(
         "tables",
         seen["wrong_tables"] == 0 and bool(versions),
         f"{seen['wrong_tables']} of {len(versions)} updates told another lm_head than the model's",
@@ -352,7 +352,7 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
     yield from _drafts(batches, seen["swapped"])
 
 
-def _versions(batches: list[dict[str, Any]], versions: list[int]) -> Finding:
+def _versions(batches: list[dict[str, Any]], versions: list[int]) -> LoopCheck:
     rising = all(a < b for a, b in pairwise(versions))
     follow = [batch["policy"] for batch in batches]
     ok = (
@@ -361,7 +361,7 @@ def _versions(batches: list[dict[str, Any]], versions: list[int]) -> Finding:
         and set(follow[1:]) <= {*versions, follow[0]}
         and follow == sorted(follow)
     )
-    return Finding(
+    return LoopCheck(
         "versions",
         ok,
         f"told {versions[:6]}, rollouts were of {follow[:6]}",
@@ -369,10 +369,10 @@ def _versions(batches: list[dict[str, Any]], versions: list[int]) -> Finding:
     )
 
 
-def _drafts(batches: list[dict[str, Any]], swapped: list[Any]) -> Iterator[Finding]:
+def _drafts(batches: list[dict[str, Any]], swapped: list[Any]) -> Iterator[LoopCheck]:
     heads = [batch["heads"] for batch in batches]
     fed = bool(swapped) and swapped[1] == swapped[2]
-    yield Finding(
+    yield LoopCheck(
         "newest heads",
         heads == sorted(heads) and heads[-1] > heads[0] and fed,
         f"rollouts were drafted by versions {heads[:8]}; the engine holds the last published one:"
@@ -382,7 +382,7 @@ def _drafts(batches: list[dict[str, Any]], swapped: list[Any]) -> Iterator[Findi
     )
     lengths = [round(batch["length"], 2) for batch in batches]
     drafts = sum(batch["drafts"] for batch in batches)
-    yield Finding(
+    yield LoopCheck(
         "drafts",
         drafts > 0 and max(lengths[1:], default=0) > lengths[0],
         f"{drafts} draft steps, tokens a step {lengths[:8]}",

@@ -132,7 +132,7 @@ def trainer_actor() -> Any:
     """OpenRLHF's trainer with the heads' companion beside it, as a Ray actor class."""
     from openrlhf.trainer import ppo_trainer
 
-    class MedusaPPOTrainer(plain_class(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
+    class MedusaOpenRLHFTrainer(plain_class(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
         def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(pretrain, strategy, *args, **kwargs)
             self.medusa = RemoteAttachment(
@@ -186,7 +186,7 @@ def trainer_actor() -> Any:
                 temperature=self.args.rollout.temperature, top_p=self.args.rollout.top_p
             )
 
-    return ray.remote(MedusaPPOTrainer)
+    return ray.remote(MedusaOpenRLHFTrainer)
 
 
 @contextlib.contextmanager

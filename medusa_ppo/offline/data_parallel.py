@@ -59,7 +59,7 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
     return factor
 
 
-class Worker:
+class TrainingWorker:
     """Trains on groups of sequences; several of them, each with other groups, take every optimizer
     step together.
 
@@ -199,15 +199,15 @@ def deal_parts(
 @contextmanager
 def running_workers(
     options: TrainOptions, training: list[Sample], held_out: list[Sample]
-) -> Iterator[Worker | Workers]:
+) -> Iterator[TrainingWorker | TrainingWorkers]:
     """One worker in this process, or several in processes of their own, for the time of the
     block.
     """
     if options.workers == 1:
-        yield Worker(options, training, held_out)
+        yield TrainingWorker(options, training, held_out)
         return
     with local_ray(cpus=options.workers):
-        workers = Workers(options, training, held_out)
+        workers = TrainingWorkers(options, training, held_out)
         try:
             yield workers
         finally:
@@ -232,7 +232,9 @@ class WorkerHost:
         self, place: Place, options: TrainOptions, training: list[Sample], held_out: list[Sample]
     ) -> None:
         self._meeting = (self._meeting or Meeting(place.seen_by(self._rank))).join()
-        self._worker = Worker(options, training, held_out, rank=self._rank, team=self._meeting)
+        self._worker = TrainingWorker(
+            options, training, held_out, rank=self._rank, team=self._meeting
+        )
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """A call of the worker, or one of its attributes."""
@@ -240,8 +242,8 @@ class WorkerHost:
         return found(*arguments) if callable(found) else found
 
 
-class Workers:
-    """Several workers that look like one; attributes as `Worker`."""
+class TrainingWorkers:
+    """Several workers that look like one; attributes as `TrainingWorker`."""
 
     def __init__(
         self, options: TrainOptions, training: list[Sample], held_out: list[Sample]

@@ -67,7 +67,7 @@ ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """Prompts that one call of the engine answers, all of one category."""
 
     category: str
@@ -75,7 +75,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredHeads:
     """One set of heads at one temperature.
 
     Attributes:
@@ -155,7 +155,7 @@ def _read(options: EvalOptions) -> Scene:
     return scene
 
 
-def _groups(options: EvalOptions, scene: Scene) -> list[Group]:
+def _groups(options: EvalOptions, scene: Scene) -> list[PromptGroup]:
     """The prompts in the calls that an engine is to make. It counts for a whole call: small groups,
     of one category each.
     """
@@ -178,13 +178,14 @@ def _groups(options: EvalOptions, scene: Scene) -> list[Group]:
                 size, -(-len(scene.prompts) // BOOTSTRAP_GROUPS), -(-len(prompts) // LEAST_GROUPS)
             )
         groups += [
-            Group(category, prompts[start : start + size]) for start in range(0, len(prompts), size)
+            PromptGroup(category, prompts[start : start + size])
+            for start in range(0, len(prompts), size)
         ]
     return groups
 
 
 def _generate(
-    options: EvalOptions, groups: Sequence[Group], heads: str, progress: OfflineProgress
+    options: EvalOptions, groups: Sequence[PromptGroup], heads: str, progress: OfflineProgress
 ) -> tuple[list[list[Rollouts]], list[list[Rollouts]]]:
     """Earlier responses of each group and those to measure, once for each temperature; with heads,
     the engine drafts.
@@ -225,11 +226,11 @@ def _generate(
 def _replayed(
     options: EvalOptions,
     heads: Sequence[MedusaHeads],
-    groups: Sequence[Group],
+    groups: Sequence[PromptGroup],
     earlier: Sequence[Sequence[Rollouts]],
     rollouts: Sequence[Sequence[Rollouts]],
     progress: OfflineProgress,
-) -> list[list[Measured]]:
+) -> list[list[MeasuredHeads]]:
     """All heads on the same rollouts, at every temperature, with a memory of the earlier ones where
     there are any.
     """
@@ -238,7 +239,7 @@ def _replayed(
     lm_head_VD = lm_head_weight(actor).detach().float()
     embedding_VD = embedding_weight(actor).detach().float()
     drafts = options.draft_temperature if options.draft == "sampled" else 0.0
-    measured: list[list[Measured]] = [[] for _ in heads]
+    measured: list[list[MeasuredHeads]] = [[] for _ in heads]
     for temperature, before, rounds in zip(
         options.every_temperature, earlier or [[]] * len(rollouts), rollouts, strict=True
     ):
@@ -269,7 +270,7 @@ def _replayed(
                 {BY_SUFFIX: _by_suffix(recalled.trust)} if recalled else {}
             )
             found.append(
-                Measured(result.by_group(unit_S), [category for category, _ in units], parts)
+                MeasuredHeads(result.by_group(unit_S), [category for category, _ in units], parts)
             )
     return measured
 
@@ -437,7 +438,7 @@ class Recalled:
         return torch.cat(q), torch.cat(lengths)
 
 
-def _counted(groups: Sequence[Group], rounds: Sequence[Rollouts]) -> Measured:
+def _counted(groups: Sequence[PromptGroup], rounds: Sequence[Rollouts]) -> MeasuredHeads:
     """vLLM's counters; the units are the calls, which are groups of prompts."""
     accepted = list(zip_longest(*(r.counters.accepted_per_position for r in rounds), fillvalue=0))
     drafts = torch.tensor([r.counters.drafts for r in rounds], dtype=torch.float64)
@@ -446,10 +447,10 @@ def _counted(groups: Sequence[Group], rounds: Sequence[Rollouts]) -> Measured:
         torch.tensor(accepted, dtype=torch.float64).reshape(-1, len(rounds)).T,
         torch.zeros_like(drafts),
     )
-    return Measured(result, [group.category for group in groups])
+    return MeasuredHeads(result, [group.category for group in groups])
 
 
-def _by_category(options: EvalOptions, found: Sequence[Measured]) -> dict[str, Any]:
+def _by_category(options: EvalOptions, found: Sequence[MeasuredHeads]) -> dict[str, Any]:
     if not options.category:
         return {}
     rows = []
@@ -458,13 +459,13 @@ def _by_category(options: EvalOptions, found: Sequence[Measured]) -> dict[str, A
         rows.append(
             {
                 "category": category,
-                **_figures([Measured(one.result.select(chosen), [category]) for one in found]),
+                **_figures([MeasuredHeads(one.result.select(chosen), [category]) for one in found]),
             }
         )
     return {"categories": rows}
 
 
-def _figures(found: Sequence[Measured]) -> dict[str, Any]:
+def _figures(found: Sequence[MeasuredHeads]) -> dict[str, Any]:
     """Figures of the heads, and, paired with them, those of the heads to compare with."""
     figures = {**_of_one(found[0].result), **({"parts": found[0].parts} if found[0].parts else {})}
     if len(found) == 1:

@@ -47,7 +47,12 @@ from medusa_ppo.offline.collect import (
     samples_of,
     split_samples,
 )
-from medusa_ppo.offline.data_parallel import Worker, Workers, deal_parts, running_workers
+from medusa_ppo.offline.data_parallel import (
+    TrainingWorker,
+    TrainingWorkers,
+    deal_parts,
+    running_workers,
+)
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import (
     MAX_TEXT_TOKENS,
@@ -182,7 +187,7 @@ class _Run:
     """One training: who does it, where it stands, and its log."""
 
     def __init__(
-        self, options: TrainOptions, worker: Worker | Workers, resume: ResumeFolder
+        self, options: TrainOptions, worker: TrainingWorker | TrainingWorkers, resume: ResumeFolder
     ) -> None:
         self._options = options
         self._worker = worker

@@ -22,7 +22,7 @@ from heads.errors import DataError
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 
 if TYPE_CHECKING:
-    from medusa_ppo.actors.vision import Seen
+    from medusa_ppo.actors.vision import ImageFeatures
     from medusa_ppo.config.ppo_config import PPOConfig
     from medusa_ppo.ppo.models import TokenStats
 
@@ -44,7 +44,7 @@ class MicroBatch:
     input_ids_BT: Tensor
     response_mask_BT: Tensor
     first: int = 0
-    seen: Seen | None = None
+    seen: ImageFeatures | None = None
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
         return self.value
 
 
-class Worker:
+class RewardWorker:
     """A process that calls the function."""
 
     def __init__(self, name: str) -> None:
@@ -92,14 +92,14 @@ class RewardPool:
         self._name = name
         self._count = processes
         self._timeout_s = timeout_s
-        self._workers: list[Worker] = []
+        self._workers: list[RewardWorker] = []
 
     def start(self) -> None:
         """Start what is not there, or no more; nobody waits for it."""
         for worker in [worker for worker in self._workers if not worker.process.is_alive()]:
             self._workers.remove(worker)
             worker.end()
-        self._workers += [Worker(self._name) for _ in range(self._count - len(self._workers))]
+        self._workers += [RewardWorker(self._name) for _ in range(self._count - len(self._workers))]
 
     def ask(self, samples: Sequence[Sample]) -> list[Outcome]:
         """The function's answers, in order. RunError when its processes don't start."""
@@ -123,7 +123,7 @@ class RewardPool:
                     self._replace(worker, Outcome(late=True), found)
         return [found[place] for place in range(len(samples))]
 
-    def _hear(self, worker: Worker, found: dict[int, Outcome]) -> None:
+    def _hear(self, worker: RewardWorker, found: dict[int, Outcome]) -> None:
         try:
             said = worker.pipe.recv()
         except (EOFError, OSError):
@@ -140,7 +140,7 @@ class RewardPool:
         worker.ready = True
         worker.place = -1
 
-    def _replace(self, worker: Worker, outcome: Outcome, found: dict[int, Outcome]) -> None:
+    def _replace(self, worker: RewardWorker, outcome: Outcome, found: dict[int, Outcome]) -> None:
         """Another process in its place, and this outcome for what it was at."""
         worker.end()
         if not worker.ready:
@@ -158,7 +158,7 @@ class RewardPool:
                 do=do,
             )
         found[worker.place] = outcome
-        self._workers[self._workers.index(worker)] = Worker(self._name)
+        self._workers[self._workers.index(worker)] = RewardWorker(self._name)
 
     def close(self) -> None:
         """End all processes; harmless when called again."""

@@ -97,7 +97,7 @@ def verdict(result: Figures) -> str:
     )
 
 
-class Section:
+class ReportTable:
     """A table of the report: a title, a header, rows, and the figures that each row stands for."""
 
     def __init__(self, title: str, first: str, rows: Sequence[tuple[str, Figures]]) -> None:
@@ -109,13 +109,13 @@ class Section:
         self.rows = [[name, *_cells(figures)] for name, figures in rows]
 
 
-def sections(result: Figures) -> list[Section]:
+def sections(result: Figures) -> list[ReportTable]:
     """All tables: the headline, by temperature, by category."""
     temperature = result["settings"]["temperature"]
-    found = [Section("All prompts", "temperature", [(f"{temperature:g}", result)])]
+    found = [ReportTable("All prompts", "temperature", [(f"{temperature:g}", result)])]
     if "temperatures" in result:
         found.append(
-            Section(
+            ReportTable(
                 "By temperature",
                 "temperature",
                 [(f"{row['temperature']:g}", row) for row in result["temperatures"]],
@@ -126,7 +126,7 @@ def sections(result: Figures) -> list[Section]:
         if "categories" in row:
             title = f"By {column}, temperature {row['temperature']:g}"
             found.append(
-                Section(title, column, [(part["category"], part) for part in row["categories"]])
+                ReportTable(title, column, [(part["category"], part) for part in row["categories"]])
             )
     return found
 

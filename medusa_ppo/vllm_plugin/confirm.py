@@ -28,7 +28,7 @@ from heads.heads_config import TEMPERATURES, HeadsConfig
 from heads.modules import rms_normalise
 from heads.tensorfile import crc, is_finite, load_state
 from medusa_ppo.contract.status import Checked
-from medusa_ppo.drafting.core import Drafted, Sampling
+from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.products import spread
 
 ROWS = 4
@@ -159,11 +159,11 @@ def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) 
     return FixedInputs(hidden_BnD.to(device, dtype), ids_Bn.to(device), there_Bn.to(device))
 
 
-def fixed_sampling(count: int, device: torch.device) -> Sampling:
+def fixed_sampling(count: int, device: torch.device) -> DraftSampling:
     """Drafts at temperature 1 from the middle of each distribution: the same ones every time, and q
     with them.
     """
-    return Sampling(
+    return DraftSampling(
         torch.ones(ROWS, device=device),
         torch.full((ROWS, count), 0.5, dtype=torch.float64, device=device),
     )

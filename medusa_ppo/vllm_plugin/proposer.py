@@ -24,7 +24,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
-from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
+from medusa_ppo.drafting.core import Drafted, DraftingCore, DraftSampling
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
 from medusa_ppo.drafting.products import TokenMap
 from medusa_ppo.drafting.running_memory import RunningMemory
@@ -210,7 +210,7 @@ class MedusaProposer(Drafter):
         sm = sampling_metadata
         temperature_B = sm.temperature if seats.drawn_B is None else sm.temperature * seats.drawn_B
         noise_BK = uniforms(self._positions_B, seats.keys_B, seats.seeded_B, DRAFT_LANE, count)
-        how = Sampling(temperature_B, noise_BK, sm.top_k, sm.top_p)
+        how = DraftSampling(temperature_B, noise_BK, sm.top_k, sm.top_p)
         recall = None if self.memory is None else self.memory.recall(self._running[0])
         ending = None if self.stopping is None else self.stopping.begin(seats.slots_B)
         drafted = self._core.draft(

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from heads.errors import ConfigError
 from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
-from medusa_ppo.drafting.core import Drafted, Sampling
+from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.vllm_plugin.patches import refuse_lossy_rule
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
@@ -46,7 +46,7 @@ class HeldHeads(MedusaProposer):
         hidden_BD: torch.Tensor,
         last_ids_B: torch.Tensor,
         count: int,
-        sampling: Sampling | None = None,
+        sampling: DraftSampling | None = None,
         seen: Seen | None = None,
     ) -> Drafted:
         return self._core.draft(hidden_BD, last_ids_B, count, sampling, seen)
@@ -197,7 +197,7 @@ class MedusaSpeculator(DraftModelSpeculator):
             noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_LANE, count)
             cuts = self._cuts(slots_B, input_batch.idx_mapping_np[:batch])
             drafted = drafter.draft(
-                hidden_BD, last_ids_B, count, Sampling(temperature_B, noise_BK, *cuts), seen
+                hidden_BD, last_ids_B, count, DraftSampling(temperature_B, noise_BK, *cuts), seen
             )
         ids_BK[:, :count] = drafted.ids_BK
         if not dummy_run:

@@ -31,7 +31,7 @@ def parsed(words: list[str]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: " ".join(step.command.split()[:3]))
-def test_each_command_is_real(step: machine_checks.Step) -> None:
+def test_each_command_is_real(step: machine_checks.SetupStep) -> None:
     # $'...' is bash's way to write a line break, which shlex does not know.
     words = shlex.split(
         re.sub(r"\$('[^']*')", lambda match: match[1].replace("\\n", "\n"), step.command)

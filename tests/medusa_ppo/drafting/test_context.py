@@ -12,7 +12,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING, context_rows
 from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
-from medusa_ppo.drafting.core import DraftingCore, Sampling
+from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 
 D, V, K, n = 8, 12, 3, 4
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ class Rollout:
             hidden_BD,
             last_B,
             K,
-            Sampling(torch.ones(1), torch.rand(1, K, dtype=torch.float64)),
+            DraftSampling(torch.ones(1), torch.rand(1, K, dtype=torch.float64)),
             seen,
         )
         condition_BK = torch.cat([last_B[:, None], drafted.ids_BK[:, :-1]], dim=1)

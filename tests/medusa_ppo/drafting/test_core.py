@@ -16,7 +16,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
 from medusa_ppo.drafting import context, products
-from medusa_ppo.drafting.core import DraftingCore, Sampling, cut
+from medusa_ppo.drafting.core import DraftingCore, DraftSampling, cut
 from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots, stamps
@@ -65,7 +65,7 @@ def one_step(core: DraftingCore, slots: DraftSlots, actor: Actor, seeded: bool) 
     count = actor.hidden_BD.shape[0]
     positions_B = torch.arange(count, device=actor.last_B.device)
     keys_B = positions_B * 3 if seeded else None
-    sampling = Sampling(
+    sampling = DraftSampling(
         torch.ones_like(positions_B, dtype=torch.float32),
         uniforms(positions_B, keys_B, None, DRAFT_LANE, K),
     )
@@ -118,7 +118,7 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
         actor.hidden_BD,
         actor.last_B,
         K,
-        Sampling(temperature_B, torch.rand(B, K, dtype=torch.float64)),
+        DraftSampling(temperature_B, torch.rand(B, K, dtype=torch.float64)),
     )
     logits_BKV = teacher_logits(heads, actor, sampled.ids_BK)
     expected_BKV = (
@@ -144,7 +144,7 @@ def test_q_is_the_replays_with_each_heads_own_temperature(kind: str) -> None:
             actor.hidden_BD,
             actor.last_B,
             K,
-            Sampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64)),
+            DraftSampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64)),
         )
         condition_BK = torch.cat([actor.last_B[:, None], drafted.ids_BK[:, :-1]], dim=1)
         tables = {"condition_MK": condition_BK, "embedding_VD": actor.table_VD}
@@ -192,7 +192,7 @@ def test_bfloat16_heads_draft_close_to_the_trainers(form: str) -> None:
         actor.hidden_BD,
         actor.last_B,
         K,
-        Sampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)),
+        DraftSampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)),
     )
     expected_BKV = teacher_logits(heads, actor, drafted.ids_BK).log_softmax(-1)
     apart = (torch.stack(drafted.q, dim=1).log() - expected_BKV).square().mean().sqrt()
@@ -209,7 +209,7 @@ def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
     hidden_BD = actor.hidden_BD.expand(trials, D)
     last_B = actor.last_B.expand(trials)
     keys_B = keys_of(range(trials))
-    sampling = Sampling(
+    sampling = DraftSampling(
         torch.full((trials,), 0.9), uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_LANE, K)
     )
     drafted = actor.core(heads).draft(hidden_BD, last_B, K, sampling, slots=slots)
@@ -236,7 +236,7 @@ def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(kind: str) -> None:
         actor.hidden_BD,
         actor.last_B,
         K,
-        Sampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)),
+        DraftSampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)),
     )
     assert torch.isin(drafted.ids_BK, ids_W).all()
     logits_BKW = teacher_logits(heads, actor, drafted.ids_BK)[:, :, ids_W]
@@ -279,7 +279,10 @@ def test_a_seeded_draft_depends_on_nothing_else_in_the_batch() -> None:
     def drafts(rows: torch.Tensor) -> torch.Tensor:
         noise_BK = uniforms(positions_B[rows], keys_B[rows], None, DRAFT_LANE, K)
         return core.draft(
-            actor.hidden_BD[rows], actor.last_B[rows], K, Sampling(temperature_B[rows], noise_BK)
+            actor.hidden_BD[rows],
+            actor.last_B[rows],
+            K,
+            DraftSampling(temperature_B[rows], noise_BK),
         ).ids_BK
 
     together_BK = drafts(torch.arange(40))
@@ -342,7 +345,7 @@ def test_the_call_compiles_whole(kind: str) -> None:
     temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2])
 
     def step(slots: DraftSlots, hidden_BD: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
-        sampling = Sampling(temperature_B, uniforms(positions_B, seeds_B, None, DRAFT_LANE, K))
+        sampling = DraftSampling(temperature_B, uniforms(positions_B, seeds_B, None, DRAFT_LANE, K))
         drafted = core.draft(hidden_BD, last_B, K, sampling, slots=slots)
         slots.stamp(positions_B, stamps(positions_B, positions_B), K)
         return drafted.ids_BK

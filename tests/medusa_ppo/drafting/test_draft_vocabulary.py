@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting.core import DraftingCore, Sampling
+from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 from medusa_ppo.drafting.products import TokenMap
 
 D, V, K, B, W = 8, 40, 3, 6, 5
@@ -96,7 +96,10 @@ def test_drafts_come_from_the_map_and_q_is_exact(kind: str) -> None:
     best = core.draft(hidden_BD, last_B, K)
     assert torch.equal(best.ids_BK, ids_W[whole(best.ids_BK).argmax(-1)])
     drawn = core.draft(
-        hidden_BD, last_B, K, Sampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64))
+        hidden_BD,
+        last_B,
+        K,
+        DraftSampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64)),
     )
     assert torch.isin(drawn.ids_BK, ids_W).all()
     q_BKW = (whole(drawn.ids_BK) / 0.7).softmax(-1)

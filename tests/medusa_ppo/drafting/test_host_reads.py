@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen
-from medusa_ppo.drafting.core import DraftingCore, Sampling
+from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 from medusa_ppo.drafting.memory import SUFFIX, Drawn, Recall, Trust, Waiting
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, uniforms
 from medusa_ppo.drafting.slots import DraftSlots, stamps
@@ -123,7 +123,7 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
                 pairs_NX = core.fused.pairs(hidden_BD, rows_B)
                 ring.write(rows_B, rows_B, rows_B, pairs_NX[:, D:])
                 seen = Seen(pairs_NX[:, :D], *ring.read(rows_B, rows_B, rows_B))
-            sampling = Sampling(
+            sampling = DraftSampling(
                 share_B, uniforms(rows_B, rows_B, rows_B == 0, DRAFT_LANE, K), rows_B, share_B
             )
             for count, how in ((K, sampling), (K - 1, None)):
@@ -161,7 +161,7 @@ def test_a_memory_and_an_early_end_stay_on_the_device(vocabulary: bool) -> None:
             recall = Recall(texts_BX, weight_BP, texts_BX[:, :SUFFIX], trust, rows_B, waiting)
             ending = stopping.begin(rows_B)
             drafted = core.draft(
-                hidden_BD, rows_B, K, Sampling(share_B, noise_BK), None, slots, recall, ending
+                hidden_BD, rows_B, K, DraftSampling(share_B, noise_BK), None, slots, recall, ending
             )
             assert drafted.lengths_B is not None and drafted.lengths_B.device.type == "cuda"
             trust.learn(Drawn(rows_B, share_B, share_B, share_B, share_B), share_B, share_B)

@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError
 from medusa_ppo.drafting import running_memory as running_file
-from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
+from medusa_ppo.drafting.core import Drafted, DraftingCore, DraftSampling
 from medusa_ppo.drafting.memory import (
     EMPTY,
     FADE,
@@ -304,7 +304,7 @@ class Stand:
     ) -> Drafted:
         hidden_BD = self.actor.hidden_BD.expand(self.batch, D)
         last_B = self.actor.last_B.expand(self.batch)
-        how = Sampling(torch.full((self.batch,), temperature), self.noise_BK)
+        how = DraftSampling(torch.full((self.batch,), temperature), self.noise_BK)
         return self.core.draft(hidden_BD, last_B, K, how, slots=slots, recall=recall)
 
 

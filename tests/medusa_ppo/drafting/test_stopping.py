@@ -9,7 +9,7 @@ import torch
 from scipy.stats import chisquare
 
 from medusa_ppo.drafting import stopping as stopping_file
-from medusa_ppo.drafting.core import Drafted, Sampling
+from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.stopping import PARTS, TOPS, Stopping
 from medusa_ppo.drafting.verify import DraftRows, Proposed, Rule, verify_rows
@@ -32,7 +32,7 @@ class Stand:
 
     def draft(self, seed: int, slots: DraftSlots | None = None) -> Drafted:
         torch.manual_seed(seed)
-        how = Sampling(torch.ones(self.batch), torch.rand(self.batch, K, dtype=torch.float64))
+        how = DraftSampling(torch.ones(self.batch), torch.rand(self.batch, K, dtype=torch.float64))
         hidden_BD = self.actor.hidden_BD.expand(self.batch, D)
         last_B = self.actor.last_B.expand(self.batch)
         return self.core.draft(

@@ -20,7 +20,7 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.drafting.memory import FIRST_SHARES
 from medusa_ppo.offline import evaluate
-from medusa_ppo.offline.evaluate import Group, Recalled
+from medusa_ppo.offline.evaluate import PromptGroup, Recalled
 from medusa_ppo.offline.options import EvalOptions
 from medusa_ppo.runtime.console import OfflineProgress
 
@@ -42,7 +42,7 @@ def options(chain_actor: Path, tmp_path: Path) -> EvalOptions:
     )
 
 
-def answered(group: Group, seed: int) -> Rollouts:
+def answered(group: PromptGroup, seed: int) -> Rollouts:
     """Rollouts as an engine returns them, with an empty response among them."""
     generator = torch.Generator().manual_seed(seed)
     responses = []
@@ -74,7 +74,7 @@ def test_figures_by_category_and_against_other_heads(
     groups = evaluate._groups(options, evaluate._read(options))
     twice = [
         *groups,
-        Group("odd", groups[1].prompts),
+        PromptGroup("odd", groups[1].prompts),
     ]  # Two answers to each odd prompt: one unit of the bootstrap.
     rounds = [answered(group, seed) for seed, group in enumerate(twice)]
     sampled = replace(options, draft="sampled")
@@ -114,7 +114,7 @@ def test_an_engines_counters_make_the_same_figures() -> None:
         Rollouts((), (), Counters(), 1.0, Sampling()),
         Rollouts((), (), Counters(6, 12, 3, (3, 0)), 1.0, Sampling()),
     ]
-    counted = evaluate._counted([Group(c, []) for c in "aba"], rounds)
+    counted = evaluate._counted([PromptGroup(c, []) for c in "aba"], rounds)
     figures = evaluate._figures([counted])
     assert (
         figures["drafts"] == 16

@@ -18,7 +18,7 @@ from heads.targets import MISSING
 
 pytest.importorskip("vllm")
 
-from medusa_ppo.drafting.core import DraftingCore, Sampling
+from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 from medusa_ppo.drafting.memory import prompt_key
 from medusa_ppo.drafting.products import TokenMap
 from medusa_ppo.drafting.running_memory import RunningMemory
@@ -349,7 +349,9 @@ class Contexts:
         ids_BK = torch.stack(
             [self.responses[key].ids_T[at : at + K] for key, at in zip(accepted, last, strict=True)]
         )
-        sampling = Sampling(torch.ones(len(last)), torch.rand(len(last), K, dtype=torch.float64))
+        sampling = DraftSampling(
+            torch.ones(len(last)), torch.rand(len(last), K, dtype=torch.float64)
+        )
         drafted = proposer._core.draft(hidden_BD, ids_BK[:, 0], K, sampling, proposer._seen)
         for row, (key, count) in enumerate(accepted.items()):
             if count:
@@ -415,7 +417,7 @@ def test_heads_with_a_context_need_its_pairs() -> None:
     seen = scene.step.proposer._seen
     hidden_1D = scene.responses["0"].hidden_TD[3:4]
     id_1 = scene.responses["0"].ids_T[3:4]
-    sampling = Sampling(torch.ones(1), torch.zeros(1, K, dtype=torch.float64))
+    sampling = DraftSampling(torch.ones(1), torch.zeros(1, K, dtype=torch.float64))
     assert not torch.allclose(
         core.draft(hidden_1D, id_1, K, sampling, seen).q[0],
         core.draft(hidden_1D, id_1, K, sampling).q[0],
