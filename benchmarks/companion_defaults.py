@@ -2,10 +2,11 @@
 learned from again with each setting.
 
     python benchmarks/companion_defaults.py record --out runs/defaults --config configs/gsm8k.yaml
-    --steps 24 [model.path=DIR key=value ...] python benchmarks/companion_defaults.py replay --out
-    runs/defaults [--only base ...] [--seeds 0 1] [--heads HEADS]
+        --steps 24 [model.path=DIR key=value ...]
+    python benchmarks/companion_defaults.py replay --out runs/defaults
+        [--only base ...] [--seeds 0 1] [--heads HEADS]
 
-`record` runs PPO with transformers in the engine's place (the same loop, learner, plug-in and tap;
+`record` runs PPO with transformers in the engine's place (the same loop, learner, plugin and tap;
 no vLLM, no companion) and keeps what the companion would have been handed: hidden states, tokens,
 log-probs and the actor's tables of every step. `--reward numbers` pays for digits: a small actor on
 real text learns that within a few steps, so the policy really moves; `--reward config` takes the

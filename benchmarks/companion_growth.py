@@ -10,9 +10,12 @@ share: work does not go faster than that. Random states stand for an actor's: ti
 what they say.
 
     work per core-second   tokens / seconds of all workers together
-    growth                 work per core-second x workers, over that of one worker: what as many cores give, if none of them waits
-    at the busiest         the same with the busiest worker's seconds for everyone's: with the waiting for it
-    by the clock           seconds of a round with one worker over those with so many; needs a quiet core for each
+    growth                 work per core-second x workers, over that of one worker: what as many
+                           cores give, if none of them waits
+    at the busiest         the same with the busiest worker's seconds for everyone's: with the
+                           waiting for it
+    by the clock           seconds of a round with one worker over those with so many; needs a quiet
+                           core for each
 
 Arms take turns, round by round; the median round counts. Letters: D hidden, V vocabulary, S
 responses, M response tokens.

@@ -2,8 +2,9 @@
 PIT, setting by setting.
 
     medusa-ppo train --model ACTOR --data train.jsonl --template 'Question: {question}\nAnswer:'
-    --out HEADS --max-train-tokens 20000 python benchmarks/distribution.py --model ACTOR --heads
-    HEADS --data train.jsonl --tokens 200000 --json distribution.jsonl
+        --out HEADS --max-train-tokens 20000
+    python benchmarks/distribution.py --model ACTOR --heads HEADS --data train.jsonl
+        --tokens 200000 --json distribution.jsonl
 
 For each setting one engine (float32, sampled drafts) samples at least so many tokens, which are
 compared with the transformers model in float32. The same engine then drafts again and is told a q

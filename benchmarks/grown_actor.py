@@ -1,5 +1,5 @@
-"""A small actor made large by zero-gated neurons (`medusa_ppo.demo.pretraining.grow`): it writes what the
-small one writes.
+"""A small actor made large by zero-gated neurons: it writes what the small one writes
+(`medusa_ppo.demo.pretraining.grow`).
 
     python benchmarks/grown_actor.py OUT [--model DIR] [--intermediate 16384]
 

@@ -1,9 +1,10 @@
 """Do heads that go on learning hold their acceptance while the policy moves? `medusa-ppo ppo`, seed
 by seed, with a reward that moves it.
 
-    python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/holding --heads HEADS
-    --seeds 0 1 2 python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/memory
-    --heads HEADS --seeds 0 --steps 16 --memory-bytes 4000000
+    python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/holding
+        --heads HEADS --seeds 0 1 2
+    python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/memory
+        --heads HEADS --seeds 0 --steps 16 --memory-bytes 4000000
 
 Every seed is a real run: vLLM drafts with the serving heads, the companion trains beside PPO, and
 every UPPER_EVERY batches the upper mark is taken (heads fitted to that very batch on and on, judged

@@ -3,9 +3,10 @@ loses.
 
     python benchmarks/large_vocabulary.py actor OUT --tokenizer DIR
     medusa-ppo bench rollout --model OUT/actor --heads OUT/heads --data FILE --template '...'
-    --batches 1 --fixed 4 --dtype bfloat16 python benchmarks/large_vocabulary.py train [--width
-    8192] [--rows 256] [--rounds 3] python benchmarks/large_vocabulary.py length --model DIR --data
-    FILE --template '...' [--width 512] [--batches 8]
+        --batches 1 --fixed 4 --dtype bfloat16
+    python benchmarks/large_vocabulary.py train [--width 8192] [--rows 256] [--rounds 3]
+    python benchmarks/large_vocabulary.py length --model DIR --data FILE --template '...'
+        [--width 512] [--batches 8]
 
 `actor` writes a Llama of about 270M parameters with 262,144 tokens, and hydra heads, all random.
 Hardly a draft is accepted. A step takes what it takes where all are (five rows are computed and

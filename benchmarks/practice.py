@@ -1,13 +1,13 @@
 """What the options of the PPO loop do, on a generated task that is learned in seconds: repeat the
 prompt's letter three times.
 
-    python benchmarks/practice.py learning    # GAE, GRPO and RLOO, and every other option, some seeds each
-    python benchmarks/practice.py reward      # 10,000 texts to a reward model in random mixes: the same bits? and how fast?
+    python benchmarks/practice.py learning    # GAE, GRPO, RLOO and every other option, some seeds
+    python benchmarks/practice.py reward      # one text in many batches: the same bits? how fast?
 
 The loop is the product's own (`PPOLoop`). Its engine samples with transformers, in this process,
-without heads: what is shown is what PPO learns, not how fast it generates. The actor
-is a random Llama of one layer, so it begins at chance. A response of at most six tokens is right
-when its first three are the prompt's letter; the reward is the share of these three.
+without heads: what is shown is what PPO learns, not how fast it generates. The actor is a random
+Llama of one layer, so it begins at chance. A response of at most six tokens is right when its first
+three are the prompt's letter; the reward is the share of these three.
 
 Shape letters: B rows, T tokens, V vocabulary.
 """

@@ -1,7 +1,9 @@
 """The formulas of scale.py against measurements on this machine: bytes that move, and the
 companion's time over the scoring pass.
 
-    python benchmarks/scale_check.py [--small] [--json FILE]   # minutes; --small: sizes for a busy machine
+    python benchmarks/scale_check.py [--small] [--json FILE]
+
+It takes minutes; `--small` has sizes for a busy machine.
 
 Both times are taken in turn on the same threads; the ratio of their arithmetic is the model's
 prediction of the ratio of the times, which holds on any machine where both reach the same share of

@@ -2,8 +2,8 @@
 sequences.
 
     python benchmarks/step_on_paper.py                              # the tables
-    python benchmarks/step_on_paper.py --vocabulary 16384 --drafts 2 --set draft_host_s=0.0002
-    accepted=0.8
+    python benchmarks/step_on_paper.py --vocabulary 16384 --drafts 2
+        --set draft_host_s=0.0002 accepted=0.8
 
 A model, not a measurement: no GPU has run this. What is not assumed is counted: the drafting call
 is the one that serves (`medusa_ppo.drafting.core`), run on fake tensors of the actor's real sizes,

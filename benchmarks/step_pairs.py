@@ -1,8 +1,8 @@
 """Is a PPO loop as a whole faster with the plugin than without it? Whole steps in turn, at the end
 of a run, for some seeds.
 
-    python benchmarks/step_pairs.py --out runs/pairs [--config configs/demo.yaml] [--seeds 0 1 2]
-    [--steps 14] [--pairs 6] [key=value ...]
+    python benchmarks/step_pairs.py --out runs/pairs [--config configs/demo.yaml]
+        [--seeds 0 1 2] [--steps 14] [--pairs 6] [key=value ...]
 
 Each seed is a run of `medusa-ppo ppo` whose companion is not waited for and shares the loop's
 cores. After its last step, steps with the plugin and steps of the same loop without it (an engine
@@ -11,8 +11,8 @@ of its own, no speculation, compiled, vLLM's defaults) take turns; see
 with: above 1 the plugin pays. Beside it stands what the companion's own account says: seconds saved
 and lost, step by step. A run that is done is not done again.
 
-    python benchmarks/step_pairs.py --out runs/old --old FOLDER --actor FOLDER [--seeds 0 1 2]
-    [--steps 8] [--both k=v ...] [-- k=v ...]
+    python benchmarks/step_pairs.py --out runs/old --old FOLDER --actor FOLDER
+        [--seeds 0 1 2] [--steps 8] [--both k=v ...] [-- k=v ...]
 
 With `--old` whole runs of another checkout (the serial loop: commit 09356bd; `make setup` there)
 and of this one take turns, each with its own environment and `configs/demo.yaml`, on the same actor

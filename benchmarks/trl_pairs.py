@@ -1,9 +1,13 @@
 """The same TRL script with and without draft heads: seconds of generation, rewards, acceptance. One
 process for each run.
 
-    python benchmarks/trl_pairs.py pairs --seeds 5 --steps 12 --out pairs/     (both arms of each seed in turn, then the comparison)
-    python benchmarks/trl_pairs.py pairs --seeds 3 --steps 30 --processes 2 --form fsdp2 --out pairs/     (trainings on two processes)
+    python benchmarks/trl_pairs.py pairs --seeds 5 --steps 12 --out pairs/
+    python benchmarks/trl_pairs.py pairs --seeds 3 --steps 30 --out pairs/
+        --processes 2 --form fsdp2
     python benchmarks/trl_pairs.py compare --out pairs/
+
+`pairs` runs both arms of each seed in turn, with `--processes 2` as a training on two processes,
+and then compares them; `compare` only compares.
 
 The plain arm is TRL's own GRPOTrainer. On vLLM's CPU build its weight sync does not work, so there
 (and only there) the plain arm reloads the weights as ours does. Seconds of a call are all that TRL

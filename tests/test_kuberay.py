@@ -21,16 +21,19 @@ from medusa_ppo.config.run_config import RunConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = {
-    "activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate", "metadata", "clusterSelector", "submitterConfig",
-    "entrypoint", "runtimeEnvYAML", "jobId", "submissionMode", "entrypointResources", "entrypointNumCpus", "entrypointNumGpus",
-    "ttlSecondsAfterFinished", "shutdownAfterJobFinishes", "suspend",
+    "activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate", "metadata",
+    "clusterSelector", "submitterConfig", "entrypoint", "runtimeEnvYAML", "jobId", "submissionMode",
+    "entrypointResources", "entrypointNumCpus", "entrypointNumGpus", "ttlSecondsAfterFinished",
+    "shutdownAfterJobFinishes", "suspend",
 }  # fmt: skip
 CLUSTER = {
-    "headGroupSpec", "workerGroupSpecs", "rayVersion", "enableInTreeAutoscaling", "autoscalerOptions", "headServiceAnnotations", "suspend",
+    "headGroupSpec", "workerGroupSpecs", "rayVersion", "enableInTreeAutoscaling",
+    "autoscalerOptions", "headServiceAnnotations", "suspend",
 }  # fmt: skip
 HEAD = {"serviceType", "headService", "enableIngress", "rayStartParams", "template"}
 WORKER = {
-    "groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "rayStartParams", "template", "scaleStrategy",
+    "groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "rayStartParams",
+    "template", "scaleStrategy",
 }  # fmt: skip
 
 

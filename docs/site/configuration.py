@@ -33,11 +33,13 @@ TITLES = {
 
 HEAD = """# Configuration keys
 
-A run reads a YAML file that holds only what differs from these defaults; `key=value` pairs on the command line come on top
-(`medusa-ppo ppo --config FILE ppo.steps=20`). An unknown key is an error that names the nearest valid one, and fields that contradict
-each other are refused before anything starts. `null` is "none", or "by itself" where something follows from the hardware or from
-other keys: `medusa-ppo plan` prints what, and why. A file may say `extends: NAME` (a preset) or `extends: ./FILE.yaml` and hold only its
-difference. `key=value` is read by the type of the key: `name=on` is a text, lists are `a,b` or `[a, b]`.
+A run reads a YAML file that holds only what differs from these defaults; `key=value` pairs on the
+command line come on top (`medusa-ppo ppo --config FILE ppo.steps=20`). An unknown key is an error
+that names the nearest valid one, and fields that contradict each other are refused before anything
+starts. `null` is "none", or "by itself" where something follows from the hardware or from other
+keys: `medusa-ppo plan` prints what, and why. A file may say `extends: NAME` (a preset) or
+`extends: ./FILE.yaml` and hold only its difference. `key=value` is read by the type of the key:
+`name=on` is a text, lists are `a,b` or `[a, b]`.
 
 The loops of TRL, verl and OpenRLHF read the sections `heads`, `companion` and `engine`.
 """

@@ -1,7 +1,9 @@
 """What stands in for CUDA in a training with the real OpenRLHF on a CPU. Each replacement is named
 here, in REPLACED, and nowhere else.
 
-    python openrlhf_on_cpu.py --medusa heads.yaml ...     (OpenRLHF's own arguments behind it; tests/contracts/test_openrlhf_training.py)
+    python openrlhf_on_cpu.py --medusa heads.yaml ...
+
+OpenRLHF's own arguments stand behind it, as in tests/contracts/test_openrlhf_training.py.
 
 Ray calls `prepare` in each of its processes; vLLM's worker, which is none of them, comes by the
 name of its extension.

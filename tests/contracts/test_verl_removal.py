@@ -35,7 +35,8 @@ def described(value):
     value = getattr(value, "__func__", value)
     code = getattr(value, "__code__", None)
     place = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)} {place}"
+    name = getattr(value, "__qualname__", type(value).__name__)
+    return f"{getattr(value, '__module__', '')}.{name} {place}"
 
 found = {}
 for name in sys.argv[1].split(","):
@@ -43,7 +44,8 @@ for name in sys.argv[1].split(","):
     for key, value in vars(module).items():
         found[f"{name}.{key}"] = described(value)
         if isinstance(value, type) and value.__module__ == name:
-            found |= {f"{name}.{key}.{part}": described(inner) for part, inner in vars(value).items()}
+            for part, inner in vars(value).items():
+                found[f"{name}.{key}.{part}"] = described(inner)
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 print("FOUND" + json.dumps({

@@ -63,7 +63,7 @@ def test_pages_show_what_the_program_takes(commands: ModuleType) -> None:
 
 def test_the_page_of_a_command(commands: ModuleType) -> None:
     page = commands.command_page("train")
-    assert "| `--kind medusa|markov|hydra` | `hydra` | Kind of the heads. |" in page
+    assert "| `--kind medusa|hydra` | `hydra` | Kind of the heads. |" in page
     assert "| `--model TEXT` | required |" in page
     assert "| `--dry-run` | off |" in page
     assert "medusa-ppo report RUN [OPTIONS]" in commands.command_page("report")

@@ -1,7 +1,7 @@
 """The reference PPO run under faults: nothing is lost, repeated or damaged, and the policy is an
 undisturbed run's to the bit.
 
-    python tests/robustness/chaos.py                                   # each kind once; `make test-chaos`
+    python tests/robustness/chaos.py            # each kind once; `make test-chaos`
     python tests/robustness/chaos.py --times 10 --only "engine killed" "disk full"
     python tests/robustness/chaos.py --list
 
@@ -13,7 +13,8 @@ read-only file system in mounts of our own, bytes changed on the disk, sockets),
 place where it is not (CUDA, the clock). After each run:
 
     steps      metrics.jsonl holds every step once, with the figures of the undisturbed run
-    policy     actor, critic and both optimizers have the undisturbed run's bytes, and where the fault is not the companion's the heads too
+    policy     actor, critic and both optimizers have the undisturbed run's bytes, and where the
+               fault is not the companion's the heads too
     files      whatever is in the run folder can be read, and nothing half written is left
     report     report.md says what happened
 

@@ -1,7 +1,9 @@
-"""An engine for tests/robustness/chaos.py that samples with transformers: in the run's process, or as a
-server that can misbehave.
+"""An engine for chaos.py that samples with transformers: in the run's process, or as a server that
+can misbehave.
 
-    python tests/robustness/chaos_engine.py PORT ACTOR ORDERS     # the server, with vLLM's routes; ORDERS: a file with what goes wrong next
+    python tests/robustness/chaos_engine.py PORT ACTOR ORDERS
+
+That is the server, with vLLM's routes; ORDERS is a file with what goes wrong next.
 
 What it samples is a function of the actor, the prompt and the request's seed alone, so that a run
 that asks again, or another process, gets the same to the bit. It verifies no drafts.

@@ -1,4 +1,4 @@
-"""What tests/robustness/chaos.py lets go wrong inside of Ray's workers: they look for an order in a file.
+"""What chaos.py lets go wrong inside of Ray's workers: they look for an order in a file.
 Imports nothing heavy by itself.
 """
 

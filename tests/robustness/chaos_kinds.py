@@ -1,4 +1,4 @@
-"""The kinds of faults of tests/robustness/chaos.py, each a function that does it to a scene."""
+"""The kinds of faults of chaos.py, each a function that does it to a scene."""
 
 from __future__ import annotations
 
@@ -426,9 +426,8 @@ KINDS = (
     ),
     Kind(
         "companion killed in the middle of a head version",
-        ordered(
-            "half", back=True, last=1
-        ),  # Few versions follow the first: one that dies at the last of a run does not come back in it.
+        # Few versions follow the first, and one that dies at the last does not come back in it.
+        ordered("half", back=True, last=1),
         "The companion was lost and started again",
         heads=False,
     ),

@@ -1,5 +1,5 @@
-"""What a kind of tests/robustness/chaos.py happens to: a run folder, the runs in it, the moments at which
-something is done, what is left.
+"""What a kind of chaos.py happens to: a run folder, the runs in it, the moments at which something
+is done, what is left.
 """
 
 from __future__ import annotations

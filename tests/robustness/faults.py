@@ -6,7 +6,8 @@
 After each fault it waits until the run has recovered, and says how long that took and how many PPO
 steps were made meanwhile:
 
-    companion    another process (the kernel's memory killer ends it as SIGKILL does), and it has trained more than before
+    companion    another process (the kernel's memory killer ends it as SIGKILL does), and it has
+                 trained more than before
     engine       another process, and it drafts, with heads no older than before
 
 At the end no PPO step may be missing or made twice, versions of the heads may only have grown, and

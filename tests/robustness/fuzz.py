@@ -1,16 +1,17 @@
 """Bad input against whatever reads it: nothing but our own errors may come out, soon, and in
 bounded memory.
 
-    python tests/robustness/fuzz.py --cases 2000                       # of each target; a slow one has its share
+    python tests/robustness/fuzz.py --cases 2000     # of each target; a slow one has its share
     python tests/robustness/fuzz.py --cases 100000 --only pt http --seed 3 --json fuzz.json
-    python tests/robustness/fuzz.py --corpus tests/robustness/fuzz_corpus.jsonl    # guided by the lines that cases reach; what is new is added
+    python tests/robustness/fuzz.py --corpus tests/robustness/fuzz_corpus.jsonl
 
 hypothesis draws cases (part of the dev extra), and each is then changed at random MUTATIONS times
-over, which costs less than drawing. With `--corpus` half of the cases are changed forms of those
-that reached a line of ours, or a step from one line to another, that no case before them did. A
-case is plain JSON; what breaks something is made small where hypothesis drew it, and printed as a
-line for tests/robustness/fuzz_found.jsonl, which a test replays without hypothesis, as it does the
-corpus. Exit code 1 when something was found.
+over, which costs less than drawing. With `--corpus` the lines that cases reach guide the search:
+half of the cases are changed forms of those that reached a line of ours, or a step from one line to
+another, that no case before them did, and what is new is added to the file. A case is plain JSON;
+what breaks something is made small where hypothesis drew it, and printed as a line for
+tests/robustness/fuzz_found.jsonl, which a test replays without hypothesis, as it does the corpus.
+Exit code 1 when something was found.
 """
 
 from __future__ import annotations

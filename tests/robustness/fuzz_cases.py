@@ -1,5 +1,5 @@
-"""How hypothesis draws the cases of tests/robustness/fuzz.py: mostly sound files and answers in which
-something is not.
+"""How hypothesis draws the cases of fuzz.py: mostly sound files and answers in which something is
+not.
 """
 
 from __future__ import annotations

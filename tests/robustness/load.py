@@ -3,7 +3,8 @@ every ten.
 
     python tests/robustness/load.py                          # 10,000 requests
     python tests/robustness/load.py --requests 2000 --at-once 8 --json load.json
-    python tests/robustness/load.py --stretch 10 --swap-every 0   # more and shorter stretches, syncs alone; --sync-every 0: swaps alone
+    python tests/robustness/load.py --stretch 10 --swap-every 0     # syncs alone, in more stretches
+    python tests/robustness/load.py --sync-every 0                  # swaps alone
 
 Stretches with swaps and stretches without take turns, so that latencies are compared within one
 run. Two actors take turns too. The heads that are swapped are those of the actor that serves (two

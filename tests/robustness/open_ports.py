@@ -43,8 +43,9 @@ def listeners(root: psutil.Process) -> set[tuple[int, str, str, int]]:
 def main() -> int:
     if len(sys.argv) < 2:
         sys.exit(
-            "No command. given: nothing  expected: python tests/robustness/open_ports.py COMMAND...  do"
-            " this: name the run to watch"
+            "No command. given: nothing"
+            "  expected: python tests/robustness/open_ports.py COMMAND..."
+            "  do this: name the run to watch"
         )
     run = subprocess.Popen(sys.argv[1:])
     root = psutil.Process(run.pid)

@@ -1,6 +1,4 @@
-"""What tests/robustness/chaos.py holds against a run, on made-up ones; and, slow, a few kinds on real
-ones.
-"""
+"""What chaos.py holds against a run, on made-up ones; and, slow, a few kinds on real ones."""
 
 from __future__ import annotations
 

@@ -162,7 +162,9 @@ def test_poison_never_passes(chain, how: str, kind: str) -> None:
                 )
                 if serving is good:
                     assert not verdict.publish and verdict.worse, (how, verdict)
-                elif verdict.publish:  # by chance better than heads that accept nothing; then it must be so on fresh rollouts too
+                elif verdict.publish:
+                    # By chance better than heads that accept nothing; then it must be so on fresh
+                    # rollouts too.
                     fresh = task.batch(200)
                     kwargs = {"embedding_VD": task.lm_head_VD, "draft_temperature": temperature}
                     after = replay(

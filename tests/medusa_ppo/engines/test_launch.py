@@ -310,6 +310,7 @@ def test_one_openmp_is_loaded_first_whatever_vllm_left_here(
 
 
 def test_counters_page_is_summed_over_engines() -> None:
+    by_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     page = "\n".join(
         [
             "# HELP vllm:spec_decode_num_drafts_total x",
@@ -317,12 +318,8 @@ def test_counters_page_is_summed_over_engines() -> None:
             'vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 5.0',
             'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 30.0',
             'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 7.0',
-            (
-                'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 5.0'
-            ),
-            (
-                'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 2.0'
-            ),
+            by_position + '{engine="0",model_name="m",position="0"} 5.0',
+            by_position + '{engine="0",model_name="m",position="1"} 2.0',
             'vllm:spec_decode_num_accepted_tokens_created{engine="0"} 1.7e9',
         ]
     )

@@ -44,7 +44,8 @@ def test_greedy_tokens_are_those_of_an_engine_without_speculation(
     given: list[tuple[int, ...]] = []
     rng = random.Random(0)
     with ColocatedEngine(actor.path, tmp_path / "heads", engine_config) as engine:
-        chooser = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter.chooser
+        executor = engine._running().llm_engine.model_executor
+        chooser = executor.driver_worker.worker.model_runner.drafter.chooser
         for part, (sampled, at_random) in enumerate(
             ((False, False), (True, False), (False, True), (True, True))
         ):

@@ -94,22 +94,23 @@ def test_what_can_not_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 LOOP = '''
-"""A loop of somebody's own around DraftingEngine; greedy, so that it does the same at every call."""
+"""A loop of somebody's own around DraftingEngine; greedy, so each call does the same."""
 import os, tempfile
 from types import SimpleNamespace
 import torch
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
-from medusa_ppo.config import build_config
+from medusa_ppo.config.run_config import build_config
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.loops.attachment import DraftingEngine
-from medusa_ppo.contract.rollout_batch import Sampling
+from medusa_ppo.contract.rollouts import Sampling
 
 FORGETS = os.environ.get("FORGETS", "")
 
 def make_trainer(medusa):
     off = {"companion": {"enabled": False}, "engine": {"num_drafts": 0}}
     settings = dict(medusa or off)
-    settings["engine"] = {**settings["engine"], "max_num_seqs": 8, "max_model_len": 96, "threads": 1}
+    small = {"max_num_seqs": 8, "max_model_len": 96, "threads": 1}
+    settings["engine"] = {**settings["engine"], **small}
     path = os.environ["ACTOR"]
     actor, tokenizer = load_actor(path), load_tokenizer(path)
     prompts = tokenizer([f"Question: {n} + {n} = ?\\nAnswer:" for n in range(2, 10)]).input_ids
@@ -117,17 +118,22 @@ def make_trainer(medusa):
     def train():
         torch.manual_seed(0)
         optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
-        with tempfile.TemporaryDirectory() as folder, DraftingEngine(build_config(settings), actor, path, folder) as engine:
-            with ActorSync(engine) as sync:
+        config = build_config(settings)
+        with tempfile.TemporaryDirectory() as folder:
+            with DraftingEngine(config, actor, path, folder) as engine, ActorSync(engine) as sync:
                 for step in range(4):
                     rollouts = engine.generate(prompts, Sampling(top_k=1, max_new_tokens=24))
-                    rows = [[*rollouts.prompts[r.prompt_index], *r.token_ids] for r in rollouts.responses]
+                    rows = [
+                        [*rollouts.prompts[response.prompt_index], *response.token_ids]
+                        for response in rollouts.responses
+                    ]
                     if FORGETS == "rows":
                         rows = [row[:-1] for row in rows]
                     ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
                     for at, row in enumerate(rows):
                         ids[at, : len(row)] = torch.tensor(row)
-                    mask = torch.arange(ids.shape[1])[None] < torch.tensor([len(row) for row in rows])[:, None]
+                    lengths = torch.tensor([len(row) for row in rows])
+                    mask = torch.arange(ids.shape[1])[None] < lengths[:, None]
                     logits = actor(input_ids=ids, attention_mask=mask.long()).logits
                     (logits.float().log_softmax(-1)[..., 5] * mask).mean().backward()
                     optimizer.step()

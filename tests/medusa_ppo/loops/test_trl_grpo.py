@@ -31,23 +31,39 @@ from datasets import Dataset
 from trl import GRPOConfig, RLOOConfig
 from trl import GRPOTrainer, RLOOTrainer
 
-kind, actor, out, medusa, settings = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4]), json.loads(sys.argv[5])
-if (medusa is None or not medusa.get("companion", {}).get("enabled", True)) and settings.get("use_vllm"):
+kind, actor, out = sys.argv[1:4]
+medusa, settings = map(json.loads, sys.argv[4:])
+without_companion = medusa is None or not medusa.get("companion", {}).get("enabled", True)
+if without_companion and settings.get("use_vllm"):
     from benchmarks_trl_pairs import mend_cpu_sync
     mend_cpu_sync()
 
-def places(completions, **_):  # equal responses get different rewards, so that greedy runs learn too
+def places(completions, **_):
+    # Equal responses get different rewards, so that greedy runs learn too.
     return [float((7 * i) % 5) + (len(text) % 3) for i, text in enumerate(completions)]
 
 if kind.startswith("plain-"):  # TRL's own trainer, and nothing of ours is imported.
-    trainer_class, config_class = (GRPOTrainer, GRPOConfig) if kind == "plain-grpo" else (RLOOTrainer, RLOOConfig)
+    trainer_class = GRPOTrainer if kind == "plain-grpo" else RLOOTrainer
 else:
     from medusa_ppo.loops.trl import MedusaGRPOTrainer, MedusaRLOOTrainer
-    trainer_class, config_class = (MedusaGRPOTrainer, GRPOConfig) if kind == "grpo" else (MedusaRLOOTrainer, RLOOConfig)
-args = config_class(output_dir=out, report_to="none", save_strategy="no", logging_steps=1, bf16=False, gradient_checkpointing=False,
-    per_device_train_batch_size=16, num_generations=2, max_completion_length=24, learning_rate=1e-3,
-    lr_scheduler_type="constant", **settings)
-words = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 10)]
+    trainer_class = MedusaGRPOTrainer if kind == "grpo" else MedusaRLOOTrainer
+config_class = GRPOConfig if kind.endswith("grpo") else RLOOConfig
+args = config_class(
+    output_dir=out,
+    report_to="none",
+    save_strategy="no",
+    logging_steps=1,
+    bf16=False,
+    gradient_checkpointing=False,
+    per_device_train_batch_size=16,
+    num_generations=2,
+    max_completion_length=24,
+    learning_rate=1e-3,
+    lr_scheduler_type="constant",
+    **settings,
+)
+owned = (("Mia", "pens"), ("Tom", "books"))
+words = [f"{name} has {n} {what} ." for name, what in owned for n in range(2, 10)]
 rows = Dataset.from_list([{"prompt": w} for w in words * 4])
 extra = {} if kind.startswith("plain-") else {"medusa": medusa}
 trainer = trainer_class(model=actor, reward_funcs=places, args=args, train_dataset=rows, **extra)
@@ -140,9 +156,9 @@ def test_heads_are_fed_while_the_trainer_runs(kind: str, chain_actor: Path, tmp_
     assert [step[names.POLICY_VERSION] for step in run.steps] == list(range(8))
     assert run.steps[-1][names.MAL_SERVING] > run.steps[0][names.MAL_SERVING] + 0.2
     load_heads(tmp_path / "run" / "medusa" / "heads-final")
-    if (
-        kind == "grpo"
-    ):  # The engine samples from the policy that the trainer scores: the sync and the CPU mend work.
+    if kind == "grpo":
+        # The engine samples from the policy that the trainer scores: the sync and the patch for the
+        # CPU work.
         assert all(abs(row["sampling/importance_sampling_ratio/mean"] - 1) < 0.02 for row in steps)
 
 

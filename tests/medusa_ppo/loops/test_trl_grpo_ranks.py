@@ -46,11 +46,15 @@ from trl.generation import vllm_generation
 
 from medusa_ppo.loops.trl import MedusaGRPOTrainer
 
-form, actor, out, steps, event, settings = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], json.loads(sys.argv[6])
+form, actor, out, steps, event, settings = sys.argv[1:]
+steps = int(steps)
+settings = json.loads(settings)
 
 
 class Sharded(MedusaGRPOTrainer):
-    """The seam: accelerate sets FSDP2 up on GPUs only, so the test does what it would do there, and says so to TRL's weight sync."""
+    """The seam: accelerate sets FSDP2 up on GPUs only, so the test does what it would do there, and
+    says so to TRL's weight sync.
+    """
 
     def create_optimizer(self, *args, **kwargs):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -73,7 +77,8 @@ class Look(TrainerCallback):
 
             ray.kill(trainer.medusa.plugin._companion._actor, no_restart=False)
         if state.global_step == 3 and event == "server" and dist.get_rank() == 0:
-            open(f"{out}/waits", "w").close()  # Between two steps: the test does what it does to the server.
+            # Between two steps: the test does what it does to the server.
+            open(f"{out}/waits", "w").close()
             while not os.path.exists(f"{out}/go"):
                 time.sleep(0.1)
 
@@ -82,20 +87,46 @@ def places(completions, **_):
     return [float((7 * i) % 5) + (len(text) % 3) for i, text in enumerate(completions)]
 
 
-args = GRPOConfig(output_dir=out, report_to="none", save_strategy="no", logging_steps=1, bf16=False, gradient_checkpointing=False,
-    per_device_train_batch_size=8, num_generations=2, max_completion_length=24, learning_rate=1e-3, lr_scheduler_type="constant",
-    optim="adamw_torch", max_grad_norm=0.0, max_steps=steps, **settings)
-words = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 10)]
+args = GRPOConfig(
+    output_dir=out,
+    report_to="none",
+    save_strategy="no",
+    logging_steps=1,
+    bf16=False,
+    gradient_checkpointing=False,
+    per_device_train_batch_size=8,
+    num_generations=2,
+    max_completion_length=24,
+    learning_rate=1e-3,
+    lr_scheduler_type="constant",
+    optim="adamw_torch",
+    max_grad_norm=0.0,
+    max_steps=steps,
+    **settings,
+)
+owned = (("Mia", "pens"), ("Tom", "books"))
+words = [f"{name} has {n} {what} ." for name, what in owned for n in range(2, 10)]
 rows = Dataset.from_list([{"prompt": w} for w in words * 4])
-companion = {"learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "wait": event != "companion dies"}
+companion = {
+    "learning_rate": 1e-2,
+    "epochs": 8,
+    "batch_positions": 256,
+    "wait": event != "companion dies",
+}
 heads = {"num_heads": 2} | ({"path": os.environ["HEADS"]} if os.environ.get("HEADS") else {})
 medusa = {"heads": heads, "companion": companion}
 trainer = (Sharded if form == "fsdp2" else MedusaGRPOTrainer)(
-    model=actor, reward_funcs=places, args=args, train_dataset=rows, medusa=medusa, callbacks=[Look()]
+    model=actor,
+    reward_funcs=places,
+    args=args,
+    train_dataset=rows,
+    medusa=medusa,
+    callbacks=[Look()],
 )
 trainer.train()
 own = trainer.medusa.engine is None and trainer.medusa.plugin is None
-json.dump({"alone": own, "log": trainer.state.log_history}, open(f"{out}/rank{dist.get_rank()}.json", "w"))
+found = {"alone": own, "log": trainer.state.log_history}
+json.dump(found, open(f"{out}/rank{dist.get_rank()}.json", "w"))
 '''
 
 

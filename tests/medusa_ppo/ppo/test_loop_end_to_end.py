@@ -301,7 +301,7 @@ def test_a_vision_language_actor_runs_the_whole_loop_with_heads(
 RUN = """
 import sys
 from medusa_ppo.ppo.loop import run_ppo
-from medusa_ppo.config import load_config
+from medusa_ppo.config.run_config import load_config
 from rich.console import Console
 from medusa_ppo.ppo.run_progress import LineProgress
 try:

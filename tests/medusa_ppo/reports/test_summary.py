@@ -141,7 +141,8 @@ def test_every_figure_of_a_run_worked_out_by_hand() -> None:
     assert summary["reward"] == {"first": 1.5, "last": 5.0}
     assert summary["correct_frac"] == {"first": pytest.approx(0.3), "last": 0.9}
     assert summary["companion"] == {
-        "trained_tokens": 1000, "versions_published": 3, "batches_dropped": None, "train_s": 3.5, "hidden_s": 4.0, "exposed_s": 0.5,
+        "trained_tokens": 1000, "versions_published": 3, "batches_dropped": None, "train_s": 3.5,
+        "hidden_s": 4.0, "exposed_s": 0.5,
         "optimizer_steps": 30, "passes": 1.25, "reasons": [["behind", 1], ["floor", 1]],
         "saved_s": None, "lost_s": None, "net_s": None,
     }  # fmt: skip
@@ -187,8 +188,8 @@ def test_a_comparison_after_the_last_step_goes_before_pairs_within_the_run() -> 
     assert summary["tokens_per_s"] == {"drafting": 120.0, "plain": 100.0, "rollouts": None}
     assert summary["step_ratio"] == pytest.approx(1.2)
     assert summary["step_pairs"] == {
-        "count": 2, "min": pytest.approx(1.1), "max": pytest.approx(1.2), "with_s": 12.0, "without_s": 10.0,
-        "generate_with_s": 3.0, "generate_without_s": 4.0,
+        "count": 2, "min": pytest.approx(1.1), "max": pytest.approx(1.2),
+        "with_s": 12.0, "without_s": 10.0, "generate_with_s": 3.0, "generate_without_s": 4.0,
     }  # fmt: skip
     assert summary["actor_note"] == "an actor of paper"
     uneven = [

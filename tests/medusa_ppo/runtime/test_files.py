@@ -16,7 +16,7 @@ from medusa_ppo.runtime.files import OwnedFolder, sweep
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from medusa_ppo import files as folders
+from medusa_ppo.runtime import files as folders
 folders.SHARED_MEMORY = Path(sys.argv[1])
 folder = folders.OwnedFolder("medusa-ppo-test-", shared_memory=True)
 print(folder.path, flush=True)

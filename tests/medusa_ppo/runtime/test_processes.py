@@ -114,15 +114,31 @@ import os, subprocess, sys
 import psutil, ray
 from medusa_ppo.runtime.processes import local_ray
 
-join = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='CRITICAL')"
+join = (
+    "import sys, ray;"
+    "ray.init(address=sys.argv[1], log_to_driver=False, logging_level='CRITICAL')"
+)
+without_token = {
+    name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")
+}
+# Else Ray looks for itself at the machine's own address.
+on_loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 with local_ray():
-    on_loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Else Ray looks for itself at the machine's own address.
-    for environment in (os.environ, {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}):
+    for environment in (os.environ, without_token):
         command = [sys.executable, "-c", join, ray.get_runtime_context().gcs_address]
-        print(subprocess.run(command, env={**environment, **on_loopback}, stderr=subprocess.DEVNULL, timeout=120).returncode)
-    sockets = [s for p in [psutil.Process(), *psutil.Process().children(recursive=True)] for s in p.net_connections("tcp")]
-    listening = [s.laddr for s in sockets if s.status == psutil.CONN_LISTEN]
-    print(len(listening) > 3, [where for where in listening if not where.ip.removeprefix("::ffff:").startswith(("127.", "::1"))])
+        joined = subprocess.run(
+            command, env={**environment, **on_loopback}, stderr=subprocess.DEVNULL, timeout=120
+        )
+        print(joined.returncode)
+    everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    sockets = [socket for process in everyone for socket in process.net_connections("tcp")]
+    listening = [socket.laddr for socket in sockets if socket.status == psutil.CONN_LISTEN]
+    loopback = ("127.", "::1")
+    outside = [
+        where for where in listening
+        if not where.ip.removeprefix("::ffff:").startswith(loopback)
+    ]
+    print(len(listening) > 3, outside)
 """
 
 
