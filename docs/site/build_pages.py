@@ -42,6 +42,7 @@ WRITTEN = {
     "docs/security.md": "security.md",
     "docs/releases.md": "releases.md",
     "docs/limits.md": "limits.md",
+    "docs/decisions.md": "decisions.md",
     "docs/formats.md": "formats.md",
     "heads/FORMAT.md": "format.md",
     "benchmarks/RESULTS.md": "results.md",
@@ -116,6 +117,7 @@ def settings() -> dict[str, Any]:
         {"Reference": [CONFIGURATION, "metrics.md", API, "glossary.md", TREE]},
         {"Formats": ["format.md", "formats.md"]},
         {"Theory": "theory.md"},
+        {"Decisions": "decisions.md"},
         {"Results": "results.md"},
         {"Changes": "changelog.md"},
     ]

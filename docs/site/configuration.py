@@ -1,5 +1,5 @@
 """The page of configuration keys: key, type, default and meaning, from the fields of
-medusa_ppo/config.py and their docstrings.
+medusa_ppo/config and their docstrings.
 """
 
 from __future__ import annotations

@@ -1,0 +1,68 @@
+"""What the documents and the source name exists: files, modules, and what links lead to.
+
+RESULTS.md and CHANGELOG.md are history: what they name may be gone.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "heads" / "FORMAT.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("configs/*.yaml"),
+    ]
+)
+SOURCES = sorted(
+    file
+    for folder in ("heads", "medusa_ppo", "benchmarks", "examples", "docs/site", "tests/robustness")
+    for file in (ROOT / folder).rglob("*.py")
+)
+FILE = re.compile(
+    r"(?<![\w./-])((?:heads|medusa_ppo|tests|benchmarks|configs|docs|examples|\.ci)/[\w./-]*\w\.\w+)"
+)
+# Not of `heads`: `heads.context` is a key of the configuration.
+MODULE = re.compile(r"(?<![\w./:-])(medusa_ppo(?:\.\w+)+)")
+LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s#]+)[^)\s]*\)")
+# Pages of the site that are made from the code, and have no file here.
+MADE = ("configuration.md", "api.md", "where.md", "commands/")
+
+
+def of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def exists(module: str) -> bool:
+    """Whether a dotted name is a module, or something that a module's text has."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        stem = ROOT.joinpath(*parts[:length])
+        file = stem.with_suffix(".py")
+        if not file.is_file():
+            file = stem / "__init__.py"
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            return all(re.search(rf"\b{part}\b", text) for part in parts[length:])
+    return False
+
+
+@pytest.mark.parametrize("file", [*DOCUMENTS, *SOURCES], ids=of)
+def test_files_and_modules_that_are_named_exist(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    files = [name for name in FILE.findall(text) if not name.removeprefix("docs/").startswith(MADE)]
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    assert [name for name in MODULE.findall(text) if not exists(name)] == []
+
+
+@pytest.mark.parametrize("file", [file for file in DOCUMENTS if file.suffix == ".md"], ids=of)
+def test_links_lead_somewhere(file: Path) -> None:
+    targets = LINK.findall(file.read_text(encoding="utf-8"))
+    here = [target for target in targets if "://" not in target and not target.startswith(MADE)]
+    assert [target for target in here if not (file.parent / target).exists()] == []
