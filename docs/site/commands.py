@@ -132,7 +132,9 @@ def _option(key: str, kind: Any, info: Any) -> str:
     )
     if plain is bool:
         return (names or f"--{words}/--no-{words}").replace("/", " / ")
-    if typing.get_origin(plain) is Literal:
+    if info.metavar:
+        value = info.metavar
+    elif typing.get_origin(plain) is Literal:
         value = "|".join(map(str, typing.get_args(plain)))
     elif typing.get_origin(plain) is list:
         value = KINDS[typing.get_args(plain)[0].__name__]

@@ -56,17 +56,13 @@ Summary = dict[str, Any]
 def find(run: Run, summary: Summary) -> list[Finding]:
     """All findings of a run, the gravest first."""
     return [
-        finding
-        for check in (
-            _of_the_run,
-            _of_swaps,
-            _of_worth,
-            _of_heads,
-            _of_the_companion,
-            _of_ppo,
-            _logged,
-        )
-        for finding in check(run, summary)
+        *_of_the_run(run, summary),
+        *_of_swaps(run, summary),
+        *_of_worth(run, summary),
+        *_of_heads(run, summary),
+        *_of_the_companion(run, summary),
+        *_of_ppo(run, summary),
+        *_logged(run, summary),
     ]
 
 
@@ -77,7 +73,7 @@ def _of_the_run(run: Run, _: Summary) -> Iterator[Finding]:
         yield Finding(
             "failed",
             f"The run failed: {error.rstrip('.')}." if error else "The run failed.",
-            "Mend the cause and resume.",
+            "Fix the cause and resume.",
         )
     elif run.status == "interrupted":
         yield Finding(
@@ -102,9 +98,8 @@ def _of_the_run(run: Run, _: Summary) -> Iterator[Finding]:
         names = step.get(NONFINITE)
         for name in names if isinstance(names, list) else ():
             found.setdefault(str(name), []).append(step[m.STEP])
-    found.pop(
-        m.COMPANION_LOSS, None
-    )  # Before the companion's first batch it has no loss: not a fault.
+    # Before the companion's first batch it has no loss: not a fault.
+    found.pop(m.COMPANION_LOSS, None)
     for name, steps in found.items():
         text = f"{name} was not a finite number in {len(steps)} step(s), first in step {steps[0]}."
         yield Finding(
@@ -120,19 +115,16 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
     for before, after in pairwise(run.steps):
         old = number(before.get(m.MAL_SERVING))
         new = number(after.get(m.MAL_SERVING))
-        versions = number(before.get(m.HEADS_VERSION)), number(after.get(m.HEADS_VERSION))
-        drafted = number(before.get(m.DRAFTS)) and number(after.get(m.DRAFTS))
-        if (
-            None in versions
-            or versions[0] == versions[1]
-            or old is None
-            or new is None
-            or not drafted
-        ):
+        old_version = number(before.get(m.HEADS_VERSION))
+        new_version = number(after.get(m.HEADS_VERSION))
+        if old is None or new is None or old_version is None or new_version is None:
             continue
-        if old > 1.1 and new - 1 < SWAP_LOSS_SHARE * (old - 1):
+        swapped = old_version != new_version
+        drafted = number(before.get(m.DRAFTS)) and number(after.get(m.DRAFTS))
+        # Heads that hardly drafted anything right before can't lose much by a swap.
+        if swapped and drafted and old > 1.1 and new - 1 < SWAP_LOSS_SHARE * (old - 1):
             swap = (
-                f"after heads version {versions[1]:.0f} came in (step {after[m.STEP]}: {old:.2f} to"
+                f"after heads version {new_version:.0f} came in (step {after[m.STEP]}: {old:.2f} to"
                 f" {new:.2f})"
             )
             yield Finding("broken_swap", f"Acceptance fell to almost nothing {swap}.", do)
@@ -179,9 +171,9 @@ def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
         )
         do = (
             "Give the companion cores or a device of its own, let it train less (companion.epochs),"
-            " or do without where generation is a "
+            " or do without where generation is a small part of a step."
         )
-        yield Finding("plugin_did_not_pay", text, f"{do}small part of a step.")
+        yield Finding("plugin_did_not_pay", text, do)
 
 
 def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
@@ -202,21 +194,19 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
         return
     # Old heads are a fault only when they accept less than they once did: the gate may have found
     # nothing better.
-    served = [
-        value
-        for step in run.steps
-        if number(step.get(m.DRAFTS)) and (value := number(step.get(m.MAL_SERVING))) is not None
-    ]
-    means = [
-        fmean(served[index : index + window]) for index in range(max(0, len(served) - window + 1))
-    ]
-    if means and means[-1] - 1 >= KEPT_SHARE * (max(means) - 1):
-        return
-    fell = (
-        f", and tokens per engine step fell from {max(means):.2f} at their best to {means[-1]:.2f}"
-        if means
-        else ""
-    )
+    drafted = [step for step in run.steps if number(step.get(m.DRAFTS))]
+    lengths = [number(step.get(m.MAL_SERVING)) for step in drafted]
+    served = [length for length in lengths if length is not None]
+    windows = range(max(0, len(served) - window + 1))
+    means = [fmean(served[start : start + window]) for start in windows]
+    fell = ""
+    if means:
+        if means[-1] - 1 >= KEPT_SHARE * (max(means) - 1):
+            return
+        fell = (
+            f", and tokens per engine step fell from {max(means):.2f} at their best to"
+            f" {means[-1]:.2f}"
+        )
     text = f"The heads got stale: in the last step they were {last:.0f} policy updates old{fell}."
     yield Finding(
         "stale_heads",
@@ -230,11 +220,10 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
     trained = run.column(m.COMPANION_TRAINED_TOKENS)
     final = next((value for value in reversed(trained) if value is not None), None)
     since = trained.index(final) if final else len(trained)
+    # In a step with no passes it was given nothing, because nothing was to be gained.
+    rests = sum(step.get(m.COMPANION_PASSES) == 0 for step in run.steps[since:])
     # One step without a trained batch is the overlap itself; a quarter of the run is a companion
     # that stopped.
-    rests = sum(
-        step.get(m.COMPANION_PASSES) == 0 for step in run.steps[since:]
-    )  # It was given nothing, because nothing was to be gained.
     if len(trained) - 1 - since - rests > max(3, window_steps(len(trained))):
         text = f"The companion trained nothing after step {run.steps[since][m.STEP]}."
         yield Finding(
@@ -327,10 +316,7 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
 
 def _logged(run: Run, _: Summary) -> Iterator[Finding]:
     """What our own code warned of while the run went on."""
-    events = run.meta.get("events")
-    events = (
-        [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
-    )
+    events = _sound_events(run.meta.get("events"))
     for event in events[:MOST_EVENTS]:
         times = f" ({event['times']} times)" if event.get("times", 1) != 1 else ""
         yield Finding(
@@ -352,13 +338,20 @@ def _first_and_recent(run: Run, name: str) -> tuple[float | None, float | None]:
     return means["first"], means["last"]
 
 
+def _sound_events(found: object) -> list[dict[str, Any]]:
+    """The events of run.json, which a user or a killed run may have left in any state."""
+    if not isinstance(found, list):
+        return []
+    return [event for event in found if isinstance(event, dict)]
+
+
 class Events(logging.Handler):
     """What our own code warns of while a run goes on, kept in run.json.
 
     Attributes:
-        fresh: something came since this was last set to False.
+        fresh: a warning came since this was last set to False.
         next_step: the step that goes on.
-        told: the events: `step`, `text`, and how many `times` it was said.
+        told: the events: `step`, `text`, and how many `times` it was logged.
     """
 
     LOGGERS = ("heads", "medusa_ppo")
@@ -377,11 +370,7 @@ class Events(logging.Handler):
         self.next_step = next_step
         self.fresh = False
         self._clean = clean
-        self.told = (
-            [event for event in before if isinstance(event, dict)]
-            if isinstance(before, list)
-            else []
-        )
+        self.told = _sound_events(before)
         for name in self.LOGGERS:
             logging.getLogger(name).addHandler(self)
 
@@ -393,12 +382,12 @@ class Events(logging.Handler):
         elif len(self.told) < self.MOST:
             self.told.append({"step": self.next_step, "text": text, "times": 1})
         self.fresh = True
+        # Where nobody set up logging, Python shows warnings only as long as there is no handler at
+        # all; without this, listening would hide them from the user.
         alone = not logging.root.handlers and all(
             logging.getLogger(name).handlers == [self] for name in self.LOGGERS
         )
-        if (
-            alone and logging.lastResort
-        ):  # Where nobody set up logging, Python shows warnings only as long as there is no handler at all.
+        if alone and logging.lastResort:
             logging.lastResort.handle(record)
 
     def close(self) -> None:

@@ -19,17 +19,22 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 META_FILE = "run.json"
-BEST_FOLDER = "best"  # The actor that did best in an evaluation.
-KEPT_FOLDER = "checkpoints"  # The last saves of the run's state.
+BEST_FOLDER = "best"
+"""Holds the actor that did best in an evaluation."""
+KEPT_FOLDER = "checkpoints"
+"""Holds the last saves of the run's state."""
 ROLLOUTS_FOLDER = "rollouts"
-PROMPT_IDS, RESPONSE_IDS, LOGPROBS = "prompt_ids", "response_ids", "logprobs"
-"""Columns of the rollout files; beside them stand step, policy_version, temperature, top_p and
-top_k.
-"""
+# Columns of the rollout files; beside them stand step, policy_version, temperature, top_p and
+# top_k.
+PROMPT_IDS = "prompt_ids"
+RESPONSE_IDS = "response_ids"
+LOGPROBS = "logprobs"
 STATUSES = ("running", "finished", "interrupted", "failed")
+"""What a run writes of itself; the two below are what a reader finds out instead."""
 KILLED = "killed"
 UNKNOWN = "unknown"
 LAST_STEP = 1 << 53
+"""Above this a float can't tell two step numbers apart, and the charts' axes are floats."""
 NONFINITE = "nonfinite"
 """Key of a step line that names the metrics that were NaN or infinite in it (JSON has neither; they
 are stored as null).
@@ -102,11 +107,8 @@ def numbers(value: object) -> list[float] | None:
     if not isinstance(value, list | tuple) or not value:
         return None
     found = [number(item) for item in value]
-    return (
-        None
-        if any(item is None for item in found)
-        else [item for item in found if item is not None]
-    )
+    finite = [item for item in found if item is not None]
+    return finite if len(finite) == len(found) else None
 
 
 def read_run(run_dir: Path | str) -> Run:
@@ -130,13 +132,15 @@ def read_run(run_dir: Path | str) -> Run:
 def _no_run(path: Path) -> UsageError:
     """The error for a folder that holds no run; names the runs nearby."""
     place = path if path.is_dir() else path.parent
-    near = (
-        sorted(str(p.parent) for p in place.glob(f"*/{METRICS_FILE}"))[:8] if place.is_dir() else []
-    )
+    runs = place.glob(f"*/{METRICS_FILE}") if place.is_dir() else ()
+    near = sorted(str(found.parent) for found in runs)[:8]
+    expected = f"a folder with {METRICS_FILE}"
+    if near:
+        expected += f", e.g. {', '.join(near)}"
     return UsageError(
         "This folder is no run." if path.is_dir() else "There is no such run folder.",
         given=path,
-        expected=f"a folder with {METRICS_FILE}" + (f", e.g. {', '.join(near)}" if near else ""),
+        expected=expected,
         do="Give the folder of one run, OUT/NAME of its configuration.",
     )
 
@@ -196,18 +200,18 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         return None
     step = record.get(metrics.STEP)
-    return (
-        record
-        if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < LAST_STEP
-        else None
-    )
+    whole = isinstance(step, int) and not isinstance(step, bool)
+    return record if whole and 0 <= step < LAST_STEP else None
 
 
 def _status(meta: dict[str, Any]) -> str:
+    """What run.json says, or `killed` where the process that was running is gone."""
     status = meta.get("status")
     if status not in STATUSES:
         return UNKNOWN
-    return KILLED if status == "running" and not process_alive(meta) else str(status)
+    if status == "running" and not process_alive(meta):
+        return KILLED
+    return str(status)
 
 
 def start_ticks(pid: int) -> int | None:
@@ -215,12 +219,11 @@ def start_ticks(pid: int) -> int | None:
     without such a process or /proc.
     """
     try:
-        return int(
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[19]
-        )
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        # The process's name may hold spaces and brackets; the fields after it don't. The start
+        # time is field 22 (proc(5)), the 20th behind the name.
+        _, _, fields = line.rpartition(")")
+        return int(fields.split()[19])
     except (OSError, ValueError, IndexError):
         return None
 
@@ -238,6 +241,5 @@ def process_alive(meta: dict[str, Any]) -> bool:
         started = psutil.Process(int(process["pid"])).create_time()
     except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
         return False
-    # The start time tells a process number that was given out again from the one that wrote the
-    # file.
+    # Another process may have got the number since; it has another start time.
     return abs(started - (number(process.get("create_time")) or 0.0)) < 2.0

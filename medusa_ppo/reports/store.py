@@ -61,12 +61,13 @@ PACKAGES = (*NEEDED, "megatron-core", "trl", "verl", "openrlhf")
 GIB = 1024**3
 TOOL_TIMEOUT_S = 10.0
 SECRETS = re.compile(
-    r"hf_[A-Za-z0-9]{6,}|\bgh[oprsu]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}|\bsk-[\w-]{20,}|\bAKIA[A-Z0-9]{12,}"
+    r"hf_[A-Za-z0-9]{6,}|\bgh[oprsu]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}"
+    r"|\bsk-[\w-]{20,}|\bAKIA[A-Z0-9]{12,}"
     r"|(?<=Bearer )\S+|(?<=Authorization: Basic )\S+|(?<=://)[^/@\s]+(?=@)"
     r"|(?P<kept>[?&][\w.-]*(?i:token|secret|password|key|credential|sig|signature)=)[^&#\s\"']+"
 )
-"""What no file of a run may hold, wherever it stands in a text: tokens by their known forms or of a
-request, what stands before an address, and what signs one.
+"""What no file of a run may hold, wherever it stands in a text: tokens of known forms or in a
+request's header, the user and password in an address, and the parameters that sign one.
 """
 SECRET_KEYS = re.compile(
     r"(?:^|[._-])(?:token|secret|password|passwd|key|apikey|credentials?|authorization)$",
@@ -147,13 +148,16 @@ def commit(root: Path = Path(__file__).parents[2]) -> str | None:
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root)]
-    try:
-        found, changes = (
-            subprocess.run(
-                [*git, *words], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=True
-            ).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+
+    def ask(*words: str) -> str:
+        done = subprocess.run(
+            [*git, *words], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=True
         )
+        return done.stdout.strip()
+
+    try:
+        found = ask("rev-parse", "HEAD")
+        changes = ask("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("git did not say the commit (%s); the report will name none", error)
         return None
@@ -166,14 +170,12 @@ def command_line(words: list[str] | None = None) -> str:
     said = [Path(program).name]
     for before, word in zip(["", *rest], rest, strict=False):
         key, sign, value = word.partition("=")
-        hidden = SECRET_KEYS.search(before) and before.startswith("--")
-        said.append(
-            "***"
-            if hidden
-            else key + sign + without_secrets(value, key)
-            if sign
-            else without_secrets(word)
-        )
+        if before.startswith("--") and SECRET_KEYS.search(before):
+            said.append("***")
+        elif sign:
+            said.append(key + sign + without_secrets(value, key))
+        else:
+            said.append(without_secrets(word))
     return shlex.join(said)
 
 
@@ -185,7 +187,9 @@ def without_secrets(value: Any, key: str = "") -> Any:
         return [without_secrets(item, key) for item in value]
     if not isinstance(value, str):
         return value
-    return "***" if value and SECRET_KEYS.search(key) else SECRETS.sub(r"\g<kept>***", value)
+    if value and SECRET_KEYS.search(key):
+        return "***"
+    return SECRETS.sub(r"\g<kept>***", value)
 
 
 class RunWriter:
@@ -218,9 +222,8 @@ class RunWriter:
         self._last_step = -1
         old = read_meta(self.run_dir / META_FILE)
         self._refuse_second_writer(old)
-        self._events = Events(
-            resume_step or 0, old.get("events") if resume_step is not None else [], without_secrets
-        )
+        before = old.get("events") if resume_step is not None else []
+        self._events = Events(resume_step or 0, before, without_secrets)
         try:
             if resume_step is None:
                 self._move_earlier(old)
@@ -258,7 +261,8 @@ class RunWriter:
         for name, value in values.items():
             lost: list[float] = []
             record[name] = clean(value, lost)
-            bad += [name] if lost else []
+            if lost:
+                bad.append(name)
         if bad:
             record[NONFINITE] = sorted(bad)
         self._waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
@@ -270,7 +274,8 @@ class RunWriter:
                 "Step %d could not be written, and is kept in memory until it can: %s", step, error
             )
         self._events.next_step = step + 1
-        if self._events.fresh:  # Who kills the run later takes only what comes after.
+        # Warnings are written at once, so that they outlive a run that is killed later.
+        if self._events.fresh:
             self._events.fresh = False
             with contextlib.suppress(OSError):
                 self._write_meta()
@@ -320,7 +325,7 @@ class RunWriter:
             self._stream.close()
 
     def _write_waiting(self) -> None:
-        """All of it, or nothing: half a line would spoil the next one."""
+        """Write all waiting lines, or nothing: half a line would spoil the next one."""
         size = os.fstat(self._stream.fileno()).st_size
         try:
             written = 0
@@ -333,6 +338,7 @@ class RunWriter:
         self._waiting = b""
 
     def _refuse_second_writer(self, old: dict[str, Any]) -> None:
+        """RunError when run.json names another process that still writes here."""
         process = old.get("process") or {}
         if (
             old.get("status") == "running"
@@ -351,12 +357,13 @@ class RunWriter:
 
     def _move_earlier(self, old: dict[str, Any]) -> None:
         """Keep what an earlier run left here: nothing that was measured is ever overwritten."""
+        # `lexists`: a link is moved too, even one that leads nowhere.
         present = [
             self.run_dir / name for name in OWN_FILES if os.path.lexists(self.run_dir / name)
-        ]  # A link too, wherever it leads.
+        ]
         if not present:
             return
-        # Of a run folder that somebody else made it may be any text, also a path.
+        # In a run folder that somebody else made, `started_at` may be any text, also a path.
         stamp = re.sub(r"[^\w+-]", "-", str(old.get("started_at") or _now()))[:40]
         target = self.run_dir / EARLIER_FOLDER / stamp
         counter = 1
@@ -369,6 +376,7 @@ class RunWriter:
         logger.info("The folder held an earlier run; it moved to %s", target)
 
     def _cut(self, resume_step: int, copy: Path | None) -> None:
+        """Keep the lines before `resume_step`; the steps from there on are taken again."""
         path = self.run_dir / METRICS_FILE
         files = [file for file in (copy, path) if file is not None and file.is_file()]
         if not files:
@@ -437,19 +445,18 @@ class RunWriter:
 
 
 def _started() -> dict[str, float]:
-    """When this process started: what tells it from a later one of its number."""
+    """Start time; distinguishes this process from a later one with the same PID."""
     ticks = start_ticks(os.getpid())
-    return (
-        {"create_time": psutil.Process().create_time()} if ticks is None else {"start_ticks": ticks}
-    )
+    if ticks is not None:
+        return {"start_ticks": ticks}
+    return {"create_time": psutil.Process().create_time()}
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """What the run was before it was stopped, where that is not what it is now: dotted key ->
-    value.
-    """
+    """What differed before the run was stopped: dotted key -> the value that it had then."""
     sections = ("command", "commit", "config", "versions", "hardware")
-    before, now = (flatten({name: meta.get(name) for name in sections}) for meta in (old, new))
+    before = flatten({name: old.get(name) for name in sections})
+    now = flatten({name: new.get(name) for name in sections})
     return {
         key: value for key, value in before.items() if value is not None and value != now.get(key)
     }

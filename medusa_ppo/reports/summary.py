@@ -21,9 +21,9 @@ WINDOW_SHARE = 4
 WINDOW_MOST = 20
 """... but at most so many steps are what `first` and `last` figures are taken over."""
 STEP_S = "step_s"
+"""Key of a whole step's seconds in a run's comparison."""
 StepPair = tuple[dict[str, float], dict[str, float]]
 """Seconds by phase, of a step with the plugin and of one without."""
-"""Key of a whole step's seconds in a run's comparison."""
 PHASES = {
     m.GENERATE_S: "generate",
     m.SCORE_S: "score",
@@ -32,14 +32,15 @@ PHASES = {
     m.SWAP_S: "swap",
 }
 """Metrics of the phases of a step, and what a phase is called."""
-LEDGER = ("engine", "actor", "reference", "critic", "reward")
 PEAKS = {
     m.GENERATE_PEAK: "generate",
     m.SCORE_PEAK: "score",
     m.UPDATE_PEAK: "update",
     m.SYNC_PEAK: "sync",
 }
-"""The same of their memory."""
+"""Metrics of the memory peaks of these phases."""
+LEDGER = ("engine", "actor", "reference", "critic", "reward")
+"""Roles whose bytes on devices are counted."""
 
 SUMMARY_KEYS: dict[str, str] = {
     "name": "Name of the run.",
@@ -222,6 +223,7 @@ def build_summary(run: Run) -> dict[str, Any]:
     )
     rates = told[len(told) // 2] if told else {}
     steps = step_pairs(run)
+    middle = middle_pair(steps)
     last = run.steps[-window:]  # Without a step the window is 0, and there is nothing to cut.
     return {
         "name": run.name,
@@ -235,9 +237,7 @@ def build_summary(run: Run) -> dict[str, Any]:
         "mal_per_engine": mal_per_engine(last),
         "rollout_speedup": _median(speedups),
         "rollout_speedup_pairs": {**_spread(speedups), "against": against},
-        "step_ratio": (
-            middle[0][STEP_S] / middle[1][STEP_S] if (middle := middle_pair(steps)) else None
-        ),
+        "step_ratio": middle[0][STEP_S] / middle[1][STEP_S] if middle else None,
         "step_pairs": _step_figures(steps),
         "actor_note": run.meta.get("actor_note"),
         "tokens_per_s": {
@@ -292,8 +292,9 @@ def ledger_rows(ledger: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Rows of the report; none for runs without a ledger."""
     if ledger is None or ledger["peak_gib"] is None:
         return []
+    gib_by_role = {role: ledger[f"{role}_gib"] for role in LEDGER}
     roles = ", ".join(
-        f"{role} {w.plain(gib)}" for role in LEDGER if (gib := ledger[f"{role}_gib"]) is not None
+        f"{role} {w.plain(gib)}" for role, gib in gib_by_role.items() if gib is not None
     )
     rows = [
         (
@@ -367,11 +368,9 @@ def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None
         for index, (length, generated) in enumerate(zip(found, tokens, strict=False)):
             if generated:
                 lengths.setdefault(index, []).append(length)
-    return (
-        [fmean(lengths[index]) if index in lengths else None for index in range(engines)]
-        if engines
-        else None
-    )
+    if not engines:
+        return None
+    return [fmean(lengths[index]) if index in lengths else None for index in range(engines)]
 
 
 def speed_pairs(run: Run) -> tuple[list[dict[str, float | None]], str | None]:
@@ -401,18 +400,19 @@ def step_pairs(run: Run) -> list[StepPair]:
 
 
 def _seconds(side: object) -> dict[str, float]:
-    return (
-        {str(name): value for name, given in side.items() if (value := number(given)) is not None}
-        if isinstance(side, dict)
-        else {}
-    )
+    """Seconds by phase of one side of a pair, without what is no number."""
+    if not isinstance(side, dict):
+        return {}
+    found = {str(name): number(given) for name, given in side.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _entries(run: Run, kind: str) -> list[dict[str, Any]]:
+    """What the comparison after the last step holds of a kind; run.json may hold anything."""
     entries = run.section("comparison").get(kind)
-    return (
-        [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    )
+    if not isinstance(entries, list):
+        return []
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def middle_pair(pairs: Sequence[StepPair], name: str = STEP_S) -> StepPair | None:
@@ -467,10 +467,10 @@ def _acceptance_lengths(run: Run, last: Sequence[dict[str, Any]]) -> dict[str, f
 
 
 def _companion(run: Run) -> dict[str, Any]:
-    reasons = Counter(
-        reason for step in run.steps if isinstance(reason := step.get(m.COMPANION_REASON), str)
-    )
-    saved_s, lost_s = (_sum(run.column(name)) for name in (m.COMPANION_SAVED_S, m.COMPANION_LOST_S))
+    told = [step.get(m.COMPANION_REASON) for step in run.steps]
+    reasons = Counter(reason for reason in told if isinstance(reason, str))
+    saved_s = _sum(run.column(m.COMPANION_SAVED_S))
+    lost_s = _sum(run.column(m.COMPANION_LOST_S))
     return {
         "trained_tokens": _whole(_last(run.column(m.COMPANION_TRAINED_TOKENS))),
         "optimizer_steps": _whole(_last(run.column(m.COMPANION_STEPS))),
@@ -488,9 +488,13 @@ def _companion(run: Run) -> dict[str, Any]:
 
 
 def _spread(ratios: list[float]) -> dict[str, float | int | None]:
-    lower, _, upper = (
-        quantiles(ratios, n=4, method="inclusive") if len(ratios) >= 4 else (None, None, None)
-    )
+    """Count, range and quartiles of ratios. Of fewer than four, quartiles would say no more than
+    the range.
+    """
+    lower: float | None = None
+    upper: float | None = None
+    if len(ratios) >= 4:
+        lower, _, upper = quantiles(ratios, n=4, method="inclusive")
     return {
         "count": len(ratios),
         "min": min(ratios, default=None),

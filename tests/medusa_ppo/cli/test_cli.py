@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from medusa_ppo.cli import app as cli
+from medusa_ppo.cli import run_commands
 from medusa_ppo.cli.app import app
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.runtime import hardware
@@ -99,7 +99,7 @@ def test_the_demo_computes_in_what_the_cpu_can(
     monkeypatch: pytest.MonkeyPatch, able: bool, gpus: int, dtype: str | None
 ) -> None:
     runs: list[RunConfig] = []
-    monkeypatch.setattr(cli, "_ppo", lambda config, resume: runs.append(config))
+    monkeypatch.setattr(run_commands, "_run", lambda config, resume: runs.append(config))
     monkeypatch.setattr(hardware, "cpu_has_bfloat16", lambda: able)
     monkeypatch.setattr(
         hardware, "find_hardware", lambda: hardware.Hardware(gpus, bool(gpus), 2, "a test's")

@@ -1,0 +1,116 @@
+"""`medusa-ppo bench rollout`, `heads`, `swap` and `companion`: measure on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from medusa_ppo.bench.bench_options import CompanionBench, HeadsBench, RolloutBench, SwapBench
+from medusa_ppo.bench.bench_page import write_bench
+from medusa_ppo.cli.command_options import options_from
+from medusa_ppo.runtime.console import OfflineProgress, command, console, offline_progress, say
+
+bench = typer.Typer(
+    name="bench",
+    help=(
+        "Measure on this machine: arms take turns within one run, and only ratios within a round"
+        " are compared."
+    ),
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--json", help="File for the figures; the table goes beside it as .md, a plot as .svg."
+    ),
+]
+
+
+@bench.command()
+@command
+@options_from(RolloutBench)
+def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> None:
+    """Tokens/s of no speculation, stock vLLM Medusa, n-gram drafts and ours, with K fixed and K
+    chosen at every step.
+
+    Example:  [bold]medusa-ppo bench rollout --model models/actor --heads heads-gsm8k
+    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
+    """
+    from medusa_ppo.bench import rollout_speed as part
+
+    _measure(options, part.run_rollout, part.table, part.verdict, part.plot, out=out)
+
+
+@bench.command()
+@command
+@options_from(HeadsBench)
+def heads(options: HeadsBench, out: Out = Path("bench/heads.json")) -> None:
+    """Kinds x losses of heads on the same on-policy tokens, judged by replay; and the speed of
+    training against the original recipe's.
+
+    Example:  [bold]medusa-ppo bench heads --model models/actor
+    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
+    """
+    from medusa_ppo.bench import heads_table as part
+
+    _measure(options, part.run_heads, part.table, part.verdict, out=out)
+
+
+@bench.command()
+@command
+@options_from(SwapBench)
+def swap(options: SwapBench, out: Out = Path("bench/swap.json")) -> None:
+    """Seconds to put new heads into a running engine, beside the seconds that reading their file
+    takes.
+
+    Example:  [bold]medusa-ppo bench swap --model models/actor --heads heads-gsm8k[/bold]
+    """
+    from medusa_ppo.bench import plugin_costs as part
+
+    _measure(options, part.run_swap, part.swap_table, part.swap_verdict, out=out)
+
+
+@bench.command()
+@command
+@options_from(CompanionBench)
+def companion(options: CompanionBench, out: Out = Path("bench/companion.json")) -> None:
+    """What the companion costs PPO: the same score and update with and without it, in turn, each
+    process on its own core.
+
+    Example:  [bold]medusa-ppo bench companion --model models/actor
+    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
+    """
+    from medusa_ppo.bench import plugin_costs as part
+
+    _measure(options, part.run_companion, part.companion_table, part.companion_verdict, out=out)
+
+
+def _measure(
+    options: Any,
+    run: Callable[[Any, OfflineProgress], Mapping[str, Any]],
+    table: Callable[[Mapping[str, Any]], Any],
+    verdict: Callable[[Mapping[str, Any]], list[str]],
+    plot: Callable[[Mapping[str, Any]], str] = lambda result: "",
+    *,
+    out: Path,
+) -> None:
+    """Run a bench, show its table and write the files."""
+    from rich.table import Table
+
+    with offline_progress() as progress:
+        result = run(options, progress)
+    header, *rows = table(result)
+    sentences = verdict(result)
+    shown = Table(*header)
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+    for line in sentences:
+        say(line)
+    for path in write_bench(out, options, result, [header, *rows], sentences, plot(result)):
+        say(f"Written: {path}")

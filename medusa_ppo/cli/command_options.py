@@ -1,0 +1,98 @@
+"""Where commands get their options from: those of several commands, and a dataclass as options."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from heads.errors import ConfigError
+
+Config = Annotated[
+    Path, typer.Option(help="YAML file of the run, or the name of a preset in configs/.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file."),
+]
+
+
+def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as options; it is called with one `kind` first.
+
+    A field becomes an option where its `Annotated` says how it is typed; a tuple is typed with
+    commas. What else the command is given comes from options of its own.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    typed = [
+        field for field in dataclasses.fields(kind) if hasattr(hints[field.name], "__metadata__")
+    ]
+
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(**given: Any) -> None:
+            values = {}
+            for field in typed:
+                value = given.pop(field.name)
+                if isinstance(field.default, tuple):
+                    value = _parse_tuple(field, value, hints[field.name])
+                values[field.name] = value
+            function(kind(**values), **given)
+
+        # typer reads a command's options from its signature, and the documentation's pages read
+        # them from its annotations.
+        parameters = [_option_parameter(field, hints[field.name]) for field in typed]
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        parameters += [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return wrap
+
+
+def _option_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    """The parameter that typer makes an option of; a tuple's is text."""
+    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+    if isinstance(default, tuple):
+        hint = Annotated[(str, *hint.__metadata__)]
+        default = ",".join(map(str, default))
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+    )
+
+
+def _parse_tuple(field: dataclasses.Field[Any], text: str, hint: Any) -> tuple[Any, ...]:
+    """Words, or numbers above 0 (from 0 on, where the option has min=0), with commas between them.
+
+    Raises:
+        ConfigError: a part is no such number, or there is none where the default has some.
+    """
+    default: tuple[Any, ...] = field.default  # type: ignore[assignment]
+    kind = get_args(get_args(hint)[0])[0]
+    zero_allowed = hint.__metadata__[0].min == 0
+    words = [word.strip() for word in text.split(",") if word.strip()]
+
+    def fits(part: Any) -> bool:
+        return isinstance(part, str) or part > 0 or (zero_allowed and part == 0)
+
+    try:
+        parts = tuple(kind(word) for word in words)
+        sound = all(fits(part) for part in parts) and bool(parts or not default)
+    except ValueError:
+        sound = False
+    if not sound:
+        option = f"--{field.name.replace('_', '-')}"
+        example = ",".join(map(str, default)) or ("0,1,4" if zero_allowed else "0.3,0.7,1.0")
+        raise ConfigError(
+            f"{option} takes numbers {'from 0 on' if zero_allowed else 'above 0'}.",
+            given=text,
+            expected=f"like {example}",
+            do=f"Correct {option}.",
+        )
+    return parts

@@ -1,0 +1,140 @@
+"""`medusa-ppo doctor`, `check-loop` and `check-setup`: does it work here, and in this loop?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from medusa_ppo.cli.command_options import Overrides
+from medusa_ppo.runtime.console import FAILED, command, console, escape, offline_progress, say
+
+
+@command
+def doctor(
+    overrides: Overrides = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Leave out the checks that start Ray, vLLM and an engine."),
+    ] = False,
+    distribution: Annotated[
+        bool,
+        typer.Option(
+            "--distribution", help="Only this: are your engine's tokens samples of the model?"
+        ),
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --distribution: a run's file, for its engine, sampling and prompts."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --distribution: folder or hub name of the actor.")
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(help="With --distribution: native heads directory; else random heads."),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            min=1000, help="With --distribution: tokens to sample with drafts, and without."
+        ),
+    ] = 20_000,
+) -> None:
+    """Check this machine: Python, packages, memory, Ray, and vLLM with our plugin really loaded
+    and sampling honestly.
+
+    Example:  [bold]medusa-ppo doctor --distribution --model models/actor --heads heads-gsm8k
+    sampling.top_p=0.9[/bold]
+    """
+    from medusa_ppo.cli.machine_checks import check_distribution, run_checks
+    from medusa_ppo.config.run_config import load_config
+
+    if distribution:
+        given = []
+        if model:
+            given.append(f"model.path={model}")
+        if heads:
+            given.append(f"heads.path={heads}")
+        settings = load_config(config, [*given, *(overrides or ())])
+        with offline_progress() as progress:
+            _print_checks(check_distribution(settings, tokens, progress, data=config is not None))
+    else:
+        _print_checks(run_checks(quick))
+
+
+@command
+def check_loop(
+    trainer: Annotated[str, typer.Argument(help="module:function, as in docs/hooks.md.")],
+    medusa: Annotated[
+        Path | None, typer.Option(help="YAML file; default: small heads that learn fast.")
+    ] = None,
+) -> None:
+    """Ten checks of an adapter for a loop of your own: hooks, rows, states, versions, heads in the
+    engine, gradients to the bit.
+
+    Example:  [bold]medusa-ppo check-loop my_module:make_trainer[/bold]
+    """
+    from medusa_ppo.config.run_config import load_config
+    from medusa_ppo.loops.check_loop import check_loop as findings
+
+    settings = load_config(medusa).model_dump(mode="json") if medusa else None
+    _print_checks(findings(trainer, settings))
+
+
+@command
+def check_setup(
+    model: Annotated[
+        str, typer.Option(help="Folder or hub name of the actor that the commands shall use.")
+    ] = "Qwen/Qwen3-0.6B",
+    data: Annotated[
+        str, typer.Option(help="File with questions and answers, as GSM8K's.")
+    ] = "data/train.jsonl",
+) -> None:
+    """Print the five commands that show that a setup with GPUs works: what each needs and must
+    print. Starts nothing.
+
+    Example:  [bold]medusa-ppo check-setup --model models/my-actor --data data/train.jsonl[/bold]
+    """
+    from medusa_ppo.cli.machine_checks import setup_steps
+    from medusa_ppo.reports.store import gpu_names
+
+    lines = [f"GPUs here: {'; '.join(gpu_names()) or 'none'}"]
+    for number, step in enumerate(setup_steps(model, data), 1):
+        words = ", ".join(repr(word) for word in step.prints)
+        lines += [
+            "",
+            f"{number}. Shows that {step.shows}.",
+            f"   needs:        {step.needs}",
+            f"   run:          {step.command}",
+            f"   must print:   {words}",
+            f"                 {step.means}",
+        ]
+    for line in lines:
+        say(line)
+
+
+def _print_checks(checks: Iterable[Any]) -> None:
+    """Print checks as they come; exit code 1 when one is not ok."""
+    failed = 0
+    for check in checks:
+        # Only the machine's checks can warn, those of a loop can't.
+        if getattr(check, "warn", False):
+            mark = "[yellow]warn[/yellow]"
+        elif check.ok:
+            mark = "[green]ok  [/green]"
+        else:
+            mark = "[red]FAIL[/red]"
+        console.print(
+            f"{mark} {check.name:<22} {escape(check.found)}", highlight=False, soft_wrap=True
+        )
+        if not check.ok:
+            failed += 1
+            say(f"     do this: {check.do}")
+    say("All checks passed." if not failed else f"{failed} checks failed.")
+    if failed:
+        raise typer.Exit(FAILED)

@@ -1,0 +1,150 @@
+"""`medusa-ppo demo`, `ppo`, `plan` and `report`: a PPO run, before, during and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heads.errors import UsageError
+from medusa_ppo.cli.command_options import Config, Overrides
+from medusa_ppo.runtime.console import command, console, say
+
+if TYPE_CHECKING:
+    from medusa_ppo.config.run_config import RunConfig
+
+
+@command
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")
+    ] = None,
+) -> None:
+    """Run the whole job on an embedded example: about 7 minutes on two cores and 4 more on first
+    use, nothing to prepare.
+
+    Trains a tiny actor on first use, then PPO with drafting and the companion, then takes the same
+    steps with and without the plugin.
+
+    Example:  [bold]medusa-ppo demo --steps 16[/bold]
+    """
+    from medusa_ppo.config.config_file import preset
+    from medusa_ppo.config.run_config import load_config
+    from medusa_ppo.runtime.hardware import cpu_has_bfloat16, find_hardware
+
+    overrides = [f"out={out.parent.as_posix()}", f"name={out.name}"]
+    if steps:
+        overrides.append(f"ppo.steps={steps}")
+    name = "demo"
+    if cpu_has_bfloat16() and not find_hardware().gpus:
+        name = "demo-bf16"
+        say(
+            "This CPU multiplies bfloat16 itself: configs/demo-bf16.yaml. In float32: medusa-ppo"
+            " ppo --config demo"
+        )
+    _run(load_config(preset(name), overrides), resume=False)
+
+
+@command
+def ppo(
+    config: Config,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the run's last checkpoint, with the same configuration."
+        ),
+    ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="With --resume: a key, or a section, that may differ."),
+    ] = None,
+) -> None:
+    """Run the reference PPO loop on any model folder and any dataset.
+
+    Example:  [bold]medusa-ppo ppo --config configs/gsm8k.yaml model.path=DIR ppo.steps=20
+    companion.enabled=false[/bold]
+    """
+    from medusa_ppo.config.run_config import load_config
+
+    if allow and not resume:
+        raise UsageError(
+            "--allow is for a run that goes on.",
+            given=" ".join(allow),
+            expected="--resume with it",
+            do="Add --resume.",
+        )
+    _run(load_config(config, overrides or ()), resume, allow or ())
+
+
+@command
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        bool | None,
+        typer.Option("--gpus/--no-gpus", help="Plan for machines with GPUs; default: as this one."),
+    ] = None,
+) -> None:
+    """Print who runs where, what moves in a step and what memory it takes. Starts nothing.
+
+    Example:  [bold]medusa-ppo plan --config configs/one-node.yaml engine.replicas=4 --gpus[/bold]
+    """
+    from medusa_ppo.cli.plan import lines, make_plan
+    from medusa_ppo.config.run_config import load_config
+    from medusa_ppo.runtime.hardware import assumed_hardware
+
+    settings = load_config(config, overrides or ())
+    for line in lines(make_plan(settings, assumed_hardware(settings, gpus))):
+        say(line)
+
+
+@command
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, e.g. runs/demo.")],
+    compare: Annotated[Path | None, typer.Option(help="Another run to lay over this one.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Refresh the page while the run goes on.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Where to write the page; default RUN/report.html.")
+    ] = None,
+) -> None:
+    """Write the report of a run that has finished, was stopped, or still goes on.
+
+    Example:  [bold]medusa-ppo report runs/demo --html report.html[/bold]
+    """
+    from medusa_ppo.reports import page as pages
+
+    if follow:
+        pages.follow(run, html, compare=compare, on_refresh=lambda path: say(f"Refreshed {path}"))
+    else:
+        say(f"Report: {pages.write_report(run, html, compare=compare)}")
+
+
+def _run(config: RunConfig, resume: bool, allow: Sequence[str] = ()) -> None:
+    """Run PPO with its progress on the terminal, then print what the heads were worth."""
+    from medusa_ppo.ppo.loop import run_ppo
+    from medusa_ppo.ppo.run_progress import make_progress
+    from medusa_ppo.runtime.processes import quiet_libraries
+
+    quiet_libraries()
+    with make_progress(console) as progress:
+        summary = run_ppo(config, progress, resume=resume, allow=allow)
+    _print_summary(summary, config.run_dir)
+
+
+def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
+    from rich.table import Table
+
+    from medusa_ppo.reports.tables import summary_rows
+
+    table = Table(title=f"{run_dir.name}: what the heads were worth", show_header=False)
+    for name, value in summary_rows(summary):
+        table.add_row(name, value)
+    console.print(table)
+    say(f"Report: {run_dir / 'report.html'}")
+    say(f"Figures: {run_dir / 'summary.json'}")
