@@ -51,10 +51,10 @@ from medusa_ppo.demo.actor_cache import ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.rollout_engine import NoEngine
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table, initial_heads
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.generation import PromptStream
 from medusa_ppo.ppo.learner import Learner as PPOLearner
 from medusa_ppo.ppo.loop import PPOLoop
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rewards import CallableReward, make_reward
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.runtime.files import write_atomic

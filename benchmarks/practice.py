@@ -42,10 +42,10 @@ from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.loop import PPOLoop
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rewards import CallableReward, ModelReward
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.store import RunWriter

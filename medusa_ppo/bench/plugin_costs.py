@@ -28,8 +28,8 @@ from medusa_ppo.offline.collect import take_prompts
 from medusa_ppo.offline.scene import read_scene
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner, Tap
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.runtime.console import Advance, OfflineProgress
 from medusa_ppo.runtime.processes import local_ray
 

@@ -1,5 +1,5 @@
-"""One rollout batch as tensors, its micro batches (sorted by length so that little padding is
-computed), and what becomes known about it.
+"""One rollout batch as tensors, and how it is cut: into minibatches for the optimizer's steps, and
+into micro batches for the passes (sorted by length, so that little padding is computed).
 
 Shape letters: S sequences of the rollout batch, R response positions (padded to the longest), B
 sequences of a micro batch, T tokens of prompt plus response (padded on the right to the longest), M
@@ -13,18 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from heads.errors import DataError
+from medusa_ppo.actors.vision import ImageFeatures
+from medusa_ppo.config.ppo_config import PPOConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
-
-if TYPE_CHECKING:
-    from medusa_ppo.actors.vision import ImageFeatures
-    from medusa_ppo.config.ppo_config import PPOConfig
-    from medusa_ppo.ppo.models import TokenStats
 
 
 @dataclass(frozen=True)
@@ -176,79 +172,6 @@ class PPOBatch:
             length = int(self.lengths_S[s])
             into_SR[s, :length] = values_M[start : start + length]
             start += length
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What is known about a rollout batch before the update. All float32, on the CPU, zero on
-    padding.
-
-    Attributes:
-        weights_SR: importance of each token; None: 1.
-        sequences: those that are learned from.
-        kl_coefficient: of the penalty where it is a part of the loss.
-    """
-
-    logprobs_SR: Tensor
-    reference_SR: Tensor
-    values_SR: Tensor
-    advantages_SR: Tensor
-    returns_SR: Tensor
-    weights_SR: Tensor | None
-    sequences: tuple[int, ...]
-    kl_coefficient: float
-
-
-@dataclass(frozen=True)
-class PolicyScores:
-    """What actor and reference say about a rollout batch; fields as in `TokenStats`. All float32,
-    on the CPU, zero on padding.
-    """
-
-    logprobs_SR: Tensor
-    reference_SR: Tensor
-    entropy_SR: Tensor
-
-    @classmethod
-    def zeros(cls, batch: PPOBatch) -> PolicyScores:
-        return cls(*(torch.zeros(batch.mask_SR.shape) for _ in range(3)))
-
-    def add(self, other: PolicyScores) -> None:
-        """Those of other sequences of the same batch."""
-        for name, theirs_SR in vars(other).items():
-            getattr(self, name).add_(theirs_SR)
-
-    def put(self, batch: PPOBatch, micro: MicroBatch, stats: TokenStats) -> None:
-        """What the actor says about a micro batch."""
-        assert stats.entropy_M is not None, "asked for"
-        batch.unpack(stats.logprobs_M, micro, self.logprobs_SR)
-        batch.unpack(stats.entropy_M, micro, self.entropy_SR)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the models say about a rollout batch. `values_SR` as `PolicyScores`; 0 without a
-    critic.
-    """
-
-    policy: PolicyScores
-    values_SR: Tensor
-
-    @classmethod
-    def join(cls, batch: PPOBatch, pieces: Sequence[tuple[int, Measured]]) -> Measured:
-        """Of pieces of the batch, each with the place of its first sequence."""
-        whole = cls(PolicyScores.zeros(batch), torch.zeros(batch.mask_SR.shape))
-        for first, piece in pieces:
-            for ours, theirs in (
-                (vars(whole.policy), vars(piece.policy)),
-                (vars(whole), vars(piece)),
-            ):
-                for name, theirs_SR in theirs.items():
-                    if isinstance(theirs_SR, Tensor):
-                        ours[name][first : first + theirs_SR.shape[0], : theirs_SR.shape[1]] = (
-                            theirs_SR
-                        )
-        return whole
 
 
 def text_batch(texts: Sequence[tuple[int, ...]], device: torch.device, pad_id: int) -> PPOBatch:

@@ -85,8 +85,8 @@ class PromptStream:
             reader: of the images, where the data has some.
 
         Raises:
-            DataError: see medusa_ppo.runtime.data; also when the answer column is missing or every prompt
-                is too long.
+            DataError: see medusa_ppo.runtime.data; also when the answer column is missing or every
+                prompt is too long.
         """
         rows = _rows(config)
         texts = render_prompts(rows, template=config.template)

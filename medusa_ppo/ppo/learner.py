@@ -1,14 +1,17 @@
 """The learner: scores a rollout batch with actor, reference and critic, and makes the PPO update.
 
+`PPOLearner` holds what is the same wherever the actor is trained; `Learner` trains it in this
+process.
+
 Shape letters: S sequences, R response positions, M response tokens of a micro batch.
 
 The "old" log-probs of the ratio are the actor's own, recomputed here before the update, not the
 engine's. The engine computes the same policy with other kernels (and perhaps another dtype), so its
 log-probs differ from ours by rounding even when nothing was learned; in the ratio this noise would
 be clipped, and its mean would pull on the policy. With our own the ratio starts at exactly 1. How
-far the two are apart is logged (`logprob_gap`, `engine_kl`): it shows a broken sync. What the
-engine's rounding costs all the same, `ppo.importance_bound` mends: it weighs each token by how much
-likelier it is to the actor than to the engine.
+far the two are apart is logged (`logprob_gap`, `engine_kl`): it shows a broken sync. The tokens
+were drawn with the engine's rounding all the same; `ppo.importance_bound` corrects for that: it
+weighs each token by how much likelier it is to the actor than to the engine.
 """
 
 from __future__ import annotations
@@ -30,31 +33,31 @@ from medusa_ppo.actors.vision import FeatureStore, copy_without_tower, tower_of
 from medusa_ppo.config.ppo_config import PPOConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
-from medusa_ppo.ppo import models
-from medusa_ppo.ppo.batch import Measured, MicroBatch, PolicyScores, PPOBatch, Scores, minibatches
-from medusa_ppo.ppo.models import (
-    Critic,
-    Support,
-    TokenStats,
-    load_trained,
-    save_trained,
-    token_stats,
-)
-from medusa_ppo.ppo.placement import ACTOR, CRITIC, REFERENCE, Turns
-from medusa_ppo.ppo.run_progress import Timeline
-from medusa_ppo.ppo.shaping import (
+from medusa_ppo.ppo import arithmetic
+from medusa_ppo.ppo.batch import MicroBatch, PPOBatch, minibatches
+from medusa_ppo.ppo.critic import Critic
+from medusa_ppo.ppo.optimization import (
     GradientNorms,
-    Shaping,
     adamw,
-    engine_gap,
     learning_rate_share,
     set_learning_rate,
 )
+from medusa_ppo.ppo.placement import ACTOR, CRITIC, REFERENCE, Turns
+from medusa_ppo.ppo.recompute import recompute_layers
+from medusa_ppo.ppo.run_progress import Timeline
+from medusa_ppo.ppo.scores import Measured, PolicyScores, Scores
+from medusa_ppo.ppo.shaping import Shaping
+from medusa_ppo.ppo.token_stats import Support, token_stats
+from medusa_ppo.ppo.trained_files import load_trained, save_trained
+from medusa_ppo.ppo.update_totals import UpdateTotals
 
-# Signature of MedusaPlugin.actor_forward: a context around the actor's own forward pass.
 Tap = Callable[[Actor, Tensor, tuple[int, ...]], contextlib.AbstractContextManager[Any]]
+"""As MedusaPlugin.actor_forward: a context around the actor's own forward pass."""
 
 Done = TypeVar("Done")
+
+IMPORTANCE_BOUND = 2.0
+"""Ratios of actor to engine above this are counted where ppo.importance_bound names none."""
 
 
 class PPOLearner(ABC):
@@ -88,19 +91,18 @@ class PPOLearner(ABC):
         self._beside = ThreadPoolExecutor(1, "medusa-ppo-beside") if config.side_by_side else None
         self.seed = seed
         self.autocast = autocast
-        self.critic_optimizer = (
-            adamw(list(critic.parameters()), config.critic_learning_rate)
-            if critic is not None
-            else None
-        )
+        self.critic_optimizer: torch.optim.AdamW | None = None
         if critic is not None:
+            self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate)
             self.turns.add(CRITIC, critic, self.critic_optimizer)
-        if config.recompute is True and critic is not None:
-            models.recompute_layers(critic)
+            if config.recompute is True:
+                recompute_layers(critic)
 
     def _meanwhile(self, work: Callable[[], Done]) -> Callable[[], Done]:
-        """Begin with it in a thread beside this one, where ppo.side_by_side says so, or else do it;
-        the function waits for its end.
+        """With ppo.side_by_side start the work in a thread beside this one, or else do it now.
+
+        Returns:
+            A function that waits for the end of the work and gives its result.
         """
         if self._beside is not None:
             return self._beside.submit(work).result
@@ -109,15 +111,13 @@ class PPOLearner(ABC):
 
     def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
         config = self.config
-        micros = batch.micro_batches(
-            list(sequences),
-            config.micro_batch_size or config.minibatch_size,
-            config.micro_batch_tokens,
-        )
-        if (store := self.features) is None:
-            return list(micros)
+        size = config.micro_batch_size or config.minibatch_size
+        micros = list(batch.micro_batches(list(sequences), size, config.micro_batch_tokens))
+        features = self.features
+        if features is None:
+            return micros
         return [
-            replace(micro, seen=store.look(batch.prompts_of(micro), micro.input_ids_BT))
+            replace(micro, seen=features.look(batch.prompts_of(micro), micro.input_ids_BT))
             for micro in micros
         ]
 
@@ -139,7 +139,7 @@ class PPOLearner(ABC):
 
     @abstractmethod
     def begin_batch(self, sampling: Sampling) -> None:
-        """New rollouts will be measured: what was kept of those before is forgotten."""
+        """Forget what was kept of the rollouts before; new ones will be measured."""
 
     @torch.no_grad()
     def measure(
@@ -165,66 +165,65 @@ class PPOLearner(ABC):
     def conclude(
         self, batch: PPOBatch, measured: Measured, rewards: Tensor
     ) -> tuple[Scores, dict[str, float]]:
-        """What follows for a whole rollout batch from the passes over it."""
+        """Rewards and advantages of a whole rollout batch, from the passes over it."""
         config = self.config
+        policy = measured.policy
         mask_SR = batch.mask_SR
         trained_S = self.shaping.trained(batch)
-        found = measured.policy
-        values_SR = measured.values_SR
         coefficient = self.shaping.kl_coefficient
-        earned = self.shaping.rewards(batch, rewards)
-        penalty = 0.0 if config.kl_in_loss else coefficient
-        rewards_SR = models.token_rewards(
-            earned, found.logprobs_SR, found.reference_SR, mask_SR, penalty, config.kl_estimator
+        rewards_SR = arithmetic.token_rewards(
+            self.shaping.rewards(batch, rewards),
+            policy.logprobs_SR,
+            policy.reference_SR,
+            mask_SR,
+            0.0 if config.kl_in_loss else coefficient,
+            config.kl_estimator,
         )
-        advantages_SR, returns_SR = self._advantages(batch, rewards_SR, values_SR, trained_S)
-        gap_SR, gaps = engine_gap(batch, found, config.importance_bound)
-        weights_SR = (
-            None
-            if config.importance_bound is None
-            else models.importance_weights(gap_SR, config.importance_bound)
+        advantages_SR, returns_SR = self._advantages(
+            batch, rewards_SR, measured.values_SR, trained_S
         )
-        sequences = tuple(trained_S.nonzero()[:, 0].tolist())
+        gap_SR = torch.where(mask_SR, policy.logprobs_SR - batch.behaviour_SR, 0.0)
+        weights_SR = None
+        if config.importance_bound is not None:
+            weights_SR = arithmetic.importance_weights(gap_SR, config.importance_bound)
         scores = Scores(
-            found.logprobs_SR,
-            found.reference_SR,
-            values_SR,
-            advantages_SR,
-            returns_SR,
-            weights_SR,
-            sequences,
-            coefficient,
+            logprobs_SR=policy.logprobs_SR,
+            reference_SR=policy.reference_SR,
+            values_SR=measured.values_SR,
+            advantages_SR=advantages_SR,
+            returns_SR=returns_SR,
+            weights_SR=weights_SR,
+            sequences=tuple(trained_S.nonzero()[:, 0].tolist()),
+            kl_coefficient=coefficient,
         )
-        kl = models.masked_mean(found.logprobs_SR - found.reference_SR, mask_SR).item()
+        kl = arithmetic.masked_mean(policy.logprobs_SR - policy.reference_SR, mask_SR).item()
         self.shaping.adapt(kl)
-        entropy = models.masked_mean(found.entropy_SR, mask_SR).item()
         return scores, {
             names.KL_REFERENCE: kl,
             names.KL_COEFFICIENT: coefficient,
-            names.ENTROPY: entropy,
-            **gaps,
+            names.ENTROPY: arithmetic.masked_mean(policy.entropy_SR, mask_SR).item(),
+            **_engine_gap_figures(gap_SR, mask_SR, config.importance_bound or IMPORTANCE_BOUND),
         }
 
     def _advantages(
         self, batch: PPOBatch, rewards_SR: Tensor, values_SR: Tensor, trained_S: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """advantages_SR and returns_SR: GAE, whitened over what is learned from, or those of
-        groups.
-        """
+        """advantages_SR and returns_SR, by GAE (whitened over what is learned from) or by group."""
         config = self.config
         mask_SR = batch.mask_SR
         if config.advantages == "gae":
-            advantages_SR, returns_SR = models.generalized_advantages(
+            advantages_SR, returns_SR = arithmetic.generalized_advantages(
                 rewards_SR, values_SR, mask_SR, config.gamma, config.lam
             )
-            return models.whiten(advantages_SR, mask_SR & trained_S[:, None]), returns_SR
+            return arithmetic.whiten(advantages_SR, mask_SR & trained_S[:, None]), returns_SR
+        # Groups compare whole responses, so each token has its response's advantage and return.
         totals_S = rewards_SR.sum(dim=1)
-        advantages_S = models.group_advantages(
+        advantages_S = arithmetic.group_advantages(
             totals_S, batch.prompts_S, trained_S, config.advantages
         )
-        return torch.where(mask_SR, advantages_S[:, None], 0.0), torch.where(
-            mask_SR, totals_S[:, None], 0.0
-        )
+        advantages_SR = torch.where(mask_SR, advantages_S[:, None], 0.0)
+        returns_SR = torch.where(mask_SR, totals_S[:, None], 0.0)
+        return advantages_SR, returns_SR
 
     def update(
         self,
@@ -247,17 +246,17 @@ class PPOLearner(ABC):
                 before the update.
         """
         share = learning_rate_share(self.config, step)
-        policy = self._begin_update(batch, scores, sampling, step, texts)
-        value, skipped = (
-            ({}, 0) if self.critic is None else self._update_critic(batch, scores, step, share)
-        )
-        report = {
-            **policy().report(),
-            **value,
-            names.LEARNING_RATE: share * self.config.actor_learning_rate,
-        }
-        report[names.STEPS_SKIPPED] += skipped
-        return report | (self.features.figures() if self.features is not None else {})
+        wait_for_actor = self._begin_update(batch, scores, sampling, step, texts)
+        critic_report: dict[str, float] = {}
+        critic_skipped = 0
+        if self.critic is not None:
+            critic_report, critic_skipped = self._update_critic(batch, scores, step, share)
+        report = wait_for_actor().report() | critic_report
+        report[names.LEARNING_RATE] = share * self.config.actor_learning_rate
+        report[names.STEPS_SKIPPED] += critic_skipped
+        if self.features is not None:
+            report |= self.features.figures()
+        return report
 
     def _trained_critic(self) -> tuple[Critic, torch.optim.AdamW]:
         assert self.critic is not None and self.critic_optimizer is not None, (
@@ -268,17 +267,16 @@ class PPOLearner(ABC):
     def _update_critic(
         self, batch: PPOBatch, scores: Scores, step: int, share: float
     ) -> tuple[dict[str, float], int]:
-        """All optimizer steps of the critic: what the log says about them, and how many were left
-        out.
-        """
+        """All optimizer steps of the critic: its figures, and how many steps were left out."""
         config = self.config
         loss = 0.0
         tokens = 0
         norms = GradientNorms()
         clip_range = config.value_clip_range
         if clip_range is not None and config.value_clip_unit == "returns":
-            clip_range *= models.masked_deviation(scores.returns_SR, batch.mask_SR)
-        set_learning_rate(self._trained_critic()[1], share * config.critic_learning_rate)
+            clip_range *= arithmetic.masked_deviation(scores.returns_SR, batch.mask_SR)
+        _, optimizer = self._trained_critic()
+        set_learning_rate(optimizer, share * config.critic_learning_rate)
         with self.turns.on(CRITIC, training=True):
             for sequences in minibatches(scores.sequences, config, self.seed, step):
                 loss += self._critic_minibatch(batch, scores, sequences, clip_range, norms)
@@ -295,32 +293,28 @@ class PPOLearner(ABC):
         norms: GradientNorms,
     ) -> float:
         """One optimizer step of the critic; its summed loss."""
-        (critic, optimizer), total, tokens = (
-            self._trained_critic(),
-            0.0,
-            int(batch.lengths_S[sequences].sum()),
-        )
+        critic, optimizer = self._trained_critic()
+        total = 0.0
+        tokens = int(batch.lengths_S[sequences].sum())
         for micro in self._micros(batch, sequences):
             old_M = batch.pack(scores.values_SR, micro)
             returns_M = batch.pack(scores.returns_SR, micro)
-            value_loss = models.clipped_value_loss(
-                critic(micro, self.autocast), old_M, returns_M, clip_range
-            )
-            (
-                value_loss / (2 * tokens)
-            ).backward()  # Half of the squared error; its scale only matters to the clip.
-            total += value_loss.item()
-        if norms.sound(
-            torch.nn.utils.clip_grad_norm_(list(critic.parameters()), self.config.clip_norm).item()
-        ):
+            values_M = critic(micro, self.autocast)
+            loss = arithmetic.clipped_value_loss(values_M, old_M, returns_M, clip_range)
+            # Halved once more; AdamW does not care, so the scale only matters to the norm's clip.
+            (loss / (2 * tokens)).backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(list(critic.parameters()), self.config.clip_norm).item()
+        if norms.sound(norm):
             optimizer.step()
         self.turns.report(CRITIC)
         optimizer.zero_grad(set_to_none=True)
         return total
 
     def save(self, folder: Path) -> None:
-        """Write weights and moments of actor and critic: `actor`, `actor_optimizer`, `critic`,
-        `critic_optimizer` (.safetensors).
+        """Write weights and moments of actor and critic, and what the shaping remembers.
+
+        The files: `actor`, `actor_optimizer`, `critic`, `critic_optimizer` (.safetensors).
         """
         self.shaping.save(folder)
         with self.turns.aside(ACTOR, CRITIC):
@@ -329,8 +323,10 @@ class PPOLearner(ABC):
                 save_trained(folder, "critic", *self._trained_critic())
 
     def load(self, folder: Path) -> None:
-        """Put what `save` wrote in its place. CheckpointError when a file is missing, damaged, or
-        does not fit.
+        """Read what `save` wrote.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, or does not fit.
         """
         with self.turns.on(ACTOR, training=True):
             self._load_policy(folder)
@@ -347,22 +343,27 @@ class PPOLearner(ABC):
     def _begin_scoring(
         self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
     ) -> Callable[[], PolicyScores]:
-        """Begin with the actor's and the reference's passes; the function waits for the end of what
-        goes on elsewhere.
+        """Start the passes of actor and reference.
+
+        Returns:
+            A function that waits for those that run elsewhere, and gives what they found.
         """
 
     @abstractmethod
     def _begin_update(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> Callable[[], UpdateTotals]:
-        """Begin with all optimizer steps of the actor; the function waits for the end of what goes
-        on elsewhere.
+        """Start all optimizer steps of the actor.
+
+        Returns:
+            A function that waits for them, if they run elsewhere, and gives their totals.
         """
 
     @abstractmethod
     def _save_policy(self, folder: Path) -> None:
-        """Write `actor.safetensors` and `actor_optimizer.safetensors`, by the names that the
-        checkpoint of transformers has.
+        """Write `actor.safetensors` and `actor_optimizer.safetensors`.
+
+        Names are those of transformers' checkpoint, so that a run can move between learners.
         """
 
     @abstractmethod
@@ -395,14 +396,15 @@ class Learner(PPOLearner):
         super().__init__(critic, config, seed=seed, autocast=autocast)
         self.actor = actor.eval()
         self.actor.requires_grad_(True)
-        if (tower := tower_of(actor)) is not None:
+        tower = tower_of(actor)
+        if tower is not None:
             tower.requires_grad_(False)
         self.features = features
         self.reference = copy_without_tower(actor, actor).eval().requires_grad_(False)
         if config.reference_dtype == "bfloat16":
             nn.Module.to(self.reference, torch.bfloat16)
         if config.recompute:
-            models.recompute_layers(self.actor)
+            recompute_layers(self.actor)
         self.device = next(self.actor.parameters()).device
         self.actor_optimizer = adamw(list(self.actor.parameters()), config.actor_learning_rate)
         self.turns.add(ACTOR, self.actor, self.actor_optimizer)
@@ -418,7 +420,7 @@ class Learner(PPOLearner):
         found = PolicyScores.zeros(batch)
         micros = self._micros(batch, range(len(batch)))
 
-        def reference() -> None:
+        def score_reference() -> None:
             with torch.no_grad(), timeline.at_work("reference"), self.turns.on(REFERENCE):
                 for micro in micros:
                     stats = token_stats(
@@ -430,47 +432,52 @@ class Learner(PPOLearner):
                     )
                     batch.unpack(stats.logprobs_M, micro, found.reference_SR)
 
-        # What the sampling left to the actor the reference learns from the actor's pass.
-        early = self._meanwhile(reference) if self._beside and not self._support.cuts else None
-        # First: whoever taps it can start while reference and critic still run.
-        with timeline.at_work("actor"), self.turns.on(ACTOR):
-            for micro in micros:
-                with (
-                    tap(self.actor, micro.response_mask_BT, micro.sequences)
-                    if tap
-                    else contextlib.nullcontext()
-                ):
-                    stats = token_stats(
-                        self.actor,
-                        micro,
-                        sampling,
-                        entropy=True,
-                        support=self._support,
-                        autocast=self.autocast,
-                    )
-                found.put(batch, micro, stats)
-        refer = early or self._meanwhile(reference)
-        return lambda: (refer(), found)[1]
+        def score_actor() -> None:
+            with timeline.at_work("actor"), self.turns.on(ACTOR):
+                for micro in micros:
+                    with _tapped(tap, self.actor, micro):
+                        stats = token_stats(
+                            self.actor,
+                            micro,
+                            sampling,
+                            entropy=True,
+                            support=self._support,
+                            autocast=self.autocast,
+                        )
+                    found.put_actor(batch, micro, stats)
+
+        if self._beside is not None and not self._support.cuts:
+            wait_for_reference = self._meanwhile(score_reference)
+            score_actor()
+        else:
+            # The reference reuses the top-k/top-p mask from the actor's pass, so it runs after it.
+            # Also without a mask the actor goes first: whoever taps its pass can start while
+            # reference and critic still run.
+            score_actor()
+            wait_for_reference = self._meanwhile(score_reference)
+
+        def wait() -> PolicyScores:
+            wait_for_reference()
+            return found
+
+        return wait
 
     def _begin_update(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> Callable[[], UpdateTotals]:
-        return self._meanwhile(lambda: self._update_actor(batch, scores, sampling, step, texts))
+        def update_actor() -> UpdateTotals:
+            with self.turns.on(ACTOR, training=True):
+                return self._actor_steps(batch, scores, sampling, step, texts)
 
-    def _update_actor(
-        self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
-    ) -> UpdateTotals:
-        with self.turns.on(ACTOR, training=True):
-            return self._actor_steps(batch, scores, sampling, step, texts)
+        return self._meanwhile(update_actor)
 
     def _actor_steps(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> UpdateTotals:
         config = self.config
         totals = UpdateTotals()
-        set_learning_rate(
-            self.actor_optimizer, learning_rate_share(config, step) * config.actor_learning_rate
-        )
+        share = learning_rate_share(config, step)
+        set_learning_rate(self.actor_optimizer, share * config.actor_learning_rate)
         for number, sequences in enumerate(minibatches(scores.sequences, config, self.seed, step)):
             tokens = int(batch.lengths_S[sequences].sum())
             kl_before = totals.kl
@@ -483,16 +490,17 @@ class Learner(PPOLearner):
                     support=self._support,
                     autocast=self.autocast,
                 )
-                (totals.policy_loss_of(batch, scores, micro, stats, config) / tokens).backward()
+                loss = totals.policy_loss_of(batch, scores, micro, stats, config)
+                (loss / tokens).backward()
             totals.tokens += tokens
+            # The policy has moved far enough from the one that wrote the rollouts.
             if config.kl_stop is not None and (totals.kl - kl_before) / tokens > config.kl_stop:
                 self.actor_optimizer.zero_grad(set_to_none=True)
                 break
             if texts is not None:
-                totals.text_losses.append(
-                    self._learn_texts(texts, number * config.minibatch_size, len(sequences))
-                )
-            norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), config.clip_norm).item()
+                first = number * config.minibatch_size
+                totals.text_losses.append(self._learn_texts(texts, first, len(sequences)))
+            norm = nn.utils.clip_grad_norm_(self.actor.parameters(), config.clip_norm).item()
             if totals.norms.sound(norm):
                 self.actor_optimizer.step()
             self.turns.report(ACTOR)
@@ -500,15 +508,13 @@ class Learner(PPOLearner):
         return totals
 
     def _learn_texts(self, texts: PPOBatch, first: int, count: int) -> float:
-        """Add the gradient of the mean loss on so many of the texts, in turn; gives that loss."""
+        """Add the gradient of the mean loss on `count` texts from `first` on; gives that loss."""
         chosen = sorted({(first + n) % len(texts) for n in range(count)})
         total = 0.0
         tokens = int(texts.lengths_S[chosen].sum())
         for micro in self._micros(texts, chosen):
-            loss = (
-                -token_stats(self.actor, micro, Sampling(), autocast=self.autocast).logprobs_M.sum()
-                / tokens
-            )
+            stats = token_stats(self.actor, micro, Sampling(), autocast=self.autocast)
+            loss = -stats.logprobs_M.sum() / tokens
             ((self.config.ptx_coefficient or 0.0) * loss).backward()
             total += loss.item()
         return total
@@ -526,71 +532,21 @@ class Learner(PPOLearner):
         load_trained(folder, "actor", self.actor, self.actor_optimizer)
 
 
-class UpdateTotals:
-    """Sums over all tokens of all passes of the actor's update."""
+def _tapped(
+    tap: Tap | None, actor: Actor, micro: MicroBatch
+) -> contextlib.AbstractContextManager[Any]:
+    if tap is None:
+        return contextlib.nullcontext()
+    return tap(actor, micro.response_mask_BT, micro.sequences)
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.policy_loss = self.clipped = self.kl = 0.0
-        self.norms = GradientNorms()
-        self.text_losses: list[float] = []
 
-    @classmethod
-    def over(cls, shares: Sequence[UpdateTotals]) -> UpdateTotals:
-        """Of replicas that took the same steps, each on its own sequences; tokens and norms are
-        those of all already.
-        """
-        total = cls()
-        total.tokens = shares[0].tokens
-        total.norms = shares[0].norms
-        for share in shares:
-            total.policy_loss += share.policy_loss
-            total.clipped += share.clipped
-            total.kl += share.kl
-        return total
-
-    def policy_loss_of(
-        self,
-        batch: PPOBatch,
-        scores: Scores,
-        micro: MicroBatch,
-        stats: TokenStats,
-        config: PPOConfig,
-    ) -> Tensor:
-        """The loss of a micro batch, summed over its tokens; its figures are added up. Every token
-        weighs the same, wherever it stands.
-        """
-        old_M = batch.pack(scores.logprobs_SR, micro)
-        advantages_M = batch.pack(scores.advantages_SR, micro)
-        weights_M = None if scores.weights_SR is None else batch.pack(scores.weights_SR, micro)
-        terms = models.clipped_surrogate(
-            stats.logprobs_M, old_M, advantages_M, config.clip_range, weights_M
-        )
-        self.policy_loss += terms.loss.item()
-        self.clipped += terms.clipped.item()
-        self.kl += terms.kl.item()
-        loss = terms.loss
-        if config.kl_in_loss:
-            estimates_M = models.kl_estimates(
-                stats.logprobs_M, batch.pack(scores.reference_SR, micro), config.kl_estimator
-            )
-            loss = loss + scores.kl_coefficient * estimates_M.sum()
-        return (
-            loss
-            if stats.entropy_M is None
-            else loss - config.entropy_coefficient * stats.entropy_M.sum()
-        )
-
-    def report(self) -> dict[str, float]:
-        """Means over tokens and steps. RunError when no gradient was finite."""
-        tokens = max(1, self.tokens)
-        texts = self.text_losses
-        return {
-            names.POLICY_LOSS: self.policy_loss / tokens,
-            names.CLIP_FRAC: self.clipped / tokens,
-            names.KL_UPDATE: self.kl / tokens,
-            names.ACTOR_GRAD_NORM: self.norms.mean("actor"),
-            names.ACTOR_STEPS: float(len(self.norms.norms)),
-            names.STEPS_SKIPPED: float(self.norms.skipped),
-            **({names.PTX_LOSS: sum(texts) / len(texts)} if texts else {}),
-        }
+def _engine_gap_figures(gap_SR: Tensor, mask_SR: Tensor, bound: float) -> dict[str, float]:
+    """What the log says about gap = log pi - log pi_engine, which is 0 on padding."""
+    ratio_SR = gap_SR.exp()
+    above_SR = (ratio_SR > bound).float()
+    return {
+        names.LOGPROB_GAP: arithmetic.masked_mean(gap_SR.abs(), mask_SR).item(),
+        names.LOGPROB_GAP_MAX: gap_SR.abs().max().item(),
+        names.ENGINE_KL: arithmetic.masked_mean(ratio_SR - 1 - gap_SR, mask_SR).item(),
+        names.IMPORTANCE_CUT: arithmetic.masked_mean(above_SR, mask_SR).item(),
+    }

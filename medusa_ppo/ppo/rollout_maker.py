@@ -38,11 +38,12 @@ from medusa_ppo.actors.hf import Actor, as_view
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, ImagePrompt, Response, Rollouts, Sampling
 from medusa_ppo.engines.pieces import Finished
-from medusa_ppo.ppo.batch import Measured, PPOBatch, Scores
+from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.generation import Prompt, SpeedPairs
 from medusa_ppo.ppo.learner import PPOLearner, Tap
 from medusa_ppo.ppo.long_tail import Carried, LongTail
 from medusa_ppo.ppo.run_progress import Timeline
+from medusa_ppo.ppo.scores import Measured, Scores
 
 Rewards = Callable[[Rollouts, list[Prompt]], Tensor]
 """rewards_S of responses, or with steps rewards_SR."""

@@ -31,9 +31,9 @@ from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo import run_state
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.generation import PromptStream, num_drafts
 from medusa_ppo.ppo.learner import Learner, PPOLearner
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.placement import ACTOR, REWARD
 from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink

@@ -34,11 +34,13 @@ from medusa_ppo.actors.megatron_layout import LlamaSizes, checkpoint_shapes
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.actor_sync import actor_stream
-from medusa_ppo.ppo.batch import PolicyScores, PPOBatch, Scores
-from medusa_ppo.ppo.learner import PPOLearner, Tap, UpdateTotals
+from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.critic import Critic
+from medusa_ppo.ppo.learner import PPOLearner, Tap
 from medusa_ppo.ppo.megatron.megatron_rank import MOMENTS, WEIGHTS, ActorRank
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.run_progress import Timeline
+from medusa_ppo.ppo.scores import PolicyScores, Scores
+from medusa_ppo.ppo.update_totals import UpdateTotals
 from medusa_ppo.runtime.hardware import settled
 from medusa_ppo.runtime.processes import TOKEN, in_bundle, ray_errors, release, reserve
 
@@ -240,7 +242,7 @@ class MegatronLearner(PPOLearner):
             with timeline.at_work("actor"):  # What is left of its passes and the reference's.
                 shares = self._team.wait(answers)
             for share in shares:
-                total.add(share.policy)
+                total.add_share(share.policy)
                 if tap is not None and share.hidden_BRD is not None:
                     longest = share.hidden_BRD.shape[1]
                     # The response stands at columns 1 and on: column t is predicted from the state

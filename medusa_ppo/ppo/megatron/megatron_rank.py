@@ -39,18 +39,19 @@ from medusa_ppo.config.ppo_config import PPOConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
-from medusa_ppo.ppo.batch import MicroBatch, PolicyScores, PPOBatch, Scores, minibatches
-from medusa_ppo.ppo.learner import UpdateTotals
+from medusa_ppo.ppo.batch import MicroBatch, PPOBatch, minibatches
 from medusa_ppo.ppo.megatron.sharded_stats import ShardedSupport, sharded_stats
 from medusa_ppo.ppo.megatron.sharded_vocabulary import ShardedVocabulary
-from medusa_ppo.ppo.models import TokenStats
-from medusa_ppo.ppo.shaping import (
+from medusa_ppo.ppo.optimization import (
     ADAM_BETAS,
     ADAM_EPSILON,
     GradientNorms,
     learning_rate_share,
     set_learning_rate,
 )
+from medusa_ppo.ppo.scores import PolicyScores, Scores
+from medusa_ppo.ppo.token_stats import TokenStats
+from medusa_ppo.ppo.update_totals import UpdateTotals
 from medusa_ppo.runtime.rendezvous import Meeting, Place
 
 WEIGHTS = "weights"
@@ -297,7 +298,7 @@ class ActorRank:
         with self._view.tap() if tapped else contextlib.nullcontext() as tap:
             self._actor.run(
                 inputs,
-                lambda n, logits: found.put(
+                lambda n, logits: found.put_actor(
                     batch, micros[n], self._stats(micros[n], logits, sampling, entropy=True)
                 ),
             )

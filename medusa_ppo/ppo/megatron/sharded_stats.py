@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.ppo.megatron.sharded_vocabulary import ShardedVocabulary
-from medusa_ppo.ppo.models import Support, TokenStats
+from medusa_ppo.ppo.token_stats import Support, TokenStats
 
 
 class ShardedSupport(Support):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.medusa_ppo.ppo.test_models import LiveBytes
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -36,8 +37,8 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import actor_state
 from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.runtime.hardware import (
     Hardware,
     ModelSizes,
@@ -45,7 +46,6 @@ from medusa_ppo.runtime.hardware import (
     find_hardware,
     settled,
 )
-from tests.medusa_ppo.ppo.test_models import LiveBytes
 
 NO_GPU, GPUS = Hardware(0, False, 2, "two cores"), Hardware(8, True, 2, "eight GPUs")
 FOLDER = Path(__file__).resolve().parents[3] / "configs"

@@ -38,15 +38,16 @@ from medusa_ppo.engines.pieces import Partly
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop as loop_file
 from medusa_ppo.ppo import session as session_file
-from medusa_ppo.ppo.batch import Measured, PolicyScores, PPOBatch, text_batch
+from medusa_ppo.ppo.batch import PPOBatch, text_batch
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.generation import PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.megatron import megatron_rank
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.placement import Turns
 from medusa_ppo.ppo.rewards import make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint
+from medusa_ppo.ppo.scores import Measured, PolicyScores
 from medusa_ppo.reports import trackers
 from medusa_ppo.runtime.hardware import Hardware, settled
 from medusa_ppo.runtime.processes import bundle

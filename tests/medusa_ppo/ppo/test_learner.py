@@ -20,9 +20,10 @@ from medusa_ppo.config.ppo_config import PPOConfig
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.ppo.arithmetic import masked_deviation
 from medusa_ppo.ppo.batch import PPOBatch, text_batch
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
-from medusa_ppo.ppo.models import Critic, masked_deviation
 
 FAST = {"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2}
 
@@ -581,3 +582,12 @@ def test_actor_critic_and_reference_see_images_that_the_tower_computed_once(visi
     assert ImageReader.load(folder, reader._tokenizer).count(picture(0, 60, 90)) == reader.count(
         picture(0, 60, 90)
     )
+
+
+def test_reference_never_moves(tiny_actor):
+    actor = tiny_actor()
+    reference = Learner(actor, Critic(actor), PPOConfig()).reference
+    assert not any(p.requires_grad for p in reference.parameters())
+    with torch.no_grad():
+        actor.lm_head.weight.add_(1.0)
+    assert not torch.equal(reference.lm_head.weight, actor.lm_head.weight)

@@ -20,10 +20,10 @@ from medusa_ppo.contract import metrics as names
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.loop import PPOLoop
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rewards import CallableReward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import read_position, saved_folder

@@ -23,9 +23,9 @@ from medusa_ppo.config.ppo_config import PPOConfig
 from medusa_ppo.config.run_config import RunConfig, build_config, load_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.demo.task import build_tokenizer
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.loop import run_ppo
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.run_state import read_position, saved_folder
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.hardware import settled

@@ -19,11 +19,12 @@ from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Response, Rollouts, Sampling
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
-from medusa_ppo.ppo.batch import PPOBatch, Scores
+from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.loop import PPOLoop
-from medusa_ppo.ppo.models import token_stats
 from medusa_ppo.ppo.rewards import CallableReward
 from medusa_ppo.ppo.run_progress import Timeline
+from medusa_ppo.ppo.scores import Scores
+from medusa_ppo.ppo.token_stats import token_stats
 from tests.medusa_ppo.conftest import RecordingCompanion
 from tests.medusa_ppo.ppo.test_loop import Numbers, Scene, settings
 

@@ -18,11 +18,11 @@ from medusa_ppo.config.ppo_config import PPOConfig
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.memory import ResponseMemory, prompt_key
-from medusa_ppo.ppo import models
 from medusa_ppo.ppo import run_state as checkpoint
+from medusa_ppo.ppo import trained_files
 from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.run_state import (
     RunPosition,
     companion_state,
@@ -290,7 +290,7 @@ def test_a_full_disk_does_not_end_the_run(
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(models, "save_state", full)
+    monkeypatch.setattr(trained_files, "save_state", full)
     checkpoint.try_save(config.run_dir, learner(tiny_actor()), RunPosition(3, 3, 0.0), config)
     assert "step 3" in caplog.text and "No space" in caplog.text
     assert not list(config.run_dir.iterdir())

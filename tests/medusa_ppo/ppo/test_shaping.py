@@ -1,6 +1,4 @@
-"""Rewards before they become advantages, step sizes and the KL coefficient, gradients that are not
-finite: by hand.
-"""
+"""Rewards before they become advantages, and the KL coefficient: by hand."""
 
 from __future__ import annotations
 
@@ -10,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads.errors import CheckpointError, RunError
+from heads.errors import CheckpointError
 from medusa_ppo.config.ppo_config import PPOConfig
 from medusa_ppo.ppo.batch import PPOBatch
-from medusa_ppo.ppo.shaping import STATE_FILE, GradientNorms, Shaping, learning_rate_share
+from medusa_ppo.ppo.shaping import STATE_FILE, Shaping
 
 
 @pytest.fixture
@@ -103,36 +101,3 @@ def test_what_is_remembered_is_saved(batch: PPOBatch, tmp_path: Path):
     (tmp_path / STATE_FILE).write_text("[1]")
     with pytest.raises(CheckpointError, match="damaged"):
         Shaping(config).load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "options, expected",
-    [
-        ({}, [1, 1, 1, 1]),
-        ({"learning_rate_schedule": "linear"}, [1, 0.75, 0.5, 0.25]),
-        ({"learning_rate_schedule": "cosine"}, [1, 0.853553, 0.5, 0.146447]),
-        ({"warmup_steps": 2}, [1 / 3, 2 / 3, 1, 1]),
-        ({"learning_rate_schedule": "linear", "warmup_steps": 2}, [1 / 3, 2 / 3, 1, 0.5]),
-    ],
-)
-def test_step_sizes_by_hand(options: dict, expected: list[float]):
-    config = PPOConfig(steps=4, **options)
-    assert [learning_rate_share(config, step) for step in range(4)] == pytest.approx(
-        expected, abs=1e-6
-    )
-
-
-def test_steps_without_a_finite_gradient_are_counted():
-    norms = GradientNorms()
-    assert [norms.sound(norm) for norm in (1.0, float("nan"), 3.0, float("inf"))] == [
-        True,
-        False,
-        True,
-        False,
-    ]
-    assert norms.skipped == 2 and norms.mean("actor") == 2.0
-    assert GradientNorms().mean("actor") == 0.0
-    only = GradientNorms()
-    only.sound(float("inf"))
-    with pytest.raises(RunError, match="actor is not finite"):
-        only.mean("actor")

@@ -27,10 +27,11 @@ from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import ActorSync
-from medusa_ppo.ppo.batch import Measured, PPOBatch
+from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
-from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint, saved_folder
+from medusa_ppo.ppo.scores import Measured
 
 pytest.importorskip("megatron.core")
 SHIM = os.pathsep.join((str(Path(__file__).parents[2] / "actors"), str(Path(__file__).parent)))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from medusa_ppo.ppo.megatron.sharded_stats import sharded_stats
 from medusa_ppo.ppo.megatron.sharded_vocabulary import ShardedVocabulary
-from medusa_ppo.ppo.models import NEVER
+from medusa_ppo.ppo.token_stats import NEVER
 
 
 @pytest.mark.parametrize("cut", [False, True])

@@ -1,0 +1,87 @@
+"""The optimizer's side of an update: AdamW, the learning-rate schedule, and gradients that are not
+finite.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from heads.errors import RunError
+from medusa_ppo.config.ppo_config import PPOConfig
+
+ADAM_BETAS = (0.9, 0.95)
+ADAM_EPSILON = 1e-8
+
+
+def adamw(parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
+    """The optimizer of actor and critic."""
+    # No weight decay: it would pull the policy towards zero and away from the reference.
+    return torch.optim.AdamW(
+        parameters,
+        lr=learning_rate,
+        betas=ADAM_BETAS,
+        eps=ADAM_EPSILON,
+        weight_decay=0.0,
+        fused=True,
+    )
+
+
+def learning_rate_share(config: PPOConfig, step: int) -> float:
+    """Share of the configured learning rates at a PPO step: warmup, then the schedule.
+
+    A function of the step alone, so a resumed run needs no state.
+    """
+    warmup = config.warmup_steps or 0
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.learning_rate_schedule is None:
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, config.steps - warmup))
+    if config.learning_rate_schedule == "linear":
+        return 1 - done
+    return (1 + math.cos(math.pi * done)) / 2
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """For all parameters of the optimizer, from its next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+class GradientNorms:
+    """The gradient norms of an update's optimizer steps; a step whose gradient is not finite is
+    left out and counted.
+    """
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.skipped = 0
+
+    def sound(self, norm: float) -> bool:
+        """Whether the step may be taken; its norm is kept, or it is counted as skipped."""
+        if math.isfinite(norm):
+            self.norms.append(norm)
+            return True
+        self.skipped += 1
+        return False
+
+    def mean(self, who: str) -> float:
+        """Mean norm of the steps that were taken; 0 where there was nothing to learn from.
+
+        Raises:
+            RunError: every step had to be left out.
+        """
+        if self.skipped and not self.norms:
+            raise RunError(
+                f"The gradient of the {who} is not finite.",
+                given=f"in all {self.skipped} optimizer step(s) of an update",
+                expected="a finite norm",
+                do=(
+                    f"Lower ppo.{who}_learning_rate, check the rewards for huge values, and go on"
+                    " with --resume."
+                ),
+            )
+        return sum(self.norms) / max(1, len(self.norms))
