@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.medusa_ppo.ppo.test_models import LiveBytes
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -46,6 +45,7 @@ from medusa_ppo.runtime.hardware import (
     find_hardware,
     settled,
 )
+from tests.medusa_ppo.ppo.test_recompute import LiveBytes
 
 NO_GPU, GPUS = Hardware(0, False, 2, "two cores"), Hardware(8, True, 2, "eight GPUs")
 FOLDER = Path(__file__).resolve().parents[3] / "configs"
