@@ -255,7 +255,8 @@ def record(args: argparse.Namespace) -> None:
     lines = []
     with tempfile.TemporaryDirectory() as folder, ActorSync(engine, "float32") as sync:
         learner = PPOLearner(actor, Critic(actor), config.ppo, seed=config.seed)
-        plugin = MedusaPlugin(engine, recorder, heads=heads)  # type: ignore[arg-type]  # It has the client's methods.
+        # The recorder has the client's methods.
+        plugin = MedusaPlugin(engine, recorder, heads=heads)
         prompts = PromptStream.load(config.data, tokenizer, seed=config.seed)
         loop = PPOLoop(
             config.model_copy(update={"out": folder}),

@@ -42,7 +42,8 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.runtime.processes import local_ray
 
 WIDTH, VOCAB, RESPONSES, TOKENS = 256, 8192, 96, 128
-ROUNDS, BATCHES = 3, 2
+ROUNDS = 3
+BATCHES = 2
 QUEUE_BYTES = 64 * 1024**2
 
 

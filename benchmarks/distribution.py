@@ -56,7 +56,8 @@ NEW_TOKENS = 96
 AT_ONCE = 256
 """Responses that are asked of the engine together."""
 STALE_TOKENS = 5_000
-EVERY_SWAP, EVERY_SYNC = 23, 61
+EVERY_SWAP = 23
+EVERY_SYNC = 61
 """Engine steps between two swaps of the heads, and between two syncs of the actor."""
 WORDS = "( [a-z]{1,9}){200}"
 """A grammar that forbids most of what the actor would write: digits, signs and capitals."""

@@ -61,7 +61,8 @@ SETTINGS = (
 """Over configs/gsm8k.yaml. The companion is waited for, so that a seed gives the same numbers
 however busy the machine is.
 """
-PROMPTS, PROMPTS_A_STEP = 64, 16
+PROMPTS = 64
+PROMPTS_A_STEP = 16
 EPOCHS = (
     f"data.split=train[:{PROMPTS}]",
     "data.max_prompt_tokens=256",

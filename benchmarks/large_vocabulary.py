@@ -50,7 +50,8 @@ from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.ppo.generation import PromptStream
 
 V, D, LAYERS, K = 262_144, 640, 18, 4
-ANSWERS, TOKENS = 4, 96
+ANSWERS = 4
+TOKENS = 96
 CONTEXT = 16
 
 

@@ -18,7 +18,8 @@ import torch
 
 from medusa_ppo.vllm_plugin.int8_products import onednn_product, packed_linear
 
-CALLS, WARM = 60, 5
+CALLS = 60
+WARM = 5
 
 
 def main() -> None:

@@ -53,7 +53,9 @@ from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 logger = logging.getLogger("practice")
 
-VOCABULARY, END, PLACES = 16, 0, 3
+VOCABULARY = 16
+END = 0
+PLACES = 3
 PLAIN_BATCH = 16
 FIRST = LAST = 4  # Steps whose mean is shown.
 OPTIONS: dict[str, dict[str, Any]] = {

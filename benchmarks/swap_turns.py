@@ -122,7 +122,8 @@ def main() -> None:
     parser.add_argument("--swaps", type=int, default=12)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.model, options.old = options.model.resolve(), options.old.resolve()
+    options.model = options.model.resolve()
+    options.old = options.old.resolve()
     if options.work:
         work(options)
         return

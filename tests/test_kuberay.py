@@ -69,7 +69,7 @@ def test_its_fields_are_those_of_kuberay(manifest: dict[str, Any]) -> None:
 
 def test_its_command_and_settings_exist(manifest: dict[str, Any]) -> None:
     words, config = settings(manifest)
-    assert words[0] == "medusa-ppo" and words[1] in get_command(app).commands  # type: ignore[attr-defined]
+    assert words[0] == "medusa-ppo" and words[1] in get_command(app).commands
     assert config.model.path == "/data/actor" and config.out == "/data/runs"
 
 

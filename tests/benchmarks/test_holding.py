@@ -56,7 +56,8 @@ def test_ratios_are_of_extra_tokens(bench: ModuleType) -> None:
 
 def test_a_version_that_replaced_a_better_one_is_named(bench: ModuleType) -> None:
     candidates = [2.5] * 12
-    candidates[4], candidates[7] = 2.3, 2.3
+    candidates[4] = 2.3
+    candidates[7] = 2.3
     assert bench.worse(steps([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3], candidates)) == [4], (
         "nothing was published in step 7"
     )

@@ -239,7 +239,8 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
         length = len(prompt) + len(answer)
         sequences = torch.zeros(1, length + 2, dtype=torch.int64)
         attention = torch.zeros(1, length + 2, dtype=torch.int64)
-        sequences[0, :length], attention[0, :length] = torch.tensor([*prompt, *answer]), 1
+        sequences[0, :length] = torch.tensor([*prompt, *answer])
+        attention[0, :length] = 1
         actions = torch.zeros(1, length + 1, dtype=torch.int64)
         actions[0, len(prompt) - 1 : length - 1] = 1
         worker.forward(sequences=sequences, action_mask=actions, attention_mask=attention)

@@ -161,10 +161,8 @@ def test_verl_trains_the_actor_and_the_heads_follow(
     tokens = (STEPS - 1) * PROMPTS * RESPONSES * TOKENS
     assert last[names.COMPANION_TRAINED_TOKENS] + last[names.COMPANION_LEFT_OUT] > 0.5 * tokens
 
-    start, (end,) = (
-        load_file(chain_actor / "model.safetensors"),
-        list((tmp_path / "run").rglob("huggingface")),
-    )
+    start = load_file(chain_actor / "model.safetensors")
+    (end,) = list((tmp_path / "run").rglob("huggingface"))
     trained = load_file(end / "model.safetensors")
     assert trained.keys() == start.keys() and not any(
         torch.equal(trained[name].float(), start[name].float()) for name in start

@@ -113,7 +113,8 @@ def _install() -> None:
         def is_platform_available(self, use_smi_check: bool = False) -> bool:
             return True
 
-        def current_device(self) -> str:  # type: ignore[override]  # verl only hands it on to tensors.
+        def current_device(self) -> str:
+            # verl only hands it on to tensors.
             return "cpu"
 
         def device_count(self) -> int:

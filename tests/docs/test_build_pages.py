@@ -155,7 +155,8 @@ def test_what_a_page_loads_from_elsewhere_is_found(site: ModuleType, tmp_path: P
     )
     assert not list(check.foreign(tmp_path))
     (tmp_path / "bad.html").write_text(
-        '<link rel="stylesheet" href="//fonts.example.org/x.css"><img src="https://example.org/x.png">'
+        '<link rel="stylesheet" href="//fonts.example.org/x.css">'
+        '<img src="https://example.org/x.png">'
     )
     (tmp_path / "bad.css").write_text("@font-face { src: url(https://example.org/x.woff) }")
     assert [page for page, _ in check.foreign(tmp_path)] == ["bad.html", "bad.html", "bad.css"]

@@ -25,9 +25,8 @@ SOURCES = sorted(
     for folder in ("heads", "medusa_ppo", "benchmarks", "examples", "docs/site", "tests/robustness")
     for file in (ROOT / folder).rglob("*.py")
 )
-FILE = re.compile(
-    r"(?<![\w./-])((?:heads|medusa_ppo|tests|benchmarks|configs|docs|examples|\.ci)/[\w./-]*\w\.\w+)"
-)
+ROOMS = r"heads|medusa_ppo|tests|benchmarks|configs|docs|examples|\.ci"
+FILE = re.compile(rf"(?<![\w./-])((?:{ROOMS})/[\w./-]*\w\.\w+)")
 # Not of `heads`: `heads.context` is a key of the configuration.
 MODULE = re.compile(r"(?<![\w./:-])(medusa_ppo(?:\.\w+)+)")
 LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s#]+)[^)\s]*\)")

@@ -283,10 +283,8 @@ def test_rows_in_chunks_equal_plain_logits(kind: str) -> None:
     response_M = torch.randint(12, (31,))
     lengths_S = torch.tensor([11, 20])
     segment_M = segments_from_lengths(lengths_S)
-    condition_MK, (targets_MK, _) = (
-        condition_ids(response_M, segment_M, 3),
-        head_targets(response_M, segment_M, 3),
-    )
+    condition_MK = condition_ids(response_M, segment_M, 3)
+    targets_MK, _ = head_targets(response_M, segment_M, 3)
     logits_MKV = heads(hidden_MD, lm_head_VD, condition=condition_MK, embedding_VD=embedding_VD)
     ids_MK = draft_ids_for_rows(
         heads,

@@ -56,7 +56,9 @@ def test_untrained_heads_are_lm_head(kind: str, lm_head: str) -> None:
 
 def test_medusa_by_hand() -> None:
     """One batched product equals head after head, layer after layer; layers are not tied."""
-    heads, (lm_head_VD, _), (hidden_BTD, _) = build("medusa"), tables(), rows()
+    heads = build("medusa")
+    lm_head_VD, _ = tables()
+    hidden_BTD, _ = rows()
     logits_BTKV = heads(hidden_BTD, lm_head_VD)
     assert logits_BTKV.shape == (B, T, K, V)
     state = heads.trainable_state()
@@ -69,11 +71,9 @@ def test_medusa_by_hand() -> None:
 
 
 def test_hydra_by_hand() -> None:
-    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = (
-        build("hydra", layers=1),
-        tables(),
-        rows(),
-    )
+    heads = build("hydra", layers=1)
+    lm_head_VD, embedding_VD = tables()
+    hidden_BTD, next_ids_BT = rows()
     logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
     state = heads.trainable_state()
     for k in range(K):
@@ -130,11 +130,9 @@ def test_a_context_by_hand() -> None:
     """Row by row: each attends to at most the last n pairs of its own sequence, itself among
     them.
     """
-    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = (
-        build("context", layers=1),
-        tables(),
-        rows(),
-    )
+    heads = build("context", layers=1)
+    lm_head_VD, embedding_VD = tables()
+    hidden_BTD, next_ids_BT = rows()
     assert heads.config.context_parts == 1
     logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
     state = heads.trainable_state()
@@ -159,11 +157,9 @@ def test_the_attention_has_equal_parts() -> None:
 
 def test_a_pair_that_is_missing_says_nothing() -> None:
     """Rows that see all but their oldest pairs are rows whose sequence began later."""
-    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = (
-        build("context"),
-        tables(),
-        rows(),
-    )
+    heads = build("context")
+    lm_head_VD, embedding_VD = tables()
+    hidden_BTD, next_ids_BT = rows()
     hidden_TD = hidden_BTD[0]
     ids_T = next_ids_BT[0]
     condition_TK = condition_ids(ids_T, torch.zeros_like(ids_T), K)
@@ -282,7 +278,9 @@ def test_wrong_inputs_are_named() -> None:
 
 def test_bfloat16_lm_head_with_float32_heads() -> None:
     """The product runs in the lm_head's dtype, the logits are float32."""
-    heads, (lm_head_VD, _), (hidden_BTD, _) = build("medusa"), tables(), rows()
+    heads = build("medusa")
+    lm_head_VD, _ = tables()
+    hidden_BTD, _ = rows()
     logits = heads(hidden_BTD.bfloat16(), lm_head_VD.bfloat16())
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, heads(hidden_BTD, lm_head_VD), rtol=0.1, atol=0.2)

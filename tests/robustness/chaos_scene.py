@@ -22,12 +22,14 @@ from unittest import mock
 
 import psutil
 
-STEPS, SAVE_EVERY = 8, 2
+STEPS = 8
+SAVE_EVERY = 2
 BACK_S = 120.0
 MOUNTED = "CHAOS_OWN_MOUNTS"
 TENSORS = ("actor", "critic", "actor_optimizer", "critic_optimizer")
 UNEQUAL = re.compile(
-    r"_s$|^companion_|^replay_|^versions_|restarts$|bytes$|gib$|^heads_version$|^staleness$|^swap_|^plugin_|_per_s$|^account_|idle_frac$"
+    r"_s$|^companion_|^replay_|^versions_|restarts$|bytes$|gib$|^heads_version$|^staleness$|^swap_"
+    r"|^plugin_|_per_s$|^account_|idle_frac$"
 )
 """Figures that the clock or the companion decides."""
 

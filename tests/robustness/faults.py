@@ -34,7 +34,8 @@ from watched import TINY, WatchedRun, small_run
 
 from medusa_ppo.contract import metrics as names
 
-START_S, RECOVER_S = 600.0, 300.0
+START_S = 600.0
+RECOVER_S = 300.0
 HANG_S = (
     "from medusa_ppo.companion.client import CompanionClient as c;"
     " c.__init__.__kwdefaults__['hang_s'] = 5.0"

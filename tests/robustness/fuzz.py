@@ -62,13 +62,18 @@ from medusa_ppo.runtime.data import load_rows, render_prompts
 from medusa_ppo.runtime.hardware import Hardware, settled
 
 Case = Any
-LIMIT_S, SPARE_BYTES, LONGEST_MESSAGE = 10.0, 1 << 30, 30_000
+LIMIT_S = 10.0
+SPARE_BYTES = 1 << 30
+LONGEST_MESSAGE = 30_000
 SLOW = {"config": 0.2, "report": 0.03, "data_file": 0.01, "http": 0.2, "heads": 0.5, "foreign": 0.5}
 """Share of the cases that a target gets whose cases take milliseconds."""
-MOST_FOUND, MUTATIONS = 8, 15
-SEEDS, LONGEST_KEPT, MOST_KEPT = 300, 600, 60
-"""With a corpus: drawn cases that it begins with, characters of a case that is kept, cases that are
-kept of a target.
+MOST_FOUND = 8
+MUTATIONS = 15
+SEEDS = 300
+LONGEST_KEPT = 600
+MOST_KEPT = 60
+"""With a corpus: the cases drawn to begin with, the most characters of a case that is kept, and the
+most cases that are kept of a target.
 """
 HARNESS = Path(__file__).name
 ROOT = Path(__file__).resolve().parents[2]

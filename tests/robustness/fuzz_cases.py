@@ -42,7 +42,8 @@ TREE = st.recursive(
     max_leaves=8,
 )
 DEEP = st.integers(1, 3000).map(lambda depth: "[" * depth + "]" * depth)
-PLACE, BYTE = st.integers(0, 1 << 16), st.integers(0, 255)
+PLACE = st.integers(0, 1 << 16)
+BYTE = st.integers(0, 255)
 DAMAGE = st.lists(
     st.tuples(PLACE).map(list)
     | st.tuples(PLACE, BYTE).map(list)

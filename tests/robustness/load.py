@@ -50,7 +50,9 @@ from medusa_ppo.demo.task import TEMPLATE, demo_rows
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.runtime.data import render_prompts
 
-HEADS, PROMPTS, NEW_TOKENS = 3, 200, 24
+HEADS = 3
+PROMPTS = 200
+NEW_TOKENS = 24
 GREEDY = Sampling(0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 PERCENTILES = (50, 95, 99)
 Tokens = tuple[int, ...]

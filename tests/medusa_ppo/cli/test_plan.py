@@ -47,7 +47,8 @@ from medusa_ppo.runtime.hardware import (
 )
 from tests.medusa_ppo.ppo.test_recompute import LiveBytes
 
-NO_GPU, GPUS = Hardware(0, False, 2, "two cores"), Hardware(8, True, 2, "eight GPUs")
+NO_GPU = Hardware(0, False, 2, "two cores")
+GPUS = Hardware(8, True, 2, "eight GPUs")
 FOLDER = Path(__file__).resolve().parents[3] / "configs"
 CONFIGS = sorted(
     set(FOLDER.glob("*.yaml")) - {FOLDER / "kuberay.yaml"}

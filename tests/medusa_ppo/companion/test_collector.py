@@ -177,7 +177,9 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
 def test_rows_that_are_none_of_the_rollouts_are_passed_over() -> None:
     lengths = [2, 3]
     hidden_BTD, mask_BT = micro_batch(lengths, [1, 0, 1], random.Random(0))
-    hidden_BTD[2], mask_BT[2] = 99.0, 0  # padding of the trainer's own
+    # padding of the trainer's own
+    hidden_BTD[2] = 99.0
+    mask_BT[2] = 0
     collector = BatchCollector(rollouts_of(lengths))
     assert collector.add(hidden_BTD, mask_BT, [1, None, None]) == 1 and not collector.complete
     assert collector.add(hidden_BTD, mask_BT, [None, 0, None]) == 1

@@ -475,7 +475,7 @@ def test_learning_reads_the_drafts_that_were_verified() -> None:
     recall.follow(0, ids_B, mass_BW.gather(1, ids_B[:, None])[:, 0])
     logits_NV = torch.zeros(3, V)
     learned: list[Drawn] = []
-    running.trust.learn = lambda drawn, offered, taken: learned.append(drawn)  # type: ignore[method-assign]
+    running.trust.learn = lambda drawn, offered, taken: learned.append(drawn)
     running.judge(logits_NV, torch.tensor([0, 2]), torch.tensor([4, 4]), [1, 1, 0], torch.ones(3))
     running.settle(
         list("abc"), [1, 1, 0], [1, 0, 0]

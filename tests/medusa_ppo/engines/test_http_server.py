@@ -267,7 +267,7 @@ def ask(
     def build(behave: Callable[[socket.socket, bytes], None]) -> tuple[ServerEngine, Strange]:
         servers.append(server := Strange(behave))
         engine = ServerEngine.__new__(ServerEngine)
-        engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))  # type: ignore[assignment]
+        engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))
         engine.max_drafts = 0
         engine._workers = 4
         engine._process = None

@@ -318,7 +318,7 @@ def test_a_version_reaches_all_at_once(make_pool: Any, tmp_path: Path) -> None:
     meet = threading.Barrier(3, timeout=10)
     for engine in factory.started:
         take = engine._take
-        engine._take = lambda *given, take=take: (meet.wait(), take(*given))[1]  # type: ignore[method-assign,misc]
+        engine._take = lambda *given, take=take: (meet.wait(), take(*given))[1]
     file = state_file(tmp_path, 1.0)
     receipt = pool.swap_heads(file, 5)
     assert receipt.checksum == checksum(load_state(file)) and receipt.version == 5
@@ -391,7 +391,7 @@ def test_a_version_that_nobody_takes_is_an_error_and_forgotten(
 
 def test_engines_that_disagree_are_found(make_pool: Any, tmp_path: Path) -> None:
     pool, factory = make_pool(0.0, 0.0)
-    factory.of(1)[0]._take = lambda what, path, version: SwapReceipt(version, "other", 0.0)  # type: ignore[method-assign]
+    factory.of(1)[0]._take = lambda what, path, version: SwapReceipt(version, "other", 0.0)
     with pytest.raises(SwapError, match="different weights"):
         pool.swap_heads(state_file(tmp_path, 1.0), 1)
     with pytest.raises(EngineError, match="different weights"):

@@ -103,7 +103,8 @@ def test_trained_heads_are_worth_what_replay_and_the_engine_say(
             found["categories"]
         ) == 48
         for row in found["temperatures"]:
-            length, (least, most) = row["mean_acceptance_length"], row["confidence_interval"]
+            length = row["mean_acceptance_length"]
+            least, most = row["confidence_interval"]
             # At 0.5 this actor is so sure that every draft may be accepted; then, and only then,
             # the interval is a point.
             assert least < length < most or (

@@ -53,7 +53,9 @@ from medusa_ppo.runtime.hardware import Hardware, settled
 from medusa_ppo.runtime.processes import bundle
 
 NODE = Hardware(8, True, 16, "eight GPUs and sixteen cores")
-CHAIN, STATE = 12, 16  # Tokens that follow from each other, and the width of their states.
+# Tokens that follow from each other, and the width of their states.
+CHAIN = 12
+STATE = 16
 REPLAYED = {"companion": {"replay_versions": 2}}
 SIZES = LlamaSizes(2, 16, 24, 4, 2, 4, CHAIN, 1e-6, 1e4, 0.0, 64, False, False, False)
 EVALUATED = {"ppo": {"eval_every": 1}, "data": {"eval_path": "other.jsonl"}}
@@ -317,7 +319,7 @@ class Places:
         reader: Any = SimpleNamespace(
             prompts=lambda texts, images: [(len(files[0]),) for files in images]
         )
-        found = PromptStream.load(config.data, letters, seed=0, reader=reader)  # type: ignore[arg-type]
+        found = PromptStream.load(config.data, letters, seed=0, reader=reader)
         return [(prompt.text, prompt.row["answer"], prompt.token_ids) for prompt in found.prompts]
 
     def sampling(self, config: RunConfig) -> Any:

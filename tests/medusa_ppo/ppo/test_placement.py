@@ -75,7 +75,8 @@ def runs(
 
 
 def test_turns_change_no_bit(runs):
-    (separate, plain), (shared, found) = runs["separate"], runs["shared"]
+    separate, plain = runs["separate"]
+    shared, found = runs["shared"]
     same = (
         names.REWARD_MEAN,
         names.VALUE_LOSS,
@@ -100,7 +101,8 @@ def test_turns_change_no_bit(runs):
 
 
 def test_the_ledger_has_the_roles_and_shared_needs_less(runs):
-    (separate, plain), (shared, found) = runs["separate"], runs["shared"]
+    separate, plain = runs["separate"]
+    shared, found = runs["shared"]
     weights = {
         role: sum(p.nbytes for p in module.parameters()) / GIB
         for role, module in modules(separate).items()

@@ -32,7 +32,8 @@ def test_short_runs_keep_one_column_per_step() -> None:
 def test_decimation_loses_no_extreme() -> None:
     rng = random.Random(0)
     values = [rng.gauss(0, 1) for _ in range(10_000)]
-    values[4321], values[77] = 50.0, -40.0
+    values[4321] = 50.0
+    values[77] = -40.0
     grid = Grid.over(range(10_000))
     binned = bin_values(grid, range(10_000), values)
     assert binned.extremes == (-40.0, 50.0)

@@ -186,7 +186,7 @@ def test_follow_writes_again_when_the_run_grows_and_stops_with_it(
 
     path = follow(run, on_refresh=lambda page: pages.append(page.read_text()), wait=wait)
     assert path == run / "report.html"
-    assert [re.search(r"from (\d+) line", page)[1] for page in pages] == ["0", "1", "2", "3", "3"]  # type: ignore[index]
+    assert [re.search(r"from (\d+) line", page)[1] for page in pages] == ["0", "1", "2", "3", "3"]
     assert [bool(re.search(r'data-refresh="10"', page)) for page in pages] == [True] * 4 + [False]
 
 

@@ -36,8 +36,10 @@ from medusa_ppo.drafting.core import Drafted, DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import HIDDEN, VOCAB, Uniformity, add_rollouts, tiny_model
 
-HEADS, PROMPTS = 2, 32
-NEW_TOKENS, GREEDY_TOKENS = 24, 12
+HEADS = 2
+PROMPTS = 32
+NEW_TOKENS = 24
+GREEDY_TOKENS = 12
 SETTINGS = {
     "plain": Sampling(1.0),
     "top-p": Sampling(0.7, top_p=0.9),
