@@ -332,7 +332,7 @@ class Places:
     def plugin(self, config: RunConfig) -> Any:
         started: list[Any] = []
         self._patch.setattr(
-            "medusa_ppo.plugin.CompanionClient",
+            "medusa_ppo.plugin.medusa_plugin.CompanionClient",
             lambda *a, **k: started.append(a) or SimpleNamespace(shared=True),
         )
         heads = initial_heads(config, self._tiny_actor())
