@@ -22,9 +22,8 @@ from typing import IO, Any
 
 import torch
 
-from heads.copying import KEY_TOKENS
 from heads.errors import CheckpointError, ConfigError
-from heads.heads_config import TEMPERATURES, HeadsConfig
+from heads.heads_config import KEY_TOKENS, TEMPERATURES, HeadsConfig
 from heads.modules import MedusaHeads
 from heads.tensorfile import (
     FLOAT_DTYPES,

@@ -30,14 +30,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from heads.heads_config import GAP, KEY_TOKENS
+
 MISSING = -1
 """Part of tokens that pad a text; place of rows that pad the rows of a text."""
-GAP = -1
-"""Stands between two parts of a text."""
 STRETCH = 256
 """Rows so near to each other search one text."""
-KEY_TOKENS = 16
-"""Tokens before the window that its first keys may be made of: more than any key has."""
 SERVED_PLACES = 2
 """Best places of each part of the attention that an engine copies from. With two of them the same
 heads lose less than 0.01 tokens a step against all places, and a step reads a few rows of the

@@ -32,6 +32,14 @@ GPU_CHUNK = 1 << 26
 """256 MiB: a chunk reads the whole lm_head, which takes some hundred rows until the products hide
 it.
 """
+GAP = -1
+"""Token id that stands between two parts of a text that heads copy from."""
+COPY_WINDOW = 1024
+"""Places of a request's prompt and response that heads copy from, counted back from the newest
+token. It bounds what an engine keeps of a request and reads in a step.
+"""
+KEY_TOKENS = 16
+"""Most tokens that a key of the copying attention may be made of."""
 LEAST_COPY_RANK = 256
 """What is copied enters the cell through at least so many numbers (fewer where D is smaller)."""
 
@@ -109,6 +117,13 @@ class HeadsConfig:
             self._check_whole(name, least=1)
         for name in ("context", "feed_forward", "copy_parts"):
             self._check_whole(name, least=0)
+        if self.copy_tokens > KEY_TOKENS:
+            raise ConfigError(
+                "A key of so many tokens is not supported.",
+                given=f"copy_tokens={self.copy_tokens}",
+                expected=f"<= {KEY_TOKENS}",
+                do="Make copy_tokens smaller.",
+            )
         if self.num_heads > MOST_HEADS:
             raise ConfigError(
                 "So many heads can't draft.",

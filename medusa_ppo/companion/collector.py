@@ -9,7 +9,7 @@ import torch
 from heads.errors import DataError
 from medusa_ppo.companion.positions import EarlySample, with_states
 from medusa_ppo.contract.rollout_batch import RolloutBatch
-from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.contract.rollouts import Rollouts, copyable
 
 
 class BatchCollector:
@@ -137,6 +137,7 @@ class BatchCollector:
         logprobs_M = torch.tensor([p for r in responses for p in r.logprobs], dtype=torch.float32)
         lengths_S, prompts_S = self._filled()
         sampling = self._rollouts.sampling
+        before_ids_X, before_S = self._before(prompts_S)
         whole = RolloutBatch(
             self._hidden_MD,
             ids_M,
@@ -149,11 +150,24 @@ class BatchCollector:
             sampling.top_p,
             self._weights_M,
             self._held_S,
+            before_ids_X=before_ids_X,
+            before_S=before_S,
         )
         seen_S = torch.tensor(
             [seen for seen, length in zip(self._seen, self._lengths, strict=True) if length]
         )
         return with_states(whole if seen_S.all() else whole.select(seen_S.nonzero()[:, 0]))
+
+    def _before(self, prompts_S: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What stood before each response, as `RolloutBatch` has it. A loop may number its prompts
+        without handing them in; then it is not known.
+        """
+        prompts = self._rollouts.prompts
+        if not prompts or int(prompts_S.max()) >= len(prompts):
+            return None, None
+        searched = [torch.tensor(copyable(prompt), dtype=torch.int32) for prompt in prompts]
+        before = [searched[index] for index in prompts_S.tolist()]
+        return torch.cat(before), torch.tensor([len(ids) for ids in before], dtype=torch.int64)
 
     def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths and prompts of the responses with a token."""

@@ -34,7 +34,7 @@ from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
 from heads.tensorfile import is_finite
 from medusa_ppo.companion.holdout import HOLDOUT_PROMPTS
-from medusa_ppo.companion.positions import context_of
+from medusa_ppo.companion.positions import context_of, texts_of
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.status import ReplayRow
 from medusa_ppo.runtime.rendezvous import Meeting
@@ -205,6 +205,7 @@ def _acceptance(
     tables: dict[str, Any] = {
         "condition_MK": condition_MK,
         "context_Mn": None if context_Mn is None else context_Mn.to(device),
+        "texts": texts_of(batch) if config.copies else None,
         "embedding_VD": embedding_VD,
         "ids_W": None if ids_W is None else ids_W.to(device),
     }

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from heads.copying import Text, Texts
 from heads.errors import DataError
+from heads.heads_config import COPY_WINDOW
 from heads.modules import Context
 from heads.targets import (
     MISSING,
@@ -43,6 +45,7 @@ class TrainingRows:
         usable_N: rows with at least one target that counts.
         context_Mn: rows of the pairs that each row attends to (heads with a context), else None. A
             row without a state is missing.
+        texts: what the rows search (heads that copy), else None.
     """
 
     batch: RolloutBatch
@@ -54,6 +57,7 @@ class TrainingRows:
     teacher_rows_MK: torch.Tensor
     usable_N: torch.Tensor
     context_Mn: torch.Tensor | None = None
+    texts: Texts | None = None
 
     def drafted_from(self, place_V: torch.Tensor, keep: bool) -> TrainingRows:
         """The same where heads draft from some tokens only.
@@ -83,6 +87,10 @@ class TrainingRows:
             hidden_PD, self.batch.response_ids_M[used_P].to(device), places_Nn.to(device)
         )
 
+    def text(self, rows_N: torch.Tensor, device: torch.device) -> Text | None:
+        """What some rows search; None where the heads don't copy."""
+        return None if self.texts is None else self.texts.of_rows(rows_N).to(device)
+
     def check_neighbours(self, loss: str) -> None:
         """Raise DataError when a row that is trained on lacks the states from which the actor's own
         distributions follow.
@@ -110,6 +118,16 @@ def context_of(batch: RolloutBatch, pairs: int) -> torch.Tensor | None:
     return torch.where(batch.state_rows_M[rows_Mn.clamp_min(0)] >= 0, rows_Mn, MISSING)
 
 
+def texts_of(batch: RolloutBatch) -> Texts:
+    """What each row of a batch may search: no more than the engine knew when it drafted there."""
+    before_ids = batch.before_ids_X
+    before_S = batch.before_S
+    if before_ids is None or before_S is None:
+        before_ids = torch.empty(0, dtype=torch.int64)
+        before_S = torch.zeros_like(batch.lengths_S)
+    return Texts.of(before_ids, before_S, batch.response_ids_M, batch.lengths_S, COPY_WINDOW)
+
+
 def in_blocks(count: int, block: int, generator: torch.Generator) -> torch.Tensor:
     """0 to count - 1, each block of neighbours together, the blocks in random order."""
     blocks = torch.randperm(-(-count // block), generator=generator)
@@ -117,9 +135,11 @@ def in_blocks(count: int, block: int, generator: torch.Generator) -> torch.Tenso
     return order_N[order_N < count]
 
 
-def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool, pairs: int = 0) -> TrainingRows:
-    """Targets, conditions, contexts of so many pairs, and log-probs of every row of a batch; rows
-    without a weight have no target.
+def look_up(
+    batch: RolloutBatch, num_heads: int, conditioned: bool, pairs: int = 0, copies: bool = False
+) -> TrainingRows:
+    """Targets, conditions, contexts of so many pairs, texts to copy from, and log-probs of every
+    row of a batch; rows without a weight have no target.
     """
     segment_M = segments_from_lengths(batch.lengths_S)
     targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, num_heads)
@@ -139,6 +159,7 @@ def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool, pairs: int =
         head_teacher_rows(segment_M, num_heads),
         (mask_MK > 0).any(1).nonzero().squeeze(1),
         context_of(batch, pairs),
+        texts_of(batch) if copies else None,
     )
 
 
@@ -260,6 +281,8 @@ FIELDS = (
     "logprobs_M",
     "lengths_S",
     "weights_M",
+    "before_ids_X",
+    "before_S",
     "lm_head_VD",
     "embedding_VD",
 )

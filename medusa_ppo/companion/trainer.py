@@ -244,7 +244,7 @@ class HeadsTrainer:
 
     def _look_up(self, batch: RolloutBatch) -> TrainingRows:
         config = self.heads.config
-        rows = look_up(batch, config.num_heads, config.conditioned, config.context)
+        rows = look_up(batch, config.num_heads, config.conditioned, config.context, config.copies)
         if self._loss.needs_teacher:
             rows.check_neighbours(self._config.loss)
         if self.ids_W is None:
@@ -358,6 +358,7 @@ class HeadsTrainer:
                 condition=condition,
                 embedding_VD=embedding_VD,
                 context=context,
+                text=source.text(rows_N, self.device),
             )
         if self.ids_W is not None:
             rows_WD = product_WD if factored.weight.dim() == 2 else None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from heads.copying import places_in_turn
 from heads.errors import DataError
 
 
@@ -39,6 +40,11 @@ class RolloutBatch:
             than M rows, it holds the states that there are, in their order.
         held_S: bool, sequences to judge heads on, chosen where rows were left out; all their rows
             have a state. None: `companion.holdout` chooses.
+        before_ids_X: int32, what stood before each response when it was written, one sequence after
+            the other: earlier texts, each with a GAP behind it (`heads.copying`), then the prompt.
+            Tokens that must not be copied (of images) are gaps. None: not known, and heads that
+            copy search the response alone.
+        before_S: int64, how many of these tokens each sequence has.
         passes: how often to train on it; None: as the companion is configured.
         lm_head_VD, embedding_VD: the tables of the actor that wrote it, where these are no longer
             the newest.
@@ -55,6 +61,8 @@ class RolloutBatch:
     top_p: float = 1.0
     weights_M: torch.Tensor | None = None
     held_S: torch.Tensor | None = None
+    before_ids_X: torch.Tensor | None = None
+    before_S: torch.Tensor | None = None
     passes: float | None = None
     lm_head_VD: torch.Tensor | None = None
     embedding_VD: torch.Tensor | None = None
@@ -103,6 +111,7 @@ class RolloutBatch:
             self.logprobs_M,
             self.lengths_S,
             self.weights_M,
+            self.before_ids_X,
             self.lm_head_VD,
             self.embedding_VD,
         )
@@ -127,7 +136,11 @@ class RolloutBatch:
         rows = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         states = self.state_rows_M[rows]
         chosen = self._picked(rows, "response_ids_M", "logprobs_M", "weights_M")
-        chosen |= self._picked(sequences_S, "lengths_S", "prompts_S", "held_S")
+        chosen |= self._picked(sequences_S, "lengths_S", "prompts_S", "held_S", "before_S")
+        if self.before_ids_X is not None and self.before_S is not None:
+            before_at = self.before_S.cumsum(0) - self.before_S
+            picked = places_in_turn(before_at[sequences_S], self.before_S[sequences_S])
+            chosen["before_ids_X"] = self.before_ids_X[picked]
         return replace(self, hidden_MD=self.hidden_MD[states[states >= 0]], **chosen)
 
     @staticmethod
@@ -147,6 +160,8 @@ class RolloutBatch:
             "prompts_S",
             "weights_M",
             "held_S",
+            "before_ids_X",
+            "before_S",
         ):
             found = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
             joined[name] = torch.cat(found) if len(found) == len(parts) else None

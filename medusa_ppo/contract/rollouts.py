@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+
+from heads.heads_config import GAP
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,15 @@ class ImagePrompt(tuple[int, ...]):
         prompt.images = images
         prompt.short_ids = short_ids
         return prompt
+
+
+def copyable(prompt: Sequence[int]) -> tuple[int, ...]:
+    """A prompt as heads that copy may search it: tokens that stand for images are gaps."""
+    if not isinstance(prompt, ImagePrompt):
+        return tuple(prompt)
+    counts = Counter(prompt)
+    once = Counter(prompt.short_ids)
+    return tuple(GAP if counts[token] > once[token] else token for token in prompt)
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,11 @@ class HiddenReader:
             lengths_S,
             temperature=self._temperature,
             prompts_S=prompts_S,
+            before_ids_X=torch.tensor(
+                [token for first, _ in sample.spans for token in sample.ids[:first]],
+                dtype=torch.int32,
+            ),
+            before_S=torch.tensor([first for first, _ in sample.spans], dtype=torch.int64),
         )
 
     def _forward(

@@ -69,6 +69,20 @@ class TrainOptions:
             help="Last positions of the response that heads of kind hydra attend to; 0: none.",
         ),
     ] = HEADS.context
+    context_layers: Annotated[
+        int, Option(min=1, help="Attentions over these positions, one after the other.")
+    ] = HEADS.context_layers
+    feed_forward: Annotated[
+        int,
+        Option(min=0, help="Width of the layer after each attention, in hidden sizes; 0: none."),
+    ] = HEADS.feed_forward
+    cell: Annotated[
+        int, Option(min=1, help="Width of what heads hand on from draft to draft, in hidden sizes.")
+    ] = HEADS.cell
+    copy_parts: Annotated[
+        int,
+        Option(min=0, help="Parts of the attention that copies from prompt and response; 0: none."),
+    ] = HEADS.copy_parts
     loss: Annotated[
         Literal["ce", "tv", "ce_tv", "kl", "kl_tv"], Option(help="Loss of the heads.")
     ] = "ce_tv"
@@ -147,9 +161,15 @@ class TrainOptions:
 
     def sizes(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
         """Sizes of the heads for a model of this width and vocabulary."""
-        return HeadsSection(kind=self.kind, num_heads=self.num_heads, context=self.context).sizes(
-            hidden_size, vocab_size
-        )
+        return HeadsSection(
+            kind=self.kind,
+            num_heads=self.num_heads,
+            context=self.context,
+            context_layers=self.context_layers,
+            feed_forward=self.feed_forward,
+            cell=self.cell,
+            copy_parts=self.copy_parts,
+        ).sizes(hidden_size, vocab_size)
 
     @property
     def step_positions(self) -> int:
