@@ -6,7 +6,7 @@ there, and kept in a ring. What a token adds to a product is a row of a table ma
 that is small, and a product where not.
 
 Shape letters: B requests, N pairs, S slots, n pairs of a context, D hidden, H width of the cell, A
-parts of the attention, w width of a part, R width of what is kept of a pair (2 D), V vocabulary.
+parts of the attention, w width of a part, R width of what is kept of a pair (2 D for each layer), V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from heads.heads_config import context_prefix
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.products import (
     EMBED,
+    LINEAR,
     PACK,
     TABLE_ENTRIES,
     cast,
@@ -203,13 +205,17 @@ class Seen:
     """What B requests attend to.
 
     Attributes:
-        query_BD: of the pair that each stands at.
+        query_BD: of the pair that each stands at, for the first layer of the context.
+        ids_B: the token of that pair.
         kept_BnR, there_Bn: from `PairRing.read`; the pair that it stands at is the last, and there.
+        told_BKH: what heads that copy found in the text (`drafting.texts`); None: nothing.
     """
 
     query_BD: torch.Tensor
+    ids_B: torch.Tensor
     kept_BnR: torch.Tensor
     there_Bn: torch.Tensor
+    told_BKH: torch.Tensor | None = None
 
 
 class CellState:
@@ -218,11 +224,16 @@ class CellState:
     """
 
     def __init__(
-        self, base_BD: torch.Tensor, product_BH: torch.Tensor, scale_B1: torch.Tensor
+        self,
+        base_BD: torch.Tensor,
+        product_BH: torch.Tensor,
+        scale_B1: torch.Tensor,
+        told_BKH: torch.Tensor | None,
     ) -> None:
         self.base_BD = base_BD
         self.product_BH = product_BH
         self.scale_B1 = scale_B1
+        self.told_BKH = told_BKH
 
 
 class ContextHeads:
@@ -248,24 +259,56 @@ class ContextHeads:
         """Read the heads again, and the embedding table: after a swap."""
         heads = self.heads
         D = self.config.hidden_size
-        into_3D2D = heads.context_in.detach().clone()
-        into_3D2D[:D] /= (D // self.config.context_parts) ** 0.5
-        self._into = self._pack(into_3D2D[:, :D])
-        self.dtype = self._into(into_3D2D[:1, :D]).dtype
-        self._out, self._start, self._last = (
-            self._pack(w.detach()) for w in (heads.context_out, heads.cell_start, heads.cell_out)
-        )
+        scale = (D // self.config.context_parts) ** 0.5
+        into = [self._layer(layer, "in").clone() for layer in range(self.config.context_layers)]
+        for weight_3D2D in into:
+            weight_3D2D[:D] /= scale
+        # One product for the first layer's query and all layers' keys and values; the queries of
+        # further layers read what the layers before said.
+        kept = [weight_3D2D[D:] for weight_3D2D in into]
+        first_R2D = torch.cat([into[0][:D], *kept])
+        asked = [weight_3D2D[:D] for weight_3D2D in into[1:]]
+        self._into = self._pack(first_R2D[:, :D])
+        self.dtype = self._into(first_R2D[:1, :D]).dtype
+        self._ask = [self._pack(weight_D2D[:, :D]) for weight_D2D in asked]
+        layers = range(self.config.context_layers)
+        self._out = [self._pack(self._layer(layer, "out")) for layer in layers]
+        self._feed: list[tuple[LINEAR, LINEAR]] = []
+        if self.config.feed_forward:
+            self._feed = [
+                (
+                    self._pack(self._layer(layer, "feed_in")),
+                    self._pack(self._layer(layer, "feed_out")),
+                )
+                for layer in layers
+            ]
+        self._start = self._pack(heads.cell_start.detach())
+        self._last = self._pack(heads.cell_out.detach())
         self._next = self._pack(torch.cat([heads.cell_out, heads.cell_step]).detach())
         self._blocks = [
             [self._pack(block_DD.detach()) for block_DD in block_KDD] for block_KDD in heads.blocks
         ]
-        self._of_tokens = [weight.detach() for weight in (into_3D2D[:, D:], heads.cell_token)]
+        self._of_tokens = [
+            first_R2D[:, D:],
+            heads.cell_token.detach(),
+            *(weight_D2D[:, D:] for weight_D2D in asked),
+        ]
         self.read_embedding()
+
+    def _layer(self, layer: int, name: str) -> torch.Tensor:
+        """A weight of one layer of the context."""
+        prefix = context_prefix(layer).replace(".", "_")
+        return self.heads.get_parameter(f"{prefix}_{name}").detach()
+
+    @property
+    def kept_width(self) -> int:
+        """Numbers that are kept of a pair: a key and a value for each layer."""
+        return 2 * self.config.hidden_size * self.config.context_layers
 
     @torch.no_grad()
     def read_embedding(self) -> None:
         """1 / rms of every token's embedding, and, where they are small, tables of what tokens add
-        to a pair `[V, 3D]` and to the cell `[V, H]`. After a sync of the actor.
+        to a pair `[V, D + R]`, to the cell `[V, H]`, and to the queries of further layers `[V, D]`. After a sync of the actor.
         """
         size = self.config.vocab_size
         device = self._of_tokens[0].device
@@ -277,7 +320,7 @@ class ContextHeads:
         self._products = [] if small else [self._pack(weight) for weight in self._of_tokens]
 
     def _token(self, which: int, ids_N: torch.Tensor) -> torch.Tensor:
-        """What tokens add to a pair (0) or to the cell (1)."""
+        """What tokens add to a pair (0), to the cell (1) or to the query of layer `which` - 1."""
         if self._tables:
             return self._tables[which].index_select(0, ids_N)
         return self._products[which](
@@ -287,7 +330,7 @@ class ContextHeads:
     # ---- the context
 
     def pairs(self, hidden_ND: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
-        """Query, key and value `[N, 3D]` of pairs, in this order."""
+        """Query of the first layer, then keys and values of all, `[N, D + R]`."""
         return cast(
             torch.addcmul(
                 self._token(0, ids_N),
@@ -301,7 +344,7 @@ class ContextHeads:
         """Requests that stand at the last of n pairs each."""
         pairs_BnX = self.pairs(hidden_BnD.flatten(0, 1), ids_Bn.flatten()).view(*ids_Bn.shape, -1)
         D = self.config.hidden_size
-        return Seen(pairs_BnX[:, -1, :D], pairs_BnX[:, :, D:], there_Bn)
+        return Seen(pairs_BnX[:, -1, :D], ids_Bn[:, -1], pairs_BnX[:, :, D:], there_Bn)
 
     def look_back(self, ring: PairRing, arrived: Arrived, at: Standing) -> Seen:
         """Put a step's pairs into the ring, and look up what each request attends to."""
@@ -312,7 +355,8 @@ class ContextHeads:
         there_Bn[:, -1] = (
             True  # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
         )
-        return Seen(pairs_NX[arrived.own_B, :D], kept_BnR, there_Bn)
+        own_B = arrived.own_B
+        return Seen(pairs_NX[own_B, :D], arrived.ids_N[own_B], kept_BnR, there_Bn)
 
     def alone(self, hidden_BD: torch.Tensor, ids_B: torch.Tensor) -> Seen:
         """Each request sees the pair that it stands at, and no other."""
@@ -324,19 +368,39 @@ class ContextHeads:
 
     def start(self, hidden_BD: torch.Tensor, seen: Seen) -> CellState:
         """h_t and what its context says."""
+        D = self.config.hidden_size
+        base_BD = hidden_BD
+        for layer in range(self.config.context_layers):
+            query_BD = seen.query_BD
+            if layer:
+                asked_BD = self._ask[layer - 1](cast(base_BD, self.dtype))
+                token_BD = self._token(layer + 1, seen.ids_B)
+                query_BD = cast(torch.addcmul(token_BD, asked_BD, inverse_rms(base_BD)), self.dtype)
+            kept_Bn2D = seen.kept_BnR[:, :, 2 * D * layer : 2 * D * (layer + 1)]
+            mixed_BD = self._attend(query_BD, kept_Bn2D, seen.there_Bn)
+            base_BD = base_BD + self._out[layer](mixed_BD)
+            if self._feed:
+                feed_in, feed_out = self._feed[layer]
+                inner_BF = F.silu(feed_in(cast(base_BD, self.dtype)) * inverse_rms(base_BD))
+                base_BD = base_BD + feed_out(cast(inner_BF, self.dtype))
+        product_BH = self._start(cast(base_BD, self.dtype))
+        return CellState(base_BD, product_BH, inverse_rms(base_BD), seen.told_BKH)
+
+    def _attend(
+        self, query_BD: torch.Tensor, kept_Bn2D: torch.Tensor, there_Bn: torch.Tensor
+    ) -> torch.Tensor:
         parts = self.config.context_parts
         keys_BnAw, values_BnAw = (
-            half.unflatten(2, (parts, -1)) for half in seen.kept_BnR.chunk(2, dim=2)
+            half.unflatten(2, (parts, -1)) for half in kept_Bn2D.chunk(2, dim=2)
         )
         mixed_BA1w = F.scaled_dot_product_attention(
-            seen.query_BD.unflatten(1, (parts, 1, -1)),
+            query_BD.unflatten(1, (parts, 1, -1)),
             keys_BnAw.transpose(1, 2),
             values_BnAw.transpose(1, 2),
-            attn_mask=seen.there_Bn[:, None, None],
+            attn_mask=there_Bn[:, None, None],
             scale=1.0,
         )
-        base_BD = hidden_BD + self._out(mixed_BA1w.flatten(1))
-        return CellState(base_BD, self._start(cast(base_BD, self.dtype)), inverse_rms(base_BD))
+        return mixed_BA1w.flatten(1)
 
     # ---- the heads
 
@@ -344,9 +408,10 @@ class ContextHeads:
         """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order,
         once each.
         """
-        cell_BH = F.silu(
-            torch.addcmul(self._token(1, last_ids_B), state.product_BH, state.scale_B1)
-        )
+        inner_BH = torch.addcmul(self._token(1, last_ids_B), state.product_BH, state.scale_B1)
+        if state.told_BKH is not None:
+            inner_BH = inner_BH + state.told_BKH[:, k]
+        cell_BH = F.silu(inner_BH)
         scale_B1 = inverse_rms(cell_BH)
         both_BX = (self._next if k + 1 < self.config.num_heads else self._last)(
             cast(cell_BH, self.dtype)

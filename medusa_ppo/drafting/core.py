@@ -10,7 +10,7 @@ vocabulary (V where there is none), N rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,7 @@ from medusa_ppo.drafting.noise import cumulate, float32_below
 from medusa_ppo.drafting.products import EMBED, LINEAR, LM_HEAD, PACK, FusedHeads, plain_linear
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Ending
+from medusa_ppo.drafting.texts import Copier
 
 FEATURES = Callable[[int, torch.Tensor], torch.Tensor]
 """Index of a head, and the last tokens `[B]`, to what lm_head reads `[B, D]`."""
@@ -81,6 +82,7 @@ class DraftingCore:
         lm_head: LM_HEAD,
         embed: EMBED | None = None,
         pack: PACK = plain_linear,
+        never_copied: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -88,10 +90,15 @@ class DraftingCore:
                 the heads share it.
             embed: the engine's lookup; kind hydra only.
             pack: how our own weights become products.
+            never_copied: tokens that heads don't copy.
         """
         self.config = heads.config
         self.heads = heads
         self.fused = (ContextHeads if heads.config.context else FusedHeads)(heads, embed, pack)
+        self.copier: Copier | None = None
+        if self.config.copies:
+            assert embed is not None, "heads that copy read embeddings"
+            self.copier = Copier(heads, embed, pack, never_copied)
         self.temperatures_K = torch.ones(self.config.num_heads, device=heads.blocks[0].device)
         self.use_temperature(1.0)
         self._whole_lm_head = lm_head
@@ -103,6 +110,8 @@ class DraftingCore:
         read: `use_vocabulary`.
         """
         self.fused.read_embedding()
+        if self.copier is not None:
+            self.copier.read_embedding()
 
     def use_temperature(self, temperature: float) -> None:
         """What the draft temperatures that came with the heads are multiplied by."""
@@ -112,6 +121,8 @@ class DraftingCore:
     def load(self) -> None:
         """Read heads, tables and draft vocabulary again."""
         self.fused.load()
+        if self.copier is not None:
+            self.copier.load()
         self.use_temperature(self._temperature)
         self.use_vocabulary(self.ids_W, self._lm_head if self.ids_W is not None else None)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from medusa_ppo.drafting.noise import keys_of
@@ -59,6 +60,7 @@ class Seats:
         seeded_B: bool; None where all requests have a seed, or none.
         drawn_B: float32, 0 for requests whose drafts must be one-hot, 1 for the others; None where
             there are only others.
+        host_2B: slots and serial numbers once more, on the host.
     """
 
     slots_B: torch.Tensor
@@ -66,6 +68,7 @@ class Seats:
     keys_B: torch.Tensor | None
     seeded_B: torch.Tensor | None
     drawn_B: torch.Tensor | None
+    host_2B: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ class Seating:
                 if any(seat.traits.one_hot for seat in seats)
                 else None
             ),
+            np.array([[seat.slot for seat in seats], [seat.serial for seat in seats]]),
         )
 
 

@@ -284,7 +284,12 @@ def _with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _seat(runner: Any) -> None:
     batch = runner.input_batch
-    runner.drafter.seat(batch.req_ids, runner.requests, batch.num_tokens_no_spec[: batch.num_reqs])
+    runner.drafter.seat(
+        batch.req_ids,
+        runner.requests,
+        batch.num_tokens_no_spec[: batch.num_reqs],
+        batch.token_ids_cpu,
+    )
 
 
 def _drafting_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,13 +13,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from heads.checkpoint import checksum, load_heads
 from heads.errors import ConfigError, SwapError
+from heads.heads_config import COPY_WINDOW
 from heads.modules import MedusaHeads
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.choice import DraftChooser
@@ -30,6 +33,7 @@ from medusa_ppo.drafting.products import TokenMap
 from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Seats, Traits, stamps
 from medusa_ppo.drafting.stopping import Stopping
+from medusa_ppo.drafting.texts import TextRing, WrittenTexts
 from medusa_ppo.drafting.verify import Proposed
 from medusa_ppo.vllm_plugin.confirm import (
     Plain,
@@ -51,8 +55,17 @@ from medusa_ppo.vllm_plugin.worker_calls import SAMPLED, Drafting
 
 logger = logging.getLogger(__name__)
 
+TEXT_TOKENS_AT_ONCE = 8192
+"""Tokens whose keys are made at once: a batch of long prompts would ask for gigabytes."""
 MEMORY_LENGTHS = 16
 """Texts of the memory hold so many responses of full length."""
+
+
+def image_tokens(hf_config: Any) -> tuple[int, ...]:
+    """Tokens that stand for images in prompts, as vision-language models' configurations say."""
+    names = ("image_token_id", "image_token_index", "video_token_id")
+    found = (getattr(hf_config, name, None) for name in names)
+    return tuple(token for token in found if token is not None)
 
 
 class MedusaProposer(Drafter):
@@ -65,6 +78,8 @@ class MedusaProposer(Drafter):
     _positions_B: torch.Tensor
     _target: nn.Module
     _ring: PairRing | None = None
+    _texts: TextRing | None = None
+    _written: WrittenTexts | None = None
     _seen: Seen | None = None
     memory: RunningMemory | None = None
     stopping: Stopping | None = None
@@ -117,7 +132,13 @@ class MedusaProposer(Drafter):
                 " fed.",
                 folder,
             )
-        self._core = DraftingCore(self.heads, self._lm_head, self._embedding(), packed_linear)
+        self._core = DraftingCore(
+            self.heads,
+            self._lm_head,
+            self._embedding(),
+            packed_linear,
+            image_tokens(config.hf_config),
+        )
         self.token_map = self._new_map(0)
         self._refresh_token_map()
         self._make_ring()
@@ -136,10 +157,20 @@ class MedusaProposer(Drafter):
             self._ring = PairRing(
                 self.vllm_config.scheduler_config.max_num_seqs,
                 config.context,
-                2 * config.hidden_size,
+                fused.kept_width,
                 fused.dtype,
                 self.device,
             )
+        if config.copies:
+            self._texts = TextRing(
+                self.vllm_config.scheduler_config.max_num_seqs,
+                min(COPY_WINDOW, self.vllm_config.model_config.max_model_len),
+                config.copy_parts,
+                config.copy_width // config.copy_parts,
+                self.dtype,
+                self.device,
+            )
+            self._written = WrittenTexts(self._texts)
 
     @torch.inference_mode()
     def _use_vocabulary(self) -> None:
@@ -225,14 +256,21 @@ class MedusaProposer(Drafter):
     # ---- what hooks.py calls
 
     def seat(
-        self, request_ids: Sequence[str], live_requests: Mapping[str, Any], tokens: Any
+        self,
+        request_ids: Sequence[str],
+        live_requests: Mapping[str, Any],
+        tokens: Any,
+        token_ids: Any = None,
     ) -> None:
         """Which requests are in the batch now, before anything is verified or drafted.
 
         Args:
             live_requests: vLLM's states of all requests that have not ended.
             tokens: numpy, how many tokens each request of the batch has: what it drafts at.
+            token_ids: numpy, these tokens, a row for each request of the batch.
         """
+        self._tokens_B = tokens
+        self._token_ids = token_ids
         self._seats = self._seating.seat(
             request_ids, lambda key: self._meet(live_requests[key]), live_requests
         )
@@ -314,6 +352,23 @@ class MedusaProposer(Drafter):
             assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
             arrived = Arrived.of_lists(hidden_TD, sampled_token_ids, drafted, at, self._ring.pairs)
             self._seen = fused.look_back(self._ring, arrived, at)
+            if self._texts is not None:
+                self._seen = replace(self._seen, told_BKH=self._look_up_texts(self._texts))
+
+    @torch.inference_mode()
+    def _look_up_texts(self, ring: TextRing) -> torch.Tensor | None:
+        """Write the tokens that came since, and find what the next drafts may copy."""
+        copier = self._core.copier
+        if copier is None or self._written is None or self._token_ids is None:
+            return None
+        slots_B, serials_B = self._seats.host_2B
+        request_N, position_N = self._written.missing(slots_B, serials_B, self._tokens_B)
+        ids_N = self._token_ids[request_N, position_N]
+        numbers_3N = np.stack([slots_B[request_N], position_N, ids_N.astype(np.int64)])
+        for part_3N in torch.from_numpy(numbers_3N).split(TEXT_TOKENS_AT_ONCE, dim=1):
+            copier.write(ring, *part_3N.to(self.device, non_blocking=True).unbind(0))
+        longest = int(self._tokens_B.max())
+        return copier.find(ring, self._seats.slots_B, self._positions_B - 1, longest)
 
     def _learn_from_step(
         self,
@@ -430,6 +485,8 @@ class MedusaProposer(Drafter):
         """Keys and values of other heads, or of another actor."""
         if self._ring is not None:
             self._ring.forget()
+        if self._written is not None:
+            self._written.forget()
 
     @torch.inference_mode()
     def _refresh_token_map(self) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.vllm_plugin.patches import refuse_lossy_rule
-from medusa_ppo.vllm_plugin.proposer import MedusaProposer
+from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
 from medusa_ppo.vllm_plugin.registration import heads_folder
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
@@ -68,11 +69,39 @@ class HeldHeads(MedusaProposer):
         if ring is None or not isinstance(fused, ContextHeads):
             return None
         most = min(self.num_speculative_tokens + 1, ring.pairs)
-        return fused.look_back(
-            ring,
-            Arrived.of_step(hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most),
-            at,
+        arrived = Arrived.of_step(
+            hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most
         )
+        seen = fused.look_back(ring, arrived, at)
+        texts = self._texts
+        copier = self._core.copier
+        if texts is None or copier is None:
+            return seen
+        # The token x_{j+1} of a pair stands one position behind its state.
+        copier.write(texts, arrived.slots_N, arrived.positions_N + 1, arrived.ids_N)
+        told_BKH = copier.find(texts, at.slots_B, at.positions_B + 1)
+        return replace(seen, told_BKH=told_BKH)
+
+    @torch.inference_mode()
+    def admit(self, slot: int, token_ids: Sequence[int]) -> None:
+        """A request takes a slot with these tokens, its prompt and what it has said before."""
+        texts = self._texts
+        copier = self._core.copier
+        if texts is None or copier is None:
+            return
+        texts.begin(slot)
+        first = max(0, len(token_ids) - texts.places)
+        positions_N = torch.arange(first, len(token_ids))
+        numbers_3N = torch.stack(
+            [torch.full_like(positions_N, slot), positions_N, torch.tensor(token_ids[first:])]
+        )
+        for part_3N in numbers_3N.split(TEXT_TOKENS_AT_ONCE, dim=1):
+            copier.write(texts, *part_3N.to(self.device, non_blocking=True).unbind(0))
+
+    def _forget_pairs(self) -> None:
+        super()._forget_pairs()
+        if self._texts is not None and self._core.copier is not None:
+            self._core.copier.write_again(self._texts)
 
     def configure(self, settings: Drafting) -> Drafting:
         for name in ("choose", "draft_vocab", "memory_bytes", "stop_below"):
@@ -126,10 +155,11 @@ class MedusaSpeculator(DraftModelSpeculator):
     def capture(self, *_: Any) -> None:
         """Drafting is not captured."""
 
-    def admit(self, slot: int, grammar: bool, states: Any) -> None:
+    def admit(self, slot: int, grammar: bool, states: Any, token_ids: Sequence[int]) -> None:
         """A request has come, or come back: whatever stands in its slot is another's. V2 has token
         0 where nothing was drafted.
         """
+        self.drafter.admit(slot, token_ids)
         self.states = states
         self._admitted += 1
         self._requests_S[slot], self._grammar_S[slot] = self._admitted, grammar
@@ -285,6 +315,7 @@ def with_requests_admitted(original: Callable[..., None]) -> Callable[..., None]
                     self.req_states.req_id_to_index[new.req_id],
                     grammar,
                     self.sampler.sampling_states,
+                    new.prefill_token_ids or new.prompt_token_ids or (),
                 )
 
     return add_requests

@@ -82,7 +82,8 @@ class Rollout:
         slot = torch.tensor([1])
         request = torch.tensor([9])
         ring.write(slot.expand(len(at)), request.expand(len(at)), rows_N + first, pairs_NX[:, D:])
-        return Seen(pairs_NX[-1:, :D], *ring.read(slot, request, rows_N[-1:] + first))
+        kept_BnR, there_Bn = ring.read(slot, request, rows_N[-1:] + first)
+        return Seen(pairs_NX[-1:, :D], self.ids_T[rows_N[-1:]], kept_BnR, there_Bn)
 
     def check(self, at: int, seen: Seen, rows_n: torch.Tensor) -> None:
         """Drafts and q at a position are those of the heads that attend to these rows."""
@@ -109,13 +110,21 @@ class Rollout:
         )
 
 
-@pytest.mark.parametrize("sizes", [{}, {"num_layers": 2, "mlp_ratio": 1}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"num_layers": 2, "mlp_ratio": 1},
+        {"context_layers": 3},
+        {"context_layers": 2, "feed_forward": 2},
+    ],
+)
 def test_serving_drafts_as_replay_does_on_the_same_states(sizes: dict[str, int]) -> None:
     """Steps of one to three accepted positions, one slot among several; the prompt was seven tokens
     long.
     """
     rollout = Rollout(**sizes)
-    ring = PairRing(3, n, 2 * D, torch.float32, CPU)
+    ring = PairRing(3, n, rollout.core.fused.kept_width, torch.float32, CPU)
     rows_Tn = context_rows(torch.zeros(10, dtype=torch.int64), n)
     for at in ([0], [1, 2], [3, 4, 5], [6], [7, 8, 9]):
         rollout.check(at[-1], rollout.serve(ring, at, first=7), rows_Tn[at[-1]])
@@ -172,6 +181,8 @@ def test_a_steps_own_tensors_bring_the_same_pairs() -> None:
             2
         ].tolist() == [False] * (n - 1) + [True]
         rollout.check(
-            at, Seen(seen.query_BD[1:2], seen.kept_BnR[1:2], seen.there_Bn[1:2]), rows_Tn[at]
+            at,
+            Seen(seen.query_BD[1:2], seen.ids_B[1:2], seen.kept_BnR[1:2], seen.there_Bn[1:2]),
+            rows_Tn[at],
         )
         begun += accepted

@@ -1,0 +1,294 @@
+"""What heads that copy search: the last tokens of each request with their keys, by slot, and the
+arithmetic of `heads.copying` on them.
+
+A key depends on tokens alone. It is made once, when its token comes, and stays true until other
+heads or another embedding are there. Nothing is needed of the states of what is searched, so a
+prompt that came from a prefix cache is searched as any other, and a request that was preempted is
+written anew from its tokens.
+
+What is found does not depend on the drafts of the step: it is looked up for all heads at once,
+before the first of them draws.
+
+Shape letters: B requests, N tokens, S slots, L places kept of a request, K heads, A parts of the
+attention, w width of a part, m best places, M tokens of a key, D hidden, H width of the cell, r
+rank through which copies enter the cell, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from heads.copying import AGE_STEP, SERVED_PLACES
+from heads.modules import MedusaHeads
+from medusa_ppo.drafting.products import (
+    EMBED,
+    PACK,
+    TABLE_ENTRIES,
+    cast,
+    plain_linear,
+    token_tables,
+)
+
+ROUND_PLACES = 128
+"""Where the longest text is known, so many places more or less are searched at once."""
+
+
+class TextRing:
+    """The last L tokens of each request and their keys; one spare slot for what nobody reads.
+
+    A token stands at its position modulo L. What a slot held of another request is never read: a
+    request is written from its beginning, or from L tokens before its newest, when it takes a slot.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        places: int,
+        parts: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.places = places
+        self.spare = slots
+        self.ids_SL = torch.zeros(slots + 1, places, dtype=torch.int64, device=device)
+        self.keys_SALw = torch.zeros(slots + 1, parts, places, width, dtype=dtype, device=device)
+        self.newest_S = torch.full((slots + 1,), -1, device=device)
+        self._numbers_L = torch.arange(places, device=device)
+
+    def write_ids(
+        self, slots_N: torch.Tensor, positions_N: torch.Tensor, ids_N: torch.Tensor
+    ) -> None:
+        """Tokens at their positions; at most L of a request in one call."""
+        self.ids_SL[slots_N, positions_N % self.places] = ids_N
+        self.newest_S.scatter_reduce_(0, slots_N, positions_N, "amax")
+
+    def ids_at(self, slots_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+        """The tokens at positions that are kept, int64 of the shape of `positions_N`."""
+        return self.ids_SL[slots_N, positions_N % self.places]
+
+    def begin(self, slot: int) -> None:
+        """Another request takes this slot."""
+        self.newest_S[slot] = -1
+
+    def write_keys(
+        self, slots_N: torch.Tensor, positions_N: torch.Tensor, keys_NAw: torch.Tensor
+    ) -> None:
+        """Keys of tokens that were written."""
+        self.keys_SALw[slots_N, :, positions_N % self.places] = keys_NAw
+
+    def positions(self, newest_B: torch.Tensor, searched: int) -> torch.Tensor:
+        """Which position the first places of each request hold, `[B, searched]`; below 0: none."""
+        behind_BL = (newest_B.unsqueeze(1) - self._numbers_L[:searched]) % self.places
+        return newest_B.unsqueeze(1) - behind_BL
+
+
+class WrittenTexts:
+    """What the host knows of a `TextRing`: how much of which request each slot holds."""
+
+    def __init__(self, ring: TextRing) -> None:
+        self._places = ring.places
+        self._writer_S = np.full(ring.spare + 1, -1)
+        self._count_S = np.zeros(ring.spare + 1, dtype=np.int64)
+
+    def forget(self) -> None:
+        """Every text is to be written again: other heads have other keys."""
+        self._writer_S.fill(-1)
+
+    def missing(
+        self, slots_B: np.ndarray, serials_B: np.ndarray, counts_B: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which request of the batch, and which of its positions, are to be written now; they count
+        as written then.
+
+        Args:
+            counts_B: tokens that each request has.
+        """
+        known_B = np.where(self._writer_S[slots_B] == serials_B, self._count_S[slots_B], 0)
+        first_B = np.maximum(known_B, counts_B - self._places)
+        new_B = np.maximum(counts_B - first_B, 0)
+        self._writer_S[slots_B] = serials_B
+        self._count_S[slots_B] = counts_B
+        request_N = np.repeat(np.arange(len(slots_B)), new_B)
+        before_B = np.cumsum(new_B) - new_B
+        position_N = np.arange(len(request_N)) + np.repeat(first_B - before_B, new_B)
+        return request_N, position_N
+
+
+class Copier:
+    """What heads find in the texts of a `TextRing`. Copies of the heads' values of when `load` was
+    called.
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        embed: EMBED,
+        pack: PACK = plain_linear,
+        never: Sequence[int] = (),
+    ) -> None:
+        """
+        Args:
+            heads: heads that copy.
+            embed: the engine's own lookup.
+            pack: how a weight becomes a product.
+            never: tokens that are not copied: they stand for images.
+        """
+        self._never = tuple(never)
+        self.heads = heads
+        self.config = heads.config
+        self._embed = embed
+        self._pack = pack
+        self.load()
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Read the heads again, and the embedding table. Keys that were made before are stale."""
+        heads = self.heads
+        D = self.config.hidden_size
+        scale = (self.config.copy_width // self.config.copy_parts) ** 0.5
+        asked = (heads.copy_query.detach() / scale).split(D, dim=1)
+        kept = heads.copy_key.detach().split(D, dim=1)
+        self._of_tokens = [torch.cat(both) for both in zip(asked, kept, strict=True)]
+        self._none_A = heads.copy_none.detach().float()
+        self._value = heads.copy_value.detach()
+        self._out = heads.copy_out.detach()
+        self._enter = self._pack(self._out)
+        self._gather = self._pack(self._value)
+        self.read_embedding()
+
+    @torch.no_grad()
+    def read_embedding(self) -> None:
+        """Tables of what each token adds to keys and queries, and of what it means to the cell when
+        it is copied, where they are small. After a sync of the actor.
+        """
+        size = self.config.vocab_size
+        device = self._none_A.device
+        parts = self.config.copy_parts
+        self.dtype = self._out.dtype
+        share = sum(weight.shape[0] for weight in self._of_tokens)
+        weights = self._of_tokens if size * share <= TABLE_ENTRIES else []
+        meanings: list[torch.Tensor] = []
+        if size * parts * self._out.shape[0] <= TABLE_ENTRIES:
+            values = self._value.float().split(self.config.hidden_size, dim=1)
+            meanings = [(self._out.float() @ value).to(self.dtype) for value in values]
+        sizes_V1, tables = token_tables(
+            self._embed, size, [*weights, *meanings], self.dtype, device
+        )
+        self._sizes_V1 = sizes_V1.to(self.dtype)
+        self._shares = tables[: len(weights)]
+        # One row for each token and part, beside each other: a lookup names both.
+        self._meanings_XH = (
+            torch.stack(tables[len(weights) :], 1).flatten(0, 1) if meanings else None
+        )
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Normalised embeddings, one row for each id."""
+        ids_N = ids.flatten()
+        rows_ND = cast(self._embed(ids_N), self.dtype) * self._sizes_V1.index_select(0, ids_N)
+        return rows_ND.view(*ids.shape, -1)
+
+    def _last_tokens(
+        self, ring: TextRing, slots_N: torch.Tensor, positions_N: torch.Tensor, half: int
+    ) -> torch.Tensor:
+        """Queries (half 0) or keys (half 1) of the last M tokens up to each position, `[N, A w]`,
+        of the tokens that the ring holds.
+        """
+        tokens = self.config.copy_tokens
+        width = self.config.copy_width
+        columns = slice(half * width, (half + 1) * width)
+        total = torch.zeros(len(slots_N), width, dtype=self.dtype, device=slots_N.device)
+        for back in range(tokens):
+            block = tokens - 1 - back
+            ids_N = ring.ids_at(slots_N, (positions_N - back).clamp_min(0))
+            if self._shares:
+                share_NC = F.embedding(ids_N, self._shares[block][:, columns])
+            else:
+                share_NC = F.linear(self._embedded(ids_N), self._of_tokens[block][columns])
+            if back:
+                share_NC = share_NC * (positions_N >= back).unsqueeze(1)
+            total = total + share_NC
+        return total
+
+    @torch.no_grad()
+    def write(
+        self, ring: TextRing, slots_N: torch.Tensor, positions_N: torch.Tensor, ids_N: torch.Tensor
+    ) -> None:
+        """Tokens that came, with their keys. The M - 1 tokens before each are there already, or are
+        among these.
+        """
+        ring.write_ids(slots_N, positions_N, ids_N)
+        keys_NC = self._last_tokens(ring, slots_N, positions_N, half=1)
+        keys_NAw = keys_NC.unflatten(1, (self.config.copy_parts, -1))
+        ring.write_keys(slots_N, positions_N, keys_NAw.to(ring.keys_SALw.dtype))
+
+    @torch.no_grad()
+    def write_again(self, ring: TextRing) -> None:
+        """Keys of all that the ring holds, by these heads: after a swap or a sync."""
+        slots_X = (ring.newest_S[: ring.spare] >= 0).nonzero()[:, 0]
+        for slot in slots_X.tolist():
+            newest = int(ring.newest_S[slot])
+            first = max(0, newest + 1 - ring.places)
+            positions_N = torch.arange(first, newest + 1, device=slots_X.device)
+            slots_N = torch.full_like(positions_N, slot)
+            self.write(ring, slots_N, positions_N, ring.ids_at(slots_N, positions_N))
+
+    @torch.no_grad()
+    def find(
+        self,
+        ring: TextRing,
+        slots_B: torch.Tensor,
+        newest_B: torch.Tensor,
+        longest: int | None = None,
+    ) -> torch.Tensor:
+        """What the cell is told of each draft, `[B, K, H]`.
+
+        Args:
+            newest_B: position of the newest token of each request.
+            longest: tokens of the longest text, where the host knows them: fewer places are
+                searched.
+        """
+        K = self.config.num_heads
+        searched = ring.places
+        if longest is not None:
+            searched = min(searched, -(-longest // ROUND_PLACES) * ROUND_PLACES)
+        query_BC = self._last_tokens(ring, slots_B, newest_B, half=0)
+        query_BAw1 = query_BC.unflatten(1, (self.config.copy_parts, -1)).unsqueeze(3)
+        keys_BALw = ring.keys_SALw[:, :, :searched].index_select(0, slots_B)
+        score_BAL = torch.matmul(keys_BALw, query_BAw1.to(keys_BALw.dtype)).squeeze(3).float()
+        positions_BL = ring.positions(newest_B, searched)
+        there_BL = (positions_BL >= 0) & (positions_BL + K <= newest_B.unsqueeze(1))
+        score_BAL = score_BAL + (AGE_STEP * positions_BL).unsqueeze(1)
+        score_BAL = score_BAL.masked_fill(~there_BL.unsqueeze(1), -torch.inf)
+        best_BAm, place_BAm = score_BAL.topk(min(SERVED_PLACES, searched), dim=2)
+        best_BAm = best_BAm - (AGE_STEP * newest_B).view(-1, 1, 1)
+        none_BA1 = self._none_A.view(1, -1, 1).expand(len(slots_B), -1, 1)
+        share_BAm = torch.cat([none_BA1, best_BAm], 2).softmax(2)[..., 1:]
+        follower_K = torch.arange(1, K + 1, device=slots_B.device)
+        place_BKAm = (place_BAm.unsqueeze(1) + follower_K.view(1, -1, 1, 1)) % ring.places
+        ids_BKAm = ring.ids_SL[slots_B.view(-1, 1, 1, 1), place_BKAm]
+        share_BKAm = share_BAm.unsqueeze(1).expand_as(ids_BKAm).to(self.dtype)
+        for token in self._never:
+            share_BKAm = share_BKAm * (ids_BKAm != token)
+        return self._told(ids_BKAm, share_BKAm)
+
+    def _told(self, ids_BKAm: torch.Tensor, share_BKAm: torch.Tensor) -> torch.Tensor:
+        batch, count, parts, _ = ids_BKAm.shape
+        if self._meanings_XH is not None:
+            part_A1 = torch.arange(parts, device=ids_BKAm.device).unsqueeze(1)
+            rows_XY = (ids_BKAm * parts + part_A1).view(batch * count, -1)
+            told_XH = F.embedding_bag(
+                rows_XY,
+                self._meanings_XH,
+                mode="sum",
+                per_sample_weights=share_BKAm.reshape(batch * count, -1),
+            )
+            return told_XH.view(batch, count, -1)
+        rows_BKAmD = self._embedded(ids_BKAm)
+        mixed_BKAD = (rows_BKAmD * share_BKAm.unsqueeze(-1)).sum(3)
+        told_XH = self._enter(self._gather(mixed_BKAD.view(batch * count, -1)))
+        return told_XH.view(batch, count, -1)

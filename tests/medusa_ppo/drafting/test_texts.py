@@ -1,0 +1,129 @@
+"""What serving finds in a text is what the heads find that were trained on it, whatever the ring has
+seen before: prompts longer than it, other requests, other heads.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from heads.copying import SERVED_PLACES, Texts
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.drafting import products, texts
+from medusa_ppo.drafting.texts import Copier, TextRing
+
+D, V, K, PARTS = 16, 30, 3, 2
+CPU = torch.device("cpu")
+
+
+class Scene:
+    """Heads that copy, the actor's embedding, and texts in which tokens come again and again."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, **sizes: int) -> None:
+        torch.manual_seed(0)
+        config = HeadsConfig(D, V, K, "hydra", context=4, copy_parts=PARTS, **sizes)
+        self.heads = MedusaHeads(config).requires_grad_(False)
+        for parameter in self.heads.parameters():
+            parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+        self.heads.to(dtype)
+        self.table_VD = torch.randn(V, D)
+        self.copier = Copier(self.heads, lambda ids: F.embedding(ids, self.table_VD))
+
+    def ring(self, slots: int = 3, places: int = 64) -> TextRing:
+        return TextRing(slots, places, PARTS, 64, torch.float32, CPU)
+
+    def write(self, ring: TextRing, slot: int, ids: torch.Tensor, first: int, last: int) -> None:
+        """The tokens `first` to `last - 1` of a request, in one step."""
+        positions_N = torch.arange(max(first, last - ring.places), last)
+        slots_N = torch.full_like(positions_N, slot)
+        self.copier.write(ring, slots_N, positions_N, ids[positions_N])
+
+    def trained(self, ids: torch.Tensor, newest: int, window: int | None = None) -> torch.Tensor:
+        """What the cell of the trained heads is told where x_{t+1} is the token `newest`, `[K, H]`,
+        by `heads.copying` with the places that are served.
+        """
+        prompt = torch.empty(0, dtype=torch.int64)
+        nothing = torch.zeros(1, dtype=torch.int64)
+        lengths = torch.tensor([newest + 1])
+        found = Texts.of(prompt, nothing, ids[: newest + 1], lengths, window)
+        text = found.of_rows(torch.tensor([newest]))
+        return self.heads._copied(text, self.table_VD, SERVED_PLACES)[0]
+
+
+def repeating(length: int, seed: int = 0) -> torch.Tensor:
+    """Few different tokens, so that the same two follow each other often."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(8, (length,), generator=generator)
+
+
+@pytest.mark.parametrize("small_tables", [True, False])
+@pytest.mark.parametrize("sizes", [{}, {"copy_tokens": 1}, {"copy_tokens": 5}])
+def test_what_is_found_is_what_the_trained_heads_find(
+    sizes: dict[str, int], small_tables: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not small_tables:
+        monkeypatch.setattr(texts, "TABLE_ENTRIES", 0)
+    scene = Scene(**sizes)
+    ring = scene.ring()
+    ids = repeating(40)
+    scene.write(ring, 1, ids, 0, 7)
+    scene.write(ring, 0, repeating(50, seed=1), 0, 50)
+    end = 7
+    for step in (1, 2, 4, 1, 3, 4, 4):
+        scene.write(ring, 1, ids, end, end + step)
+        end += step
+        told_BKH = scene.copier.find(ring, torch.tensor([1]), torch.tensor([end - 1]))
+        torch.testing.assert_close(told_BKH[0], scene.trained(ids, end - 1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_text_longer_than_the_ring_is_searched_in_its_last_places() -> None:
+    scene = Scene()
+    ring = scene.ring(places=16)
+    ids = repeating(60)
+    scene.write(ring, 2, ids, 0, 45)
+    for end in range(45, 60):
+        scene.write(ring, 2, ids, end, end + 1)
+        told_BKH = scene.copier.find(ring, torch.tensor([2]), torch.tensor([end]))
+        expected_KH = scene.trained(ids, end, window=16)
+        # The oldest keys may be made of tokens that the ring no longer held when they were written.
+        torch.testing.assert_close(told_BKH[0], expected_KH, rtol=1e-4, atol=1e-5)
+
+
+def test_fewer_places_are_enough_where_the_longest_text_is_known() -> None:
+    scene = Scene()
+    ring = scene.ring(places=512)
+    ids = repeating(100)
+    scene.write(ring, 0, ids, 0, 100)
+    slots_B = torch.tensor([0])
+    newest_B = torch.tensor([99])
+    whole = scene.copier.find(ring, slots_B, newest_B)
+    torch.testing.assert_close(scene.copier.find(ring, slots_B, newest_B, longest=100), whole)
+
+
+def test_a_text_shorter_than_k_finds_nothing() -> None:
+    scene = Scene()
+    ring = scene.ring()
+    scene.write(ring, 0, repeating(3), 0, 3)
+    told_BKH = scene.copier.find(ring, torch.tensor([0, 1]), torch.tensor([2, 0]))
+    assert not told_BKH.any()
+
+
+def test_other_heads_find_other_things_once_the_texts_are_written_again() -> None:
+    scene = Scene()
+    ring = scene.ring()
+    ids = repeating(30)
+    scene.write(ring, 0, ids, 0, 30)
+    with torch.no_grad():
+        scene.heads.copy_key.mul_(-1)
+    scene.copier.load()
+    scene.write(ring, 0, ids, 0, 30)
+    told_BKH = scene.copier.find(ring, torch.tensor([0]), torch.tensor([29]))
+    torch.testing.assert_close(told_BKH[0], scene.trained(ids, 29), rtol=1e-4, atol=1e-5)
+
+
+def test_a_large_vocabulary_has_no_tables() -> None:
+    scene = Scene()
+    size = scene.heads.config.copy_width * 2 * 3 * V
+    assert size <= products.TABLE_ENTRIES and len(scene.copier._shares) == 3
