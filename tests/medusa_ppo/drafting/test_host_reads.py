@@ -122,14 +122,9 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
             if isinstance(core.fused, ContextHeads):
                 pairs_NX = core.fused.pairs(hidden_BD, rows_B)
                 ring.write(rows_B, rows_B, rows_B, pairs_NX[:, D:])
-<<<<<<< HEAD
-                seen = Seen(pairs_NX[:, :D], *ring.read(rows_B, rows_B, rows_B))
-            sampling = DraftSampling(
-=======
                 kept_BnR, there_Bn = ring.read(rows_B, rows_B, rows_B)
                 seen = Seen(pairs_NX[:, :D], rows_B, kept_BnR, there_Bn)
-            sampling = Sampling(
->>>>>>> 30d365c (Serving copies: texts and their keys by slot, on V1 and V2)
+            sampling = DraftSampling(
                 share_B, uniforms(rows_B, rows_B, rows_B == 0, DRAFT_LANE, K), rows_B, share_B
             )
             for count, how in ((K, sampling), (K - 1, None)):
