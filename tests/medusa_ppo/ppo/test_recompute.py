@@ -77,7 +77,8 @@ def test_scoring_with_a_large_vocabulary_takes_little_more_than_the_model(tiny_a
 
 
 def test_recomputation_works_in_eval_mode_and_changes_no_bit(make_rollouts, tiny_actor):
-    (micro,), found = PPOBatch(make_rollouts(16)).micro_batches(list(range(16)), 16), []
+    (micro,) = PPOBatch(make_rollouts(16)).micro_batches(list(range(16)), 16)
+    found = []
     for again in (False, True):
         actor = tiny_actor(layers=6)
         critic = Critic(actor)
