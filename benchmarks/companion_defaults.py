@@ -175,7 +175,7 @@ class Sampler(NoEngine):
         )
 
 
-class Recorder:
+class ClientRecorder:
     """Stands where the companion's client stands, and writes what it is handed."""
 
     def __init__(self, folder: Path, tables: dict[str, torch.Tensor]) -> None:
@@ -246,7 +246,7 @@ def record(args: argparse.Namespace) -> None:
         lm_head_weight(actor), embedding_weight(actor) if heads.config.needs_embedding else None
     )
     engine = Sampler(actor)
-    recorder = Recorder(args.out, tables)
+    recorder = ClientRecorder(args.out, tables)
     reward = (
         CallableReward(numbers, "numbers", 1.0)
         if args.reward == "numbers"

@@ -128,7 +128,7 @@ SETTINGS = (
 
 
 @dataclass
-class Answer:
+class SampledAnswer:
     """One response. `versions`: (tokens that were there, actor that sampled from then on)."""
 
     prompt: list[int]
@@ -212,7 +212,7 @@ def random_actor(like: Path, folder: Path) -> None:
 # ---- sampling
 
 
-class Sampler:
+class SteppedEngine:
     """One engine, driven step by step, so that things can happen while requests run."""
 
     def __init__(self, engine: Any, setting: Setting, stage: Stage, seed: int) -> None:
@@ -238,15 +238,15 @@ class Sampler:
 
         scheduler._preempt_request = preempt
 
-    def sample(self, tokens: int) -> list[Answer]:
+    def sample(self, tokens: int) -> list[SampledAnswer]:
         """At least so many tokens, of whole responses."""
-        answers: list[Answer] = []
+        answers: list[SampledAnswer] = []
         while sum(len(answer.ids) for answer in answers) < tokens:
             left = tokens - sum(len(answer.ids) for answer in answers)
             answers += self._round(min(AT_ONCE, 1 + left // NEW_TOKENS))
         return answers
 
-    def _round(self, count: int) -> list[Answer]:
+    def _round(self, count: int) -> list[SampledAnswer]:
         asked: dict[str, tuple[list[int], dict[str, Any]]] = {}
         responses = 0
         while responses < count:
@@ -264,14 +264,14 @@ class Sampler:
         # A step tells of the one response that moved, also the step that ends a request for
         # several. To take what that step tells would leave the response that took the most steps,
         # whose drafts were refused most often: a sample of another distribution.
-        answers: dict[tuple[str, int], Answer] = {}
+        answers: dict[tuple[str, int], SampledAnswer] = {}
         while self._llm.has_unfinished_requests():
             for output in self._llm.step():
                 prompt, wanted = asked[output.request_id]
                 for one in output.outputs:
                     lengths[output.request_id] = len(one.token_ids)
                     ids = list(one.token_ids)
-                    answers[output.request_id, one.index] = Answer(
+                    answers[output.request_id, one.index] = SampledAnswer(
                         prompt, ids, wanted, versions[output.request_id]
                     )
                 if output.finished:
@@ -336,7 +336,7 @@ class Grammar:
 
 
 @torch.no_grad()
-def judge(answers: list[Answer], stage: Stage) -> Uniformity:
+def judge(answers: list[SampledAnswer], stage: Stage) -> Uniformity:
     """All tokens but the greedy requests'."""
     test = Uniformity(seed=SEED)
     grammar = None
@@ -452,7 +452,7 @@ def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict
     figures: dict[str, Any] = {"setting": setting.name, "runner": options.runner or "v1"}
     with started(setting, stage, options.runner) as engine:
         torch.manual_seed(SEED)
-        sampler = Sampler(engine, setting, stage, SEED)
+        sampler = SteppedEngine(engine, setting, stage, SEED)
         answers = sampler.sample(options.tokens)
         counters = engine.counters()
         figures["seen"] = {name: count for name, count in sampler.seen.items() if count}

@@ -151,7 +151,7 @@ def work(
 # ---- the comparison
 
 
-class Arm:
+class TreeArm:
     """A process that draws drafts with one tree's code.
 
     It runs that tree's own copy of this script, which knows the names that its modules have there.
@@ -204,11 +204,14 @@ def compare(
         settings += ["--context", str(options.context)]
         before = "new"
         after = "context"
-        arms = {before: Arm("new", here, settings), after: Arm("context", here, settings)}
+        arms = {before: TreeArm("new", here, settings), after: TreeArm("context", here, settings)}
     else:
         before = "old"
         after = "new"
-        arms = {before: Arm("new", Path(options.old), settings), after: Arm("new", here, settings)}
+        arms = {
+            before: TreeArm("new", Path(options.old), settings),
+            after: TreeArm("new", here, settings),
+        }
     rows = []
     for batch in BATCHES:
         seconds: dict[str, list[float]] = {name: [] for name in arms}

@@ -115,7 +115,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Actor:
+class PaperActor:
     """An actor, and how many GPUs one copy of it is spread over in training (tensor x pipeline
     parallel).
     """
@@ -126,14 +126,14 @@ class Actor:
 
 # The shapes of Llama 3.1, which its model cards give.
 ACTORS = {
-    "8B": Actor(ModelSizes(4096, 32, 32, 8, 128, 14336, 128256), 4),
-    "70B": Actor(ModelSizes(8192, 80, 64, 8, 128, 28672, 128256), 16),
-    "405B": Actor(ModelSizes(16384, 126, 128, 8, 128, 53248, 128256), 128),
+    "8B": PaperActor(ModelSizes(4096, 32, 32, 8, 128, 14336, 128256), 4),
+    "70B": PaperActor(ModelSizes(8192, 80, 64, 8, 128, 28672, 128256), 16),
+    "405B": PaperActor(ModelSizes(16384, 126, 128, 8, 128, 53248, 128256), 128),
 }
 
 
 @dataclass(frozen=True)
-class Step:
+class PaperStep:
     """One PPO step on paper. Seconds of phases that follow each other; bytes that move in all."""
 
     gpus: int
@@ -170,8 +170,8 @@ class Step:
 
 
 def step_on_paper(
-    actor: Actor, heads: HeadsConfig, gpus: int, given: Assumptions, work: Workload
-) -> Step | None:
+    actor: PaperActor, heads: HeadsConfig, gpus: int, given: Assumptions, work: Workload
+) -> PaperStep | None:
     """None when the states of training or the engine's weights do not fit into so many GPUs."""
     model = actor.sizes
     states = (
@@ -189,7 +189,7 @@ def step_on_paper(
     weights = BFLOAT16 * model.parameters
     tables = BFLOAT16 * (1 + int(heads.needs_embedding)) * model.vocab * model.hidden
     network = given.network_bytes_per_s * given.network_share
-    before = Step(
+    before = PaperStep(
         gpus,
         ranks,
         generate_s=generate_seconds(model, heads, engines, ranks, given, work, given.drafts),
@@ -332,7 +332,7 @@ def companion_flops(heads: HeadsConfig, tokens: int, given: Assumptions, work: W
     )
 
 
-def table(kind: Kind, given: Assumptions, work: Workload) -> list[tuple[str, Step]]:
+def table(kind: Kind, given: Assumptions, work: Workload) -> list[tuple[str, PaperStep]]:
     rows = []
     for name, actor in ACTORS.items():
         heads = HeadsSection(kind=kind).sizes(
@@ -345,7 +345,7 @@ def table(kind: Kind, given: Assumptions, work: Workload) -> list[tuple[str, Ste
     return rows
 
 
-def markdown(rows: list[tuple[str, Step]]) -> list[str]:
+def markdown(rows: list[tuple[str, PaperStep]]) -> list[str]:
     out = [
         (
             "| actor | GPUs | GPUs per engine | generate s | score + update s | sync + tap + swap s"
@@ -366,7 +366,7 @@ def markdown(rows: list[tuple[str, Step]]) -> list[str]:
     return out
 
 
-def verdict(rows: list[tuple[str, Step]]) -> list[str]:
+def verdict(rows: list[tuple[str, PaperStep]]) -> list[str]:
     """Where the companion takes more than its share, and what share of the positions it could train
     on there.
     """

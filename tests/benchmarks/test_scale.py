@@ -136,7 +136,9 @@ def test_the_command(scale: ModuleType, tmp_path: Path) -> None:
     assert "| 405B | 1024 |" in done.stdout and "Companion within 3 %" in done.stdout
     written = json.loads(out.read_text())
     assert written["assumptions"]["accepted"] == 1.5 and written["workload"]["epochs"] == 2
-    assert {field.name for field in dataclasses.fields(scale.Step)} <= written["rows"][0].keys()
+    assert {field.name for field in dataclasses.fields(scale.PaperStep)} <= written["rows"][
+        0
+    ].keys()
     wrong = subprocess.run(
         [*command, "--set", "acepted=1"], capture_output=True, text=True, check=False
     )

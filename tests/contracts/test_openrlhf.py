@@ -198,7 +198,7 @@ def test_rows_are_those_of_openrlhfs_own_experiences():
     assert rows == [([5, 6], [1, 2])] and spans == [(0, 1, 3)]
 
 
-class Wrapper(torch.nn.Module):
+class EngineWrapper(torch.nn.Module):
     """In the place of DeepSpeed's engine, which needs a process group: the model is its
     `module`.
     """
@@ -222,7 +222,7 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     actor = Actor.__new__(Actor)
     torch.nn.Module.__init__(actor)
-    actor.model = Wrapper(model)
+    actor.model = EngineWrapper(model)
     actor.packing_samples = False
     actor.temperature = 1.0
     actor.is_vlm = False

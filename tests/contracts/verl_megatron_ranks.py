@@ -96,7 +96,7 @@ def engine_of(model: Any, packed: bool) -> MegatronEngineWithLMHead:
     return engine
 
 
-class Actor:
+class RankActor:
     """In the place of verl's TrainingWorker, whose start needs CUDA: its engine, and its answer on
     the rank that has one.
     """
@@ -113,7 +113,7 @@ class Actor:
 
 def worker_of(engine: MegatronEngineWithLMHead) -> MedusaActorRolloutRefWorker:
     worker = object.__new__(MedusaActorRolloutRefWorker)
-    worker.actor = Actor(engine)
+    worker.actor = RankActor(engine)
     worker.enable_routing_replay = False
     rollout = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1)
     worker.config = SimpleNamespace(
@@ -167,7 +167,7 @@ def unchanged(source: Any) -> dict[str, Any]:
         model = cpu.gpt(own_attention=True, tp=2)
         cpu.load_llama(model, source)
         engine = engine_of(model.eval(), True)
-        plain = Actor(engine).infer_batch(batch(ROWS, **settings))
+        plain = RankActor(engine).infer_batch(batch(ROWS, **settings))
         tapped = worker_of(engine).compute_log_prob(batch(ROWS, **settings))
     if plain is None or tapped is None:
         return {"same": plain is tapped}

@@ -36,7 +36,7 @@ def orthonormal_rows() -> torch.Tensor:
     return rows_DD / D**0.5
 
 
-class Actor:
+class ChainActor:
     """A Markov chain over tokens: the hidden state holds the last token, lm_head reads log p of the
     next one from it exactly.
 
@@ -73,9 +73,11 @@ class Actor:
         return self.state_VD[row_M], response_M, self.p_VV[row_M, response_M].log()
 
 
-def train(kind: str, loss: str, *, seed: int = 0, epochs: int = 12) -> tuple[MedusaHeads, Actor]:
+def train(
+    kind: str, loss: str, *, seed: int = 0, epochs: int = 12
+) -> tuple[MedusaHeads, ChainActor]:
     torch.manual_seed(seed)
-    actor = Actor()
+    actor = ChainActor()
     lengths_S = torch.full((ROWS // 50,), 50)
     hidden_MD, response_M, logprobs_M = actor.rollouts(1, lengths_S)
     segment_M = segments_from_lengths(lengths_S)
@@ -111,7 +113,7 @@ def train(kind: str, loss: str, *, seed: int = 0, epochs: int = 12) -> tuple[Med
     return heads, actor
 
 
-def judge(heads: MedusaHeads, actor: Actor) -> tuple[ReplayResult, ReplayResult]:
+def judge(heads: MedusaHeads, actor: ChainActor) -> tuple[ReplayResult, ReplayResult]:
     """Replay on rollouts that were not trained on: one-hot and sampled drafts."""
     lengths_S = torch.full((40,), 50)
     hidden_MD, response_M, logprobs_M = actor.rollouts(2, lengths_S)
@@ -131,7 +133,7 @@ def judge(heads: MedusaHeads, actor: Actor) -> tuple[ReplayResult, ReplayResult]
 @pytest.fixture(scope="module")
 def untrained() -> float:
     torch.manual_seed(0)
-    return judge(MedusaHeads(HeadsConfig(D, V, K)), Actor())[0].mean_acceptance_length
+    return judge(MedusaHeads(HeadsConfig(D, V, K)), ChainActor())[0].mean_acceptance_length
 
 
 @pytest.mark.parametrize("loss", ["ce", "tv", "ce_tv", "kl"])

@@ -41,12 +41,12 @@ from typing import Any
 
 import chaos_hook
 from chaos_kinds import KINDS, Kind
-from chaos_scene import MOUNTED, STEPS, NotPossible, Outcome, Scene, outcome_of, unreadable
+from chaos_scene import MOUNTED, STEPS, ChaosScene, NotPossible, RunOutcome, outcome_of, unreadable
 
 HERE = Path(__file__).resolve()
 
 
-def faults_of(kind: Kind, run_dir: Path, undisturbed: Outcome) -> list[str]:
+def faults_of(kind: Kind, run_dir: Path, undisturbed: RunOutcome) -> list[str]:
     """What is wrong after a run; empty when nothing is."""
     found = outcome_of(run_dir)
     wrong = list[str]()
@@ -89,13 +89,13 @@ class Suite:
         self._keep = keep
         self._count = 0
         self._actor = make_tiny_actor(home / "actor")
-        self._undisturbed: dict[str, Outcome] = {}
+        self._undisturbed: dict[str, RunOutcome] = {}
 
     def try_once(self, kind: Kind, tally: Tally) -> None:
         reference = self._reference(kind)
         began = time.monotonic()
         self._count += 1
-        scene = Scene(
+        scene = ChaosScene(
             self._home / f"{self._count}", self._actor, kind.engine, self._seed * 1000 + self._count
         )
         try:
@@ -115,11 +115,11 @@ class Suite:
         if not self._keep and not tally.wrong:
             shutil.rmtree(scene.folder, ignore_errors=True)
 
-    def _reference(self, kind: Kind) -> Outcome:
+    def _reference(self, kind: Kind) -> RunOutcome:
         """The undisturbed run; heads are compared only with the same settings."""
         which = "vllm" if kind.engine == "vllm" else "here"
         if which not in self._undisturbed:
-            scene = Scene(self._home / f"u-{which}", self._actor, which, 0)
+            scene = ChaosScene(self._home / f"u-{which}", self._actor, which, 0)
             if which == "vllm":
                 from watched import WatchedRun
 
@@ -201,8 +201,8 @@ def own_ray(home: Path) -> Iterator[None]:
 def child(file: str, resume: bool) -> None:
     """What `Child` starts."""
     values = json.loads(Path(file).read_text())
-    scene = Scene.__new__(Scene)
-    Scene.__init__(
+    scene = ChaosScene.__new__(ChaosScene)
+    ChaosScene.__init__(
         scene,
         Path(values["folder"]) / f"child-{os.getpid()}",
         Path(values["actor"]),

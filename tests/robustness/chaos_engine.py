@@ -87,7 +87,7 @@ class Writer:
         return digest
 
 
-class StandIn(base.RolloutEngine):
+class ChaosEngine(base.RolloutEngine):
     """In the run's own process. It can take a broadcast actor.
 
     Attributes:
@@ -99,7 +99,7 @@ class StandIn(base.RolloutEngine):
         self._stop = stop
         self.max_drafts = MAX_DRAFTS
         self.num_drafts = MAX_DRAFTS
-        self.before_receiving: Callable[[StandIn], None] = lambda engine: None
+        self.before_receiving: Callable[[ChaosEngine], None] = lambda engine: None
         self.group: Group | None = None
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
@@ -191,7 +191,7 @@ class StandInServer(ServerEngine):
         return f"http://127.0.0.1:{port}"
 
 
-class Workers:
+class ChaosWorkers:
     """What `/collective_rpc` reaches: of our worker extension as much as a run asks for."""
 
     def __init__(self, writer: Writer) -> None:
@@ -237,7 +237,7 @@ class Handler(BaseHTTPRequestHandler):
     """One request. `writer`, `workers`, `orders` and `token` are set by `serve`."""
 
     writer: Writer
-    workers: Workers
+    workers: ChaosWorkers
     orders: Path
     token = ""
     lock = threading.Lock()
@@ -317,7 +317,7 @@ class Server(ThreadingHTTPServer):
 def serve(port: int, model_path: str, orders: Path) -> None:
     end_with_parent()
     Handler.writer = Writer(model_path)
-    Handler.workers = Workers(Handler.writer)
+    Handler.workers = ChaosWorkers(Handler.writer)
     Handler.orders = orders
     Handler.token = os.environ.get("TOKEN", "")
     Server(("127.0.0.1", port), Handler).serve_forever()

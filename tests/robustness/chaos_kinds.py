@@ -18,7 +18,7 @@ from unittest import mock
 
 import chaos_hook
 import psutil
-from chaos_scene import BACK_S, STEPS, Child, Scene, cmdline_of, cut, flip
+from chaos_scene import BACK_S, STEPS, ChaosScene, Child, cmdline_of, cut, flip
 
 DISK_MIB = 24
 
@@ -36,7 +36,7 @@ class Kind:
     """
 
     name: str
-    undergo: Callable[[Scene], None]
+    undergo: Callable[[ChaosScene], None]
     told: str = ""
     heads: bool = True
     engine: str = "here"
@@ -45,37 +45,37 @@ class Kind:
 # ---- the kinds: companion
 
 
-def companion_killed(scene: Scene) -> None:
+def companion_killed(scene: ChaosScene) -> None:
     scene.strike_companion(signal.SIGKILL)
     scene.run()
 
 
-def companion_stopped(scene: Scene) -> None:
+def companion_stopped(scene: ChaosScene) -> None:
     scene.changes = {"companion": {"wait": False}}  # Who waits for it would wait for ten minutes.
     scene.strike_companion(signal.SIGSTOP)
     scene.run()
 
 
-def companion_worker_killed(scene: Scene) -> None:
+def companion_worker_killed(scene: ChaosScene) -> None:
     scene.changes = {"companion": {"workers": 2}}
     scene.strike_companion(signal.SIGKILL, title="ray::Member")
     scene.run()
 
 
-def companion_worker_stopped(scene: Scene) -> None:
+def companion_worker_stopped(scene: ChaosScene) -> None:
     scene.changes = {"companion": {"workers": 2, "wait": False}}
     scene.strike_companion(signal.SIGSTOP, title="ray::Member")
     scene.run()
 
 
-def companion_state_truncated(scene: Scene) -> None:
+def companion_state_truncated(scene: ChaosScene) -> None:
     scene.strike_companion(
         signal.SIGKILL, lambda: cut(scene.run_dir / "companion" / "companion.safetensors")
     )
     scene.run()
 
 
-def companion_state_flipped(scene: Scene) -> None:
+def companion_state_flipped(scene: ChaosScene) -> None:
     scene.strike_companion(
         signal.SIGKILL,
         lambda: flip(scene.run_dir / "companion" / "companion.safetensors", scene.random),
@@ -83,12 +83,12 @@ def companion_state_flipped(scene: Scene) -> None:
     scene.run()
 
 
-def ordered(order: str, back: bool, last: int = STEPS - 4) -> Callable[[Scene], None]:
+def ordered(order: str, back: bool, last: int = STEPS - 4) -> Callable[[ChaosScene], None]:
     """The companion does by itself what is ordered, at its next batch or version; given at a random
     step from 1 to `last`.
     """
 
-    def undergo(scene: Scene) -> None:
+    def undergo(scene: ChaosScene) -> None:
         step = scene.moment(1, last)
         file = Path(os.environ[chaos_hook.ORDERS])
         pids = list[int]()
@@ -115,8 +115,10 @@ def ordered(order: str, back: bool, last: int = STEPS - 4) -> Callable[[Scene], 
     return undergo
 
 
-def head_file_damaged(harm: Callable[[Path, random.Random], object]) -> Callable[[Scene], None]:
-    def undergo(scene: Scene) -> None:
+def head_file_damaged(
+    harm: Callable[[Path, random.Random], object],
+) -> Callable[[ChaosScene], None]:
+    def undergo(scene: ChaosScene) -> None:
         from medusa_ppo.plugin.installer import HeadsInstaller
 
         swap = HeadsInstaller._swap
@@ -135,7 +137,7 @@ def head_file_damaged(harm: Callable[[Path, random.Random], object]) -> Callable
     return undergo
 
 
-def clock_jumps(scene: Scene) -> None:
+def clock_jumps(scene: ChaosScene) -> None:
     """The driver's clock goes a day ahead and two back, and all that the companion wrote until then
     is of a day that is to come.
     """
@@ -165,8 +167,8 @@ def clock_jumps(scene: Scene) -> None:
 # ---- engines
 
 
-def engine_signalled(number: signal.Signals) -> Callable[[Scene], None]:
-    def undergo(scene: Scene) -> None:
+def engine_signalled(number: signal.Signals) -> Callable[[ChaosScene], None]:
+    def undergo(scene: ChaosScene) -> None:
         import chaos_engine
 
         later_s = scene.random.uniform(0, 0.3)
@@ -182,8 +184,8 @@ def engine_signalled(number: signal.Signals) -> Callable[[Scene], None]:
     return undergo
 
 
-def engine_answers(order: str) -> Callable[[Scene], None]:
-    def undergo(scene: Scene) -> None:
+def engine_answers(order: str) -> Callable[[ChaosScene], None]:
+    def undergo(scene: ChaosScene) -> None:
         scene.at(scene.moment(), "generate", lambda: scene.orders.write_text(order))
         scene.run()
         assert not scene.orders.exists(), "nobody asked the engine"
@@ -191,7 +193,7 @@ def engine_answers(order: str) -> Callable[[Scene], None]:
     return undergo
 
 
-def broadcast_breaks(scene: Scene) -> None:
+def broadcast_breaks(scene: ChaosScene) -> None:
     from heads.errors import SwapError
 
     def breaks(engine: Any) -> None:
@@ -208,7 +210,7 @@ def broadcast_breaks(scene: Scene) -> None:
 # ---- the run itself
 
 
-def gpu_error(scene: Scene) -> None:
+def gpu_error(scene: ChaosScene) -> None:
     import torch
 
     def raise_it() -> None:
@@ -219,7 +221,7 @@ def gpu_error(scene: Scene) -> None:
     scene.run(resume=True)
 
 
-def stop_at(scene: Scene, step: int) -> None:
+def stop_at(scene: ChaosScene, step: int) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
@@ -227,12 +229,14 @@ def stop_at(scene: Scene, step: int) -> None:
     scene.stops(KeyboardInterrupt)
 
 
-def checkpoint_damaged(harm: Callable[[Path, random.Random], object]) -> Callable[[Scene], None]:
+def checkpoint_damaged(
+    harm: Callable[[Path, random.Random], object],
+) -> Callable[[ChaosScene], None]:
     """The last checkpoint (and its link among those that are kept) has other bytes: the run goes on
     from the one before.
     """
 
-    def undergo(scene: Scene) -> None:
+    def undergo(scene: ChaosScene) -> None:
         stop_at(scene, 5)
         files = sorted(
             path
@@ -245,7 +249,7 @@ def checkpoint_damaged(harm: Callable[[Path, random.Random], object]) -> Callabl
     return undergo
 
 
-def metrics_damaged(scene: Scene) -> None:
+def metrics_damaged(scene: ChaosScene) -> None:
     """A bit of a line in the middle, and half of the last line."""
     stop_at(scene, 5)
     file = scene.run_dir / "metrics.jsonl"
@@ -256,7 +260,7 @@ def metrics_damaged(scene: Scene) -> None:
     scene.run(resume=True)
 
 
-def tracker_hangs(scene: Scene) -> None:
+def tracker_hangs(scene: ChaosScene) -> None:
     from medusa_ppo.ppo import session
     from medusa_ppo.reports.trackers import TrackerGroup
 
@@ -273,7 +277,7 @@ def tracker_hangs(scene: Scene) -> None:
 # ---- disks
 
 
-def disk_full(scene: Scene) -> None:
+def disk_full(scene: ChaosScene) -> None:
     """A file system of a few MiB, filled for some steps."""
     scene.out.mkdir()
     scene.mount("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(scene.out))
@@ -291,7 +295,7 @@ def disk_full(scene: Scene) -> None:
     save_outside(scene)
 
 
-def read_only(scene: Scene) -> None:
+def read_only(scene: ChaosScene) -> None:
     """Nothing can be written into the run's folder for some steps; the file of metrics, which is
     open, is written on.
     """
@@ -312,7 +316,7 @@ def read_only(scene: Scene) -> None:
     scene.run()
 
 
-def disk_slow(scene: Scene) -> None:
+def disk_slow(scene: ChaosScene) -> None:
     """Each flush to the disk takes a third of a second for some steps."""
     fsync = os.fsync
     step = scene.moment()
@@ -327,18 +331,20 @@ def disk_slow(scene: Scene) -> None:
     scene.run()
 
 
-def save_outside(scene: Scene) -> None:
+def save_outside(scene: ChaosScene) -> None:
     """Take the run's folder off its small disk."""
     shutil.copytree(scene.run_dir, scene.folder / "kept" / "run", symlinks=True)
     scene.out = scene.folder / "kept"
 
 
-def in_child(strike: Callable[[Child], object], codes: tuple[int, ...]) -> Callable[[Scene], None]:
+def in_child(
+    strike: Callable[[Child], object], codes: tuple[int, ...]
+) -> Callable[[ChaosScene], None]:
     """Something is done to a child at a random moment of a random step; where that ends it, it is
     resumed.
     """
 
-    def undergo(scene: Scene) -> None:
+    def undergo(scene: ChaosScene) -> None:
         child = Child(scene)
         try:
             child.wait_for_step(scene.moment())
@@ -370,10 +376,10 @@ def kill_raylet(child: Child) -> None:
             process.kill()
 
 
-def vllm_signalled(number: signal.Signals) -> Callable[[Scene], None]:
+def vllm_signalled(number: signal.Signals) -> Callable[[ChaosScene], None]:
     """A real engine in Ray."""
 
-    def undergo(scene: Scene) -> None:
+    def undergo(scene: ChaosScene) -> None:
         from watched import WatchedRun
 
         patience = (

@@ -34,7 +34,7 @@ UNEQUAL = re.compile(
 """Figures that the clock or the companion decides."""
 
 
-class Scene:
+class ChaosScene:
     """A run folder, the runs in it, and what is done to them at which moment. It listens to a run
     as a ProgressSink does.
     """
@@ -199,7 +199,7 @@ def cmdline_of(process: psutil.Process) -> list[str]:
         return []
 
 
-def listener(scene: Scene) -> Any:
+def listener(scene: ChaosScene) -> Any:
     """A ProgressSink that tells the scene."""
     from medusa_ppo.ppo.run_progress import ProgressSink
 
@@ -211,7 +211,7 @@ def listener(scene: Scene) -> Any:
 
 
 @contextlib.contextmanager
-def patches(scene: Scene) -> Iterator[None]:
+def patches(scene: ChaosScene) -> Iterator[None]:
     """The engine that stands in, and less patience than a run has."""
     import chaos_engine
 
@@ -234,7 +234,7 @@ def patches(scene: Scene) -> Iterator[None]:
         def one(index: int) -> Any:
             if scene.engine == "server":
                 return chaos_engine.StandInServer(model, heads, config, seed)
-            scene.stand_in = chaos_engine.StandIn(
+            scene.stand_in = chaos_engine.ChaosEngine(
                 model, plan_launch(model, heads, config, seed).stop_ids
             )
             return scene.stand_in
@@ -263,7 +263,7 @@ def patches(scene: Scene) -> Iterator[None]:
 class Child:
     """`run_ppo` in a process of its own, with a Ray of its own."""
 
-    def __init__(self, scene: Scene, *more: str) -> None:
+    def __init__(self, scene: ChaosScene, *more: str) -> None:
         file = scene.folder / "child.json"
         file.write_text(
             json.dumps(
@@ -324,7 +324,7 @@ def flip(file: Path, generator: random.Random) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What a finished run left."""
 
     figures: list[dict[str, Any]]
@@ -333,7 +333,7 @@ class Outcome:
     report: str
 
 
-def outcome_of(run_dir: Path) -> Outcome:
+def outcome_of(run_dir: Path) -> RunOutcome:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     figures = [
         {name: value for name, value in line.items() if not UNEQUAL.search(name)} for line in lines
@@ -343,7 +343,7 @@ def outcome_of(run_dir: Path) -> Outcome:
     }
     sums = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     heads = hashlib.sha256((run_dir / "heads-final" / "model.safetensors").read_bytes()).hexdigest()
-    return Outcome(figures, sums, heads, (run_dir / "report.md").read_text())
+    return RunOutcome(figures, sums, heads, (run_dir / "report.md").read_text())
 
 
 def unreadable(run_dir: Path) -> list[str]:

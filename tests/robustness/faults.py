@@ -46,7 +46,7 @@ ENDLESS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Kind:
+class FaultKind:
     """A fault: which process it hits, and with what signal."""
 
     name: str
@@ -55,9 +55,9 @@ class Kind:
 
 
 KINDS = (
-    Kind("companion killed", "companion", signal.SIGKILL),
-    Kind("companion stopped", "companion", signal.SIGSTOP),
-    Kind("engine killed", "engine", signal.SIGKILL),
+    FaultKind("companion killed", "companion", signal.SIGKILL),
+    FaultKind("companion stopped", "companion", signal.SIGSTOP),
+    FaultKind("engine killed", "engine", signal.SIGKILL),
 )
 
 
@@ -72,7 +72,9 @@ class Record:
     steps_meanwhile: int
 
 
-def inflict(run: WatchedRun, kind: Kind, moment_s: float, write: Callable[[str], object]) -> Record:
+def inflict(
+    run: WatchedRun, kind: FaultKind, moment_s: float, write: Callable[[str], object]
+) -> Record:
     """Hit the run once, after `moment_s`, and wait until it has recovered."""
     time.sleep(moment_s)
     before = run.steps()[-1]

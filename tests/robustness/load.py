@@ -59,7 +59,7 @@ Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Answer:
+class LoadAnswer:
     """One request's: which prompt, from when to when (seconds), its tokens, what failed, and
     whether swaps went on.
     """
@@ -116,7 +116,7 @@ class Actors:
             likeliest[first + place - 1] == tokens[place] for place in range(start, len(tokens))
         )
 
-    def is_right(self, answer: Answer, served: Sequence[int]) -> bool:
+    def is_right(self, answer: LoadAnswer, served: Sequence[int]) -> bool:
         """Whether it is an answer of these actors, one after the other."""
         expected = [self.expected[actor][answer.prompt] for actor in served]
         if len(answer.tokens) != NEW_TOKENS or len(served) == 1:
@@ -218,7 +218,7 @@ class Swapper(threading.Thread):
         seconds = call(file, self._version).seconds
         return Change(began, time.monotonic(), seconds, actor)
 
-    def served(self, answer: Answer) -> list[int]:
+    def served(self, answer: LoadAnswer) -> list[int]:
         """The actors that may have served a request, in their order."""
         before = [sync.actor for sync in self.syncs if sync.ended <= answer.began][-1:]
         return before + [
@@ -234,7 +234,7 @@ async def ask(
     prompts: Sequence[Sequence[int]],
     index: int,
     swapper: Swapper,
-) -> Answer:
+) -> LoadAnswer:
     """One request."""
     prompt = index % len(prompts)
     began = time.monotonic()
@@ -254,7 +254,7 @@ async def ask(
         tokens = tuple(answer.json()["choices"][0]["token_ids"])
     except (httpx.HTTPError, LookupError, ValueError) as problem:
         error = repr(problem)
-    return Answer(prompt, began, time.monotonic(), tokens, error, swapping)
+    return LoadAnswer(prompt, began, time.monotonic(), tokens, error, swapping)
 
 
 async def load(
@@ -264,11 +264,11 @@ async def load(
     requests: int,
     at_once: int,
     stretch_s: float,
-) -> list[Answer]:
+) -> list[LoadAnswer]:
     """So many requests, `at_once` of them on their way at any time; swaps go on in every second
     stretch.
     """
-    answers: list[Answer] = []
+    answers: list[LoadAnswer] = []
     numbers = iter(range(requests))
     over = asyncio.Event()
 
@@ -297,7 +297,7 @@ async def load(
     return answers
 
 
-def percentiles(answers: Sequence[Answer]) -> list[float]:
+def percentiles(answers: Sequence[LoadAnswer]) -> list[float]:
     """Milliseconds at PERCENTILES."""
     if len(answers) < 2:
         return [math.nan] * len(PERCENTILES)
@@ -307,7 +307,7 @@ def percentiles(answers: Sequence[Answer]) -> list[float]:
     return [cuts[percentile - 1] for percentile in PERCENTILES]
 
 
-def beside(answers: Sequence[Answer], changes: Sequence[Change]) -> list[Answer]:
+def beside(answers: Sequence[LoadAnswer], changes: Sequence[Change]) -> list[LoadAnswer]:
     """Those that were on their way when something came in."""
     return [
         answer
@@ -316,11 +316,11 @@ def beside(answers: Sequence[Answer], changes: Sequence[Change]) -> list[Answer]
     ]
 
 
-def pairs(answers: Sequence[Answer], stretch_s: float) -> list[tuple[list[float], list[float]]]:
+def pairs(answers: Sequence[LoadAnswer], stretch_s: float) -> list[tuple[list[float], list[float]]]:
     """Percentiles of each stretch without swaps and of the one after it, with them; short ones at
     the end are left out.
     """
-    stretches: list[list[Answer]] = [[]]
+    stretches: list[list[LoadAnswer]] = [[]]
     for answer in sorted(answers, key=lambda answer: answer.began):
         if stretches[-1] and stretches[-1][-1].swapping != answer.swapping:
             stretches.append([])
@@ -347,7 +347,11 @@ def took(name: str, changes: Sequence[Change]) -> str:
 
 
 def report(
-    answers: Sequence[Answer], swapper: Swapper, actors: Actors, accepted: float, stretch_s: float
+    answers: Sequence[LoadAnswer],
+    swapper: Swapper,
+    actors: Actors,
+    accepted: float,
+    stretch_s: float,
 ) -> dict[str, Any]:
     """Figures, and the table that is printed."""
     failed = [answer for answer in answers if answer.error]

@@ -35,7 +35,7 @@ def test_what_differs_from_the_undisturbed_run_is_wrong(
 ) -> None:
     monkeypatch.setattr(chaos, "unreadable", lambda run_dir: [])
     figures = [{"step": step, "entropy": 0.1 * step} for step in range(chaos.STEPS)]
-    same = chaos.Outcome(figures, {"actor": "a"}, "h", "An engine was lost and started again")
+    same = chaos.RunOutcome(figures, {"actor": "a"}, "h", "An engine was lost and started again")
     kind = chaos.Kind("a kind", lambda scene: None, "engine was lost")
 
     def wrong(**changes: Any) -> list[str]:

@@ -93,7 +93,7 @@ def causal_mask() -> torch.Tensor:
     return torch.triu(torch.ones(1, 1, T, T, dtype=torch.bool), diagonal=1)
 
 
-class Companion:
+class KeepingCompanion:
     """Stands for the companion's client: keeps what it is given. The real one is a process of its
     own, tested elsewhere.
     """
@@ -121,7 +121,7 @@ def score(
         with actor.tap():
             forward()
         return {"reports": False}
-    companion = Companion()
+    companion = KeepingCompanion()
     plugin = MedusaPlugin(SimpleNamespace(), companion, choices=False)  # type: ignore[arg-type]
     plugin.rollout_ready(batch.rollouts)
     with plugin.actor_forward(actor, batch.mask_BT if mask_BT is None else mask_BT, range(4)):

@@ -127,7 +127,7 @@ def test_exactly_one_forward_belongs_into_a_tap() -> None:
 
 
 def test_wrapped_model_is_tapped_too() -> None:
-    class Wrapper(torch.nn.Module):
+    class ModuleWrapper(torch.nn.Module):
         def __init__(self, module: torch.nn.Module) -> None:
             super().__init__()
             self.module = module
@@ -135,7 +135,7 @@ def test_wrapped_model_is_tapped_too() -> None:
         def forward(self, **kwargs: torch.Tensor) -> torch.Tensor:
             return self.module(**kwargs).logits
 
-    model = Wrapper(tiny("qwen3", tied=False))
+    model = ModuleWrapper(tiny("qwen3", tied=False))
     ids_BT = torch.randint(0, VOCAB, (2, 4))
     with torch.no_grad(), hf.HiddenTap(model) as tap:
         logits_BTV = model(input_ids=ids_BT)

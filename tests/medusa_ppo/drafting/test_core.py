@@ -41,7 +41,7 @@ def random_heads(
     return heads
 
 
-class Actor:
+class TableActor:
     """lm_head and embedding table of an actor, and inputs that it gave."""
 
     def __init__(
@@ -60,7 +60,9 @@ class Actor:
         )
 
 
-def one_step(core: DraftingCore, slots: DraftSlots, actor: Actor, seeded: bool) -> torch.Tensor:
+def one_step(
+    core: DraftingCore, slots: DraftSlots, actor: TableActor, seeded: bool
+) -> torch.Tensor:
     """What a step asks for: noise, drafts, q kept."""
     count = actor.hidden_BD.shape[0]
     positions_B = torch.arange(count, device=actor.last_B.device)
@@ -74,7 +76,7 @@ def one_step(core: DraftingCore, slots: DraftSlots, actor: Actor, seeded: bool) 
     return drafted.ids_BK
 
 
-def teacher_logits(heads: MedusaHeads, actor: Actor, ids_BK: torch.Tensor) -> torch.Tensor:
+def teacher_logits(heads: MedusaHeads, actor: TableActor, ids_BK: torch.Tensor) -> torch.Tensor:
     condition_BK = torch.cat([actor.last_B[:, None], ids_BK[:, :-1]], dim=1)
     pairs = None
     if heads.config.context:  # Each stands at its only pair.
@@ -104,7 +106,7 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
         monkeypatch.setattr(products, "TABLE_ENTRIES", 0)
         monkeypatch.setattr(context, "TABLE_ENTRIES", 0)
     heads = random_heads(kind, lm_head, layers)
-    actor = Actor()
+    actor = TableActor()
     core = actor.core(heads)
     drafted = core.draft(actor.hidden_BD, actor.last_B, K)
     assert (
@@ -135,7 +137,7 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
 def test_q_is_the_replays_with_each_heads_own_temperature(kind: str) -> None:
     """Times the engine's, and after a load that of the new heads."""
     heads = random_heads(kind)
-    actor = Actor()
+    actor = TableActor()
     heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.5, 2.0]))
     core = actor.core(heads)
     core.use_temperature(0.5)
@@ -170,7 +172,7 @@ def test_q_is_the_replays_with_each_heads_own_temperature(kind: str) -> None:
 @pytest.mark.parametrize("form", ["hydra", "context"])
 def test_heads_that_change_draft_after_the_next_load(form: str) -> None:
     heads = random_heads(form)
-    actor = Actor()
+    actor = TableActor()
     core = actor.core(heads)
     core.draft(actor.hidden_BD, actor.last_B, K)
     for parameter in heads.parameters():
@@ -187,7 +189,7 @@ def test_heads_that_change_draft_after_the_next_load(form: str) -> None:
 @pytest.mark.parametrize("form", ["hydra", "context"])
 def test_bfloat16_heads_draft_close_to_the_trainers(form: str) -> None:
     heads = random_heads(form).bfloat16()
-    actor = Actor(dtype=torch.bfloat16)
+    actor = TableActor(dtype=torch.bfloat16)
     drafted = actor.core(heads).draft(
         actor.hidden_BD,
         actor.last_B,
@@ -203,7 +205,7 @@ def test_bfloat16_heads_draft_close_to_the_trainers(form: str) -> None:
 def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
     trials = 20_000
     heads = random_heads(kind)
-    actor = Actor(1)
+    actor = TableActor(1)
     slots = DraftSlots(trials, K, V, torch.device("cpu"))
     slots_B = torch.arange(trials)
     hidden_BD = actor.hidden_BD.expand(trials, D)
@@ -228,7 +230,7 @@ def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
 def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(kind: str) -> None:
     heads = random_heads(kind)
-    actor = Actor()
+    actor = TableActor()
     ids_W = torch.tensor([1, 3, 4, 8, 11])
     core = actor.core(heads)
     core.use_vocabulary(ids_W, lambda f: F.linear(f, actor.lm_head_VD[ids_W]))
@@ -252,7 +254,7 @@ def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(kind: str) -> None:
 def test_heads_are_held_once() -> None:
     """Their parameters are views of what is multiplied with, so new values need no second copy."""
     heads = random_heads("hydra")
-    actor = Actor()
+    actor = TableActor()
     fused_heads = actor.core(heads).fused
     held = {
         tensor.untyped_storage().data_ptr() for tensor in (fused_heads._in_RE, fused_heads._out_KRH)
@@ -264,13 +266,15 @@ def test_heads_are_held_once() -> None:
 
 def test_own_lm_heads_have_no_draft_vocabulary() -> None:
     with pytest.raises(ConfigError, match="lm_head=own"):
-        Actor().core(random_heads("medusa", "own")).use_vocabulary(torch.tensor([1]), lambda f: f)
+        TableActor().core(random_heads("medusa", "own")).use_vocabulary(
+            torch.tensor([1]), lambda f: f
+        )
 
 
 def test_a_seeded_draft_depends_on_nothing_else_in_the_batch() -> None:
     """Not on its place, not on its neighbours, not on the slot."""
     heads = random_heads("hydra")
-    actor = Actor(40)
+    actor = TableActor(40)
     core = actor.core(heads)
     keys_B = keys_of(range(40))
     positions_B = torch.arange(40) * 3
@@ -322,7 +326,7 @@ def test_operations_do_not_grow_with_requests(
     for seeded in (False, True):
         counts = []
         for batch in (1, 256):
-            actor = Actor(batch)
+            actor = TableActor(batch)
             core = actor.core(random_heads(form))
             slots = DraftSlots(256, K, V, torch.device("cpu"))
             with torch.inference_mode():
@@ -337,7 +341,7 @@ def test_operations_do_not_grow_with_requests(
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
 def test_the_call_compiles_whole(kind: str) -> None:
     heads = random_heads(kind)
-    actor = Actor()
+    actor = TableActor()
     core = actor.core(heads)
     eager, compiled = (DraftSlots(B, K, V, torch.device("cpu")) for _ in range(2))
     positions_B = torch.arange(B)

@@ -42,7 +42,7 @@ from medusa_ppo.drafting.memory import (
 from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.verify import DraftRows, Proposed, Rule, verify_rows
-from tests.medusa_ppo.drafting.test_core import Actor, D, K, V, random_heads
+from tests.medusa_ppo.drafting.test_core import D, K, TableActor, V, random_heads
 
 CPU = torch.device("cpu")
 PROMPT = (3, 1, 2)
@@ -278,11 +278,11 @@ def test_trust_finds_the_share_with_which_most_is_accepted() -> None:
 # ---- drafting from both
 
 
-class Stand:
+class MemoryStand:
     """Requests in one state, heads and a memory of some responses."""
 
     def __init__(self, batch: int, said: list[list[int]], form: str = "context") -> None:
-        self.actor = Actor(1)
+        self.actor = TableActor(1)
         self.batch = batch
         self.core: DraftingCore = self.actor.core(random_heads(form))
         self.memory = ResponseMemory(10**6)
@@ -311,12 +311,12 @@ class Stand:
 SAID = [[4, 5, 6, 7], [4, 5, 8], [4, 9]]
 
 
-def share_at(stand: Stand, length: int, q_V: torch.Tensor) -> float:
+def share_at(stand: MemoryStand, length: int, q_V: torch.Tensor) -> float:
     return float(stand.trust.share(cells_of(torch.tensor([length]), q_V.max()[None])))
 
 
 def test_q_is_the_mixture_and_its_parts_wait() -> None:
-    stand = Stand(200, SAID)
+    stand = MemoryStand(200, SAID)
     stand.actor.lm_head_VD /= 6  # Flat enough for any token.
     heads = stand.draft(None)
     mixed = stand.draft(stand.recall())
@@ -338,7 +338,7 @@ def test_q_is_the_mixture_and_its_parts_wait() -> None:
 
 
 def test_greedy_requests_and_draft_vocabularies() -> None:
-    stand = Stand(3, SAID)
+    stand = MemoryStand(3, SAID)
     assert torch.equal(
         stand.draft(stand.recall(), temperature=0.0).ids_BK,
         stand.draft(None, temperature=0.0).ids_BK,
@@ -356,7 +356,7 @@ def test_greedy_requests_and_draft_vocabularies() -> None:
 @pytest.mark.parametrize("honest", [True, False])
 def test_tokens_have_the_models_distribution(honest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with a q that leaves the memory out they have not."""
-    stand = Stand(MANY, SAID)
+    stand = MemoryStand(MANY, SAID)
     slots = DraftSlots(MANY, K, V, CPU)
     rows_B = torch.arange(MANY)
     ids_BK = stand.draft(stand.recall(), slots).ids_BK

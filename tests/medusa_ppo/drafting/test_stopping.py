@@ -13,17 +13,17 @@ from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.stopping import PARTS, TOPS, Stopping
 from medusa_ppo.drafting.verify import DraftRows, Proposed, Rule, verify_rows
-from tests.medusa_ppo.drafting.test_core import Actor, D, K, V, random_heads
+from tests.medusa_ppo.drafting.test_core import D, K, TableActor, V, random_heads
 
 CPU = torch.device("cpu")
 MANY = 60_000
 
 
-class Stand:
+class StoppingStand:
     """Requests in one state."""
 
     def __init__(self, batch: int, least: float) -> None:
-        self.actor = Actor(1)
+        self.actor = TableActor(1)
         self.batch = batch
         self.actor.lm_head_VD /= 6  # Flat enough for any token.
         self.core = self.actor.core(random_heads("hydra"))
@@ -44,7 +44,7 @@ def test_whether_a_draft_is_made_does_not_depend_on_it() -> None:
     """Of requests whose drafts before it are the same, all go on or none does, though they drew
     different ones.
     """
-    stand = Stand(4000, 0.2)
+    stand = StoppingStand(4000, 0.2)
     drafted = stand.draft(0)
     assert drafted.lengths_B is not None
     lengths_B = drafted.lengths_B
@@ -64,7 +64,7 @@ def test_whether_a_draft_is_made_does_not_depend_on_it() -> None:
 @pytest.mark.parametrize("honest", [True, False])
 def test_tokens_have_the_models_distribution(honest: bool) -> None:
     """And where a run ends before a draft because of that draft, they have not."""
-    stand = Stand(MANY, 0.2)
+    stand = StoppingStand(MANY, 0.2)
     slots = DraftSlots(MANY, K, V, CPU)
     rows_B = stand.rows_B
     drafted = stand.draft(1, slots)
@@ -108,7 +108,7 @@ def test_what_is_never_accepted_is_drafted_no_more_and_then_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stopping_file, "EXPLORE", 50)
-    stand = Stand(8, 0.1)
+    stand = StoppingStand(8, 0.1)
     for step in range(48):
         lengths_B = stand.draft(step).lengths_B
         assert lengths_B is not None

@@ -16,7 +16,7 @@ from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.colocated import AttachedEngine
 
 
-class Workers:
+class AttachedWorkers:
     """Two workers behind one call, as `collective_rpc` answers."""
 
     def __init__(self, kind: str = "medusa") -> None:
@@ -63,7 +63,7 @@ def test_what_was_fed_last_is_fed_again_even_when_the_published_file_is_gone(
     states: tuple[Path, Path],
 ):
     kept, published = states
-    workers = Workers()
+    workers = AttachedWorkers()
     engine = AttachedEngine(workers, kept)
     assert engine.feed_again().checksum == checksum({"w": torch.zeros(2)})
 
@@ -79,7 +79,7 @@ def test_what_was_fed_last_is_fed_again_even_when_the_published_file_is_gone(
 
 def test_heads_that_one_worker_refuses_are_not_kept(states: tuple[Path, Path]):
     kept, published = states
-    workers = Workers()
+    workers = AttachedWorkers()
     engine = AttachedEngine(workers, kept)
     workers.broken = True
     with pytest.raises(SwapError):
@@ -88,7 +88,7 @@ def test_heads_that_one_worker_refuses_are_not_kept(states: tuple[Path, Path]):
 
 
 def test_the_number_of_drafts_and_the_loops_own_sync_reach_the_workers(states: tuple[Path, Path]):
-    workers = Workers()
+    workers = AttachedWorkers()
     engine = AttachedEngine(
         workers, states[0], drafting={"num_drafts": 2, "sampled": True, "draft_temperature": 0.8}
     )
@@ -103,6 +103,6 @@ def test_the_number_of_drafts_and_the_loops_own_sync_reach_the_workers(states: t
 
 def test_an_engine_without_our_heads_and_a_call_to_generate_are_refused(states: tuple[Path, Path]):
     with pytest.raises(EngineError, match="does not draft with native heads"):
-        AttachedEngine(Workers(kind=""), states[0])
+        AttachedEngine(AttachedWorkers(kind=""), states[0])
     with pytest.raises(EngineError, match="belongs to another loop"):
-        AttachedEngine(Workers(), states[0]).generate([[1]], Sampling())
+        AttachedEngine(AttachedWorkers(), states[0]).generate([[1]], Sampling())

@@ -45,7 +45,7 @@ EMBEDDING = "model.embed_tokens.weight"
 PROMPTS = [[5, 6, 7, 8], [100, 200, 300]]
 
 
-class StandIn(RolloutEngine):
+class ReceivingEngine(RolloutEngine):
     """Receives for real and holds the tensors; refuses, dies or is silent on demand."""
 
     def __init__(self, index: int) -> None:
@@ -119,14 +119,14 @@ def stream_of(state: Mapping[str, torch.Tensor]) -> ActorStream:
 
 
 @pytest.fixture
-def make_pool() -> Iterator[Callable[..., tuple[BroadcastPool, list[StandIn]]]]:
+def make_pool() -> Iterator[Callable[..., tuple[BroadcastPool, list[ReceivingEngine]]]]:
     pools = []
 
-    def make(count: int, timeout_s: float = 5.0) -> tuple[BroadcastPool, list[StandIn]]:
-        started: list[StandIn] = []
+    def make(count: int, timeout_s: float = 5.0) -> tuple[BroadcastPool, list[ReceivingEngine]]:
+        started: list[ReceivingEngine] = []
 
-        def start(index: int) -> StandIn:
-            started.append(StandIn(index))
+        def start(index: int) -> ReceivingEngine:
+            started.append(ReceivingEngine(index))
             return started[-1]
 
         pools.append(BroadcastPool(start, count))
@@ -278,7 +278,7 @@ def test_a_broadcast_that_fails_goes_as_a_file(
 def test_a_files_engine_says_that_it_takes_no_broadcast() -> None:
     for call in (RolloutEngine.check_actor, RolloutEngine.join_transfer):
         with pytest.raises(EngineError, match="only from a file"):
-            call(StandIn(0), {})
+            call(ReceivingEngine(0), {})
 
 
 # ---- vLLM

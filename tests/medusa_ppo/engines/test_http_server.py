@@ -382,7 +382,7 @@ def test_a_server_that_was_started_here_is_asked_without_the_proxy_of_the_enviro
     server.close()
 
 
-class Workers(httpx.MockTransport):
+class ServerWorkers(httpx.MockTransport):
     """A server's worker with heads, as far as it is asked here; `process` says which one it is."""
 
     def __init__(self) -> None:
@@ -414,7 +414,9 @@ class Workers(httpx.MockTransport):
 
 def test_a_server_that_was_started_again_is_told_how_to_draft_and_waits_for_heads(ask) -> None:
     engine, _ = ask(silent)
-    engine._client = httpx.Client(base_url="http://me:pw@server", transport=(workers := Workers()))
+    engine._client = httpx.Client(
+        base_url="http://me:pw@server", transport=(workers := ServerWorkers())
+    )
     engine._take_stock({"sampled": True})
     engine.configure(num_drafts=1)
     engine.heads_version = engine.policy_version = workers.actor_version = 5

@@ -40,7 +40,7 @@ PROMPTS = [[index + 1] * (1 + index % 7) for index in range(40)]
 SAMPLING = Sampling(max_new_tokens=8, responses_per_prompt=2, seed=3)
 
 
-class StandIn(RolloutEngine):
+class EchoEngine(RolloutEngine):
     """Answers a prompt with its own tokens; slow, refusing or dead on demand. Real engines are
     tested on their own.
     """
@@ -131,19 +131,19 @@ class Factory:
 
     def __init__(self, *paces_s: float) -> None:
         self.paces_s = paces_s
-        self.started = list[StandIn]()
+        self.started = list[EchoEngine]()
         self.fails: set[int] = set()
         self.gate: threading.Event | None = None
 
-    def __call__(self, index: int) -> StandIn:
+    def __call__(self, index: int) -> EchoEngine:
         if self.gate is not None:
             self.gate.wait(10)
         if index in self.fails:
             raise EngineError(f"Engine {index} does not start.")
-        self.started.append(StandIn(index, self.paces_s[index]))
+        self.started.append(EchoEngine(index, self.paces_s[index]))
         return self.started[-1]
 
-    def of(self, index: int) -> list[StandIn]:
+    def of(self, index: int) -> list[EchoEngine]:
         return [engine for engine in self.started if engine.index == index]
 
 
@@ -175,7 +175,7 @@ def test_a_call_in_another_thread_ends_with_the_pool() -> None:
     again.
     """
 
-    class Busy(StandIn):
+    class Busy(EchoEngine):
         gone = threading.Event()
         asked = threading.Event()
 
@@ -216,7 +216,7 @@ def test_all_engines_tell_by_places_in_the_call_and_a_lost_one_is_told_again() -
 
 
 def test_one_engine_is_stopped_half_way_and_asked_again_where_it_was_lost() -> None:
-    class Partial(StandIn):
+    class Partial(EchoEngine):
         def generate_partly(self, prompts: Any, sampling: Sampling, partly: Partly) -> Rollouts:
             found = self.generate(prompts, sampling)
             return replace(
@@ -236,8 +236,8 @@ def test_one_engine_is_stopped_half_way_and_asked_again_where_it_was_lost() -> N
         assert pool.restarts == 1 and found.responses[1] == began[1] and found.generated_tokens == 1
     with EnginePool(Factory(0.0, 0.0), 2) as pool, pytest.raises(EngineError, match="half-way"):
         pool.generate_partly([[1], [2, 2]], Sampling(), Partly(began, 1))
-    with pytest.raises(EngineError, match="StandIn"):
-        StandIn(0).generate_partly([[1], [2, 2]], Sampling(), Partly(began, 1))
+    with pytest.raises(EngineError, match="EchoEngine"):
+        EchoEngine(0).generate_partly([[1], [2, 2]], Sampling(), Partly(began, 1))
 
 
 def test_pieces_hold_every_prompt_once_long_ones_first_and_shrink() -> None:
@@ -582,7 +582,7 @@ def test_replicas_have_addresses_of_their_own() -> None:
 
 def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
     host = EngineHost("model", None, EngineConfig(), 0, None)
-    host._engine = engine = StandIn(0)  # type: ignore[assignment]
+    host._engine = engine = EchoEngine(0)  # type: ignore[assignment]
     file = state_file(tmp_path, 3.0)
     receipt, state = host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 7, None)
     assert receipt == SwapReceipt(7, checksum(load_state(file)), 0.0)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 START_S = 400
 
 
-class Served:
+class ServedLoop:
     """It can be killed and started again, at the same address.
 
     Attributes:
@@ -117,7 +117,7 @@ class Served:
 def served(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server that has been started; the trainer's own patience waits for it."""
     monkeypatch.setenv("MEDUSA_PPO_TOKEN", "the-trainer-has-it-too")
-    server = Served(chain_actor, tmp_path)
+    server = ServedLoop(chain_actor, tmp_path)
     yield server
     if server._process.poll() is None:
         server.end(signal.SIGTERM, signal.SIGKILL)

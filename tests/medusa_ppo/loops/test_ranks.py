@@ -205,7 +205,7 @@ def test_a_process_that_dies_is_an_error_for_the_other_at_once(dies: int):
     assert isinstance(answer, Exception) and seconds < 60
 
 
-class Engine:
+class RankEngine:
     """In the place of the vLLM in each process (tests/medusa_ppo/loops/test_trl_grpo_ranks.py has
     the real ones): what it holds.
     """
@@ -251,12 +251,12 @@ class Engine:
         return True
 
 
-class Companion(RecordingCompanion):
+class RankCompanion(RecordingCompanion):
     """In the place of the companion: keeps what it is given, and has newer heads after the first
     batch.
     """
 
-    made: ClassVar[list[Companion]] = []
+    made: ClassVar[list[RankCompanion]] = []
 
     def __init__(
         self, heads: Any, *args: Any, initial_state: dict[str, torch.Tensor], **kwargs: Any
@@ -265,7 +265,7 @@ class Companion(RecordingCompanion):
         self.state = initial_state
         self.made_tables = 0
         self.shared = False
-        Companion.made.append(self)
+        RankCompanion.made.append(self)
 
     def update_lm_head(self, *args: Any, **kwargs: Any) -> None:
         self.made_tables += 1
@@ -284,12 +284,12 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
     """
     os.environ["OUT"] = str(out)
     attachment_module.local_ray = lambda **_: contextlib.nullcontext()  # type: ignore[assignment]
-    plugin_module.CompanionClient = Companion  # type: ignore[assignment,misc]
+    plugin_module.CompanionClient = RankCompanion  # type: ignore[assignment,misc]
     config = build_config({"heads": {"num_heads": 2}})
     attachment = Attachment(config, Ranks.here(config.model_dump(mode="json")))
     attachment.folder = out / "medusa"
     model = load_actor(actor_path)
-    engine = Engine()
+    engine = RankEngine()
     attachment.engine_arguments(model)
     attachment.attach_llm(engine)
     table = model.lm_head.weight.nbytes
@@ -325,7 +325,7 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
         attachment.updated(step + 1)
     attachment.end()
     attachment._home.close()  # This process ends by _exit, which runs nothing.
-    made = Companion.made
+    made = RankCompanion.made
     batches = [batch.lengths_S.tolist() for companion in made for batch in companion.batches]
     return {
         "seen": seen,

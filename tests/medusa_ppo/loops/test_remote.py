@@ -25,7 +25,7 @@ from medusa_ppo.reports.store import read_run
 from medusa_ppo.vllm_plugin.control_guard import TOKEN
 
 
-class Workers:
+class RemoteWorkers:
     """In the place of a vLLM that needs CUDA to be started as verl starts it: answers as our worker
     extension does.
     """
@@ -82,7 +82,7 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     load_heads(arguments["speculative_config"]["model"])
 
     actor = load_actor(chain_actor)
-    workers = Workers()
+    workers = RemoteWorkers()
     totals = iter([Counters(), Counters(10, 20, 5, (4, 1)), Counters(30, 60, 25, (16, 9))])
     attachment.attach(workers, lambda: next(totals))
     attachment.start()

@@ -69,7 +69,7 @@ def test_a_response_with_a_hole_is_passed_over():
     assert found == [None] and not mask.any()
 
 
-class Recorder:
+class RowRecorder:
     """Stands in for the plugin: taps and collects, and sends nothing anywhere."""
 
     def __init__(self, given: Rollouts) -> None:
@@ -106,7 +106,7 @@ def test_the_tap_collects_what_lm_head_reads_and_changes_nothing(model: LlamaFor
     rng = random.Random(1)
     ids, attention = padded([2, 0, 3, 1], rng)
     plain = model(input_ids=ids, attention_mask=attention).logits
-    recorder = Recorder(given)
+    recorder = RowRecorder(given)
     tap = ForwardTap(model, recorder)  # type: ignore[arg-type]
     tap.expect(given)
 
@@ -129,7 +129,7 @@ def test_the_tap_collects_what_lm_head_reads_and_changes_nothing(model: LlamaFor
 def test_a_pass_that_fails_leaves_no_tap_open(model: LlamaForCausalLM):
     given = rollouts()
     ids, attention = padded([2, 0, 3, 1], random.Random(2))
-    recorder = Recorder(given)
+    recorder = RowRecorder(given)
     tap = ForwardTap(model, recorder)  # type: ignore[arg-type]
     tap.expect(given)
     whole = model.model.embed_tokens.weight.data
@@ -152,7 +152,7 @@ def test_a_pass_with_the_adapter_off_is_the_reference_policys(model: LlamaForCau
     )
     given = rollouts()
     ids, attention = padded([2, 0, 3, 1], random.Random(1))
-    recorder = Recorder(given)
+    recorder = RowRecorder(given)
     tap = ForwardTap(adapted, recorder)  # type: ignore[arg-type]
     tap.expect(given)
     with adapted.disable_adapter():

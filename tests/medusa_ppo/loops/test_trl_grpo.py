@@ -22,7 +22,7 @@ from medusa_ppo.contract import metrics as names
 from medusa_ppo.reports.store import read_run
 
 if TYPE_CHECKING:
-    from tests.medusa_ppo.loops.conftest import Served
+    from tests.medusa_ppo.loops.conftest import ServedLoop
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -217,7 +217,7 @@ def test_switched_off_it_is_trls_own_trainer_on_vllm_to_the_bit(chain_actor: Pat
 @pytest.mark.slow
 @pytest.mark.engine
 def test_server_mode_feeds_a_server_that_was_started_before(
-    served: Served, chain_actor: Path, tmp_path: Path
+    served: ServedLoop, chain_actor: Path, tmp_path: Path
 ):
     medusa = {"heads": {"num_heads": 2, "path": str(served.heads)}, "companion": COMPANION}
     log = train("grpo", chain_actor, tmp_path / "run", medusa, max_steps=8, **served.settings)

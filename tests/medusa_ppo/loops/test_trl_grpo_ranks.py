@@ -25,7 +25,7 @@ from medusa_ppo.contract import metrics as names
 from medusa_ppo.reports.store import read_run
 
 if TYPE_CHECKING:
-    from tests.medusa_ppo.loops.conftest import Served
+    from tests.medusa_ppo.loops.conftest import ServedLoop
 
 ROOT = Path(__file__).resolve().parents[3]
 RATIO = "sampling/importance_sampling_ratio/mean"
@@ -248,7 +248,7 @@ def test_a_process_that_dies_ends_the_training_within_a_minute(chain_actor: Path
 
 
 def train_with_a_server(
-    served: Served, actor: Path, out: Path, steps: int, *, again: bool
+    served: ServedLoop, actor: Path, out: Path, steps: int, *, again: bool
 ) -> tuple[Any, float]:
     """A training whose server is killed between two steps, and started again or not; and its
     seconds from then on.
@@ -271,7 +271,7 @@ def train_with_a_server(
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_server_that_is_started_again_gets_actor_and_heads_again(
-    served: Served, chain_actor: Path, tmp_path: Path
+    served: ServedLoop, chain_actor: Path, tmp_path: Path
 ):
     done, _ = train_with_a_server(served, chain_actor, tmp_path / "run", 8, again=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -288,7 +288,7 @@ def test_a_server_that_is_started_again_gets_actor_and_heads_again(
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_server_that_dies_ends_the_training_with_one_clear_error(
-    served: Served, chain_actor: Path, tmp_path: Path
+    served: ServedLoop, chain_actor: Path, tmp_path: Path
 ):
     done, seconds = train_with_a_server(served, chain_actor, tmp_path / "run", 8, again=False)
     assert done.returncode != 0 and seconds < PATIENCE_S

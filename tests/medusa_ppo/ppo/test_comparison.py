@@ -30,7 +30,7 @@ class Plugin:
         self._diary.append("swap")
 
 
-class Engine:
+class TimedEngine:
     """Answers at a rate that is known."""
 
     def __init__(self, name: str, rate: float, diary: list[str]) -> None:
@@ -57,7 +57,7 @@ class Loop:
     learner: Any = field(default_factory=lambda: SimpleNamespace(actor="actor"))
 
     def __post_init__(self) -> None:
-        self.engine = Engine(self.name, self.rate, self.diary)
+        self.engine = TimedEngine(self.name, self.rate, self.diary)
 
     def sync(self, actor: str, version: int) -> None:
         self.engine.policy_version = version

@@ -242,7 +242,7 @@ def test_every_key_has_a_row_and_every_row_a_key() -> None:
 
 
 @pytest.mark.parametrize("key", ROWS)
-def test_a_key_makes_a_difference(key: str, places: Places) -> None:
+def test_a_key_makes_a_difference(key: str, places: KeyEffects) -> None:
     value, place, more = ROWS[key]
     show: Callable[[RunConfig], Any] = getattr(places, place)
     first = show(places.config(more))
@@ -255,7 +255,7 @@ class _Enough(Exception):
     """What was looked for has happened."""
 
 
-class Places:
+class KeyEffects:
     """What is looked at. Every method takes a configuration and gives something that can be
     compared.
     """
@@ -670,14 +670,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor, save_judge) -> 
 
 
 @pytest.fixture
-def places(folder: Path, monkeypatch: pytest.MonkeyPatch, tiny_actor, make_rollouts) -> Places:
+def places(folder: Path, monkeypatch: pytest.MonkeyPatch, tiny_actor, make_rollouts) -> KeyEffects:
     rollouts: Rollouts = make_rollouts(8)
     ends = ("stop", "length", "stop", "stop")
     responses = (
         replace(response, finish_reason=end)
         for response, end in zip(rollouts.responses, ends * 2, strict=True)
     )
-    return Places(folder, monkeypatch, tiny_actor, replace(rollouts, responses=tuple(responses)))
+    return KeyEffects(
+        folder, monkeypatch, tiny_actor, replace(rollouts, responses=tuple(responses))
+    )
 
 
 def letters(texts: list[str]) -> dict[str, Any]:

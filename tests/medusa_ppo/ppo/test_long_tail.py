@@ -24,7 +24,7 @@ from medusa_ppo.ppo.long_tail import FILE, Carried, LongTail, read_carried, save
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import read_position, saved_folder
-from tests.medusa_ppo.ppo.test_loop import LETTERS, Scene, settings
+from tests.medusa_ppo.ppo.test_loop import LETTERS, LoopScene, settings
 from tests.medusa_ppo.ppo.test_rollout_maker import Snapshots, logprobs_by, run, same
 
 NEW_TOKENS = 24
@@ -135,7 +135,7 @@ class Stops(ProgressSink):
             raise KeyboardInterrupt
 
 
-class Cut(Scene):
+class Cut(LoopScene):
     def run_until_stopped(self) -> None:
         class Stopped(PPOLoop):
             def __init__(self, config: Any, parts: Any, progress: Any, position: Any) -> None:
@@ -150,7 +150,7 @@ def test_a_resumed_run_is_to_the_bit_the_run_that_never_stopped(
     tmp_path: Path, tiny_actor, sampling_engine, staleness: int
 ):
     """With 2 one step is written ahead: it is written again, and by the actor of the checkpoint."""
-    whole = Scene(
+    whole = LoopScene(
         carrying(tmp_path / "whole", staleness, steps=5, checkpoint_every=2),
         tiny_actor(),
         sampling_engine,
@@ -162,7 +162,7 @@ def test_a_resumed_run_is_to_the_bit_the_run_that_never_stopped(
     assert (
         position.next_step == 2 and len(position.carried) == expected[1][names.PROMPTS_CARRIED] > 0
     )
-    rest = Scene(config, tiny_actor(), sampling_engine)
+    rest = LoopScene(config, tiny_actor(), sampling_engine)
     rest.learner.load(saved_folder(config.run_dir))
     rest.sync(rest.learner.actor, position.policy_version)
     found = rest.run(position, resume_step=position.next_step)
@@ -185,7 +185,7 @@ def test_it_goes_with_an_engine_that_sleeps(tmp_path: Path, tiny_actor, sampling
         config = config.model_copy(
             update={"engine": config.engine.model_copy(update={"sleep_level": level})}
         )
-        scene = Scene(config, tiny_actor(), sampling_engine)
+        scene = LoopScene(config, tiny_actor(), sampling_engine)
         found.append(([line[names.REWARD_MEAN] for line in scene.run()], scene.weights()))
     assert (
         scene.engine.slept == [2] * 4
@@ -206,7 +206,7 @@ def test_it_learns(tmp_path: Path, tiny_actor, sampling_engine):
     config = config.model_copy(
         update={"ppo": config.ppo.model_copy(update={"actor_learning_rate": 3e-3})}
     )
-    steps = Scene(config, tiny_actor(), sampling_engine).run()
+    steps = LoopScene(config, tiny_actor(), sampling_engine).run()
     rewards = [step[names.REWARD_MEAN] for step in steps]
     assert rewards[0] < 0.25 and sum(rewards[-3:]) / 3 > 0.5, rewards
 
@@ -258,7 +258,7 @@ def test_hostile_files_are_checkpoint_errors(tmp_path: Path):
 def test_what_is_not_of_this_run_is_refused_before_the_engine_is_asked(
     tmp_path: Path, tiny_actor, sampling_engine, changed: str
 ):
-    scene = Scene(carrying(tmp_path, 1), tiny_actor(), sampling_engine)
+    scene = LoopScene(carrying(tmp_path, 1), tiny_actor(), sampling_engine)
     stream = scene.parts.prompts
     sampling = Sampling(max_new_tokens=8, responses_per_prompt=2, seed=0)
     sound = replace(CARRIED, prompt_ids=stream.batch(3, 4)[1].token_ids)

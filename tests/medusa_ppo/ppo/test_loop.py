@@ -64,7 +64,7 @@ def settings(tmp_path: Path, **ppo) -> RunConfig:
     return build_config({"name": "run", "out": str(tmp_path), "ppo": section, "sampling": sampling})
 
 
-class Scene:
+class LoopScene:
     """A loop with its parts, on a tiny actor."""
 
     def __init__(self, config: RunConfig, actor, engine_class, plugin_of=None) -> None:
@@ -99,7 +99,7 @@ class Scene:
 
 
 def test_ppo_learns_to_repeat_the_prompt(tmp_path: Path, tiny_actor, sampling_engine):
-    scene = Scene(settings(tmp_path, steps=30, epochs=4), tiny_actor(), sampling_engine)
+    scene = LoopScene(settings(tmp_path, steps=30, epochs=4), tiny_actor(), sampling_engine)
     rewards = [step[names.REWARD_MEAN] for step in scene.run()]
     assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.6, rewards
 
@@ -107,7 +107,7 @@ def test_ppo_learns_to_repeat_the_prompt(tmp_path: Path, tiny_actor, sampling_en
 def test_same_seed_same_numbers(tmp_path: Path, tiny_actor, sampling_engine):
     found = []
     for name in ("a", "b"):
-        scene = Scene(settings(tmp_path / name), tiny_actor(), sampling_engine)
+        scene = LoopScene(settings(tmp_path / name), tiny_actor(), sampling_engine)
         steps = [
             {k: v for k, v in step.items() if not k.endswith(("_s", "idle_frac", "_gib"))}
             for step in scene.run()
@@ -117,7 +117,7 @@ def test_same_seed_same_numbers(tmp_path: Path, tiny_actor, sampling_engine):
 
 
 def test_a_step_reports_what_the_metrics_file_names(tmp_path: Path, tiny_actor, sampling_engine):
-    step = Scene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine).run()[0]
+    step = LoopScene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine).run()[0]
     assert set(step) <= set(names.describe())
     for name in (
         names.STEP,
@@ -134,7 +134,7 @@ def test_a_step_reports_what_the_metrics_file_names(tmp_path: Path, tiny_actor, 
 
 
 def test_the_engine_gets_every_update(tmp_path: Path, tiny_actor, sampling_engine):
-    scene = Scene(settings(tmp_path), tiny_actor(), sampling_engine)
+    scene = LoopScene(settings(tmp_path), tiny_actor(), sampling_engine)
     steps = scene.run()
     assert [step[names.POLICY_VERSION] for step in steps] == [
         0,
@@ -150,13 +150,13 @@ def test_the_engine_gets_every_update(tmp_path: Path, tiny_actor, sampling_engin
 
 
 def test_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, tiny_actor, sampling_engine):
-    whole = Scene(settings(tmp_path / "whole", steps=4), tiny_actor(), sampling_engine)
+    whole = LoopScene(settings(tmp_path / "whole", steps=4), tiny_actor(), sampling_engine)
     expected = whole.run()
-    Scene(
+    LoopScene(
         settings(tmp_path / "cut", steps=3, checkpoint_every=2), tiny_actor(), sampling_engine
     ).run()
     config = settings(tmp_path / "cut", steps=4, checkpoint_every=2)
-    rest = Scene(config, tiny_actor(), sampling_engine)
+    rest = LoopScene(config, tiny_actor(), sampling_engine)
     position = read_position(config.run_dir, config, ["ppo.steps"])
     rest.learner.load(saved_folder(config.run_dir))
     rest.sync(rest.learner.actor, position.policy_version)
@@ -169,8 +169,8 @@ def test_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, tiny_actor, s
 
 def test_the_plugin_changes_no_bit_of_the_policy(tmp_path: Path, tiny_actor, sampling_engine):
     recorder = RecordingCompanion()
-    plain = Scene(settings(tmp_path / "plain"), tiny_actor(), sampling_engine)
-    tapped = Scene(
+    plain = LoopScene(settings(tmp_path / "plain"), tiny_actor(), sampling_engine)
+    tapped = LoopScene(
         settings(tmp_path / "tapped"),
         tiny_actor(),
         sampling_engine,
@@ -186,7 +186,7 @@ def test_the_plugin_changes_no_bit_of_the_policy(tmp_path: Path, tiny_actor, sam
 
 def forward_calls(tmp_path: Path, actor, engine_class, plugin_of) -> int:
     """Passes over the actor's backbone in three whole steps of the loop."""
-    scene = Scene(settings(tmp_path), actor, engine_class, plugin_of)
+    scene = LoopScene(settings(tmp_path), actor, engine_class, plugin_of)
     calls: list[int] = []
     scene.learner.actor.base_model.register_forward_hook(lambda *_: calls.append(1))
     scene.run()
@@ -214,14 +214,14 @@ def test_an_engine_that_sleeps_through_every_update_changes_nothing_but_its_head
     """It sleeps from the rollouts to the sync of each step; what a deep sleep threw away is there
     again when it generates.
     """
-    awake = Scene(settings(tmp_path / "awake"), tiny_actor(), sampling_engine)
+    awake = LoopScene(settings(tmp_path / "awake"), tiny_actor(), sampling_engine)
     expected = awake.run()
     config = settings(tmp_path / "asleep")
     config = config.model_copy(
         update={"engine": config.engine.model_copy(update={"sleep_level": level})}
     )
     heads = initial_heads(config, tiny_actor())
-    asleep = Scene(
+    asleep = LoopScene(
         config,
         tiny_actor(),
         sampling_engine,
@@ -249,7 +249,7 @@ def test_removing_the_plugin_is_deleting_its_lines(tmp_path: Path, tiny_actor, s
     exec(compile("\n".join(kept), "loop_without_plugin", "exec"), stripped.__dict__)
     found = []
     for name, cls in (("whole", PPOLoop), ("stripped", stripped.PPOLoop)):
-        scene = Scene(settings(tmp_path / name), tiny_actor(), sampling_engine)
+        scene = LoopScene(settings(tmp_path / name), tiny_actor(), sampling_engine)
         scene.run(cls=cls)
         found.append(scene.weights())
     assert torch.equal(*found)
@@ -260,7 +260,7 @@ def test_gradients_with_and_without_the_plugin_are_the_same_bits(
 ):
     found = []
     for plugin_of in (None, lambda engine: MedusaPlugin(engine, RecordingCompanion())):
-        scene = Scene(
+        scene = LoopScene(
             settings(tmp_path / str(len(found)), steps=1, epochs=1, minibatch_size=16),
             tiny_actor(),
             sampling_engine,
@@ -284,7 +284,7 @@ def test_the_rollouts_of_the_last_steps_stay_on_disk(tmp_path: Path, tiny_actor,
     config = config.model_copy(
         update={"report": config.report.model_copy(update={"keep_rollouts": 2})}
     )
-    steps = Scene(config, tiny_actor(), sampling_engine).run()
+    steps = LoopScene(config, tiny_actor(), sampling_engine).run()
     files = sorted((config.run_dir / "rollouts").iterdir())
     assert [file.name for file in files] == ["step-000001.jsonl", "step-000002.jsonl"]
     rows = [json.loads(line) for line in files[1].read_text().splitlines()]
@@ -294,7 +294,7 @@ def test_the_rollouts_of_the_last_steps_stay_on_disk(tmp_path: Path, tiny_actor,
         len(row["logprobs"]) == len(row["response_ids"]) and len(row["prompt_ids"]) == 1
         for row in rows
     )
-    Scene(config, tiny_actor(), sampling_engine).run()
+    LoopScene(config, tiny_actor(), sampling_engine).run()
     (earlier,) = (config.run_dir / "earlier").iterdir()
     assert len(list((earlier / "rollouts").iterdir())) == 2, (
         "an earlier run's rollouts are not mixed with this one's"
@@ -302,7 +302,7 @@ def test_the_rollouts_of_the_last_steps_stay_on_disk(tmp_path: Path, tiny_actor,
 
 
 def test_metrics_lines_are_plain_json(tmp_path: Path, tiny_actor, sampling_engine):
-    scene = Scene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine)
+    scene = LoopScene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine)
     scene.run()
     (line,) = (scene.config.run_dir / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)[names.STEP] == 0
@@ -323,7 +323,7 @@ def test_evaluations_change_no_bit_and_the_best_actor_is_kept(
     found = []
     for every in (None, 2):
         config = settings(tmp_path / str(every), steps=6, epochs=4, eval_every=every)
-        scene = Scene(config, tiny_actor(), sampling_engine)
+        scene = LoopScene(config, tiny_actor(), sampling_engine)
         scene.parts.tokenizer = Saved()
         if every:
             scene.parts.evaluation = PromptStream(
@@ -346,7 +346,7 @@ def test_evaluations_change_no_bit_and_the_best_actor_is_kept(
 
 def test_the_last_checkpoints_are_kept(tmp_path: Path, tiny_actor, sampling_engine):
     config = settings(tmp_path, steps=4, checkpoint_every=1, keep_checkpoints=2)
-    Scene(config, tiny_actor(), sampling_engine).run()
+    LoopScene(config, tiny_actor(), sampling_engine).run()
     kept = sorted((config.run_dir / "checkpoints").iterdir())
     assert [folder.name for folder in kept] == ["step-000003", "step-000004"]
     for name in ("actor", "actor_optimizer", "critic"):
@@ -363,7 +363,7 @@ def test_the_last_checkpoints_are_kept(tmp_path: Path, tiny_actor, sampling_engi
 @pytest.mark.parametrize("kind", ["gae", "grpo", "rloo"])
 def test_each_kind_of_advantages_learns(tmp_path: Path, tiny_actor, sampling_engine, kind: str):
     config = settings(tmp_path, steps=20, epochs=4, advantages=kind)
-    scene = Scene(config, tiny_actor(), sampling_engine)
+    scene = LoopScene(config, tiny_actor(), sampling_engine)
     if kind != "gae":
         scene.parts.learner = Learner(scene.learner.actor, None, config.ppo, seed=0)
     rewards = [step[names.REWARD_MEAN] for step in scene.run()]
@@ -374,7 +374,7 @@ def test_an_adaptive_coefficient_follows_the_kl_of_the_steps(
     tmp_path: Path, tiny_actor, sampling_engine
 ):
     config = settings(tmp_path, steps=6, epochs=4, kl_coefficient=0.1, kl_goal=0.02)
-    steps = Scene(config, tiny_actor(), sampling_engine).run()
+    steps = LoopScene(config, tiny_actor(), sampling_engine).run()
     assert steps[-1][names.KL_COEFFICIENT] != 0.1
     for before, after in itertools.pairwise(steps):
         change = 0.1 * max(-1.0, min(1.0, before[names.KL_REFERENCE] / 0.02 - 1))
@@ -386,7 +386,7 @@ def test_an_adaptive_coefficient_follows_the_kl_of_the_steps(
 def test_rewards_of_steps_teach_which_step_was_right(tmp_path: Path, tiny_actor, sampling_engine):
     """Each token is a step here; a 3 as the second one is all that is paid for, and is learned."""
 
-    class Steps(Numbers):
+    class LoopSteps(Numbers):
         def batch_decode(
             self, ids: list[list[int]], skip_special_tokens: bool = False
         ) -> list[str]:
@@ -397,8 +397,8 @@ def test_rewards_of_steps_teach_which_step_was_right(tmp_path: Path, tiny_actor,
         return [float(n == 1 and word == "3") for n, word in enumerate(words)]
 
     config = settings(tmp_path, steps=12, epochs=4, step_separator="|")
-    scene = Scene(config, tiny_actor(), sampling_engine)
-    scene.parts.tokenizer = Steps()
+    scene = LoopScene(config, tiny_actor(), sampling_engine)
+    scene.parts.tokenizer = LoopSteps()
     scene.parts.reward = CallableReward(second, "second")
     rewards = [step[names.REWARD_MEAN] for step in scene.run()]
     assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.3, rewards
@@ -411,7 +411,9 @@ def test_another_policy_in_the_engine_is_told_once(tmp_path: Path, tiny_actor, s
         def note(self, text: str) -> None:
             self.notes.append(text)
 
-    scene = Scene(settings(tmp_path, steps=1, importance_bound=2.0), tiny_actor(), sampling_engine)
+    scene = LoopScene(
+        settings(tmp_path, steps=1, importance_bound=2.0), tiny_actor(), sampling_engine
+    )
     scene.engine.actor.lm_head.weight.data.mul_(30.0)  # A sync that missed.
     told = PPOLoop(scene.config, scene.parts, Told())
     told.sync = lambda actor, version: None

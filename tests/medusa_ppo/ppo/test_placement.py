@@ -21,7 +21,7 @@ from medusa_ppo.reports.store import read_run
 from medusa_ppo.reports.summary import build_summary
 from medusa_ppo.reports.tables import summary_rows
 from tests.medusa_ppo.ppo.conftest import SamplingEngine
-from tests.medusa_ppo.ppo.test_loop import Saved, Scene, settings
+from tests.medusa_ppo.ppo.test_loop import LoopScene, Saved, settings
 
 GIB = 2**30
 
@@ -36,11 +36,11 @@ def placed(tmp_path: Path, placement: str, **ppo: object) -> RunConfig:
     )
 
 
-def scene_of(config: RunConfig, actor, engine_class, judge: Path | None = None) -> Scene:
+def scene_of(config: RunConfig, actor, engine_class, judge: Path | None = None) -> LoopScene:
     """With an engine of as many bytes as the actor's weights, and a reward model that is a role
     too.
     """
-    scene = Scene(config, actor, engine_class)
+    scene = LoopScene(config, actor, engine_class)
     turns = scene.learner.turns
     turns.engine_started(sum(p.nbytes for p in actor.parameters()))
     if judge is not None:
@@ -58,7 +58,7 @@ def scene_of(config: RunConfig, actor, engine_class, judge: Path | None = None) 
 @pytest.fixture(scope="module")
 def runs(
     tmp_path_factory: pytest.TempPathFactory, tiny_actor, save_judge
-) -> dict[str, tuple[Scene, list[dict]]]:
+) -> dict[str, tuple[LoopScene, list[dict]]]:
     """The same run in both placements: a reward model, an evaluation, checkpoints, two passes."""
     folder = tmp_path_factory.mktemp("placed")
     save_judge(folder / "judge", hidden=32)
@@ -133,7 +133,7 @@ def test_the_ledger_has_the_roles_and_shared_needs_less(runs):
     assert "MiB" in rows["Roles to host memory and back, in each step"]
 
 
-def modules(scene: Scene) -> dict[str, torch.nn.Module]:
+def modules(scene: LoopScene) -> dict[str, torch.nn.Module]:
     learner = scene.learner
     return {
         ACTOR: learner.actor,

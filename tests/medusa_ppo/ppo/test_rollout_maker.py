@@ -26,7 +26,7 @@ from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.scores import Scores
 from medusa_ppo.ppo.token_stats import token_stats
 from tests.medusa_ppo.conftest import RecordingCompanion
-from tests.medusa_ppo.ppo.test_loop import Numbers, Scene, settings
+from tests.medusa_ppo.ppo.test_loop import LoopScene, Numbers, settings
 
 CLOCKED = ("_s", "idle_frac", "_gib", names.SYNC_BYTES)
 WAIT_S = 60.0
@@ -64,7 +64,7 @@ def run(config: RunConfig, actor: Any, engine_class: type) -> tuple[list[dict], 
     engine writes ahead, the clock decides in which step a sync is counted.
     """
     recorder = RecordingCompanion()
-    scene = Scene(config, actor, engine_class, lambda engine: MedusaPlugin(engine, recorder))
+    scene = LoopScene(config, actor, engine_class, lambda engine: MedusaPlugin(engine, recorder))
     steps = [
         {key: value for key, value in step.items() if not key.endswith(CLOCKED)}
         for step in scene.run()
@@ -138,7 +138,7 @@ def test_a_piece_is_scored_while_the_engine_still_writes(
                 assert scored.wait(WAIT_S) and rewarded.wait(WAIT_S)
             finished(place, response)
 
-    scene = Scene(
+    scene = LoopScene(
         settings(tmp_path, steps=1, piece_prompts=2), tiny_actor(), telling(sampling_engine, tell)
     )
     critic = scene.learner.critic
@@ -187,7 +187,7 @@ def test_what_fails_meanwhile_is_raised_before_the_engine_has_ended(
             finished(place, response)
         assert gone.wait(WAIT_S)
 
-    scene = Scene(
+    scene = LoopScene(
         settings(tmp_path, steps=1, piece_prompts=2), tiny_actor(), telling(sampling_engine, tell)
     )
     if what == "reward":
@@ -205,13 +205,15 @@ def test_an_engine_that_fails_half_way_is_its_error(tmp_path: Path, tiny_actor, 
         finished(0, rollouts.responses[0])
         raise EngineError("The engine's process died.")
 
-    scene = Scene(settings(tmp_path, piece_prompts=1), tiny_actor(), telling(sampling_engine, tell))
+    scene = LoopScene(
+        settings(tmp_path, piece_prompts=1), tiny_actor(), telling(sampling_engine, tell)
+    )
     with pytest.raises(EngineError, match="died"):
         PPOLoop(scene.config, scene.parts).step(0)
 
 
 def test_rewards_of_steps_come_by_pieces_too(tmp_path: Path, tiny_actor, sampling_engine):
-    class Steps(Numbers):
+    class PieceSteps(Numbers):
         def batch_decode(
             self, ids: list[list[int]], skip_special_tokens: bool = False
         ) -> list[str]:
@@ -224,7 +226,7 @@ def test_rewards_of_steps_come_by_pieces_too(tmp_path: Path, tiny_actor, samplin
 
     found = []
     for prompts in (None, 1):
-        scene = Scene(
+        scene = LoopScene(
             settings(
                 tmp_path / str(prompts),
                 step_separator="|",
@@ -234,7 +236,7 @@ def test_rewards_of_steps_come_by_pieces_too(tmp_path: Path, tiny_actor, samplin
             tiny_actor(),
             sampling_engine,
         )
-        scene.parts.tokenizer = Steps()
+        scene.parts.tokenizer = PieceSteps()
         scene.parts.reward = CallableReward(each, "each")
         found.append(([step[names.REWARD_MEAN] for step in scene.run()], scene.weights()))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
@@ -248,7 +250,7 @@ def test_a_paired_step_is_not_disturbed(tmp_path: Path, tiny_actor, sampling_eng
     config = config.model_copy(
         update={"report": config.report.model_copy(update={"speed_every": 1})}
     )
-    (step,) = Scene(config, tiny_actor(), telling(sampling_engine, tell)).run()
+    (step,) = LoopScene(config, tiny_actor(), telling(sampling_engine, tell)).run()
     assert (
         names.PAIR_SPEEDUP in step
         and step[names.SPANS]["actor"][0][0] >= step[names.SPANS]["engine"][0][1]
@@ -288,7 +290,7 @@ def test_the_idle_share_by_hand():
 def test_a_loop_that_waits_is_idle_for_half_of_its_time_at_least(
     tmp_path: Path, tiny_actor, sampling_engine
 ):
-    (step,) = Scene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine).run()
+    (step,) = LoopScene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine).run()
     assert step[names.GENERATE_SCORE_IDLE] >= 0.5
 
 
@@ -300,7 +302,7 @@ def ahead(tmp_path: Path, staleness: int, **ppo) -> RunConfig:
     return config.model_copy(update={"ppo": config.ppo.model_copy(update={"staleness": staleness})})
 
 
-class Snapshots(Scene):
+class Snapshots(LoopScene):
     """Keeps the actor's weights of every version that the engine was given, what it wrote, and the
     importance weights.
     """
@@ -375,12 +377,12 @@ def test_the_engine_writes_while_the_loop_learns(tmp_path: Path, tiny_actor, sam
     """Its second call ends only when the first update has begun."""
     learning = threading.Event()
 
-    class Waiting(sampling_engine):
+    class WaitingEngine(sampling_engine):
         def generate(self, prompts: Any, sampling: Any) -> Rollouts:
             assert len(self.drafts) != 1 or learning.wait(WAIT_S)
             return super().generate(prompts, sampling)
 
-    scene = Scene(ahead(tmp_path, 1, steps=3), tiny_actor(), Waiting)
+    scene = LoopScene(ahead(tmp_path, 1, steps=3), tiny_actor(), WaitingEngine)
     update = scene.learner.update
     scene.learner.update = lambda *given: learning.set() or update(*given)
     steps = scene.run()
@@ -401,7 +403,9 @@ def test_written_one_step_ahead_the_run_repeats_itself_and_learns(
         1,
         2,
     ], "the companion's batches have the version that wrote them"
-    scene = Scene(ahead(tmp_path / "long", 1, steps=30, epochs=4), tiny_actor(), sampling_engine)
+    scene = LoopScene(
+        ahead(tmp_path / "long", 1, steps=30, epochs=4), tiny_actor(), sampling_engine
+    )
     rewards = [step[names.REWARD_MEAN] for step in scene.run()]
     assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.5, rewards
 
@@ -415,7 +419,7 @@ def test_an_engine_that_dies_while_it_writes_ahead_is_the_next_steps_error(
                 raise EngineError("The engine's process died.")
             return super().generate(prompts, sampling)
 
-    scene = Scene(ahead(tmp_path, 1, steps=3), tiny_actor(), Dying)
+    scene = LoopScene(ahead(tmp_path, 1, steps=3), tiny_actor(), Dying)
     with pytest.raises(EngineError, match="died"):
         scene.run()
     lines = (scene.config.run_dir / "metrics.jsonl").read_text().splitlines()

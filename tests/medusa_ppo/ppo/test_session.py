@@ -34,7 +34,7 @@ from medusa_ppo.reports.store import read_run
 STEPS = 3
 
 
-class Scene:
+class SessionScene:
     """What was started and closed, in order; Ray and vLLM are left out here."""
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ def actor_folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor) -> Path:
 
 
 @pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch, sampling_engine) -> Scene:
-    scene = Scene()
+def scene(monkeypatch: pytest.MonkeyPatch, sampling_engine) -> SessionScene:
+    scene = SessionScene()
 
     def make_engine(model_path, heads_path, config, seed, supervised):
         assert supervised, "a run survives the loss of its engine"
@@ -105,7 +105,7 @@ class StopAt(ProgressSink):
 
 
 def test_ppo_runs_without_the_plugin(
-    tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
 ):
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("the plugin must not be used")
@@ -123,11 +123,11 @@ def test_ppo_runs_without_the_plugin(
 
 
 def test_trackers_see_every_step_and_are_closed(
-    tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[tuple[int, dict[str, float]]] = []
 
-    class Recorder:
+    class SessionRecorder:
         def log(self, step: int, values: dict[str, float]) -> None:
             seen.append((step, dict(values)))
             raise OSError("a tracker that fails stops nothing")
@@ -135,7 +135,7 @@ def test_trackers_see_every_step_and_are_closed(
         def close(self) -> None:
             scene.events.append("tracker closed")
 
-    monkeypatch.setitem(make.STARTS, "ray", lambda *_: Recorder())
+    monkeypatch.setitem(make.STARTS, "ray", lambda *_: SessionRecorder())
     config = settings(tmp_path, actor_folder)
     config = config.model_copy(
         update={"report": config.report.model_copy(update={"trackers": ("ray",)})}
@@ -149,7 +149,7 @@ def test_trackers_see_every_step_and_are_closed(
 
 
 def test_a_missing_tracker_is_told_before_anything_starts(
-    tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(make.PACKAGES, "wandb", "no_such_package")
     config = settings(tmp_path, actor_folder)
@@ -161,7 +161,9 @@ def test_a_missing_tracker_is_told_before_anything_starts(
     assert scene.events == [] and not config.run_dir.exists()
 
 
-def test_stopped_runs_close_everything_and_report(tmp_path: Path, actor_folder: Path, scene: Scene):
+def test_stopped_runs_close_everything_and_report(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene
+):
     config = settings(tmp_path, actor_folder)
     with pytest.raises(KeyboardInterrupt):
         run_ppo(config, StopAt(1, KeyboardInterrupt()))
@@ -172,7 +174,7 @@ def test_stopped_runs_close_everything_and_report(tmp_path: Path, actor_folder: 
 
 
 def test_failed_runs_close_everything_and_keep_what_was_finished(
-    tmp_path: Path, actor_folder: Path, scene: Scene
+    tmp_path: Path, actor_folder: Path, scene: SessionScene
 ):
     config = settings(tmp_path, actor_folder)
     with pytest.raises(EngineError, match="gone"):
@@ -184,7 +186,9 @@ def test_failed_runs_close_everything_and_keep_what_was_finished(
     assert "gone" in summary["extras"]["error"] and (config.run_dir / "report.html").is_file()
 
 
-def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, actor_folder: Path, scene: Scene):
+def test_a_stopped_run_goes_on_where_it_was(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene
+):
     whole = settings(tmp_path / "whole", actor_folder)
     run_ppo(whole)
     config = settings(tmp_path / "cut", actor_folder)
@@ -200,7 +204,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, actor_folder: Path, 
 
 
 def test_a_resumed_run_gives_its_engines_what_they_remembered(
-    tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch
 ):
     made = session.make_engine
     told = []
@@ -237,7 +241,7 @@ def test_a_resumed_run_gives_its_engines_what_they_remembered(
 
 
 def test_an_engine_that_does_not_start_ends_the_run_cleanly(
-    tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch
 ):
     def fail(*args: object, **kwargs: object) -> None:
         raise EngineError("No engine today.")
@@ -260,7 +264,7 @@ def test_an_engine_that_does_not_start_ends_the_run_cleanly(
     ],
 )
 def test_mistakes_are_found_before_anything_starts(
-    tmp_path: Path, actor_folder: Path, scene: Scene, changes, error, says
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, changes, error, says
 ):
     config = settings(tmp_path, actor_folder, **changes)
     with pytest.raises(error, match=says) as caught:
@@ -270,7 +274,7 @@ def test_mistakes_are_found_before_anything_starts(
 
 
 def test_nothing_to_resume_is_said_before_anything_starts(
-    tmp_path: Path, actor_folder: Path, scene: Scene
+    tmp_path: Path, actor_folder: Path, scene: SessionScene
 ):
     with pytest.raises(MedusaError, match="nothing to resume"):
         run_ppo(settings(tmp_path, actor_folder), resume=True)

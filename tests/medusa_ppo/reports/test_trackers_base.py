@@ -39,7 +39,7 @@ def test_lists_become_places_and_only_numbers_stay() -> None:
     }
 
 
-class Recorder:
+class TrackerRecorder:
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.closed = 0
@@ -51,7 +51,7 @@ class Recorder:
         self.closed += 1
 
 
-class Broken(Recorder):
+class Broken(TrackerRecorder):
     def log(self, step: int, values: dict[str, float]) -> None:
         super().log(step, values)
         raise OSError("no network")
@@ -64,7 +64,7 @@ def test_a_tracker_that_fails_is_told_once_and_hurts_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken = Broken()
-    good = Recorder()
+    good = TrackerRecorder()
     group = TrackerGroup({"wandb": broken, "ray": good})
     with caplog.at_level(logging.WARNING):
         for step in range(3):
@@ -79,7 +79,7 @@ def test_a_tracker_that_fails_is_told_once_and_hurts_nobody(
     assert len(warnings) == 1 and "wandb" in warnings[0] and "no network" in warnings[0]
 
 
-class Hanging(Recorder):
+class Hanging(TrackerRecorder):
     """Never comes back from its first step."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def test_a_tracker_that_hangs_holds_nobody_up(
     monkeypatch.setattr(trackers, "MOST_WAITING", 3)
     monkeypatch.setattr(trackers, "CLOSE_S", 0.3)
     hanging = Hanging()
-    good = Recorder()
+    good = TrackerRecorder()
     group = TrackerGroup({"wandb": hanging, "ray": good})
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):

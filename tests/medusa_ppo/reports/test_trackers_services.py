@@ -44,7 +44,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     )
 
 
-class StandIn:
+class ServiceRun:
     """A run of wandb or trackio."""
 
     def __init__(self) -> None:
@@ -55,24 +55,24 @@ class StandIn:
         self.finished = True
 
 
-class WandbRun(StandIn):
+class WandbRun(ServiceRun):
     def log(
         self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
     ) -> None:
         self.lines.append((data, step))
 
 
-class TrackioRun(StandIn):
+class TrackioRun(ServiceRun):
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.lines.append((metrics, step))
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, name: str, run: StandIn) -> dict[str, Any]:
+def installed(monkeypatch: pytest.MonkeyPatch, name: str, run: ServiceRun) -> dict[str, Any]:
     """Put a module of that name in place; returns what its `init` was called with."""
     given: dict[str, Any] = {}
     module = types.ModuleType(name)
 
-    def init(**settings: Any) -> StandIn:
+    def init(**settings: Any) -> ServiceRun:
         given.update(settings)
         return run
 

@@ -17,7 +17,7 @@ D, V, K = 32, 60, 3
 CPU = torch.device("cpu")
 
 
-class Scene:
+class ConfirmScene:
     """Heads that draft as in the engine, and the probe's verdict on them."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Scene:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
 def test_it_knows_the_heads_of_the_file(kind: str, dtype: torch.dtype) -> None:
-    scene = Scene(kind, dtype, layers=2)
+    scene = ConfirmScene(kind, dtype, layers=2)
     state = scene.heads.trainable_state()
     assert (
         scene.verdict(state)
@@ -95,7 +95,7 @@ def test_it_knows_the_heads_of_the_file(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
 def test_a_small_difference_in_one_head_is_named(kind: str) -> None:
-    scene = Scene(kind)
+    scene = ConfirmScene(kind)
     state = scene.heads.trainable_state()
     name = "blocks.2.layers.0.weight"
     assert "head 3" in scene.verdict(state | {name: state[name] * 1.05})
@@ -112,7 +112,7 @@ def test_a_small_difference_in_one_head_is_named(kind: str) -> None:
     ],
 )
 def test_a_small_difference_in_what_heads_share_is_found(name: str) -> None:
-    scene = Scene("context")
+    scene = ConfirmScene("context")
     scene.heads = scene.random(1, scale=0.4)
     state = scene.heads.trainable_state()
     assert scene.verdict(state) == "" != scene.verdict(state | {name: state[name] * 1.05})
@@ -120,7 +120,7 @@ def test_a_small_difference_in_what_heads_share_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_draft_temperatures_are_confirmed_too(dtype: torch.dtype) -> None:
-    scene = Scene("hydra", dtype)
+    scene = ConfirmScene("hydra", dtype)
     plain = scene.heads.trainable_state()
     scene.heads.temperatures_K.copy_(torch.tensor([1.0, 0.75, 1.0]))
     own = scene.heads.trainable_state()
@@ -129,27 +129,27 @@ def test_draft_temperatures_are_confirmed_too(dtype: torch.dtype) -> None:
 
 
 def test_heads_in_another_order_are_found() -> None:
-    scene = Scene("medusa")
+    scene = ConfirmScene("medusa")
     state = scene.heads.trainable_state()
     names = sorted(state)
     assert scene.verdict(dict(zip(names, [state[name] for name in reversed(names)], strict=True)))
 
 
 def test_products_packed_from_the_heads_before_are_found() -> None:
-    scene = Scene("hydra")
+    scene = ConfirmScene("hydra")
     assert scene.verdict(scene.heads.trainable_state(), packed_from=scene.random(7))
 
 
 def test_heads_that_start_at_zero_all_draft_alike_and_are_known() -> None:
-    scene = Scene("medusa")
+    scene = ConfirmScene("medusa")
     scene.heads = scene.random(0, scale=0.0)
     assert scene.verdict(scene.heads.trainable_state()) == ""
 
 
 def test_own_lm_heads_and_a_draft_vocabulary() -> None:
-    own = Scene("medusa", lm_head="own")
+    own = ConfirmScene("medusa", lm_head="own")
     assert own.verdict(own.heads.trainable_state()) == ""
-    mapped = Scene("hydra")
+    mapped = ConfirmScene("hydra")
     mapped.token_map = TokenMap(10, V)
     mapped.token_map.observe([list(range(10)) * 3])
     mapped.token_map.refresh(mapped.logits, D, torch.float32, CPU)
@@ -158,7 +158,7 @@ def test_own_lm_heads_and_a_draft_vocabulary() -> None:
 
 
 def test_drafts_that_are_no_numbers_are_found() -> None:
-    scene = Scene("medusa")
+    scene = ConfirmScene("medusa")
     state = scene.heads.trainable_state()
     scene.lm_head_VD[0, 0] = torch.nan
     assert "head 1" in scene.verdict(state)

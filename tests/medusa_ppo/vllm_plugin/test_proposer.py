@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 MANY = 30_000
 
 
-class Step:
+class ProposerStep:
     """A proposer of hydra heads, and requests that share one state: their drafts and tokens have
     one distribution each.
     """
@@ -139,7 +139,7 @@ def targets() -> torch.Tensor:
 
 
 def test_sampled_drafts_are_verified_against_the_q_of_their_step() -> None:
-    step = Step(MANY)
+    step = ProposerStep(MANY)
     keys = [str(row) for row in range(MANY)]
     p_KV = targets()
     ids_BK = step.propose(keys, 7)
@@ -152,7 +152,7 @@ def test_a_q_of_another_step_is_not_believed(monkeypatch: pytest.MonkeyPatch) ->
     """The drafts of a step that was lost are verified as one-hot; with the q that lies in their
     slots they would be biased.
     """
-    step = Step(MANY)
+    step = ProposerStep(MANY)
     keys = [str(row) for row in range(MANY)]
     p_KV = targets()
     step.propose(keys, 7)
@@ -171,7 +171,7 @@ def test_a_preempted_request_that_resumes_with_placeholders_samples_from_the_mod
     """It drafted, was preempted, and comes back at the same length with its drafts replaced by
     -1.
     """
-    step = Step(MANY)
+    step = ProposerStep(MANY)
     keys = [str(row) for row in range(MANY)]
     p_KV = targets()
     step.propose(keys, 7)
@@ -192,7 +192,7 @@ def test_drafts_that_a_grammar_cuts_are_one_hot(grammar: bool) -> None:
     """vLLM cuts a run at its first forbidden token, which depends on what was drawn. Not known to
     us as a grammar, that is biased.
     """
-    step = Step(MANY, grammar=grammar)
+    step = ProposerStep(MANY, grammar=grammar)
     keys = [str(row) for row in range(MANY)]
     p_KV = targets()
     if grammar:
@@ -214,7 +214,7 @@ def test_drafts_that_a_grammar_cuts_are_one_hot(grammar: bool) -> None:
 
 
 def test_top_k_counts_in_the_vocabulary_not_in_the_drafts() -> None:
-    step = Step(4)
+    step = ProposerStep(4)
     keys = ["0", "1", "2", "3"]
     proposer = step.proposer
     proposer.token_map = TokenMap(4, V)
@@ -230,7 +230,7 @@ def test_top_k_counts_in_the_vocabulary_not_in_the_drafts() -> None:
 
 
 def test_seeded_requests_draft_and_verify_alike_whoever_shares_the_step() -> None:
-    step = Step(4, [5, None, 6, 5])
+    step = ProposerStep(4, [5, None, 6, 5])
     p_KV = targets()
     together = step.propose(["1", "0", "2", "3"], 7)
     assert torch.equal(together[1], together[3])
@@ -245,7 +245,7 @@ def test_drafting_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vLLM thinks that drafts don't fit it puts K drafts of token 0 in their place."""
     hook = hooks._drafting_to_the_end(lambda self, common: False)
     monkeypatch.setattr(hooks.INSTALLED, "proposer", MedusaProposer)
-    ours = SimpleNamespace(drafter=Step(1).proposer)
+    ours = SimpleNamespace(drafter=ProposerStep(1).proposer)
     other = SimpleNamespace(drafter=object())
     assert hook(ours, object()) and not hook(ours, None) and not hook(other, object())
 
@@ -258,7 +258,7 @@ def test_a_memory_and_runs_that_end_early_are_lossless(
     biased.
     """
     many = 10_000
-    step = Step(many)
+    step = ProposerStep(many)
     keys = [str(row) for row in range(many)]
     p_KV = targets()
     for state in step.live.values():
@@ -299,7 +299,7 @@ def test_a_memory_and_runs_that_end_early_are_lossless(
     )
 
 
-class Response:
+class EngineRequest:
     """A request's states and tokens; how much of it the engine has."""
 
     def __init__(self, prompt: int) -> None:
@@ -315,9 +315,9 @@ class Contexts:
     """
 
     def __init__(self, prompts: list[int], size: int = 3, pairs: int = PAIRS) -> None:
-        self.step = Step(size, [None] * len(prompts), pairs=pairs)
+        self.step = ProposerStep(size, [None] * len(prompts), pairs=pairs)
         self.pairs = pairs
-        self.responses = {str(row): Response(prompt) for row, prompt in enumerate(prompts)}
+        self.responses = {str(row): EngineRequest(prompt) for row, prompt in enumerate(prompts)}
         self.first = dict.fromkeys(self.responses, 0)  # Pairs before it are gone.
 
     @torch.inference_mode()
@@ -423,7 +423,7 @@ def test_heads_with_a_context_need_its_pairs() -> None:
         core.draft(hidden_1D, id_1, K, sampling).q[0],
         atol=1e-3,
     )
-    plain = Step(1).proposer
+    plain = ProposerStep(1).proposer
     plain.seat(
         ["0"],
         {"0": SimpleNamespace(sampling_params=None, prompt_token_ids=None)},

@@ -370,7 +370,7 @@ def test_other_cuts_and_families(
 
 
 @dataclass
-class Steps:
+class RankSteps:
     """What some steps of ranks left behind."""
 
     logprobs: list[torch.Tensor]
@@ -379,7 +379,7 @@ class Steps:
     peak: int
 
 
-def steps_of(path: Path, peaks: Path, ppo: dict[str, Any], dtype: str, **actor: Any) -> Steps:
+def steps_of(path: Path, peaks: Path, ppo: dict[str, Any], dtype: str, **actor: Any) -> RankSteps:
     """Two PPO steps on sequences that are long for so small a model: its activations are what
     counts.
     """
@@ -412,12 +412,12 @@ def steps_of(path: Path, peaks: Path, ppo: dict[str, Any], dtype: str, **actor: 
             reports.append(report | pair.ranked.update(batch, scores, SAMPLING, step))
         after = dict(pair.ranked.actor.tensors(torch.float32))
     change = {name: after[name] - before[name] for name in before}
-    return Steps(
+    return RankSteps(
         logprobs, reports, change, max(json.loads(file.read_text()) for file in peaks.iterdir())
     )
 
 
-def distance(one: Steps, other: Steps) -> float:
+def distance(one: RankSteps, other: RankSteps) -> float:
     """How far apart the changes of the weights are, as a share of their length."""
     apart = torch.cat([(one.change[name] - other.change[name]).flatten() for name in one.change])
     return float(
