@@ -7,7 +7,8 @@ that predicts response_ids[m]; head k at row m drafts response_ids[m + k].
 Stand at a row, draft K tokens, count the run of accepted ones, jump run + 1 rows ahead, repeat
 until the response ends:
   one-hot drafts   position k is accepted when argmax q_k is the rollout's own token;
-  sampled drafts   position k is accepted with probability min(1, q_k(y) / p(y)), p the behaviour probability of the token y.
+  sampled drafts   position k is accepted with probability min(1, q_k(y) / p(y)), p the behaviour
+                   probability of the token y.
 Both follow from the rejection rule, given the token that was emitted. Instead of drawing, the
 expectation is computed exactly: `visits[t]`, the probability that row t is a stop, flows on to the
 rows that a run can lead to. One-hot drafts are the case where all probabilities are 0 or 1, and

@@ -99,8 +99,13 @@ class Text(NamedTuple):
 
     def to(self, device: torch.device) -> Text:
         """The same on a device."""
-        tensors = (self.ids_GT, self.parts_GT, self.places_GR, self.order_N)
-        return Text(*(tensor.to(device) for tensor in tensors), self.window)
+        return Text(
+            self.ids_GT.to(device),
+            self.parts_GT.to(device),
+            self.places_GR.to(device),
+            self.order_N.to(device),
+            self.window,
+        )
 
 
 class Texts(NamedTuple):

@@ -44,7 +44,7 @@ LEAST_COPY_RANK = 256
 """What is copied enters the cell through at least so many numbers (fewer where D is smaller)."""
 
 SINCE_COPYING = ("context_layers", "feed_forward", "copy_parts", "copy_tokens")
-"""Fields that format version 3 brought. At these defaults heads are those of the versions before."""
+"""Fields that format version 3 brought. At these defaults heads are those of earlier versions."""
 
 
 @dataclass(frozen=True)

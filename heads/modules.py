@@ -1,5 +1,6 @@
-"""MedusaHeads: draft heads as trainable tensors, teacher-forced. `medusa_ppo.drafting` asks the same
-heads step by step.
+"""MedusaHeads: draft heads as trainable tensors, teacher-forced.
+
+`medusa_ppo.drafting` asks the same heads step by step.
 
 Shape letters: B batch, T rows, N rows of any kind (all leading dims flattened), K heads, L residual
 layers, D hidden, V vocabulary, H inner width of the hydra MLP or cell, F inner width of the feed-

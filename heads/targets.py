@@ -8,7 +8,8 @@ Row t holds the hidden state h_t, and `next_ids[t]` is the token that lm_head pr
 (x_{t+1}). Then
 
     head k (1..K) predicts        next_ids[t + k]                          (x_{t+1+k})
-    head k may be conditioned on  next_ids[t], ..., next_ids[t + k - 1]    (x_{t+1} ... x_{t+k}: the tokens since h_t)
+    head k may be conditioned on  next_ids[t], ..., next_ids[t + k - 1]
+                                  (x_{t+1} ... x_{t+k}: the tokens since h_t)
 
     a context of n pairs is      (h_{t-n+1}, next_ids[t-n+1]), ..., (h_t, next_ids[t])
 

@@ -321,9 +321,9 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
             raise _damaged(problem, f"{path}: {size} bytes, header {length}", "a whole file")
         raw = parse_json(handle.read(length), path)
     raw.pop("__metadata__", None)
-    with (
-        _opened(path) as file
-    ):  # The library compares what the header says of each tensor with the file, and allocates nothing.
+    with _opened(path) as file:
+        # The library compares what the header says of each tensor with the file, and allocates
+        # nothing.
         slices = {name: file.get_slice(name) for name in raw}
         return {
             name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()

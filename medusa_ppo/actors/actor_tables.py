@@ -1,9 +1,12 @@
 """The two tables that heads read, of a transformers actor that may be wrapped, adapted or cut over
 ranks.
 
-    wrapped    DistributedDataParallel, FSDP, a DeepSpeed engine, torch.compile, PEFT: `plain_model` finds the model inside
-    adapted    LoRA on a table: the table as the adapter makes it; a table of PEFT's `modules_to_save`: the active one
-    cut        FSDP1, FSDP2 and tensor parallelism (DTensor), DeepSpeed's ZeRO-3: gathered by all ranks, in `Table.gather`
+    wrapped    DistributedDataParallel, FSDP, a DeepSpeed engine, torch.compile, PEFT: `plain_model`
+               finds the model inside
+    adapted    LoRA on a table: the table as the adapter makes it; a table of PEFT's
+               `modules_to_save`: the active one
+    cut        FSDP1, FSDP2 and tensor parallelism (DTensor), DeepSpeed's ZeRO-3: gathered by all
+               ranks, in `Table.gather`
 
 Which two they are the model says itself (`get_output_embeddings`, `get_input_embeddings`). Shape
 letters: V vocabulary, D hidden.

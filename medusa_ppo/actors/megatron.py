@@ -12,7 +12,7 @@ hands in its own share.
     actor = MegatronActor(model, vocab_size)         # every rank
     plugin = ... if actor.reports else None
     with plugin.actor_forward(actor, mask, rows) if plugin else actor.tap():     # every rank
-        forward(model)                               # or a pipeline schedule with all its micro-batches
+        forward(model)                               # or a pipeline schedule's micro-batches
     actor.refresh()                                  # every rank, after the optimizer's step
     if plugin: plugin.policy_updated(actor, version)
 """

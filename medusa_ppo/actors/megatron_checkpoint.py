@@ -1,10 +1,13 @@
 """A distributed checkpoint of megatron-core (`torch_dist`) as a folder of transformers; neither
 Megatron nor its ranks are needed.
 
-FOLDER/latest_checkpointed_iteration.txt     which iteration: FOLDER/iter_0000100 (an iteration's own folder may be named as well)
-FOLDER/iter_0000100/.metadata                which tensors there are, and in which file each part of them stands
+FOLDER/latest_checkpointed_iteration.txt     which iteration: FOLDER/iter_0000100 (an iteration's
+                                             own folder may be named as well)
+FOLDER/iter_0000100/.metadata                which tensors there are, and in which file each part of
+                                             them stands
 FOLDER/iter_0000100/*.distcp                 the parts, whatever ranks wrote them
-config.json, tokenizer                       in either folder, as transformers has them: Megatron's own settings are not read
+config.json, tokenizer                       in either folder, as transformers has them: Megatron's
+                                             own settings are not read
 
 `.metadata` is a pickle: nothing but the records that describe tensors is looked up for it, all else
 is left blank. Parts are read by torch's loader of weights.

@@ -229,7 +229,9 @@ class ImageReader:
         try:
             width, height = open_image(image).size
             patches = self._processor.get_number_of_image_patches(height, width, {})
-        except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, its own; the processor ValueError for a ribbon
+        except Exception as error:
+            # Pillow raises OSError, SyntaxError, ValueError, its own; the processor ValueError for
+            # a ribbon
             raise DataError(
                 "An image can't be read.",
                 given=f"row {row}: {len(image)} bytes ({type(error).__name__}: {str(error)[:200]})",

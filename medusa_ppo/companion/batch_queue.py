@@ -1,4 +1,4 @@
-"""The queue of rollout batches before the companion: bounded in bytes and in age, and nobody waits."""
+"""The queue of rollout batches before the companion, bounded in bytes and in age: nobody waits."""
 
 from __future__ import annotations
 

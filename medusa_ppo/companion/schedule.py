@@ -2,8 +2,10 @@
 (no torch).
 
 A step costs and brings
-    lost     the seconds that the loop's own work took longer because the companion trained beside it, and those inside the plugin's hooks
-    saved    the seconds that the same tokens took with the heads that the run began with (the quickest of those steps), less those of now
+    lost     the seconds that the loop's own work took longer because the companion trained beside
+             it, and those inside the plugin's hooks
+    saved    the seconds that the same tokens took with the heads that the run began with (the
+             quickest of those steps), less those of now
 
 What a second of training costs the loop is estimated from the steps: seconds outside generation = a
 x response tokens + b x seconds of training. It begins at b = 1 and is 0 where the companion has
@@ -14,14 +16,16 @@ candidate has more than the serving heads, over the next HORIZON steps; what it 
 was lost since the last version was published. What one pass *more* brings is about half of what
 those before it brought on average (MORE), so as many passes pay as are worth twice what they cost.
 
-    alone      the companion takes nothing from the loop                                        the most passes
-    behind     a batch waits already, because training takes longer than a step                 none: the batch is not even collected
-    start      nothing was published yet, for START batches                                     the most
-    pays       one pass more would be worth its cost                                            more, at most twice as many as before
-    waning     it would not                                                                     fewer, at least a quarter of before
-    rest       so few would be less than LEAST                                                  none
-    fell       acceptance (the engine's counters) fell by more than a batch's training costs    as many as the fall is worth
-    probe      a while has passed; longer each time that it brought nothing                     LEAST
+    alone      the companion takes nothing from the loop: the most passes
+    behind     a batch waits already, because training takes longer than a step: none, and the
+               batch is not even collected
+    start      nothing was published yet, for START batches: the most
+    pays       one pass more would be worth its cost: more, at most twice as many as before
+    waning     it would not: fewer, at least a quarter of before
+    rest       so few would be less than LEAST: none
+    fell       acceptance (the engine's counters) fell by more than a batch's training costs: as
+               many as the fall is worth
+    probe      a while has passed, longer each time that it brought nothing: LEAST
 """
 
 from __future__ import annotations

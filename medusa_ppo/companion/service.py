@@ -242,7 +242,9 @@ class CompanionService:
                 if report.published:
                     self._publish()
                 self._rest()
-            except Exception as error:  # One bad batch must not end the companion; it is told in the status, and the next one comes.
+            except Exception as error:
+                # One bad batch must not end the companion; it is told in the status, and the next
+                # one comes.
                 if _ends_process(error):
                     self._start_again(f"{type(error).__name__}: {error}")
                 logger.exception(

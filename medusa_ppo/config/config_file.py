@@ -246,7 +246,7 @@ def apply_override(values: dict[str, Any], pair: str, root: type[BaseModel]) -> 
         )
     *parents, leaf = key.split(".")
     node = values
-    section = root
+    section: type[BaseModel] | None = root
     for parent in parents:
         child = node.setdefault(parent, {})
         field = section.model_fields.get(parent) if section else None
@@ -259,9 +259,8 @@ def apply_override(values: dict[str, Any], pair: str, root: type[BaseModel]) -> 
                 expected="section.key=value",
                 do="Check the key.",
             )
-        # type: ignore[assignment]
         node = child
-        section = field.annotation if field and _is_section(field.annotation) else None
+        section = _section_of(field)
     field = section.model_fields.get(leaf) if section else None
     try:
         node[leaf] = _value(key, text, field)
@@ -304,6 +303,12 @@ def _yaml(key: str, text: str) -> Any:
             expected="a list or a mapping",
             do="Quote the value.",
         ) from None
+
+
+def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The section that a key opens; None for a value, a free mapping and an unknown key."""
+    kind: Any = None if field is None else field.annotation
+    return kind if _is_section(kind) else None
 
 
 def _is_section(kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Figures of a step under the names of `contract/metrics.py`, from what engine and companion say."""
+"""A step's figures, named as in `contract/metrics.py`, from what engine and companion say."""
 
 from __future__ import annotations
 

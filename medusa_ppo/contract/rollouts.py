@@ -1,4 +1,4 @@
-"""What an engine gives back for prompts: responses, acceptance counters, and how they were sampled."""
+"""What an engine gives back for prompts: responses, acceptance counters, and the sampling."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ RECORD = "actor.json"
 """File beside the weights: the recipe, the note, and the checksum of every other file."""
 
 _SAMPLE = 64
-"""Documents that stand for the text in the cache's key: a change of the task makes another actor."""
+"""Documents that stand for the text in the cache's key: another task makes another actor."""
 
 
 def ensure_demo_actor(

@@ -43,7 +43,8 @@ _OPERANDS = (2, 9)
 """The smallest and the largest number that is added or taken away."""
 
 NAMES = (
-    ("Mia", "she"), ("Tom", "he"), ("Anna", "she"), ("Ben", "he"), ("Sara", "she"), ("Leo", "he"), ("Lucy", "she"), ("Max", "he"),
+    ("Mia", "she"), ("Tom", "he"), ("Anna", "she"), ("Ben", "he"),
+    ("Sara", "she"), ("Leo", "he"), ("Lucy", "she"), ("Max", "he"),
     ("Nina", "she"), ("Paul", "he"), ("Emma", "she"), ("Jack", "he"),
 )  # fmt: skip
 OBJECTS = (

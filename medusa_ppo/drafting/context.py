@@ -6,7 +6,8 @@ there, and kept in a ring. What a token adds to a product is a row of a table ma
 that is small, and a product where not.
 
 Shape letters: B requests, N pairs, S slots, n pairs of a context, D hidden, H width of the cell, A
-parts of the attention, w width of a part, R width of what is kept of a pair (2 D for each layer), V vocabulary.
+parts of the attention, w width of a part, R width of what is kept of a pair (2 D for each
+layer), V vocabulary.
 """
 
 from __future__ import annotations
@@ -308,7 +309,8 @@ class ContextHeads:
     @torch.no_grad()
     def read_embedding(self) -> None:
         """1 / rms of every token's embedding, and, where they are small, tables of what tokens add
-        to a pair `[V, D + R]`, to the cell `[V, H]`, and to the queries of further layers `[V, D]`. After a sync of the actor.
+        to a pair `[V, D + R]`, to the cell `[V, H]`, and to the queries of further layers `[V, D]`.
+        Made anew after a sync of the actor.
         """
         size = self.config.vocab_size
         device = self._of_tokens[0].device

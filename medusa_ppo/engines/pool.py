@@ -1,10 +1,13 @@
 """Many engines behind the interface of one: work balanced between them, every version on all of
 them, lost ones started again.
 
-    generate      pieces of the call (`cut`) go to the engine with the fewest running tokens that is free
-    swap, sync    all engines at once, from one file that is checked once; it is kept until the next one, for engines that come late
+    generate      pieces of the call (`cut`) go to the engine with the fewest running tokens that is
+                  free
+    swap, sync    all engines at once, from one file that is checked once; it is kept until the next
+                  one, for engines that come late
     memory        what one engine has said goes to all others, and to those that are started again
-    lost engine   its piece goes to another; it is started anew in the background, catches up, and takes pieces again
+    lost engine   its piece goes to another; it is started anew in the background, catches up, and
+                  takes pieces again
 
 An engine answers only with the versions that the pool says: one that missed a swap or sync gets it
 before its next piece. A pool of one is an engine that is started again when it is lost; what it
@@ -201,9 +204,8 @@ class EnginePool(base.RolloutEngine):
                         seat.share = seat.share.plus(job.result())
                         seat.restarts = 0
         except Exception:
-            wait(
-                running
-            )  # No engine is left busy behind an error; one behind an interrupt is ended by close().
+            wait(running)
+            # No engine is left busy behind an error; close() ends one that an interrupt left busy.
             raise
         self._spread_news()
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)

@@ -147,7 +147,7 @@ class RayEngine(base.RolloutEngine):
 
         Args:
             plan: as for `ColocatedEngine`.
-            where: options of Ray that give the actor its place (`medusa_ppo.runtime.processes.place`);
+            where: options of Ray that give the actor its place (`runtime.processes.place`);
                 None: Ray finds one.
         """
         given = plan

@@ -109,7 +109,7 @@ class RolloutEngine(ABC):
         """Enter a group that actors are broadcast in; waits until all its ranks are there.
 
         Args:
-            place: fields of `medusa_ppo.runtime.rendezvous.Place`, `rank` being that of this engine's first
+            place: fields of `runtime.rendezvous.Place`, `rank` being that of this engine's first
                 rank.
         """
         raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")

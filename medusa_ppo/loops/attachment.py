@@ -4,8 +4,10 @@ framework.
 `Attachment` hangs on a foreign trainer that has its own vLLM. `DraftingEngine` calls the plug-in's
 hooks by itself, in the place of the engine that a loop of one's own had:
 
-    generate       newer heads go in before; tokens and behaviour log-probs go to the plug-in afterwards
-    the actor      tapped by hooks on it wherever the loop scores the last rollouts; rows are known by their tokens
+    generate       newer heads go in before; tokens and behaviour log-probs go to the plug-in
+                   afterwards
+    the actor      tapped by hooks on it wherever the loop scores the last rollouts; rows are known
+                   by their tokens
     sync_actor     the plug-in learns that the actor has changed
 """
 
@@ -454,8 +456,8 @@ class DraftingEngine:
         return receipt
 
     def metrics(self) -> dict[str, Any]:
-        """The plug-in's figures since the last call, under the names of medusa_ppo/contract/metrics.py; none
-        without a plug-in.
+        """The plugin's figures since the last call, under the names of contract/metrics.py; none
+        without a plugin.
         """
         return self.plugin.metrics() if self.plugin is not None else {}
 

@@ -5,10 +5,13 @@ OpenRLHF has no plug-ins and passes no arguments on to vLLM. So its command is r
 replaced (OpenRLHF 0.11; tests/contracts/test_openrlhf.py compares all of it with the installed
 package):
 
-    vLLM's start     `create_vllm_engines`: the same call, of a Ray actor class that adds our arguments to the engine's
+    vLLM's start     `create_vllm_engines`: the same call, of a Ray actor class that adds our
+                     arguments to the engine's
     log-prob pass    `PolicyModelActor.forward`, overridden: rank 0 taps its share of the rows
-    rollouts         `RemoteExperienceMaker.make_experience_batch`, wrapped: what was tapped goes to the companion
-    weight sync      `BasePPOTrainer.broadcast_to_vllm`, overridden: lm_head to the companion, newer heads into the engines
+    rollouts         `RemoteExperienceMaker.make_experience_batch`, wrapped: what was tapped goes to
+                     the companion
+    weight sync      `BasePPOTrainer.broadcast_to_vllm`, overridden: lm_head to the companion, newer
+                     heads into the engines
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ place of `GRPOTrainer(...)`.
 What is hooked, and how (TRL 1.16; tests/contracts/test_trl.py compares all of it with the installed
 package):
 
-    vLLM's start     the trainer builds our subclass of VLLMGeneration, which adds our arguments to its call of `LLM` (TRL has no option)
-    before, after    `VLLMGeneration.generate`, overridden: newer heads go in; tokens and behaviour log-probs come out
+    vLLM's start     the trainer builds our subclass of VLLMGeneration, which adds our arguments to
+                     its call of `LLM` (TRL has no option)
+    before, after    `VLLMGeneration.generate`, overridden: newer heads go in; tokens and behaviour
+                     log-probs come out
     weight sync      `VLLMGeneration.sync_weights`, overridden: the heads follow
     log-prob pass    forward hooks on the model itself; rows are known by their tokens
     step, end        a TrainerCallback

@@ -5,7 +5,8 @@ What is hooked, and how (TRL 1.12; tests/contracts/test_trl_ppo.py compares all 
 installed package):
 
     rollouts         the module function `batch_generation`, replaced for the time of `train`
-    log-prob pass    forward hooks on the policy, in the update's own passes; rows are known by their tokens
+    log-prob pass    forward hooks on the policy, in the update's own passes; rows are known by
+                     their tokens
     step, end        a TrainerCallback
 """
 

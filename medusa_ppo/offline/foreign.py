@@ -344,8 +344,8 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
 def _read_stock(
     files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str
 ) -> FoundHeads:
-    """vLLM's own directory. docs/formats.md lists its traps; each that vLLM falls into in silence is
-    either told as a note or refused here.
+    """vLLM's own directory. docs/formats.md lists its traps; each that vLLM falls into in silence
+    is either told as a note or refused here.
     """
     shared = config.get("original_lm_head") is True
     names = _vllm_names(files, shared, where)

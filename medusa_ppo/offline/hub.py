@@ -324,7 +324,9 @@ def _hub_errors(doing: str) -> Iterator[None]:
     problem = ""
     try:
         yield
-    except Exception as error:  # OSError, ValueError and errors of two HTTP libraries; all of them mean the same to the user
+    except Exception as error:
+        # OSError, ValueError and errors of two HTTP libraries; all of them mean the same to the
+        # user
         lines = str(error).strip().splitlines()
         problem = (
             f"{type(error).__name__}:"

@@ -27,7 +27,7 @@ SAMPLING = SamplingConfig()
 
 
 def line_breaks(text: str) -> str:
-    """Turn the two characters `\\n` into a line break: a shell passes them on as they were typed."""
+    """Turn the two characters `\\n` into a line break: a shell passes them on as typed."""
     return text.replace("\\n", "\n")
 
 

@@ -1,7 +1,8 @@
 """`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an
 interrupted training goes on.
 
-OUT/model/              the model as transformers has it, where it came as a distributed checkpoint of Megatron's
+OUT/model/              the model as transformers has it, where it came as a
+                        distributed checkpoint of Megatron's
 
 OUT/resume/             every file of it is replaced atomically
   settings.json         the options that the heads depend on; other ones are refused

@@ -3,7 +3,8 @@ don't work, or are gone.
 
 install        newer heads go in; when they don't arrive as they were sent, those before go in again
 take_back      heads that the engine accepts next to nothing of make way for those before
-feed_again     an engine that lost its heads (a deep sleep, a failed swap) gets those that it should have
+feed_again     an engine that lost its heads (a deep sleep, a failed swap) gets those that it
+               should have
 """
 
 from __future__ import annotations

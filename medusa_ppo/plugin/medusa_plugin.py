@@ -2,11 +2,15 @@
 numbers stay what they are.
 
     plugin.before_generation()                                  installs newer heads in the engine
-    plugin.rollout_ready(rollouts)                              remembers tokens and behaviour log-probs
-    with plugin.actor_forward(model, response_mask_BT, rows):   taps the loop's own log-prob pass, per micro-batch
+    plugin.rollout_ready(rollouts)                              remembers tokens and behaviour log-
+                                                                probs
+    with plugin.actor_forward(model, response_mask_BT, rows):   taps the loop's own log-prob pass,
+                                                                per micro-batch
         model(...)
-    plugin.policy_updated(model, policy_version)                the new lm_head goes to the companion
-    plugin.metrics()                                            this step's figures, under the names of medusa_ppo/contract/metrics.py
+    plugin.policy_updated(model, policy_version)                the new lm_head goes to the
+                                                                companion
+    plugin.metrics()                                            this step's figures, under the names
+                                                                of medusa_ppo/contract/metrics.py
     plugin.close()
 
 Shape letters: B rows of a micro-batch, T tokens, D hidden, V vocabulary.
@@ -327,7 +331,7 @@ class MedusaPlugin:
                 self._send_tables(policy_version)
 
     def metrics(self) -> dict[str, Any]:
-        """Figures of the step since the last call, under the names of medusa_ppo/contract/metrics.py. A
+        """Figures of the step since the last call, under the names of contract/metrics.py. A
         figure that isn't known is left out.
         """
         with self._exposed():

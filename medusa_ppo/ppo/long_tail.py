@@ -1,9 +1,11 @@
 """The long tail of a batch: prompts that are not answered yet go on in the next step, with its
 actor (`ppo.carry_after`).
 
-    step t       asks for its own prompts and those that step t - 1 carried over, and stops the engine when enough of them are answered
+    step t       asks for its own prompts and those that step t - 1 carried over, and stops the
+                 engine when enough of them are answered
                  learns from those that are answered
-    step t + 1   asks for the others again: prompt and tokens so far, whose log-probs and versions stay those of the actor that wrote them
+    step t + 1   asks for the others again: prompt and tokens so far, whose log-probs and versions
+                 stay those of the actor that wrote them
 
 Every prompt is learned from once, whole, with all its responses: groups are compared with each
 other (GRPO, RLOO), so siblings that have ended wait for the last one. A prompt whose oldest token

@@ -225,7 +225,9 @@ class ModelReward(RewardSource):
                 .eval()
                 .to(device)
             )
-        except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad checkpoint
+        except Exception as error:
+            # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad
+            # checkpoint
             first = (str(error).strip().splitlines() or [""])[0]
             given = f"{path} ({type(error).__name__}: {first:.200})"
             do = "Check ppo.reward; a Python function is written as module:function."

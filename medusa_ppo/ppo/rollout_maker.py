@@ -1,9 +1,11 @@
 """How a step's rollouts are made: responses are written and scored, one after the other or, cut
 into pieces, at the same time.
 
-    ppo.piece_prompts=null    engine ------------------ | actor, reference, critic, reward on the whole batch
+    ppo.piece_prompts=null    engine ------------------ | actor, reference, critic, reward on the
+                              whole batch
     ppo.piece_prompts=n       engine ------------------
-                                    piece 0 | piece 1 | piece 2        each as soon as its last response has ended
+                                    piece 0 | piece 1 | piece 2        each as soon as its last
+                                                                       response has ended
 
     ppo.staleness=n           engine: step t + 1, up to t + n | ...
                               step t: scored, learned from    |
@@ -241,7 +243,9 @@ class RolloutMaker:
             measured, rewards = self._joined(batch, work.pieces)
             if tap is not None and work.held is not None:
                 work.held.hand_over(self._learner.actor, tap)
-        else:  # In one go; after an engine was lost other responses may have come than those that were scored.
+        else:
+            # In one go; after an engine was lost other responses may have come than those that were
+            # scored.
             self._learner.begin_batch(work.sampling)
             measured = self._learner.measure(batch, work.sampling, tap, self.timeline)
             with self.timeline.at_work(

@@ -2,16 +2,21 @@
 pickle.
 
 checkpoint/
-  state.json                   next step, versions, seconds so far, the configuration that made it, and the other files' sizes and sums
-  actor.safetensors            the actor's weights          critic.safetensors            the critic's
-  actor_optimizer.safetensors  AdamW moments, per weight    critic_optimizer.safetensors  the critic's
+  state.json                   next step, versions, seconds so far, the configuration that
+                               made it, and the other files' sizes and sums
+  actor.safetensors            the actor's weights
+  critic.safetensors           the critic's
+  actor_optimizer.safetensors  AdamW moments of the actor, per weight
+  critic_optimizer.safetensors the critic's
   shaping.json                 the KL coefficient and the scale of the rewards
   metrics.jsonl                a copy of the run's step lines so far
-  carried.jsonl                prompts that are not answered yet, with the tokens so far (ppo.carry_after)
+  carried.jsonl                prompts that are not answered yet, with the tokens so far
+                               (ppo.carry_after)
   companion/                   the companion's own last state, if there is one
   memory.safetensors           what the engines remember of earlier responses, if they do
 checkpoints/step-N/            the last saves, each as checkpoint/ (ppo.keep_checkpoints)
-best/                          the actor that did best in an evaluation, for transformers, with evaluation.json
+best/                          the actor that did best in an evaluation, for transformers, with
+                               evaluation.json
 
 There is no random state to save: prompts, sampling seeds and minibatches are functions of the seed
 and the step.

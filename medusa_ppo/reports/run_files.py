@@ -200,8 +200,9 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         return None
     step = record.get(metrics.STEP)
-    whole = isinstance(step, int) and not isinstance(step, bool)
-    return record if whole and 0 <= step < LAST_STEP else None
+    if not isinstance(step, int) or isinstance(step, bool):
+        return None
+    return record if 0 <= step < LAST_STEP else None
 
 
 def _status(meta: dict[str, Any]) -> str:

@@ -350,7 +350,8 @@ def draw_spans(
     for index, (name, tone, spans) in enumerate(rows):
         bars = (
             f"M{_px(UNITS * a / last)}"
-            f" {index * row_height + 2}H{_px(UNITS * b / last)}v{row_height - 4}H{_px(UNITS * a / last)}z"
+            f" {index * row_height + 2}H{_px(UNITS * b / last)}"
+            f"v{row_height - 4}H{_px(UNITS * a / last)}z"
             for a, b in spans
         )
         shapes.append(f'<path class="fill t-{tone}" d="{"".join(bars)}"/>')

@@ -186,7 +186,8 @@ class TrackerGroup:
     def _try(self, name: str, call: Callable[..., None], *args: Any) -> None:
         try:
             call(*args)
-        except Exception as error:  # Libraries and networks fail in any way they like; figures are in metrics.jsonl anyway.
+        except Exception as error:
+            # Libraries and networks fail in any way they like; figures are in metrics.jsonl anyway.
             self._tell(name, f"{type(error).__name__}: {error}")
 
     def _tell(self, name: str, what: str) -> None:
@@ -253,7 +254,9 @@ def start_trackers(config: RunConfig, first_step: int) -> TrackerGroup:
     for name in config.report.trackers:
         try:
             started[name] = STARTS[name](config, first_step)
-        except Exception as error:  # Each library has errors of its own: not logged in, no network, a folder that can't be written.
+        except Exception as error:
+            # Each library has errors of its own: not logged in, no network, a folder that can't be
+            # written.
             TrackerGroup(started).close()
             raise ConfigError(
                 f"The tracker {name} did not start.",

@@ -121,7 +121,8 @@ def _start(folder: Path, cpus: int, store_bytes: int) -> None:
                     _temp_dir=str(folder),
                 )
             return
-        except Exception as error:  # Ray raises a bare Exception here, and ValueError and OSError for what it is given
+        except Exception as error:
+            # Ray raises a bare Exception here, and ValueError and OSError for what it is given
             ray.shutdown()
             if not left:
                 given = f"{type(error).__name__}: {error}"
@@ -246,10 +247,11 @@ def reserve(
     group = placement_group(bundles, strategy=layout)
     if not group.wait(timeout_s):
         remove_placement_group(group)
+        asked = Counter(map(str, bundles))
         raise RunError(
             f"The Ray cluster has no room for the {what}.",
             given=(
-                f"{', '.join(f'{count} x {kind}' for kind, count in Counter(map(str, bundles)).items())},"
+                f"{', '.join(f'{count} x {kind}' for kind, count in asked.items())},"
                 f" {layout}; free: {_free()}"
             ),
             expected=f"room for all of them within {timeout_s:.0f} s",

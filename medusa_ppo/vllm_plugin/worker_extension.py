@@ -115,7 +115,7 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_join_transfer(self, place: dict[str, Any]) -> dict[str, Any]:
-        """Enter the group in which the trainer broadcasts; see `medusa_ppo.runtime.rendezvous.Place`."""
+        """Enter the group in which the trainer broadcasts; see `runtime.rendezvous.Place`."""
         self.init_weight_transfer_engine({"place": place})  # type: ignore[attr-defined]
         return {}
 
@@ -271,9 +271,9 @@ class MedusaWorker:
 
     def _medusa_model_folder(self) -> Path | None:
         """The folder that vLLM loaded; of a hub name that in the hub's cache."""
-        # type: ignore[attr-defined]
-        model = self.vllm_config.model_config
-        load = self.vllm_config.load_config
+        vllm_config = self.vllm_config  # type: ignore[attr-defined]
+        model = vllm_config.model_config
+        load = vllm_config.load_config
         try:
             found = cached_file(
                 model.model,

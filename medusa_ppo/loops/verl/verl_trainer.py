@@ -4,13 +4,18 @@
 What is hooked, and how (verl 0.9; tests/contracts/test_verl.py compares all of it with the
 installed package):
 
-    trainer          registered as `medusa_sync`, a subclass of PPOTrainerSync; loaded by the entry point `verl.plugins`
-    vLLM's start     `actor_rollout_ref.rollout.engine_kwargs.vllm`, which verl spreads last over its own arguments
+    trainer          registered as `medusa_sync`, a subclass of PPOTrainerSync; loaded by the entry
+                     point `verl.plugins`
+    vLLM's start     `actor_rollout_ref.rollout.engine_kwargs.vllm`, which verl spreads last over
+                     its own arguments
     calls into vLLM  our server class, through RolloutReplicaRegistry; verl's own `collective_rpc`
     gives no answers back
-    log-prob pass    `ActorRolloutRefWorker.compute_log_prob`, overridden: the first data-parallel replica taps its share of the rows
-    update           `_update_actor`, overridden: lm_head and embedding are gathered for the companion
-    weight sync      `on_step_end`, overridden: verl's sleep throws the heads away, so they are fed after every sync
+    log-prob pass    `ActorRolloutRefWorker.compute_log_prob`, overridden: the first data-parallel
+                     replica taps its share of the rows
+    update           `_update_actor`, overridden: lm_head and embedding are gathered for the
+                     companion
+    weight sync      `on_step_end`, overridden: verl's sleep throws the heads away, so they are fed
+                     after every sync
 
 Shape letters: T tokens of a row, D hidden.
 """
@@ -220,9 +225,8 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             OmegaConf.to_container(config.get("medusa") or OmegaConf.create({}), resolve=True)
         )
         with open_dict(config):
-            config.trainer.v1.trainer_mode = (  # verl asks for this name in many places; ours is the same mode.
-                "sync"
-            )
+            # verl asks for this name in many places; ours is the same mode.
+            config.trainer.v1.trainer_mode = "sync"
         self.medusa: RemoteAttachment | None = None
         if medusa is not None:
             refuse("verl", unsupported(config))
@@ -298,7 +302,8 @@ def unsupported(config: Any) -> dict[str, bool]:
         f"actor_rollout_ref.actor.strategy={actor.strategy} (not {' or '.join(STRATEGIES)})": (
             actor.strategy not in STRATEGIES
         ),
-        "actor_rollout_ref.model.use_fused_kernels with Megatron (its logits are never made, so the tap has no output layer)": (
+        "actor_rollout_ref.model.use_fused_kernels with Megatron "
+        "(its logits are never made, so the tap has no output layer)": (
             actor.strategy == MEGATRON and bool(model.get("use_fused_kernels", False))
         ),
         "actor_rollout_ref.actor.megatron.dynamic_context_parallel": bool(

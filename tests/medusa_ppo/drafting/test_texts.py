@@ -1,5 +1,6 @@
-"""What serving finds in a text is what the heads find that were trained on it, whatever the ring has
-seen before: prompts longer than it, other requests, other heads.
+"""What serving finds in a text is what the heads find that were trained on it.
+
+Whatever the ring has seen before: prompts longer than it, other requests, other heads.
 """
 
 from __future__ import annotations
