@@ -37,7 +37,7 @@ import torch
 
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CONTROL, CompanionClient
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.runtime.processes import local_ray
 

@@ -44,7 +44,8 @@ from heads.checkpoint import load_heads, save_heads, save_state
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.config.run_config import EngineConfig, HeadsSection
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import launch
 from medusa_ppo.engines.probe import Uniformity

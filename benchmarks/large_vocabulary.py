@@ -44,7 +44,8 @@ from medusa_ppo.actors.hf import (
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config.run_config import CompanionConfig, DataConfig
+from medusa_ppo.config.companion_section import CompanionConfig
+from medusa_ppo.config.data_section import DataConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.ppo.generation import PromptStream

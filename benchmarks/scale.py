@@ -26,7 +26,7 @@ from heads.heads_config import HeadsConfig
 from medusa_ppo.cli.plan import TOKEN_BYTES, heads_parameters, hidden_bytes, size_text
 from medusa_ppo.companion.holdout import HOLDOUT_TOKENS
 from medusa_ppo.companion.trainer import TOGETHER
-from medusa_ppo.config.run_config import HeadsSection
+from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes
 
 Kind = Literal["medusa", "hydra"]

@@ -32,7 +32,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli.plan import heads_parameters, hidden_bytes
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.engines.actor_sync import actor_state
 from medusa_ppo.runtime.hardware import FLOAT32, ModelSizes

@@ -38,7 +38,7 @@ def work(options: argparse.Namespace) -> None:
     from heads.heads_config import HeadsConfig
     from heads.modules import MedusaHeads
     from heads.tensorfile import save_state
-    from medusa_ppo.config.run_config import EngineConfig
+    from medusa_ppo.config.engine_section import EngineConfig
     from medusa_ppo.engines.ray_engine import RayEngine
     from medusa_ppo.runtime.processes import local_ray
 

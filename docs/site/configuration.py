@@ -13,8 +13,8 @@ import yaml
 from commands import cell, escape
 from pydantic.fields import FieldInfo
 
-from medusa_ppo.config.config_file import Section
 from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.config.section import Section
 
 OR_NULL = ", or null"
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

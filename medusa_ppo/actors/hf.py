@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from heads.errors import ConfigError, DataError, ModelError
 from medusa_ppo.actors.actor_tables import Table, plain_model
 from medusa_ppo.actors.actor_view import ActorView
-from medusa_ppo.config.run_config import VISION_FAMILIES
+from medusa_ppo.config.model_section import VISION_FAMILIES
 
 logger = logging.getLogger(__name__)
 

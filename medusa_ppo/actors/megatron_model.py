@@ -40,8 +40,8 @@ from medusa_ppo.actors.megatron_layout import (
     context_positions,
     key_table,
 )
-from medusa_ppo.config.ppo_config import ATTENTION
-from medusa_ppo.config.run_config import ActorConfig
+from medusa_ppo.config.actor_section import ActorConfig
+from medusa_ppo.config.ppo_section import ATTENTION
 from medusa_ppo.runtime.rendezvous import Meeting
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

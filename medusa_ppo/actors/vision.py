@@ -40,7 +40,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from heads.errors import DataError, ModelError, RunError
 from medusa_ppo.actors.hf import actor_config
-from medusa_ppo.config.run_config import VISION_FAMILIES
+from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import ImagePrompt
 

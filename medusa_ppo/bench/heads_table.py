@@ -31,7 +31,8 @@ from medusa_ppo.bench.bench_options import HeadsBench, Table
 from medusa_ppo.bench.pairs import run_rounds, table_of
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config.run_config import CompanionConfig, HeadsSection
+from medusa_ppo.config.companion_section import CompanionConfig
+from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.offline.collect import Sample, response_rounds, samples_of, split_samples

@@ -20,7 +20,8 @@ from heads.checkpoint import load_heads, load_state, save_state
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.bench.bench_options import CompanionBench, SwapBench, Table
 from medusa_ppo.bench.pairs import PairedRates, run_rounds, table_of
-from medusa_ppo.config.run_config import EngineConfig, RunConfig, build_config
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine

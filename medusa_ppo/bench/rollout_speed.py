@@ -19,7 +19,7 @@ from heads.errors import ConfigError
 from medusa_ppo.bench.bench_options import RolloutBench, Table
 from medusa_ppo.bench.bench_page import draw_ratios
 from medusa_ppo.bench.pairs import PairedRates, run_rounds, table_of
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.drafting.products import MIN_TOKENS_PER_ENTRY
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, read_heads_config

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
-from medusa_ppo.config.run_config import EMBEDDED_ACTORS, SERVER, RunConfig
+from medusa_ppo.config.engine_section import SERVER
+from medusa_ppo.config.model_section import EMBEDDED_ACTORS
+from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
 from medusa_ppo.reports.store import without_secrets
 from medusa_ppo.runtime.hardware import (

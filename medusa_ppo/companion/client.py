@@ -30,7 +30,7 @@ from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import CompanionService, settle
 from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options
 from medusa_ppo.companion.wire import HANG_S, Answer, ServiceArguments, pack, unpack
-from medusa_ppo.config.run_config import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads

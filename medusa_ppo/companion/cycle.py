@@ -35,7 +35,7 @@ from medusa_ppo.companion.gate import (
 from medusa_ppo.companion.holdout import hold_out
 from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
-from medusa_ppo.config.run_config import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.status import ReplayRow
 from medusa_ppo.drafting.products import most_frequent

@@ -30,7 +30,7 @@ from medusa_ppo.companion.batch_queue import BatchQueue
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.giving_way import Pace
 from medusa_ppo.companion.wire import Answer, PackedTensor, ServiceArguments, pack, unpack
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.runtime.files import write_atomic
 from medusa_ppo.runtime.hardware import companion_threads, cpu_has_bfloat16

@@ -31,7 +31,7 @@ from heads.errors import DataError
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.service import CompanionService, make_cycle, settle
 from medusa_ppo.companion.wire import ServiceArguments, pack, unpack
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.status import CompanionStatus
 from medusa_ppo.runtime.hardware import companion_threads
 from medusa_ppo.runtime.processes import TOKEN, in_bundle

@@ -25,7 +25,7 @@ from heads.losses import LossConfig, Teacher, head_loss, known_lse
 from heads.modules import MedusaHeads, clip_per_head
 from medusa_ppo.companion.gate import RunningMean, under
 from medusa_ppo.companion.positions import TrainingRows, in_blocks, look_up
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.runtime.rendezvous import Meeting
 

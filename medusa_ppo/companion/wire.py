@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from heads.heads_config import HeadsConfig
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.status import PublishedHeads
 
 HANG_S = 300.0

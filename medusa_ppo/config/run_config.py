@@ -1,8 +1,9 @@
-"""The settings of a run: typed, with every default in this one place (no torch). What reads files
-stands in `config_file`.
+"""The settings of a run: all sections together, the rules between them, and how they are read.
 
-`null` is the one way to say "none" or "by itself"; what follows from the hardware then is decided
-in `medusa_ppo.runtime.hardware`. Fields that contradict each other fail at load.
+Each section has a file of its own with its keys, their defaults and the rules among them. `null` is
+the one way to say "none" or "by itself"; what follows from the hardware then is decided in
+`medusa_ppo.runtime.hardware`. Fields that contradict each other fail at load. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -10,390 +11,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from heads.errors import ConfigError
-from heads.heads_config import HeadsConfig
+from medusa_ppo.config.actor_section import ActorConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.config_file import (
-    Count,
-    Section,
-    Text,
     apply_override,
     as_config_error,
     keys_of,
     located,
     read_file,
-    refuse_old_keys,
-    unknown,
 )
-from medusa_ppo.config.ppo_config import PPOConfig, ppo_contradictions
-
-TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
-EMBEDDED_ACTORS = ("demo", "demo-grown")
-"""Names of actors that are trained on first use."""
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Vision-language models (`model_type` in config.json) that can be an actor and see images."""
-COLOCATED, SERVER = "colocated", "server"
-HOLDOUT_SHARE = 0.2
-"""Share of each batch's responses kept out of training, to judge candidates on."""
-
-
-class ModelConfig(Section):
-    """The actor and what the critic starts from."""
-
-    path: Text = "demo"
-    """Folder or hub name of a transformers causal LM; `demo`: the embedded actor, `demo-grown`: the
-    same, as slow as 20M parameters.
-    """
-    critic_path: Text | None = None
-    """Folder or hub name that the critic starts from, or `demo`; null: the actor's own weights."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of products in the PPO update; null: bfloat16 on a GPU that has it, else float32.
-    Weights, sums and optimizer stay float32 (a Megatron actor multiplies with bfloat16 copies of
-    its weights).
-    """
-
-
-class ActorConfig(Section):
-    """What trains the actor, and on how many processes."""
-
-    backend: Literal["transformers", "megatron"] = "transformers"
-    """`transformers`: in the loop's own process; `megatron`: megatron-core, on processes that Ray
-    starts.
-    """
-    tensor_parallel: Count = 1
-    """Ranks that share each layer (backend `megatron`)."""
-    pipeline_parallel: Count = 1
-    """Ranks that the layers are spread over (backend `megatron`)."""
-    context_parallel: Count = 1
-    """Ranks that share the tokens of each sequence (backend `megatron`)."""
-    data_parallel: Count = 1
-    """Copies of the whole, each with its share of the sequences (backend `megatron`)."""
-    sequence_parallel: bool = False
-    """Tensor-parallel ranks share the tokens, too, where they would all compute the same (backend
-    `megatron`).
-    """
-    distributed_optimizer: bool = False
-    """Each copy keeps moments and float32 weights of its share of the parameters only (backend
-    `megatron`).
-    """
-    resource: Text | None = None
-    """Ray resource of the nodes for the actor's ranks (`ray start --resources`); null: any node."""
-    imports: Text | None = None
-    """Python module that each rank imports before it builds its part, e.g. to replace layers of
-    Megatron's; null: none.
-    """
-
-    @property
-    def ranks(self) -> int:
-        return (
-            self.tensor_parallel
-            * self.pipeline_parallel
-            * self.context_parallel
-            * self.data_parallel
-        )
-
-
-class DataConfig(Section):
-    """Where prompts and reference answers come from."""
-
-    path: Text = "demo"
-    """Local JSONL, Parquet, CSV or text file, or a hub name; `demo` is the generated arithmetic
-    task.
-    """
-    split: Text = "train"
-    """Split of a hub dataset; `train[:1000]` takes the first thousand rows, of a file as well."""
-    template: Text = "{prompt}"
-    """The prompt, with the row's fields in braces, e.g. 'Question: {question}\\nAnswer:'."""
-    answer_column: Text | None = "answer"
-    """Column with the reference answer that the reward reads; null: none. A reward model reads
-    none, so a missing column is none then.
-    """
-    images: Text | None = None
-    """Column with each row's image, or a list of them: paths (from the data file's folder), or
-    files' bytes as `datasets` has them. For a vision-language actor; the template's text is then a
-    user's message in the model's chat template. null: none.
-    """
-    max_prompt_tokens: Count = 256
-    """Longer prompts are left out and counted; an image's tokens count too."""
-    eval_path: Text | None = None
-    """Where the prompts of the evaluation come from, as `path`; null: the same."""
-    eval_split: Text = "test"
-    """Split of the evaluation (with ppo.eval_every)."""
-    ptx_path: Text | None = None
-    """Texts to go on learning by heart beside PPO (with ppo.ptx_coefficient): a column `text`, or a
-    text file; null: none.
-    """
-
-
-class SamplingConfig(Section):
-    """How rollouts are sampled."""
-
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature of the rollouts."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus mass; 1: off."""
-    top_k: Count | None = None
-    """Sample from the k likeliest tokens; null: from all."""
-    max_new_tokens: Count = 96
-    """Longest response, in tokens."""
-    responses_per_prompt: Count = 4
-    """Responses sampled for each prompt."""
-
-
-class EngineConfig(Section):
-    """vLLM, and how it drafts."""
-
-    backend: Text = COLOCATED
-    """`colocated`: vLLM in a Ray actor; `server`: `vllm serve` on this node, started by us; or
-    running servers' addresses, with commas.
-    """
-    runner: Literal["v1", "v2"] = "v1"
-    """vLLM's model runner where heads draft; `v2` (vLLM 0.29 or 0.32, never on a GPU) takes none of
-    the four keys that say v1 below.
-    """
-    replicas: Count = 1
-    """Engines that share the rollouts; each takes the threads, memory and GPUs that this section
-    names.
-    """
-    resource: Text | None = None
-    """Ray resource of the nodes for engines (`ray start --resources`); null: any node (backend
-    `colocated` only).
-    """
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the engine's copy of the actor; null: as model.dtype."""
-    transfer: Literal["file", "broadcast"] = "file"
-    """How engines get a new actor: as a `file`, or by `broadcast` in buckets to all at once (NCCL
-    or gloo; backend `colocated` only).
-    """
-    max_num_seqs: Count = 32
-    """Most sequences that run at once."""
-    max_model_len: int | None = Field(None, ge=8)
-    """Longest prompt plus response, in tokens; null: what data and sampling allow together (512
-    where another loop brings the prompts).
-    """
-    memory_fraction: float | None = Field(None, gt=0, le=1)
-    """Share of the GPU for the engine; null: 0.35 where one engine and PPO have one GPU, else 0.9
-    (CPU build: what it needs).
-    """
-    enforce_eager: bool | None = None
-    """Skip torch.compile and CUDA graphs: quick start, slower steps; null: on a CPU, and not on a
-    GPU.
-    """
-    sleep_level: Literal[1, 2] | None = None
-    """Let the engine sleep while PPO scores and updates: 1 moves its weights to the host, 2 throws
-    them away; null: it stays awake.
-    """
-    threads: Count | None = None
-    """CPU threads of the engine (CPU build); null: all cores, shared among the replicas."""
-    num_drafts: int | None = Field(None, ge=0)
-    """Draft tokens per step; null: as many as there are heads."""
-    draft_temperature: float = Field(1.0, ge=0)
-    """0: one-hot drafts; above: drafts sampled at this temperature times the request's and each
-    head's own. Both are lossless.
-    """
-    choose_drafts: bool = False
-    """Choose the number of drafts (up to num_drafts) for each step from measured costs and
-    acceptance (runner v1).
-    """
-    draft_vocab: int | None = Field(None, ge=0)
-    """Draft from so many of the most frequent tokens seen so far; 0: all; null: 8,192 of 32,768 or
-    more (lm_head shared, runner v1).
-    """
-    memory_bytes: int | None = Field(None, ge=0)
-    """Bytes of earlier responses kept by prompt, which sampled drafts are also drawn from (runner
-    v1); null or 0: none.
-    """
-    stop_below: float | None = Field(None, gt=0, lt=1)
-    """A run of sampled drafts ends before one whose chance to be accepted is estimated below this
-    (runner v1); null: never.
-    """
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """More keyword arguments for vLLM's engine, passed on as they are."""
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Of running servers; none where the engines are started."""
-        return (
-            ()
-            if self.backend in (COLOCATED, SERVER)
-            else tuple(part.strip() for part in self.backend.split(","))
-        )
-
-    @field_validator("backend")
-    @classmethod
-    def _known(cls, backend: str) -> str:
-        if backend not in (COLOCATED, SERVER) and not all(
-            part.strip().startswith(("http://", "https://")) for part in backend.split(",")
-        ):
-            raise unknown(
-                "Unknown engine.backend.", backend, (COLOCATED, SERVER, "http://HOST:PORT")
-            )
-        return backend
-
-
-class HeadsSection(Section):
-    """The heads that a run starts with."""
-
-    path: Text | None = None
-    """Native heads directory to start from; null: start at zero (every head equals lm_head)."""
-    kind: Literal["medusa", "hydra"] = "hydra"
-    """What a head reads: the hidden state alone (`medusa`), or also every token sampled or drafted
-    since (`hydra`). Set `medusa` only to export the heads to programs that know nothing else.
-    """
-    num_heads: Count = 4
-    """K, the number of heads."""
-    context: int = Field(16, ge=0)
-    """Last positions of the response that heads of kind `hydra` attend to, beside the state that
-    they stand at; 0: none.
-    """
-    context_layers: Count = 1
-    """Attentions over these positions, one after the other. Two accept a little more and cost a
-    little more in each drafting call.
-    """
-    feed_forward: int = Field(2, ge=0)
-    """Inner width of the feed-forward layer after each of these attentions, in multiples of the
-    hidden size; 0: none.
-    """
-    cell: Count = 3
-    """Width of the state that the heads of kind `hydra` hand on from draft to draft, in multiples
-    of the hidden size.
-    """
-    copy_parts: int = Field(4, ge=0)
-    """Parts of the attention that copies what followed the last tokens elsewhere in the prompt and
-    the response; 0: nothing is copied. More parts look for more kinds of matches.
-    """
-    lm_head: Literal["shared", "own"] = "shared"
-    """`shared`: the actor's lm_head, frozen; `own`: one trainable lm_head per head."""
-
-    def sizes(self, hidden: int, vocab: int) -> HeadsConfig:
-        """What new heads for an actor of this width and vocabulary are."""
-        if self.kind != "hydra" or not self.context:
-            return HeadsConfig(hidden, vocab, self.num_heads, self.kind, lm_head=self.lm_head)
-        return HeadsConfig(
-            hidden,
-            vocab,
-            self.num_heads,
-            self.kind,
-            lm_head=self.lm_head,
-            mlp_ratio=self.cell,
-            context=self.context,
-            context_layers=self.context_layers,
-            feed_forward=self.feed_forward,
-            copy_parts=self.copy_parts,
-        )
-
-
-class CompanionConfig(Section):
-    """How the heads are trained beside PPO."""
-
-    enabled: bool = True
-    """Train the heads while PPO runs."""
-    on_error: Literal["raise", "disable"] = "disable"
-    """What a failed companion does to PPO: `disable` goes on with the serving heads."""
-    loss: Literal["ce", "tv", "ce_tv", "kl", "kl_tv"] = "kl_tv"
-    """Loss of the heads."""
-    learning_rate: float = Field(2e-3, gt=0)
-    """AdamW step size."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of its products; null: bfloat16 on a GPU or CPU that has it, else float32. Weights,
-    sums and optimizer stay float32.
-    """
-    batch_positions: Count = 2048
-    """Positions per optimizer step, of all workers together."""
-    epochs: Count = 2
-    """Most passes over each rollout batch; as many are made as gain more seconds than they lose
-    (all with `wait` or ppo.staleness).
-    """
-    position_share: float = Field(1.0, gt=0, le=1)
-    """Share of the positions of each batch that is trained on, drawn at random in blocks."""
-    queue_bytes: Count = 2 * 1024**3
-    """Byte budget of batches on their way, waiting and in training together (and twice as much of
-    those kept for replay). Of a batch that is more than half of it a sample is taken; when it is
-    full the oldest that waits goes and is counted.
-    """
-    wait: bool = False
-    """Wait for the companion before each generation: repeatable, also after --resume, but its time
-    is no longer hidden.
-    """
-    replay_versions: int = Field(0, ge=0)
-    """Policy versions for which a batch is trained on again beside newer ones, by half as much with
-    each.
-    """
-    gate_confidence: float = Field(0.9, gt=0.5, lt=1)
-    """How sure (one-sided) a candidate must be better on the holdout than the serving heads before
-    it is published.
-    """
-    upper_mark_every: Count | None = None
-    """Batches between two upper marks: heads fitted on and on to that very batch, the most it could
-    give on its holdout; null: never.
-    """
-    cores: tuple[int, ...] | None = None
-    """CPU cores that each worker is pinned to, a thread on each; null: any, with threads for a
-    quarter of them (all with `resource`).
-    """
-    num_gpus: float | None = Field(None, ge=0)
-    """GPUs of each worker; null: a tenth, where so much is free. A single worker with a share of
-    one leaves it between batches.
-    """
-    workers: Count = 1
-    """Processes that share each batch and every optimizer step; the heads come out the same."""
-    resource: Text | None = None
-    """Ray resource of the nodes for the companion (`ray start --resources`); null: any node."""
-
-    @property
-    def offload(self) -> bool:
-        """A companion that has a share of a GPU leaves it to others between batches; several
-        workers keep their place.
-        """
-        return self.workers == 1 and 0 < (self.num_gpus or 0) < 1
-
-    @property
-    def replay_bytes(self) -> int:
-        """Byte budget of the batches kept for replay."""
-        return 2 * self.queue_bytes
-
-    @property
-    def saves_replay(self) -> bool:
-        """Batches kept for replay are part of the saved state: a run that waits is one that must
-        repeat to the bit.
-        """
-        return self.wait and self.workers == 1
-
-
-class ReportConfig(Section):
-    """What is measured besides."""
-
-    compare_pairs: Count | None = None
-    """After the last step, so many pairs: rollouts and PPO steps with the plugin, and without it
-    (an engine at vLLM's defaults).
-    """
-    speed_every: Count | None = None
-    """Every n-th step the same prompts are also generated without drafting, in turn, by the same
-    engine, and timed; null: never.
-    """
-    speed_prompts: Count | None = None
-    """Prompts of such a pair; null: the step's own."""
-    trackers: tuple[str, ...] = ()
-    """Where each step's figures go beside metrics.jsonl: any of tensorboard, wandb, trackio, ray
-    (Prometheus).
-    """
-    project: str = "medusa-ppo"
-    """Project under which wandb and trackio show the run."""
-    keep_rollouts: Count | None = None
-    """Write the rollouts of the last n steps to RUN/rollouts, for `medusa-ppo train --data
-    RUN/rollouts`; null: none.
-    """
-
-    @field_validator("trackers")
-    @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if name not in TRACKERS:
-                raise unknown("Unknown tracker in report.trackers.", name, TRACKERS)
-        return tuple(dict.fromkeys(names))
+from medusa_ppo.config.data_section import DataConfig
+from medusa_ppo.config.engine_section import COLOCATED, EngineConfig
+from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.config.model_section import ModelConfig
+from medusa_ppo.config.old_keys import refuse_old_keys
+from medusa_ppo.config.ppo_section import ATTENTION, PPOConfig
+from medusa_ppo.config.report_section import ReportConfig
+from medusa_ppo.config.sampling_section import SamplingConfig
+from medusa_ppo.config.section import Section, Text
 
 
 class RunConfig(Section):
@@ -593,6 +233,257 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
             "engine.backend=colocated or server",
             do,
         )
+
+
+def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """Fields of the loop that contradict each other: the problem, their keys, what is expected,
+    what to do.
+    """
+    ppo = config.ppo
+    data = config.data
+    keys = tuple[str, ...]()
+    if ppo.advantages != "gae":
+        keys = ("ppo.advantages", "sampling.responses_per_prompt")
+        if config.sampling.responses_per_prompt < 2:
+            yield (
+                "One response has no others to be compared with.",
+                keys,
+                "at least 2 responses to each prompt",
+                "Raise the second.",
+            )
+        keys = ("ppo.advantages", "ppo.step_separator", "model.critic_path")
+        do = "Set ppo.advantages=gae, or the others to null."
+        if ppo.step_separator or config.model.critic_path:
+            yield (
+                "Without a critic there are no rewards of single steps.",
+                keys,
+                "ppo.advantages=gae",
+                do,
+            )
+    yield from _stale_contradictions(config)
+    yield from _place_contradictions(config)
+    yield from _image_contradictions(config)
+    if ppo.piece_prompts:
+        keys = ("ppo.piece_prompts", "ppo.prompts_per_step")
+        do = "Set a smaller ppo.piece_prompts, or null."
+        if ppo.piece_prompts > ppo.prompts_per_step:
+            yield "A piece is larger than the batch.", keys, f"at most {ppo.prompts_per_step}", do
+        keys = ("ppo.piece_prompts", "engine.sleep_level")
+        do = "Set one of the two to null."
+        if config.engine.sleep_level:
+            yield (
+                "An engine that gives its memory to the scoring can't write meanwhile.",
+                keys,
+                "one of the two",
+                do,
+            )
+    if ppo.kl_in_loss and ppo.kl_estimator == "k1":
+        keys = ("ppo.kl_in_loss", "ppo.kl_estimator")
+        do = "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false."
+        yield (
+            "As a term of the loss k1 has no gradient on average.",
+            keys,
+            "ppo.kl_estimator=k2 or k3",
+            do,
+        )
+    if ppo.kl_goal and not ppo.kl_coefficient:
+        keys = ("ppo.kl_goal", "ppo.kl_coefficient")
+        yield (
+            "A coefficient of 0 stays 0, whatever it is multiplied by.",
+            keys,
+            "ppo.kl_coefficient above 0",
+            "Set the second.",
+        )
+    if bool(ppo.ptx_coefficient) != bool(data.ptx_path):
+        keys = ("ppo.ptx_coefficient", "data.ptx_path")
+        yield (
+            "Texts beside PPO need a weight, and a weight needs texts.",
+            keys,
+            "both or none",
+            "Set both, or none.",
+        )
+    if ppo.eval_every and data.eval_path in (None, data.path) and data.eval_split == data.split:
+        keys = ("data.split", "data.eval_path", "data.eval_split")
+        yield (
+            "The evaluation would be on the prompts of the training.",
+            keys,
+            "other prompts",
+            "Set data.eval_path or data.eval_split.",
+        )
+    if config.actor.backend == "megatron" and (ppo.ptx_coefficient or ppo.kl_stop):
+        keys = ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop")
+        do = "Set actor.backend=transformers, or the other two to null."
+        yield (
+            "The ranks of a Megatron actor know neither texts beside PPO nor an early end.",
+            keys,
+            "actor.backend=transformers",
+            do,
+        )
+    if config.actor.backend == "transformers" and ppo.recompute == ATTENTION:
+        keys = ("actor.backend", "ppo.recompute")
+        do = "Set ppo.recompute=true, or actor.backend=megatron."
+        yield (
+            "transformers' attention keeps nothing that could be made again.",
+            keys,
+            "ppo.recompute=true or false",
+            do,
+        )
+
+
+def _stale_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for responses of an older actor: written ahead, or carried over."""
+    ppo = config.ppo
+    engine = config.engine
+    keys = tuple[str, ...]()
+    if ppo.staleness:
+        keys = ("ppo.staleness", "ppo.importance_bound")
+        if ppo.importance_bound is None:
+            do = "Set ppo.importance_bound=2, or ppo.staleness=0."
+            yield (
+                "An older actor's tokens need importance weights.",
+                keys,
+                "ppo.importance_bound above 0",
+                do,
+            )
+        beside = ["ppo.piece_prompts", "report.speed_every", "report.compare_pairs"]
+        for key in beside + ["ppo.eval_every", "engine.sleep_level"] * (ppo.steps_ahead > 0):
+            section, name = key.split(".")
+            if getattr(getattr(config, section), name) is not None:
+                keys = ("ppo.staleness", key)
+                do = "Set one of the two to null (ppo.staleness to 0)."
+                yield (
+                    "While the engine writes for later steps it does nothing else.",
+                    keys,
+                    "one of the two",
+                    do,
+                )
+        if ppo.steps_ahead > 1 and engine.choose_drafts:
+            keys = ("ppo.staleness", "engine.choose_drafts")
+            do = "Set ppo.staleness=1, or engine.choose_drafts=false."
+            yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
+    if ppo.carry_after is None:
+        return
+    keys = ("ppo.carry_after", "ppo.staleness")
+    do = "Set ppo.staleness=1 or more, or ppo.carry_after=null."
+    if not ppo.staleness:
+        yield "What is carried over was begun by an older actor.", keys, "ppo.staleness above 0", do
+    keys = ("ppo.carry_after", "engine.backend", "engine.replicas", "data.images")
+    if engine.backend != "colocated" or engine.replicas > 1 or config.data.images:
+        do = "Set ppo.carry_after=null, or the others to their defaults."
+        yield (
+            "Only one colocated engine stops responses half-way, of prompts without images.",
+            keys,
+            "one of the two",
+            do,
+        )
+
+
+def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for where it all happens: processes for rewards, roles that take turns on one
+    device.
+    """
+    engine = config.engine
+    ppo = config.ppo
+    ranks = int(config.engine.extra.get("tensor_parallel_size", 1))
+    keys: tuple[str, ...]
+    if ppo.reward_timeout_s is not None and ppo.reward_processes is None:
+        keys = ("ppo.reward_timeout_s", "ppo.reward_processes")
+        do = "Set ppo.reward_processes=1 or more."
+        yield "Only a process can be ended when its time is over.", keys, "ppo.reward_processes", do
+    if ppo.reward_processes is not None and ":" not in ppo.reward:
+        keys = ("ppo.reward_processes", "ppo.reward")
+        do = "Set ppo.reward_processes=null."
+        yield (
+            "A reward model is computed by the loop, not in processes.",
+            keys,
+            "a reward module:function",
+            do,
+        )
+    if ppo.side_by_side and (ppo.placement == "shared" or config.actor.backend == "megatron"):
+        keys = ("ppo.side_by_side", "ppo.placement", "actor.backend")
+        do = "Set ppo.side_by_side=false."
+        yield (
+            "Roles that take turns can't work at once; a Megatron actor's ranks do anyway.",
+            keys,
+            "two of them at their defaults",
+            do,
+        )
+    if ppo.placement == "separate":
+        return
+    if engine.sleep_level is None:
+        keys = ("ppo.placement", "engine.sleep_level")
+        do = "Set engine.sleep_level=1, or ppo.placement=separate."
+        yield (
+            "An engine that stays awake leaves no memory to the others.",
+            keys,
+            "engine.sleep_level=1 or 2",
+            do,
+        )
+    if config.actor.backend == "megatron":
+        keys = ("ppo.placement", "actor.backend")
+        do = "Set ppo.placement=separate, or actor.backend=transformers."
+        yield (
+            "The ranks of a Megatron actor keep their places.",
+            keys,
+            "actor.backend=transformers",
+            do,
+        )
+    if engine.replicas > 1 or ranks > 1:
+        keys = ("ppo.placement", "engine.replicas", "engine.extra")
+        do = "Set ppo.placement=separate, or one engine of one rank."
+        yield (
+            "The loop's process has one device, and engines have more.",
+            keys,
+            "one engine of one rank",
+            do,
+        )
+    if engine.transfer == "broadcast":
+        keys = ("ppo.placement", "engine.transfer")
+        do = "Set engine.transfer=file."
+        yield (
+            "Two processes on one device can't broadcast to each other.",
+            keys,
+            "engine.transfer=file",
+            do,
+        )
+    if config.report.compare_pairs:
+        keys = ("ppo.placement", "report.compare_pairs")
+        do = "Set one of the two to its default."
+        yield (
+            "The engine of a comparison would stand beside the run's own.",
+            keys,
+            "one of the two",
+            do,
+        )
+
+
+def _image_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for prompts with images."""
+    if config.data.images is None:
+        return
+    beside = (
+        ("actor.backend", "transformers", "The ranks of a Megatron actor have no vision tower."),
+        ("engine.backend", "colocated", "Images travel to colocated engines only."),
+        ("engine.runner", "v1", "Images never ran on vLLM's V2 model runner with draft heads."),
+        (
+            "model.critic_path",
+            None,
+            "Another critic would have a tower of its own, and the features are the actor's.",
+        ),
+        ("ppo.placement", "separate", "The vision tower takes no turns."),
+        ("ppo.piece_prompts", None, "Prompts with images are asked for as a whole batch."),
+        ("report.keep_rollouts", None, "Files of rollouts hold no images."),
+    )
+    for key, possible, problem in beside:
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) != possible:
+            said = "null" if possible is None else possible
+            yield (
+                problem,
+                ("data.images", key),
+                f"{key}={said}",
+                f"Set {key}={said}, or data.images=null.",
+            )
 
 
 def load_config(

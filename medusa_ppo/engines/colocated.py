@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from heads.errors import EngineError, MedusaError, SwapError
 from heads.tensorfile import Header
 from medusa_ppo.actors.vision import open_image
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, ImagePrompt, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base

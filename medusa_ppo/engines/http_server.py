@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from heads.errors import EngineError
 from heads.tensorfile import tensorwise_checksum
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base

@@ -26,7 +26,8 @@ from heads.errors import (
     UnsupportedVersionError,
 )
 from heads.heads_config import HeadsConfig
-from medusa_ppo.config.run_config import VISION_FAMILIES, EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.runtime.hardware import settled_engine
 from medusa_ppo.vllm_plugin.control_guard import GUARD
 from medusa_ppo.vllm_plugin.registration import (

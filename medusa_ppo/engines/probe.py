@@ -32,7 +32,7 @@ from heads.checkpoint import save_heads
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.vocabulary import truncate_logits
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Response, Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine

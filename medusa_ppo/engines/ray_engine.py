@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from heads.errors import EngineError, MedusaError
-from medusa_ppo.config.run_config import COLOCATED, EngineConfig
+from medusa_ppo.config.engine_section import COLOCATED, EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import http_server

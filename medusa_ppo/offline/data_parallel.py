@@ -30,7 +30,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import Served, fit_temperatures, replay
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.offline.collect import Sample
 from medusa_ppo.offline.hidden import HiddenReader, HiddenStates, read_all
 from medusa_ppo.offline.options import TrainOptions

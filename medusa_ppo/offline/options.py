@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from heads.heads_config import HeadsConfig
-from medusa_ppo.config.run_config import CompanionConfig, HeadsSection, SamplingConfig
+from medusa_ppo.config.companion_section import CompanionConfig
+from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.config.sampling_section import SamplingConfig
 
 NOT_IN_THE_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
 """Options that change when a training stops or how fast it is, not what the heads are after so many

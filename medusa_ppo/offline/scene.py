@@ -25,7 +25,7 @@ from heads.errors import ConfigError, DataError
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, load_tokenizer
 from medusa_ppo.actors.megatron_checkpoint import described_by
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, chat_prompt, check_template, is_chat

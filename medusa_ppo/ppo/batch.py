@@ -19,7 +19,7 @@ from torch import Tensor
 
 from heads.errors import DataError
 from medusa_ppo.actors.vision import ImageFeatures
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 
 

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.errors import DataError
 from medusa_ppo.actors.vision import ImageReader
-from medusa_ppo.config.run_config import DataConfig, RunConfig
+from medusa_ppo.config.data_section import DataConfig
+from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.demo.task import demo_rows

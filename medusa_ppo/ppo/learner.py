@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from medusa_ppo.actors.hf import Actor
 from medusa_ppo.actors.vision import FeatureStore, copy_without_tower, tower_of
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.ppo import arithmetic

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from heads.errors import RunError
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 
 ADAM_BETAS = (0.9, 0.95)
 ADAM_EPSILON = 1e-8

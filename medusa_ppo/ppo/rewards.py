@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from heads.errors import ConfigError, DataError, MedusaError, ModelError, RunError
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.ppo.reward_pool import RewardFunction, RewardPool, Sample, find_callable
 from medusa_ppo.runtime.data import Row, template_fields
 

@@ -46,8 +46,9 @@ from transformers import PreTrainedTokenizerBase
 from heads.checkpoint import load_state, remove_directory, save_state, write_json
 from heads.errors import CheckpointError, ConfigError, MedusaError
 from medusa_ppo import __version__
-from medusa_ppo.config.config_file import merged, unknown
+from medusa_ppo.config.config_file import merged
 from medusa_ppo.config.run_config import RunConfig, known_keys
+from medusa_ppo.config.section import unknown
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.ppo.learner import PPOLearner
 from medusa_ppo.ppo.long_tail import Carried, read_carried, save_carried

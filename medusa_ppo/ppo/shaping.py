@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heads.errors import CheckpointError
-from medusa_ppo.config.ppo_config import MASK, PPOConfig
+from medusa_ppo.config.ppo_section import MASK, PPOConfig
 from medusa_ppo.ppo.batch import PPOBatch
 
 STATE_FILE = "shaping.json"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.ppo import arithmetic
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch

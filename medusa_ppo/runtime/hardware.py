@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from heads.errors import ModelError
-from medusa_ppo.config.run_config import EngineConfig, RunConfig
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.run_config import RunConfig
 
 BF16_FROM = 8.0  # NVIDIA's compute capability.
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.errors import UsageError
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.demo.task import build_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -43,7 +43,7 @@ from watched import make_tiny_actor
 from heads.checkpoint import save_heads, save_state
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.demo.task import TEMPLATE, demo_rows

@@ -35,7 +35,7 @@ from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.actors.megatron import MegatronActor, MegatronTap
 from medusa_ppo.actors.megatron_layout import LlamaSizes
 from medusa_ppo.actors.megatron_model import RankModel, start_parallel, stop_parallel
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES

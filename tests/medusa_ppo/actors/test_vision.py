@@ -28,7 +28,7 @@ from medusa_ppo.actors.vision import (
     spread,
     tower_of,
 )
-from medusa_ppo.config.run_config import VISION_FAMILIES
+from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import ImagePrompt
 from medusa_ppo.engines.actor_sync import actor_state

@@ -15,7 +15,7 @@ import torch
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.wire import HANG_S
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 

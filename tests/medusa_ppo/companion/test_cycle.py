@@ -17,7 +17,7 @@ from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import Verdict, equal, replay
 from medusa_ppo.companion.holdout import hold_out
-from medusa_ppo.config.run_config import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.status import ReplayRow
 
 

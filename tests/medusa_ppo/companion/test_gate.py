@@ -25,7 +25,7 @@ from medusa_ppo.companion.gate import (
     student_quantile,
 )
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 

@@ -14,7 +14,7 @@ from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.holdout import hold_out
 from medusa_ppo.companion.positions import BLOCK, EarlySample, fraction_weights, look_up
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config.run_config import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 

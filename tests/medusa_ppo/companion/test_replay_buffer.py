@@ -13,7 +13,7 @@ from heads.checkpoint import load_state, save_state
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.positions import ReplayBuffer
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 
 
 def test_share_falls_with_age_and_old_batches_go(chain) -> None:

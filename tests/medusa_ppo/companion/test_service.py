@@ -29,7 +29,7 @@ from medusa_ppo.companion.service import (
 )
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.companion.wire import ServiceArguments, pack, unpack
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 

@@ -21,7 +21,7 @@ from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CONTROL, CompanionClient
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.team import _up
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.runtime.processes import bundle, release, reserve
 from tests.medusa_ppo.companion.conftest import until

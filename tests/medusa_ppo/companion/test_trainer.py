@@ -17,7 +17,7 @@ from heads.modules import SHARED_PREFIXES, MedusaHeads, clip_per_head
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.positions import look_up
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 KINDS = ["medusa", "hydra", "context"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from heads.errors import ConfigError
-from medusa_ppo.config.config_file import OLD_KEYS
+from medusa_ppo.config.old_keys import OLD_KEYS
 from medusa_ppo.config.run_config import build_config, known_keys, load_config
 
 ROOT = Path(__file__).resolve().parents[3]

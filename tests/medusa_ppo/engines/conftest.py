@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.checkpoint import load_state, save_heads, save_state
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity

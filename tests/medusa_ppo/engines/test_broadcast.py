@@ -21,7 +21,7 @@ from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, EngineError, RunError, SwapError
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.actors.actor_view import SpreadActor
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorSync, BroadcastPool, actor_state, actor_stream

@@ -22,7 +22,7 @@ import torch
 from heads.checkpoint import checksum, save_state
 from heads.errors import EngineError, SwapError
 from heads.tensorfile import tensorwise_checksum
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import http_server
 from medusa_ppo.engines.http_server import ServerEngine, last_words

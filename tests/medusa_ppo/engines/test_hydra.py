@@ -15,7 +15,7 @@ import torch
 from heads.checkpoint import save_heads, save_state
 from heads.modules import Context, MedusaHeads
 from heads.targets import context_rows
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.slots import DraftSlots, KeptDrafts

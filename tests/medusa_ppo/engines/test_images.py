@@ -16,8 +16,9 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader
-from medusa_ppo.config.ppo_config import PPOConfig
-from medusa_ppo.config.run_config import VISION_FAMILIES, EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.model_section import VISION_FAMILIES
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import ImagePrompt, Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import ActorSync

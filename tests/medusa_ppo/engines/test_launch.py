@@ -27,7 +27,7 @@ from heads.errors import (
 )
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.engines import launch
 from medusa_ppo.engines import rollout_engine as engine

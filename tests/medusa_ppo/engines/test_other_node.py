@@ -14,7 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from heads.checkpoint import checksum, save_state
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.ray_engine import RayEngine
 

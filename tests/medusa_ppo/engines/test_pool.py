@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import crc
-from medusa_ppo.config.run_config import EngineConfig, build_config
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.drafting.choice import merge_choices

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import launch
 from medusa_ppo.engines.colocated import ColocatedEngine

@@ -19,7 +19,7 @@ from heads.checkpoint import checksum, save_heads, save_state
 from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Response, Sampling
 from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine

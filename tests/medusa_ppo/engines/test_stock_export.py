@@ -22,7 +22,8 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config.run_config import CompanionConfig, EngineConfig
+from medusa_ppo.config.companion_section import CompanionConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.launch import plan_launch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from heads.checkpoint import save_heads, save_state
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from tests.medusa_ppo.engines.conftest import Actor

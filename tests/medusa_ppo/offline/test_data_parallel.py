@@ -18,7 +18,7 @@ from heads.errors import RunError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config.run_config import CompanionConfig
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.offline.data_parallel import deal_parts
 from medusa_ppo.offline.options import TrainOptions

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from heads.errors import DataError
-from medusa_ppo.config.run_config import DataConfig, RunConfig, build_config
+from medusa_ppo.config.data_section import DataConfig
+from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.ppo.generation import Prompt, PromptStream, SpeedPairs, num_drafts, sampling_of
 

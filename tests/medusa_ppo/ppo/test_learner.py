@@ -16,7 +16,7 @@ import torch
 from heads.errors import ConfigError, RunError
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader, tower_of
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling

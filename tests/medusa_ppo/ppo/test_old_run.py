@@ -19,7 +19,7 @@ from heads.errors import ConfigError
 from medusa_ppo.actors.hf import lm_head_weight, load_actor
 from medusa_ppo.cli.app import app
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.config.run_config import RunConfig, build_config, load_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.demo.task import build_tokenizer

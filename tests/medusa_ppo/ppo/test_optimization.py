@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from heads.errors import RunError
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.ppo.optimization import GradientNorms, learning_rate_share
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from heads.errors import CheckpointError, ConfigError
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.memory import ResponseMemory, prompt_key

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForSequenceClassification, LlamaForTokenClassification
 
 from heads.errors import ConfigError, DataError, ModelError, RunError
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.ppo.rewards import (
     CallableReward,
     ModelReward,

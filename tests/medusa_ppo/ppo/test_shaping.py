@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from heads.errors import CheckpointError
-from medusa_ppo.config.ppo_config import PPOConfig
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.shaping import STATE_FILE, Shaping
 

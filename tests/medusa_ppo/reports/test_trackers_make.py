@@ -33,7 +33,7 @@ def test_an_unknown_name_gets_the_nearest_valid_one(tmp_path: Path, name: str, n
 
 
 def test_every_name_is_known_everywhere(tmp_path: Path) -> None:
-    from medusa_ppo.config.run_config import TRACKERS
+    from medusa_ppo.config.report_section import TRACKERS
 
     assert set(TRACKERS) == set(make.PACKAGES) == set(make.STARTS)
     assert config_of(tmp_path, "ray", "wandb", "ray").report.trackers == ("ray", "wandb")

@@ -30,7 +30,7 @@ from heads.checkpoint import save_heads, save_state
 from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.config.run_config import EngineConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.core import Drafted, DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine

@@ -1,0 +1,62 @@
+"""The section `heads`: the heads that a run starts with."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from heads.heads_config import HeadsConfig
+from medusa_ppo.config.section import Count, Section, Text
+
+
+class HeadsSection(Section):
+    """The heads that a run starts with."""
+
+    path: Text | None = None
+    """Native heads directory to start from; null: start at zero (every head equals lm_head)."""
+    kind: Literal["medusa", "hydra"] = "hydra"
+    """What a head reads: the hidden state alone (`medusa`), or also every token sampled or drafted
+    since (`hydra`). Set `medusa` only to export the heads to programs that know nothing else.
+    """
+    num_heads: Count = 4
+    """K, the number of heads."""
+    context: int = Field(16, ge=0)
+    """Last positions of the response that heads of kind `hydra` attend to, beside the state that
+    they stand at; 0: none.
+    """
+    context_layers: Count = 1
+    """Attentions over these positions, one after the other. Two accept a little more and cost a
+    little more in each drafting call.
+    """
+    feed_forward: int = Field(2, ge=0)
+    """Inner width of the feed-forward layer after each of these attentions, in multiples of the
+    hidden size; 0: none.
+    """
+    cell: Count = 3
+    """Width of the state that the heads of kind `hydra` hand on from draft to draft, in multiples
+    of the hidden size.
+    """
+    copy_parts: int = Field(4, ge=0)
+    """Parts of the attention that copies what followed the last tokens elsewhere in the prompt and
+    the response; 0: nothing is copied. More parts look for more kinds of matches.
+    """
+    lm_head: Literal["shared", "own"] = "shared"
+    """`shared`: the actor's lm_head, frozen; `own`: one trainable lm_head per head."""
+
+    def sizes(self, hidden: int, vocab: int) -> HeadsConfig:
+        """What new heads for an actor of this width and vocabulary are."""
+        if self.kind != "hydra" or not self.context:
+            return HeadsConfig(hidden, vocab, self.num_heads, self.kind, lm_head=self.lm_head)
+        return HeadsConfig(
+            hidden,
+            vocab,
+            self.num_heads,
+            self.kind,
+            lm_head=self.lm_head,
+            mlp_ratio=self.cell,
+            context=self.context,
+            context_layers=self.context_layers,
+            feed_forward=self.feed_forward,
+            copy_parts=self.copy_parts,
+        )
