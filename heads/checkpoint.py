@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 
 from heads.errors import CheckpointError, ConfigError
-from heads.heads_config import KEY_TOKENS, TEMPERATURES, HeadsConfig
+from heads.heads_config import GONE_KINDS, KEY_TOKENS, KINDS, TEMPERATURES, HeadsConfig
 from heads.modules import MedusaHeads
 from heads.tensorfile import (
     FLOAT_DTYPES,
@@ -331,6 +331,7 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata, int]:
         expected = " or ".join(map(str, FORMAT_VERSIONS))
         do = "Update medusa-ppo, or save the heads again."
         raise _damaged("The heads directory has an unknown format version.", version, expected, do)
+    _refuse_gone_kind(path, section.get("heads"))
     try:
         config = HeadsConfig.from_dict(section["heads"])
         metadata = HeadsMetadata(
@@ -340,6 +341,20 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata, int]:
         raise _damaged(DAMAGED, f"{path}: {error}", "heads/FORMAT.md") from error
     _check_config(path, raw, config, metadata)
     return config, metadata, version
+
+
+def _refuse_gone_kind(path: Path, heads: object) -> None:
+    """Heads of a kind that earlier releases had are whole: their owner is told what to do with
+    them, not that they are damaged.
+    """
+    kind = heads.get("kind") if isinstance(heads, dict) else None
+    if isinstance(kind, str) and kind in GONE_KINDS:
+        raise _damaged(
+            f"Heads of kind {kind} are gone since 0.4.0.",
+            f"{path}: kind {kind}",
+            " | ".join(KINDS),
+            GONE_KINDS[kind],
+        )
 
 
 def _check_config(

@@ -127,6 +127,23 @@ def test_impossible_draft_temperatures_are_refused(tmp_path: Path, wrong: list[f
             load_heads(tmp_path / "a")
 
 
+def test_heads_of_a_kind_that_is_gone_are_told_so(saved: Path) -> None:
+    def as_markov(config: dict[str, Any]) -> None:
+        config["medusa_ppo"]["heads"] |= {"kind": "markov", "rank": 64}
+        config |= {"model_type": "medusa_ppo", "architectures": ["MedusaPPOModel"]}
+
+    edit_config(saved, as_markov)
+    with pytest.raises(CheckpointError, match=r"markov are gone since 0\.4\.0") as caught:
+        load_heads(saved)
+    assert "damaged" not in str(caught.value) and "kind hydra" in str(caught.value)
+
+
+def test_a_field_of_a_kind_that_is_gone_says_nothing_of_others(saved: Path) -> None:
+    before = load_heads(saved)[0].config
+    edit_config(saved, lambda c: c["medusa_ppo"]["heads"].update(rank=64))
+    assert load_heads(saved)[0].config == before
+
+
 def test_without_lm_head(tmp_path: Path) -> None:
     save_heads(tmp_path / "a", build())
     assert (
