@@ -78,10 +78,10 @@ class PairRing:
         """
         wanted_Bn = positions_B.unsqueeze(1) + self._back_n
         place_Bn = slots_B.unsqueeze(1) * self.pairs + wanted_Bn % self.pairs
-        there_Bn = (self.stamps_N[place_Bn] == stamps(requests_B.unsqueeze(1), wanted_Bn)) & (
-            wanted_Bn >= 0
-        )
-        return self.kept_NR[place_Bn], there_Bn
+        same_Bn = self.stamps_N[place_Bn] == stamps(requests_B.unsqueeze(1), wanted_Bn)
+        # The stamp of a position below 0 is no stamp of this request: that of request 0 at
+        # position -1 is NOTHING, which every empty place bears.
+        return self.kept_NR[place_Bn], same_Bn & (wanted_Bn >= 0)
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,12 @@ class Arrived:
         """
         back_n = torch.arange(most, device=rows_B.device)
         rows_Bn = (rows_B.unsqueeze(1) - back_n).clamp_min(0)
-        ids_Bn = ids_T[
-            (rows_Bn + 1).clamp_max(len(ids_T) - 1)
-        ].long()  # An accepted draft is what the next row read.
+        # An accepted draft is what the next row read.
+        next_rows_Bn = (rows_Bn + 1).clamp_max(len(ids_T) - 1)
+        ids_Bn = ids_T[next_rows_Bn].long()
         ids_Bn[:, 0] = last_ids_B
+        # How many pairs a request has isn't known on the host: all have `most`, and those that are
+        # not its own are written where nobody reads.
         slots_Bn = torch.where(back_n < sampled_B.unsqueeze(1), at.slots_B.unsqueeze(1), spare)
         positions_Bn = (at.positions_B.unsqueeze(1) - back_n).clamp_min(0)
         requests_Bn = at.requests_B.unsqueeze(1).expand_as(rows_Bn)
@@ -179,12 +181,15 @@ class Arrived:
         row = 0
         alike = hidden_TD.shape[0] == len(sampled_token_ids)
         for request, (tokens, count) in enumerate(zip(sampled_token_ids, drafted, strict=True)):
+            # Oldest first: the last pair found is then the one that the request stands at.
             ago = range(min(len(tokens), most) - 1, -1, -1)
             found += [
                 (row + len(tokens) - 1 - back, tokens[-1 - back], request, back) for back in ago
             ]
+            # A request without a token points at somebody else's pair; nobody reads its drafts.
             own.append(max(len(found) - 1, 0))
             row += 1 if alike else count + 1
+        # One copy to the device for all four columns.
         numbers = torch.tensor([*zip(*found, strict=True)], dtype=torch.int64).to(
             hidden_TD.device, non_blocking=True
         )
@@ -261,6 +266,8 @@ class ContextHeads:
         heads = self.heads
         D = self.config.hidden_size
         scale = (D // self.config.context_parts) ** 0.5
+        # Attention divides scores by sqrt(w). That is put into the queries' weights, once per swap;
+        # they are cloned, because what was trained must not change.
         into = [self._layer(layer, "in").clone() for layer in range(self.config.context_layers)]
         for weight_3D2D in into:
             weight_3D2D[:D] /= scale
@@ -270,6 +277,7 @@ class ContextHeads:
         first_R2D = torch.cat([into[0][:D], *kept])
         asked = [weight_3D2D[:D] for weight_3D2D in into[1:]]
         self._into = self._pack(first_R2D[:, :D])
+        # `pack` chooses the dtype and tells nobody: one row shows it.
         self.dtype = self._into(first_R2D[:1, :D]).dtype
         self._ask = [self._pack(weight_D2D[:, :D]) for weight_D2D in asked]
         layers = range(self.config.context_layers)
@@ -289,6 +297,7 @@ class ContextHeads:
         self._blocks = [
             [self._pack(block_DD.detach()) for block_DD in block_KDD] for block_KDD in heads.blocks
         ]
+        # In the order in which `_token` counts them.
         self._of_tokens = [
             first_R2D[:, D:],
             heads.cell_token.detach(),
@@ -326,6 +335,8 @@ class ContextHeads:
         if self._tables:
             return self._tables[which].index_select(0, ids_N)
         return self._products[which](
+            # RMS normalisation is one number a row, so it is applied behind the product, whose
+            # input is then read as it is.
             cast(self._embed(ids_N), self.dtype)
         ) * self._sizes_V1.index_select(0, ids_N)
 
@@ -354,9 +365,8 @@ class ContextHeads:
         pairs_NX = self.pairs(arrived.hidden_ND, arrived.ids_N)
         ring.write(arrived.slots_N, arrived.requests_N, arrived.positions_N, pairs_NX[:, D:])
         kept_BnR, there_Bn = ring.read(at.slots_B, at.requests_B, at.positions_B)
-        there_Bn[:, -1] = (
-            True  # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
-        )
+        # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
+        there_Bn[:, -1] = True
         own_B = arrived.own_B
         return Seen(pairs_NX[own_B, :D], arrived.ids_N[own_B], kept_BnR, there_Bn)
 
@@ -399,6 +409,7 @@ class ContextHeads:
             query_BD.unflatten(1, (parts, 1, -1)),
             keys_BnAw.transpose(1, 2),
             values_BnAw.transpose(1, 2),
+            # The queries' weights hold 1 / sqrt(w) already (`load`).
             attn_mask=there_Bn[:, None, None],
             scale=1.0,
         )
@@ -415,11 +426,12 @@ class ContextHeads:
             inner_BH = inner_BH + state.told_BKH[:, k]
         cell_BH = F.silu(inner_BH)
         scale_B1 = inverse_rms(cell_BH)
-        both_BX = (self._next if k + 1 < self.config.num_heads else self._last)(
-            cast(cell_BH, self.dtype)
-        )
+        # The last head has none after it to tell anything.
+        product = self._next if k + 1 < self.config.num_heads else self._last
+        both_BX = product(cast(cell_BH, self.dtype))
         D = self.config.hidden_size
         features_BD = torch.addcmul(state.base_BD, both_BX[:, :D], scale_B1)
+        # Its scale is applied where the next token's part is added: one operation instead of two.
         state.product_BH = both_BX[:, D:]
         state.scale_B1 = scale_B1
         for layer in self._blocks:

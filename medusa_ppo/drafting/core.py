@@ -124,6 +124,8 @@ class DraftingCore:
         if self.copier is not None:
             self.copier.load()
         self.use_temperature(self._temperature)
+        # Own heads of lm_head are packed there too, so it is called with or without a draft
+        # vocabulary.
         self.use_vocabulary(self.ids_W, self._lm_head if self.ids_W is not None else None)
 
     def use_vocabulary(self, ids_W: torch.Tensor | None, lm_head: LM_HEAD | None) -> None:
@@ -239,13 +241,16 @@ class _Drawing:
         ending: Ending | None,
     ) -> None:
         temperature_B1 = sampling.temperature_B.clamp_min(0).unsqueeze(1)
+        # A slice is an operation more in every step; mostly all heads are asked.
         temperatures_K = temperatures_K if count == len(temperatures_K) else temperatures_K[:count]
+        # 1 / 0 is inf, and inf times a logit of 0 is NaN: the bound keeps greedy rows finite.
         self._scales = (
             (temperature_B1 * temperatures_K).reciprocal_().clamp_max_(SHARPEST).split(1, dim=1)
         )
         # Of equal logits a greedy request takes the first, as argmax does.
         uniforms_BK = float32_below(sampling.uniforms_BK) * (temperature_B1 > 0)
         self._uniforms = (
+            # `searchsorted` copies what is not contiguous, and warns, once for each head.
             uniforms_BK.t().clone(memory_format=torch.contiguous_format).unsqueeze(2).unbind(0)
         )
         self._sampling = sampling
@@ -256,6 +261,7 @@ class _Drawing:
         self._places = (slots or DraftSlots(batch, count, width, temperature_B1.device)).places(
             count, batch
         )
+        # With slots q follows from the sums that stay there, so no second copy of it is made.
         self.q: list[torch.Tensor] | None = [] if slots is None else None
 
     def choose(self, logits_BW: torch.Tensor, k: int) -> torch.Tensor:
@@ -271,11 +277,14 @@ class _Drawing:
         if sampling.top_k_B is not None or sampling.top_p_B is not None:
             scaled_BW = cut(scaled_BW, sampling.top_k_B, sampling.top_p_B)
         torch.softmax(scaled_BW, -1, out=mass_BW)
+        # From here on the mass is q itself. Whoever changes it comes first, whoever judges it
+        # after.
         if self._recall is not None:
             self._recall.mix(mass_BW, self._drawn_B1)
         if self._ending is not None:
             self._ending.ask(mass_BW, self._drawn_B1)
         if self.q is not None:
+            # The next head computes in the same memory.
             self.q.append(mass_BW.clone())
         cumulate(mass_BW, sums_BX)
         column_B1 = self._places.columns[k]
@@ -309,6 +318,8 @@ def cut(
     in.
     """
     width = logits_BW.shape[-1]
+    # As vLLM's `apply_top_k_top_p` cuts, ties and roundings included: what it leaves out of p is
+    # then left out of q.
     ascending_BW, order_BW = logits_BW.sort(dim=-1)
     if top_k_B is not None:
         place_B1 = (width - top_k_B.to(torch.int64)).clamp(0, width - 1).unsqueeze(1)
@@ -316,6 +327,7 @@ def cut(
         ascending_BW = ascending_BW.masked_fill(ascending_BW < least_B1, -torch.inf)
     if top_p_B is not None:
         out_BW = ascending_BW.softmax(-1).cumsum(-1) <= 1 - top_p_B.unsqueeze(1)
+        # The largest always stays, also where top-p is so small that the sum would cut it.
         out_BW = out_BW & (torch.arange(width, device=out_BW.device) < width - 1)
         ascending_BW = ascending_BW.masked_fill(out_BW, -torch.inf)
     return torch.empty_like(logits_BW).scatter_(1, order_BW, ascending_BW)

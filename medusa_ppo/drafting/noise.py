@@ -34,6 +34,7 @@ UNIT = 2.0**-53
 
 def _signed(word: int) -> int:
     """The same 64 bits as torch's int64 has them."""
+    # torch has no arithmetic on uint64; int64 wraps around to the same bits.
     word %= _WORD
     return word - _WORD if word >= _WORD // 2 else word
 
@@ -51,10 +52,12 @@ def counted(keys_B: torch.Tensor, positions_B: torch.Tensor, lane: int, count: i
     word_BL = _mix(
         (positions_B.unsqueeze(1) * LANES + lanes_L) * _signed(_GOLDEN) + keys_B.unsqueeze(1)
     )
+    # 53 bits are what a float64 in [0, 1) can hold evenly.
     return _shifted(word_BL, 11).double() * UNIT
 
 
 def _mix(word: torch.Tensor) -> torch.Tensor:
+    # Not strict: the third shift has no factor, and comes below.
     for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
         word = (word ^ _shifted(word, shift)) * _signed(factor)
     return word ^ _shifted(word, _SHIFTS[-1])
@@ -90,6 +93,8 @@ def uniforms(
     counted_BL = counted(keys_B, positions_B, lane, count)
     if seeded_B is None:
         return counted_BL
+    # Numbers for all, also for those that don't read them: who is seeded is known on the device
+    # only.
     drawn_BL = torch.rand(
         shape, dtype=torch.float64, device=positions_B.device, generator=generator
     )
@@ -100,6 +105,8 @@ def float32_below(uniform: torch.Tensor) -> torch.Tensor:
     """The largest float32 that is not above a float64 uniform: it lies below exactly those float32
     numbers that the uniform lies below.
     """
+    # A float64 has 29 bits of fraction more than a float32; with these cleared, `float()` rounds
+    # nothing. Rounding up would draw a token that the uniform does not reach.
     return (uniform.view(torch.int64) & ~((1 << 29) - 1)).view(torch.float64).float()
 
 
@@ -112,11 +119,12 @@ def cumulate(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
     is what q is, and not the mass that was rounded on its way here.
     """
     if mass_BW.device.type == "cpu":
-        torch.cumsum(mass_BW[:, :-1], -1, out=out_BX)  # One after the other, in double.
+        # torch adds one after the other here, in double, so the sums never fall.
+        torch.cumsum(mass_BW[:, :-1], -1, out=out_BX)
     else:
-        out_BX[:] = (
-            mass_BW[:, :-1].cumsum(-1, dtype=torch.float64).cummax(-1).values
-        )  # A parallel scan may fall by a rounding.
+        # A parallel scan may fall by a rounding; then a column would have a q below 0.
+        sums_BX = mass_BW[:, :-1].cumsum(-1, dtype=torch.float64)
+        out_BX[:] = sums_BX.cummax(-1).values
 
 
 def draw(mass_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,9 @@ MIN_TOKENS_PER_ENTRY = 2
 """The map begins when so many tokens for each of its places were counted; before, drafts use the
 whole vocabulary.
 """
+# Unit vectors in one call of lm_head: with V = 128k their float32 logits are 125 MiB.
 ROWS_AT_ONCE = 256
+# Random states on which a product is compared with the engine's; each costs a row of V logits.
 ROWS_TRIED = 4
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Ids int64 `[B]` -> rows `[B, D]` of the actor's embedding table."""
@@ -54,6 +56,7 @@ TABLE_ENTRIES = 1 << 24
 """Most numbers in the tables of what tokens add: memory, and the time that every sync takes to make
 them.
 """
+# Ids looked up at once: with D = 4,096 their float32 embeddings are 64 MiB.
 TABLE_ROWS_AT_ONCE = 4096
 
 logger = logging.getLogger(__name__)
@@ -141,6 +144,7 @@ class TokenMap:
         if whole or self.ids_W is not None:
             if weight_VD is not None:
                 rows_WD = (
+                    # vLLM pads the table's rows; they are no tokens.
                     weight_VD[: self._counts_V.numel()]
                     if self.ids_W is None
                     else weight_VD[self.ids_W]
@@ -149,6 +153,8 @@ class TokenMap:
                     self._pack(rows_WD.to(dtype)), lm_head, hidden_size, dtype, device
                 )
             self.product = self.product or self._read(lm_head, hidden_size, dtype, device)
+        # Without a product of its rows a map can't be drafted from: the engine's own gives logits
+        # of the whole vocabulary.
         if self.product is None:
             self.ids_W = None
 
@@ -157,6 +163,7 @@ class TokenMap:
     ) -> LM_HEAD | None:
         """The product of the map's rows; None where lm_head is not a product (soft caps)."""
         ids_W = slice(None) if self.ids_W is None else self.ids_W
+        # What the zero vector gives is the bias; each unit vector gives its row and the bias.
         bias_W = lm_head(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0, ids_W]
         parts = []
         for start in range(0, hidden_size, ROWS_AT_ONCE):
@@ -183,17 +190,18 @@ class TokenMap:
         device: torch.device,
     ) -> LM_HEAD | None:
         """The product, if it gives what the engine's own gives."""
+        # A generator of its own: the engine's random numbers stay what they are, and all
+        # tensor-parallel ranks try the same states and come to the same answer.
         rows_ND = torch.randn(
             ROWS_TRIED, hidden_size, generator=torch.Generator().manual_seed(0)
         ).to(device, dtype)
         expected_NV = lm_head(rows_ND).float()
         expected_NW = expected_NV if self.ids_W is None else expected_NV[:, self.ids_W]
         apart = (product(rows_ND).float() - expected_NW).square().mean().sqrt()
-        return (
-            product
-            if bool(apart <= LINEAR_TOLERANCE * expected_NW.square().mean().sqrt())
-            else None
-        )
+        expected = expected_NW.square().mean().sqrt()
+        # Asked this way round, because NaN is no agreement.
+        agrees = bool(apart <= LINEAR_TOLERANCE * expected)
+        return product if agrees else None
 
 
 def spread(values_NW: torch.Tensor, ids_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -238,11 +246,14 @@ class FusedHeads:
         K = self.config.num_heads
         D = self.config.hidden_size
         self._H = H = D * self.config.mlp_ratio
+        # Zeros: head k reads only the first k + 2 parts, and what lies behind them is multiplied
+        # too.
         self._in_RE = heads.mlp_out.new_zeros(K * H, D * (K + 1))
         self._out_KRH = heads.mlp_out.new_empty(K, 2 * D, H)
         for k, weight in enumerate(heads.mlp_in):
             place = self._in_RE[k * H : (k + 1) * H, : D * (k + 2)]
             place[:] = weight
+            # The parameter becomes a view, so that a swap writes where the products read.
             weight.data = place
         self._out_KRH[:, :D] = heads.mlp_out
         heads.mlp_out.data = self._out_KRH[:, :D]
@@ -250,6 +261,7 @@ class FusedHeads:
     @torch.no_grad()
     def load(self) -> None:
         """Read the heads again, and the embedding table: after a swap."""
+        # Packed products are copies of the old weights: they are made anew when they are asked for.
         self._products: dict[tuple[str, int, int], LINEAR] = {}
         self._blocks = [block_KDD.detach() for block_KDD in self.heads.blocks]
         if self.config.kind == "hydra":
@@ -295,11 +307,9 @@ class FusedHeads:
             return self._token_weights(index, count)
         if name == "out":
             return self._out_KRH[index]
-        return (
-            self._blocks[index][:count].flatten(0, 1)
-            if name == "blocks"
-            else self._blocks[index][count]
-        )
+        if name == "blocks":
+            return self._blocks[index][:count].flatten(0, 1)
+        return self._blocks[index][count]
 
     def _first_blocks(self, base_BD: torch.Tensor, count: int) -> torch.Tensor:
         """The first residual blocks of `count` heads, before SiLU, `[B, C, D]`."""
@@ -337,11 +347,13 @@ class FusedHeads:
         left = inner_BR.shape[1]
         if self._tables:
             added_BR = self._tables[k].index_select(0, last_ids_B)
+            # A table has all heads from k on; a call for fewer heads reads the first ones.
             inner_BR.add_(added_BR if added_BR.shape[1] == left else added_BR[:, :left])
         else:
             assert self._embed is not None, "hydra heads read embeddings"
             count = k + left // H
             added_BR = self._product("token", k, count)(self._embed(last_ids_B))
+            # The token's RMS normalisation, applied behind the product: one number a row.
             inner_BR.addcmul_(added_BR, self._sizes_V1.index_select(0, last_ids_B))
         if left > H:
             state.inner_BR = inner_BR.narrow(1, H, left - H)

@@ -105,14 +105,18 @@ class RunningMemory:
             requests_T = torch.repeat_interleave(torch.tensor(counts)).to(
                 self._device, non_blocking=True
             )
+            # Greedy requests in a mixed batch have 0; their drafts are one-hot and teach nothing.
             temperature_T1 = temperature_B[requests_T].clamp_min(1e-5).unsqueeze(1)
             p_TV = (logits_NV[rows_T].float() / temperature_T1).softmax(-1)
+            # Top-k and top-p are left out: p is then a little small, which moves w and nothing that
+            # is sampled.
             self._p_T = p_TV.gather(1, ids_T.to(torch.int64).clamp_min(0).unsqueeze(1)).squeeze(1)
 
     def settle(
         self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]
     ) -> None:
         """Learn from the drafts that the last step verified, those that were judged."""
+        # Taken once: a step that was not judged must not learn from the p of an earlier one.
         p_T = self._p_T
         self._p_T = None
         rows = []
@@ -126,6 +130,8 @@ class RunningMemory:
             torch.tensor(rows).to(self._device, non_blocking=True).unbind(1)
         )
         taken_KB = self._steps_K1 < accepted_B
+        # The refused draft counts too: verification reached it. What comes after it was never
+        # judged.
         offered_KB = (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B)
         heads_KB, memory_KB, q_KB = self._waiting.q_KS3[:, slots_B].unbind(2)
         p_KB = p_T[(first_B + self._steps_K1).clamp_max(first - 1)]
@@ -141,6 +147,7 @@ class RunningMemory:
             offered_KB.flatten().float(),
             taken_KB.flatten().float(),
         )
+        # Each draft teaches once.
         self._waiting.cells_KS[:, slots_B] = -1
 
     def attend(self, request_ids: Sequence[str], live: Mapping[str, Any]) -> None:
@@ -153,6 +160,7 @@ class RunningMemory:
             self._take_leave(key)
         for key in request_ids:
             if key not in self._met:
+                # vLLM has no ids for a prompt that came as embeddings.
                 prompt = live[key].prompt_token_ids or ()
                 asked = live[key].sampling_params
                 seed = None if asked is None else asked.seed
@@ -166,8 +174,12 @@ class RunningMemory:
         self._make_room(len(new), set(request_ids))
         self._slots |= {key: self._free.pop() for key in new}
         self._step += 1
+        # New requests at once; the others only now and then, because a text is copied to the
+        # device.
         self._lay_out(request_ids if self._step % REFRESH == 0 else new)
         slots = [self._slots[key] for key in request_ids]
+        # The search costs in proportion to the text, so it is as wide as the longest one of this
+        # batch.
         width = max(1, *(self._lengths[slot] for slot in slots))
         slots_B = torch.tensor(slots).to(self._device, non_blocking=True)
         tails = [tail_of(met.tail, met.said) for met in map(self._met.__getitem__, request_ids)]
@@ -188,6 +200,7 @@ class RunningMemory:
             self._free.append(self._slots.pop(key))
 
     def _make_room(self, count: int, running: set[str]) -> None:
+        # A preempted request gets a new slot, and its text once more, should it come back.
         for waiting in [key for key in self._slots if key not in running][
             : max(count - len(self._free), 0)
         ]:
@@ -206,6 +219,8 @@ class RunningMemory:
             others = (
                 other
                 for other in beside[met.key]
+                # Requests of one seed draw by the same numbers: q may not depend on what those
+                # drew.
                 if other is not met and (met.seed is None or met.seed != other.seed)
             )
             tokens, weights = self.store.text(
@@ -220,4 +235,5 @@ class RunningMemory:
                 self._device, non_blocking=True
             )
             self._weight_SP[slot, length:] = 0
+            # What this slot's last owner drafted is not this request's to learn from.
             self._waiting.cells_KS[:, slot] = -1

@@ -104,9 +104,12 @@ class Seating:
             traits: asked once for each request.
             live: requests that have not ended; the others' slots are free.
         """
+        # Most decode steps have the batch of the step before: no tensor is made for them.
         if self._last is not None and self._last[0] == request_ids:
             return self._last[1]
         new = [key for key in request_ids if key not in self._seats]
+        # Ended requests keep their slots until somebody needs one, so a step without a new request
+        # does not look for them.
         if new:
             self._make_room(len(new), set(request_ids), live)
             for key in new:
@@ -121,9 +124,8 @@ class Seating:
         for waiting in [key for key in self._seats if key not in running][
             : max(count - len(self._free), 0)
         ]:
-            self._free.append(
-                self._seats.pop(waiting).slot
-            )  # Its drafts are verified as one-hot ones, should it come back.
+            # Its drafts are verified as one-hot ones, should it come back.
+            self._free.append(self._seats.pop(waiting).slot)
 
     def _tensors(self, seats: list[_Seat]) -> Seats:
         def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -187,16 +189,19 @@ class KeptDrafts:
         q is one-hot, and p without the draft is left, where it was not sampled.
         """
         refused = refused_B1 >= 0
+        # @@ skip
         sampled_B1 = self.sampled_BK.gather(1, at_B1)
         q_BW = torch.where(refused & sampled_B1, self.rows(at_B1), 0.0)
         ids_W = self.slots.ids_W
         ids_B1 = refused_B1.clamp_min(0)
-        left_BV = (
-            probs_BV - q_BW if ids_W is None else probs_BV.index_add(1, ids_W, q_BW, alpha=-1)
-        ).clamp_min(0)
-        return left_BV.scatter(
-            1, ids_B1, torch.where(refused & ~sampled_B1, 0.0, left_BV.gather(1, ids_B1))
-        )
+        if ids_W is None:
+            left_BV = (probs_BV - q_BW).clamp_min(0)
+        else:
+            left_BV = probs_BV.index_add(1, ids_W, q_BW, alpha=-1).clamp_min(0)
+        # Where every request's draft goes, also those that keep what they have: a branch would
+        # read a host value.
+        at_draft_B1 = torch.where(refused & ~sampled_B1, 0.0, left_BV.gather(1, ids_B1))
+        return left_BV.scatter(1, ids_B1, at_draft_B1)
 
 
 class Places(NamedTuple):
@@ -249,6 +254,7 @@ class DraftSlots:
 
     def places(self, count: int, batch: int) -> Places:
         """Where `count` heads draw for a batch."""
+        # A view is an operation for each head and step, and costs as much as a small product.
         if (count, batch) not in self._views:
             columns = self.columns_KR[:count, :batch].unsqueeze(2).unbind(0)
             self._views[count, batch] = Places(
@@ -275,6 +281,7 @@ class DraftSlots:
         batch = slots_B.shape[0]
         self.rows_S.index_copy_(0, slots_B, self._numbers_R[:batch])
         self.stamps_R[:batch] = stamps_B
+        # An earlier, longer run may have left columns there.
         if count < self.drafts:
             self.columns_KR[count:, :batch].fill_(NOTHING)
 
@@ -282,6 +289,7 @@ class DraftSlots:
         """What is known of the first `count` drafts of each request."""
         rows_B = self.rows_S.index_select(0, slots_B)
         columns_BK = self.columns_KR[:count].index_select(1, rows_B).t()
+        # NOTHING stands for no draft on both sides, and two of them are no match.
         same_B = (self.stamps_R.index_select(0, rows_B) == stamps_B) & (stamps_B >= 0)
         sampled_BK = same_B.unsqueeze(1) & (columns_BK >= 0)
         drafts_K = self._numbers_R[:count]
@@ -296,11 +304,13 @@ class DraftSlots:
                 columns_BK > most + 1, 1.0, torch.where(columns_BK > 0, sums_BK, 0.0)
             )
 
+        # What a uniform lands on between two sums is drawn: their difference is q to the last bit.
         q_BK = torch.where(sampled_BK, below(columns_BK + 1) - below(columns_BK), 1.0)
         return KeptDrafts(rows_B, sampled_BK, q_BK, self)
 
     def q(self, rows_N: torch.Tensor, drafts_N: torch.Tensor) -> torch.Tensor:
         """q `[N, W]` of some drafts, by row and place among the drafts."""
+        # Indexing by tensors copies, so the kept sums stay as they are.
         sums_NX = self.cumulative_KRX[drafts_N, rows_N].clamp_max_(1)
         ends_N1 = sums_NX.new_zeros(sums_NX.shape[0], 1)
         return torch.diff(sums_NX, prepend=ends_N1, append=ends_N1 + 1)

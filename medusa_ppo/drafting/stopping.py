@@ -41,6 +41,8 @@ class Stopping:
         self._estimate()
 
     def _estimate(self) -> None:
+        # Two tables: of a draft that was drawn its own share of the top is known; of the one to
+        # come only the top is.
         self._of_drawn_X = (
             (self._accepted_TP + PRIOR * self._first_T1) / (self._offered_TP + PRIOR)
         ).flatten()
@@ -51,6 +53,7 @@ class Stopping:
     def begin(self, slots_B: torch.Tensor) -> Ending:
         """The runs of a step's requests."""
         self._step += 1
+        # With a bound of 0 no run ends early.
         return Ending(self, slots_B, 0.0 if self._step % EXPLORE == 0 else self.least)
 
     def settle(
@@ -58,14 +61,18 @@ class Stopping:
     ) -> None:
         """Learn from the drafts that the last step verified."""
         cells_KB = self._cells_KS[:, slots_B]
+        # The refused draft was asked too; what stands behind it was never verified.
         asked_KB = (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B) & (cells_KB >= 0)
         took_KB = asked_KB & (self._steps_K1 < accepted_B)
         places_N = cells_KB.clamp_min(0).flatten()
         for sums_TP, values_KB in ((self._offered_TP, asked_KB), (self._accepted_TP, took_KB)):
             sums_TP.view(-1).index_add_(0, places_N, values_KB.flatten().float())
+        # Heads and policy move: a full cell shrinks, so that newer drafts count as much as they
+        # should.
         fade_TP = (MOST_SEEN / self._offered_TP.clamp_min(MOST_SEEN)).clamp_max(1)
         self._offered_TP *= fade_TP
         self._accepted_TP *= fade_TP
+        # Each draft teaches once, also where the next step drafts nothing.
         self._cells_KS[:, slots_B] = -1
         self._estimate()
 
@@ -94,12 +101,15 @@ class Ending:
         self._goes_on_B = self._goes_on_B & (
             (chance_B >= self._least) | self._sampled_B.logical_not()
         )
+        # Drafts behind the end are drawn all the same, in static shapes; they are only not
+        # verified.
         self.lengths_B += self._goes_on_B
 
     def follow(self, k: int, drawn_q_B: torch.Tensor) -> None:
         """Draft k was drawn, with this probability."""
         part_B = drawn_q_B / self._top_B
         cell_B = self._bin_B * PARTS + (part_B < 1).long() + (part_B < 1 / 3) + (part_B < 0.1)
+        # The chance of a run is the product of its drafts' chances.
         self._reached_B = self._reached_B * self._owner._of_drawn_X[cell_B]
         kept_B = torch.where(self._goes_on_B & self._sampled_B, cell_B, -1)
         self._owner._cells_KS[k].index_copy_(0, self._slots_B, kept_B)

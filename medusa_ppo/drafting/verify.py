@@ -90,6 +90,8 @@ def uniform_numbers(
     """
     numbers_BW = torch.rand((len(counts), width), dtype=torch.float64, device=device)
     for index, generator in generators.items():
+        # Not `width` numbers: what a seeded request draws must not depend on its neighbours'
+        # drafts.
         own = torch.rand(counts[index] + 1, dtype=torch.float64, generator=generator, device=device)
         numbers_BW[index, : counts[index]] = own[:-1]
         numbers_BW[index, -1] = own[-1]
@@ -174,6 +176,7 @@ def accepted_run(
 
 def greedy_run(argmax_N: torch.Tensor, drafts: DraftRows) -> torch.Tensor:
     """Length of the run of drafts that equal the argmax of their rows, int64 `[B]`."""
+    # A placeholder (-1) equals no argmax, so it ends the run by itself.
     accept_BK = argmax_N[drafts.rows_BK] == drafts.draft_ids_BK
     return accept_BK.to(torch.int64).cumprod(1).sum(1)
 
@@ -193,6 +196,7 @@ def residual_sample(
     if width:
         at_B1 = run_B.clamp_max(width - 1).unsqueeze(1)
         refused_B1 = drafts.draft_ids_BK.gather(1, at_B1)
+        # A run that took all drafts refused none: its last token comes from p itself.
         refused_B1 = torch.where((run_B < drafts.counts_B).unsqueeze(1), refused_B1, PLACEHOLDER)
         left_BV = draft_q.residual(probs_BV, at_B1, refused_B1)
         # p too where rounding leaves nothing of the residual.
@@ -235,6 +239,7 @@ def verify_rows(
         run_B = greedy_run(argmax_N, drafts)
         return run_B, argmax_N[end_rows(run_B)]
     if logprobs_NV is None:
+        # float32 also for 16-bit logits: ratios of probabilities decide what is accepted.
         logprobs_NV = logits_NV.log_softmax(-1, dtype=torch.float32)
     width = drafts.draft_ids_BK.shape[1]
     if isinstance(proposed, Proposed):
@@ -259,6 +264,7 @@ def assemble(drafts: DraftRows, run_B: torch.Tensor, last_B: torch.Tensor) -> to
     width = drafts.draft_ids_BK.shape[1]
     steps_W = torch.arange(width + 1, device=run_B.device)
     run_B1 = run_B.unsqueeze(1)
+    # One column more: a full run is followed by its bonus token.
     ids_BW = torch.nn.functional.pad(drafts.draft_ids_BK, (0, 1), value=PLACEHOLDER)
     ids_BW = torch.where(steps_W < run_B1, ids_BW, PLACEHOLDER)
     return ids_BW.scatter(1, run_B1, last_B.unsqueeze(1)).to(torch.int32)
