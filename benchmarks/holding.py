@@ -6,18 +6,16 @@ by seed, with a reward that moves it.
     python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/memory
         --heads HEADS --seeds 0 --steps 16 --memory-bytes 4000000
 
-Every seed is a real run: vLLM drafts with the serving heads, the companion trains beside PPO, and
-every UPPER_EVERY batches the upper mark is taken (heads fitted to that very batch on and on, judged
-on its holdout). The reward pays for digits (`numbers` in companion_defaults.py), with a large step
+Every seed is a real run: vLLM drafts with the serving heads, the companion trains beside PPO. The
+reward pays for digits (`numbers` in companion_defaults.py), with a large step
 size: reward, KL to the reference and entropy all move. HEADS are trained before the run; without
 them it begins at nothing. The frozen control is the first version that the run publishes, with
 HEADS hardly other than these.
 
 Printed for each seed: extra tokens a step (mean acceptance length - 1) of the serving heads by
 vLLM's counters and by replay, and of the frozen heads by replay on the same holdouts, over the last
-sixth of the steps; their share of the upper mark over the last third, where there are some; and how
-many versions were published with a lower estimate than the one they replaced. A seed whose run is
-complete is not run again.
+sixth of the steps; and how many versions were published with a lower estimate than the one they
+replaced. A seed whose run is complete is not run again.
 
 With --memory-bytes it is GRPO instead, at temperature 0.7, over the same PROMPTS prompts epoch
 after epoch: each seed once with a memory of earlier responses and once without, and acceptance by
@@ -40,7 +38,6 @@ from medusa_ppo.reports.store import read_run
 
 REWARD = "benchmarks.companion_defaults:numbers"
 ROOT = Path(__file__).parent.parent
-UPPER_EVERY = 5
 SETTINGS = (
     "data.max_prompt_tokens=64",
     "sampling.responses_per_prompt=4",
@@ -48,7 +45,6 @@ SETTINGS = (
     "engine.max_num_seqs=48",
     "engine.threads=1",
     "companion.wait=true",
-    f"companion.upper_mark_every={UPPER_EVERY}",
     f"ppo.reward={REWARD}",
     "ppo.actor_learning_rate=2.0e-4",
     "ppo.epochs=1",
@@ -70,7 +66,6 @@ EPOCHS = (
     "sampling.responses_per_prompt=8",
     "sampling.max_new_tokens=64",
     "engine.max_num_seqs=64",
-    "companion.upper_mark_every=null",
     "ppo.advantages=grpo",
     "ppo.actor_learning_rate=5.0e-5",
     f"ppo.prompts_per_step={PROMPTS_A_STEP}",
@@ -79,11 +74,11 @@ EPOCHS = (
 )
 """What is different with --memory-bytes."""
 POLICY = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY)
-CURVE = (*POLICY, names.MAL_SERVING, names.REPLAY_SERVING, names.REPLAY_FROZEN, names.REPLAY_UPPER)
+CURVE = (*POLICY, names.MAL_SERVING, names.REPLAY_SERVING, names.REPLAY_FROZEN)
 CALL = "from medusa_ppo.cli import main; main()"
 COLUMNS = (
     "seed | reward | KL, nats | entropy, nats | extra tokens: counters | replay | frozen | of"
-    " frozen | of the upper mark (marks) | versions | worse"
+    " frozen | versions | worse"
 )
 
 
@@ -114,9 +109,6 @@ def run(
 def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     """The figures of one seed."""
     late = steps[-(len(steps) // 6) :]
-    marked = [
-        line for line in steps[-(len(steps) // 3) :] if line.get(names.REPLAY_UPPER) is not None
-    ]
 
     def extra(lines: list[dict[str, Any]], name: str) -> float:
         found = [line[name] for line in lines if line.get(name) is not None]
@@ -127,8 +119,6 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
         "serving": extra(late, names.REPLAY_SERVING),
         "frozen": extra(late, names.REPLAY_FROZEN),
         "of_frozen": extra(late, names.REPLAY_SERVING) / extra(late, names.REPLAY_FROZEN),
-        "marks": len(marked),
-        "of_upper": extra(marked, names.REPLAY_UPPER_SERVING) / extra(marked, names.REPLAY_UPPER),
         "versions": late[-1][names.VERSIONS_PUBLISHED],
         "worse": len(worse(steps)),
     }
@@ -163,7 +153,6 @@ def table(runs: dict[int, list[dict[str, Any]]]) -> list[str]:
             *(f"{figures[name]:.3f}" for name in ("counters", "serving", "frozen", "of_frozen")),
         ]
         cells += [
-            f"{figures['of_upper']:.3f} ({figures['marks']:.0f})",
             f"{figures['versions']:.0f}",
             f"{figures['worse']:.0f}",
         ]

@@ -29,7 +29,6 @@ from medusa_ppo.companion.gate import (
     fit_temperatures,
     judge,
     replay,
-    replay_row,
     under,
 )
 from medusa_ppo.companion.holdout import hold_out
@@ -43,7 +42,6 @@ from medusa_ppo.runtime.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
-UPPER_MARK_PASSES = (1, 1, 2, 4)  # Over one batch, one after the other; measured after each.
 SLOWER, SLOWEST = (
     0.5,
     1 / 64,
@@ -62,16 +60,21 @@ COUNTERS = (
     "rollbacks",
     "last_policy_version",
     "published_policy_version",
-    "upper_batch",
     "judged",
     "followed",
     "fell_back",
     "batches_seen",
 )
-SINCE_0_3 = ("judged", "followed", "fell_back")
-"""Counters that states of commit 09356bd don't have, nor more of the schedule than its first two
-numbers that mean anything here.
+GONE = "upper_batch"
+"""A counter that later releases don't have; its number in a state is passed over."""
+COUNTERS_0_3 = (*COUNTERS[:6], GONE, *COUNTERS[6:])
+COUNTERS_09356BD = (*COUNTERS[:6], GONE, "batches_seen")
+"""States of that commit have no more of the schedule than its first two numbers that mean anything
+here.
 """
+LAYOUTS = {len(names): names for names in (COUNTERS, COUNTERS_0_3, COUNTERS_09356BD)}
+"""How many counters a state has says which release wrote it."""
+ROWS = ("serving", "candidate", "frozen")
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,7 @@ class Cycle:
             holdouts of later batches) can tell.
         followed: versions that were compared with the one before on later batches; `fell_back`:
             those that were surely worse there.
-        rows: replay estimates `serving`, `candidate`, `frozen` on the last judged holdout, and of
-            the last upper mark `upper` and, on the same holdout, `upper_serving`.
-        upper_batch: number of the batch that the upper mark is of; 0: none was taken.
+        rows: replay estimates of the heads in ROWS on the last judged holdout.
         trainer: trains, and has the actor's tables.
         passes, positions_frac: passes over the last batch, and the share of its positions that were
             trained on.
@@ -150,11 +151,10 @@ class Cycle:
         first = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         self.candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         mean = RunningMean(self.candidate, steps=0 if first.untrained else WARM)
-        self._dtype = getattr(torch, config.dtype) if config.dtype else None
         how: dict[str, Any] = {
             "embedding_VD": embedding_VD,
             "device": device,
-            "dtype": self._dtype,
+            "dtype": getattr(torch, config.dtype) if config.dtype else None,
             "mean": mean,
         }
         self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, **how)
@@ -176,7 +176,6 @@ class Cycle:
         self.after = Evidence()
         # Extra tokens that the serving heads reached when they were published, or fell to since.
         self._level = 0.0
-        self.upper_batch = 0
         self.team: Meeting | None = None
         self.evidence = Evidence()
 
@@ -241,14 +240,7 @@ class Cycle:
                 )
             )
             return CycleReport(report, verdict, problem)
-        verdict = self._judge(holdout)
-        if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:
-            self.rows |= {
-                "upper": self._upper_mark(training, holdout),
-                "upper_serving": verdict.serving,
-            }
-            self.upper_batch = self.batches_seen
-        return CycleReport(report, verdict)
+        return CycleReport(report, self._judge(holdout))
 
     def _count(self, batch: RolloutBatch) -> None:
         """Keep up with the engine's draft vocabulary, which follows its responses by the same rule;
@@ -335,37 +327,6 @@ class Cycle:
             team=self.team,
             give_way=trainer.give_way,
         )
-
-    def _upper_mark(self, training: RolloutBatch, holdout: RolloutBatch) -> ReplayRow:
-        """The most that this very batch could give: a copy of the candidate is fitted to it on and
-        on, and its best replay counts.
-
-        Fitted on the responses that are not judged. Heads fitted on those that are reach much more,
-        by learning them by heart: what they gain there they lose on other responses of the same
-        policy (docs/companion.md has the figures).
-        """
-        trainer = self.trainer
-        mean = RunningMean(_copy(self.candidate), steps=WARM)
-        fitted = HeadsTrainer(
-            _copy(self.candidate).requires_grad_(True),
-            trainer.lm_head_VD,
-            self._config,
-            self._seed,
-            embedding_VD=trainer.embedding_VD,
-            device=trainer.device,
-            dtype=self._dtype,
-            mean=mean,
-        )
-        fitted.join(self.team, alike=True)
-        fitted.give_way = trainer.give_way
-        fitted.rate = trainer.rate
-        fitted.ids_W = trainer.ids_W
-        results = [self._measure(self.candidate, holdout)]
-        for passes in UPPER_MARK_PASSES:
-            fitted.train_batch(training, epochs=passes)
-            results += [self._measure(heads, holdout) for heads in (fitted.heads, mean.heads)]
-        best = max(results, key=lambda result: result.mean_acceptance_length)
-        return replay_row(best)
 
     def move_to(self, device: torch.device) -> None:
         """Carry all heads, the optimizer and the tables to another device."""
@@ -466,15 +427,12 @@ class Cycle:
             for name in ("counters", "trainer.counters", "trainer.generator")
             if name not in state
         ]
-        counters = {
-            len(names): names
-            for names in (COUNTERS, [name for name in COUNTERS if name not in SINCE_0_3])
-        }
-        if missing or state["counters"].numel() not in counters:
+        names = () if missing else LAYOUTS.get(state["counters"].numel(), ())
+        if not names:
             raise CheckpointError(
                 "This is not a state of the companion.",
                 given=f"missing: {', '.join(missing) or 'none'}; {len(state)} tensors",
-                expected="a file written by the companion of this release, or of commit 09356bd",
+                expected="a file written by the companion of this release, of 0.3.0 or 09356bd",
                 do="Resume from the folder that the companion wrote.",
             )
         self.trainer.load_state_dict(under(state, "trainer."))
@@ -487,21 +445,24 @@ class Cycle:
         self.replay.load_state_dict(under(state, "replay."))
         self.evidence.load_state_dict(under(state, "evidence."))
         self.after.load_state_dict(under(state, "after."))
-        for name, value in zip(
-            counters[state["counters"].numel()], state["counters"].tolist(), strict=True
-        ):
-            setattr(self, name, value)
+        for name, value in zip(names, state["counters"].tolist(), strict=True):
+            if name != GONE:
+                setattr(self, name, value)
         if "schedule" in state:
             self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
             self.passes, self.gain, self._level = (
-                later if state["counters"].numel() == len(COUNTERS) else (0.0, 0.0, 0.0)
+                later if names != COUNTERS_09356BD else (0.0, 0.0, 0.0)
             )
         self.last_loss, *losses = (
             state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         )
         self.last_losses = tuple(losses)
         rows = {name: value.tolist() for name, value in under(state, "rows.").items()}
-        self.rows = {name: ReplayRow(values[0], tuple(values[1:])) for name, values in rows.items()}
+        self.rows = {
+            name: ReplayRow(values[0], tuple(values[1:]))
+            for name, values in rows.items()
+            if name in ROWS  # States of 0.3.0 may have two more.
+        }
 
     def _heads_of(self, state: dict[str, torch.Tensor]) -> MedusaHeads | None:
         heads = _copy(self.serving) if state else None

@@ -183,7 +183,6 @@ class CompanionService:
             last_loss=cycle.last_loss,
             last_policy_version=cycle.last_policy_version,
             **rows,
-            upper_batch=cycle.upper_batch,
             error=self._error or found or self._note,
             losses=cycle.last_losses,
             passes=cycle.passes,

@@ -52,10 +52,6 @@ class CompanionConfig(Section):
     """How sure (one-sided) a candidate must be better on the holdout than the serving heads before
     it is published.
     """
-    upper_mark_every: Count | None = None
-    """Batches between two upper marks: heads fitted on and on to that very batch, the most it could
-    give on its holdout; null: never.
-    """
     cores: tuple[int, ...] | None = None
     """CPU cores that each worker is pinned to, a thread on each; null: any, with threads for a
     quarter of them (all with `resource`).

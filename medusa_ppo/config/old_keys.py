@@ -42,6 +42,10 @@ OLD_KEYS = {
     "companion.min_epochs": (
         "It trains less than a quarter of a pass only where nothing is gained: then nothing."
     ),
+    "companion.upper_mark_every": (
+        "No upper mark is taken any more; replay_mal_frozen, heads that stopped learning, is what"
+        " training along the way is compared with. Leave the key out."
+    ),
     "companion.drift_lag": "What pays is counted in seconds.",
     "companion.average": (
         "Candidates are a running mean of which 0.97 stays with each optimizer step."

@@ -38,8 +38,6 @@ from medusa_ppo.contract.metrics import (
     REPLAY_FROZEN,
     REPLAY_POLICY_VERSION,
     REPLAY_SERVING,
-    REPLAY_UPPER,
-    REPLAY_UPPER_SERVING,
     RESPONSE_LENGTH,
     STALENESS,
     TOKENS_PER_ENGINE,
@@ -127,10 +125,9 @@ def serving_figures(
     )
 
 
-def companion_figures(status: CompanionStatus, upper_seen: int = 0) -> dict[str, Any]:
-    """What the companion has done, and its replay estimates; those that are not known are left out.
-
-    `upper_seen`: the batch whose upper mark was told before; it is told once.
+def companion_figures(status: CompanionStatus) -> dict[str, Any]:
+    """What the companion has done, and its replay estimates; those that are not known are left
+    out.
     """
     values: dict[str, Any] = {
         COMPANION_TRAINED_TOKENS: status.trained_tokens,
@@ -157,6 +154,4 @@ def companion_figures(status: CompanionStatus, upper_seen: int = 0) -> dict[str,
         (REPLAY_CANDIDATE, status.candidate),
         (REPLAY_FROZEN, status.frozen),
     ]
-    if status.upper_batch != upper_seen:
-        rows += [(REPLAY_UPPER, status.upper), (REPLAY_UPPER_SERVING, status.upper_serving)]
     return values | {name: row.mean_acceptance_length for name, row in rows if row is not None}

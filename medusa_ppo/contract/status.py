@@ -41,8 +41,8 @@ class CompanionStatus:
     of a core that it had. `passes` and `positions_frac` are of the last batch; `rate` is the share
     of the configured step size for the next one. The gate has judged `judged` batches, `gain` is
     what the candidate had more than the serving heads then. `versions_followed` were compared with
-    the one before on later batches, `versions_worse` were surely worse. `upper` is the last upper
-    mark, of batch `upper_batch`. `incarnation`: which process.
+    the one before on later batches, `versions_worse` were surely worse. `incarnation`: which
+    process.
     """
 
     alive: bool = True
@@ -60,9 +60,6 @@ class CompanionStatus:
     serving: ReplayRow | None = None
     candidate: ReplayRow | None = None
     frozen: ReplayRow | None = None
-    upper: ReplayRow | None = None
-    upper_serving: ReplayRow | None = None
-    upper_batch: int = 0
     error: str = ""
     restarts: int = 0
     losses: tuple[float, ...] = ()

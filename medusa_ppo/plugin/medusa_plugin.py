@@ -120,7 +120,6 @@ class MedusaPlugin:
         self._decision = Decision()
         self._step = _Step()
         self._train_s_before = self._worked_s_before = 0.0
-        self._upper_seen = 0
         self.empty_responses = 0
 
     @staticmethod
@@ -347,8 +346,7 @@ class MedusaPlugin:
         if status is not None:
             trained_s = max(0.0, status.train_s - self._train_s_before)
             self._train_s_before = status.train_s
-            values |= companion_figures(status, self._upper_seen)
-            self._upper_seen = status.upper_batch
+            values |= companion_figures(status)
             values[names.SWAP_ALARMS] = self.installer.watch.alarms
             values[names.COMPANION_TRAIN_S] = trained_s
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)

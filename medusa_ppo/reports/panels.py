@@ -155,17 +155,6 @@ class Panels:
                     f"{tone}, by replay", tone, metric, style=style, format="length", connect=True
                 )
             )
-        if any(value is not None for value in self.run.column(m.REPLAY_UPPER)):
-            series.append(
-                self._series(
-                    "upper mark, by replay",
-                    "rollouts",
-                    m.REPLAY_UPPER,
-                    style="dot",
-                    format="length",
-                    connect=True,
-                )
-            )
         if self.other:
             series = [
                 series[0],

@@ -145,7 +145,6 @@ ROWS: dict[str, Row] = {
         "learned",
         {"companion": {"learning_rate": 3e-3, "loss": "ce_tv"}},
     ),
-    "companion.upper_mark_every": (1, "learned", {}),
     "companion.cores": ([0], "process", {}),
     "companion.num_gpus": (1.0, "plan", {}),
     "companion.workers": (2, "plan", {}),
