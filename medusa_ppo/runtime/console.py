@@ -40,10 +40,10 @@ __all__ = [
 
 FAILED = 1
 INTERRUPTED = 130
-NO_SPACE, NO_WRITING = (
-    "make room on the disk; a run goes on with --resume.",
-    "give the folder to this user, or choose another with out=FOLDER.",
-)
+# Faults of the disk come from wherever something is written, as bare OSErrors that carry no advice
+# of ours, and they are the user's to solve: not something to report to us.
+NO_SPACE = "make room on the disk; a run goes on with --resume."
+NO_WRITING = "give the folder to this user, or choose another with out=FOLDER."
 DISK: dict[int | None, str] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), NO_SPACE),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), NO_WRITING),
@@ -57,6 +57,8 @@ errors = Console(stderr=True)
 class Debug:
     """Whether --debug was given anywhere on the command line."""
 
+    # Not an option of typer's: the script takes it off the command line before typer reads it, so
+    # that it may stand before or after any command.
     on = False
 
 
@@ -72,6 +74,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             errors.print("Stopped. What was finished is on disk.", style="yellow")
             raise typer.Exit(INTERRUPTED) from None
+        # To Python both are RuntimeErrors, so `except Exception` below would report a wanted exit
+        # as a fault.
         except (typer.Exit, typer.Abort):
             raise
         except MedusaError as error:
@@ -153,18 +157,18 @@ class OfflineProgress:
         def advance(amount: float = 1, note: str = "") -> None:
             nonlocal done, last, said
             done += amount
+            # Most calls have no news; the last figures stay in sight until there are newer ones.
             last = note or last
             self._bars.update(task, completed=done, note=last)
             now = time.monotonic()
             if not self._live and now - said > LINE_EVERY_S:
                 said = now
+                # Before the first unit of work there is no speed to go by.
                 left = seconds((now - began) * max(0.0, total - done) / done) if done else "?"
-                self.say(
-                    f"{name}: {min(1.0, done / total):.0%}  {last}, {left} left"
-                    if total
-                    else f"{name}: {last}"
-                )
+                share = f"{min(1.0, done / total):.0%}" if total else ""
+                self.say(f"{name}: {share}  {last}, {left} left" if total else f"{name}: {last}")
 
+        # No `finally`: a phase that breaks off must not end as a full bar.
         yield advance
         self._bars.update(task, completed=total or done)
         if not self._live and last:
@@ -177,6 +181,7 @@ class OfflineProgress:
 
 def offline_progress() -> OfflineProgress:
     """Progress of a command without PPO; other libraries' bars and warnings are silenced."""
+    # That module loads Ray, which no other command that prints has to wait for.
     from medusa_ppo.runtime.processes import quiet_libraries
 
     quiet_libraries()

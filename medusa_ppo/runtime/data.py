@@ -111,6 +111,7 @@ def image_files(rows: Sequence[Row], column: str, path: str) -> list[tuple[bytes
         DataError: no such column, or a file that can't be read.
     """
     require_column(rows, column)
+    # A dataset from the hub is neither file nor folder; its images carry their bytes.
     place = Path(path).expanduser()
     folder = place if place.is_dir() else place.parent if place.is_file() else Path()
     found = []
@@ -125,6 +126,7 @@ def image_files(rows: Sequence[Row], column: str, path: str) -> list[tuple[bytes
 
 def _image_file(item: Any, folder: Path, where: str) -> bytes:
     if isinstance(item, dict):
+        # `datasets` writes both keys; where there are bytes, the path is no more than a name.
         item = item.get("bytes") or item.get("path")
     if isinstance(item, bytes):
         return item
@@ -139,6 +141,7 @@ def _image_file(item: Any, folder: Path, where: str) -> bytes:
         )
     try:
         return (folder / item).read_bytes()
+    # ValueError: a path with a zero byte in it.
     except (OSError, ValueError) as error:
         do = "Correct the path, or remove the row; paths begin at the data file's folder."
         raise DataError(
@@ -159,16 +162,18 @@ def template_fields(template: str) -> list[str]:
             "The template is malformed.",
             given=f"{template!r}: {error}",
             expected="{field}, and {{ }} for braces",
-            do="Correct it.",
+            do="Correct the braces: a field in single ones, a brace of the text in double ones.",
         ) from None
     for field, spec, sign in parts:
+        # `format_map` reads a.b and a[b] as parts of the value of column a, and a column may well
+        # be called so; what would be printed is then not what stands in the file.
         if not field or spec or sign or any(mark in field for mark in ".[]"):
             given = f"{{{field}{'!' * bool(sign)}{sign or ''}{':' * bool(spec)}{spec}}}"
             raise DataError(
                 "The template holds something that is no field.",
                 given=given,
                 expected="the name of a column",
-                do="Name a column.",
+                do="Write the bare name of a column between the braces.",
             )
     return [field for field, _, _ in parts]
 
@@ -200,26 +205,26 @@ def _is_file_like(name: str) -> bool:
 
 
 def _load(name: str, split: str, streaming: bool = False) -> Any:
+    # Before the rules for names: a folder called `owner/name` here is meant, not the hub's.
     if Path(name).is_dir():
         for file in sorted(
             path for path in Path(name).rglob("*.json*") if FILE_TYPES.get(path.suffix) == "json"
         ):
+            # All JSON files below it, since `datasets` picks the ones of the split by rules of its
+            # own.
             _refuse_null_lines(file)
         return _quietly(name, name, split=split, streaming=streaming)
     if not _is_file_like(name):
+        # A hub name has no colon of its own, as a path may have.
         repository, _, configuration = name.partition(":")
         return _quietly(name, repository, configuration or None, split=split, streaming=streaming)
     path = Path(name).expanduser()
     if not path.is_file():
-        near = (
-            sorted(str(p) for p in path.parent.glob("*") if p.suffix in FILE_TYPES)[:8]
-            if path.parent.is_dir()
-            else []
-        )
+        near = sorted(str(other) for other in path.parent.glob("*") if other.suffix in FILE_TYPES)
         raise DataError(
             "There is no such data file.",
             given=path,
-            expected=", ".join(near) or "an existing file",
+            expected=", ".join(near[:8]) or "an existing file",
             do="Correct data.path.",
         )
     kind = FILE_TYPES.get(path.suffix)
@@ -254,7 +259,9 @@ def _refuse_null_lines(path: Path) -> None:
             before = place - 1
             while before >= 0 and data[before] in b" \t\r":
                 before -= 1
+            # A byte order mark may stand before the first line.
             if before < 0 or data[before] in b"\n" or (before == 2 and data[:3] == codecs.BOM_UTF8):
+                # Counted once, for the error: a file of gigabytes without a null is only searched.
                 line = data[:place].count(b"\n") + 1
                 raise DataError(
                     "A row of the data is null.",
@@ -282,9 +289,9 @@ def _one_sentence(given: object) -> Iterator[None]:
     """Whatever `datasets` raises in the block, as a DataError."""
     try:
         yield
-    except (
-        Exception
-    ) as error:  # datasets raises its own, pyarrow's, pandas', the hub's and OS errors
+    # `datasets` raises errors of its own, of pyarrow, pandas, the hub's client and the system.
+    except Exception as error:
+        # `datasets` wraps what went wrong in an error that only says that something did.
         cause = error.__cause__ or error
         first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise DataError(

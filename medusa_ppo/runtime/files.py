@@ -25,12 +25,16 @@ def write_atomic(path: Path, text: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
             stream.flush()
+            # A rename can reach the disk before the text does: after a power cut the new name would
+            # stand for an empty file.
             os.fsync(stream.fileno())
         # mkstemp makes the file private; a report should be as readable as any other new file.
+        # A process can't ask for its umask, only replace it.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
+    # Ctrl-C too: nobody would remove the temporary file later.
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -59,6 +63,8 @@ class OwnedFolder:
         """
         base = SHARED_MEMORY if shared_memory and os.access(SHARED_MEMORY, os.W_OK) else None
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        # `sweep` of another process looks for LOCK, and takes a folder whose lock is free for a
+        # dead owner's.
         made = self.path / f"{LOCK}.new"
         lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -70,9 +76,12 @@ class OwnedFolder:
 
     def keep(self) -> Path:
         """Leave the folder behind for a reader; nobody sweeps it."""
-        if (mine := self._end.detach()) is not None:
+        if (ending := self._end.detach()) is not None:
+            _object, _function, (_folder, lock, _owner), _keywords = ending
+            # A folder without a lock file is nobody's business but the reader's: `sweep` goes by
+            # lock files.
             (self.path / LOCK).unlink(missing_ok=True)
-            os.close(mine[2][1])
+            os.close(lock)
         return self.path
 
 

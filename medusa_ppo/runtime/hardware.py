@@ -65,13 +65,19 @@ class Choice(NamedTuple):
 @functools.cache
 def find_hardware() -> Hardware:
     """What this machine has."""
-    cores, (able, why) = len(os.sched_getaffinity(0)), _capabilities()
+    # Not os.cpu_count(): a container or a job may have been given some of the machine's cores.
+    cores = len(os.sched_getaffinity(0))
+    able, why = _capabilities()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # nvidia-smi shows all GPUs, whatever the variable says. Names in it may be UUIDs, so they are
+    # only counted.
     if able and visible is not None:
-        able = able[: len([name for name in visible.split(",") if name.strip() not in ("", "-1")])]
+        named = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+        able = able[: len(named)]
         why += f", CUDA_VISIBLE_DEVICES={visible}"
     return Hardware(
         len(able),
+        # One dtype for all: the oldest of them has to compute in it.
         bool(able) and min(able) >= BF16_FROM,
         cores,
         f"{cores} cores, {len(able)} GPUs ({why})",
@@ -83,6 +89,7 @@ def _capabilities() -> tuple[list[float], str]:
     from.
     """
     try:
+        # `import torch` would take seconds, and `medusa-ppo plan` needs nothing else of it.
         torch = importlib.metadata.version("torch")
         if "+cpu" in torch:
             return [], f"torch {torch} uses none"
@@ -105,6 +112,8 @@ def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
     engine = config.engine
     if gpus is None or gpus == (here.gpus > 0):
         return here
+    # `gpus` says whether there are any, not how many: one, or the eight that a node usually has
+    # where one can't be enough.
     several = (
         engine.replicas * int(engine.extra.get("tensor_parallel_size", 1)) * config.actor.ranks > 1
     )
@@ -156,6 +165,8 @@ def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]
                 "engine.max_model_len", length, "data.max_prompt_tokens + sampling.max_new_tokens"
             )
         )
+    # Before the engine's own rules, which know nothing of PPO leaving the GPU; what is found here
+    # counts.
     if engine.memory_fraction is None and ppo.placement == "shared" and hardware.gpus:
         found.append(
             Choice("engine.memory_fraction", TURNS_MEMORY, "PPO and the engine take turns")
@@ -196,6 +207,7 @@ def settled_engine(engine: EngineConfig, hardware: Hardware | None = None) -> En
 
 
 def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choice]:
+    # Nothing is open, so nothing need be asked: nvidia-smi may take many seconds.
     if None not in (
         engine.dtype,
         engine.max_model_len,
@@ -212,14 +224,13 @@ def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choi
         yield Choice("engine.max_model_len", MODEL_LEN, "nobody says how long responses are")
     gpus = hardware.gpus
     if engine.memory_fraction is None:
-        shared = gpus == 1 and engine.replicas == 1
-        share, why = (
-            (SHARED_MEMORY, "PPO's update is on the same GPU")
-            if shared
-            else (OWN_MEMORY, "a GPU of its own")
-        )
-        share, why = (share, why) if gpus else (CPU_MEMORY, "no GPU")
-        yield Choice("engine.memory_fraction", share, why)
+        key = "engine.memory_fraction"
+        if not gpus:
+            yield Choice(key, CPU_MEMORY, "no GPU")
+        elif gpus == 1 and engine.replicas == 1:
+            yield Choice(key, SHARED_MEMORY, "PPO's update is on the same GPU")
+        else:
+            yield Choice(key, OWN_MEMORY, "a GPU of its own")
     if engine.enforce_eager is None:
         yield Choice(
             "engine.enforce_eager",
@@ -301,6 +312,7 @@ class ModelSizes:
         """From a transformers config.json. ModelError when a size is missing, or the model is a
         mixture of experts.
         """
+        # Vision-language models keep the sizes of their language model in a section of its own.
         text = {**raw, **(raw.get("text_config") or {})}
         if any(text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
             raise ModelError(
@@ -309,6 +321,7 @@ class ModelSizes:
                 expected="a dense model",
                 do="Measure a short run.",
             )
+        # GPT-2 and its kin have names of their own.
         hidden, layers, heads = (
             _first(text, *names)
             for names in (
@@ -321,11 +334,16 @@ class ModelSizes:
             hidden,
             layers,
             heads,
+            # Absent in families from before grouped-query attention, which have as many as query
+            # heads.
             int(text.get("num_key_value_heads") or heads),
             int(text.get("head_dim") or hidden // heads),
+            # GPT-2 writes `n_inner: null` for its usual width, four times D.
             int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden),
             _first(text, "vocab_size"),
             text.get("model_type") not in WITHOUT_GATE,
+            # transformers leaves out of the file what is a family's default: for GPT-2 that is a
+            # tied table.
             bool(text.get("tie_word_embeddings", text.get("model_type") == "gpt2")),
         )
 
@@ -334,6 +352,7 @@ class ModelSizes:
         """Weights of matrices and RMS norms; biases and learned positions (older families) are left
         out.
         """
+        # Query and output are as wide as the heads, key and value as the heads that share them.
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         tables = (1 if self.tied else 2) * self.vocab * self.hidden
@@ -348,6 +367,8 @@ class ModelSizes:
         """What a layer keeps of a token for its backward pass: what norms, attention, products and
         the MLP's gate read. With products in bfloat16 each of them has a copy of its own.
         """
+        # Queries, keys, values and what the output product reads; then the MLP's gate, its
+        # activation, the up projection and their product.
         inner = (
             2 * (self.heads + self.kv_heads) * self.head_dim
             + (4 if self.gated else 3) * self.intermediate

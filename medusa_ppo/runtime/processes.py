@@ -34,6 +34,7 @@ START_ATTEMPTS = 3
 CLUSTERS = "ENABLE_RAY_CLUSTER"
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Older Rays hide all GPUs from a process that asked for none, and warn that newer ones won't.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Batches that nobody holds leave shared memory at once, not after a second.
     "RAY_free_objects_period_milliseconds": "100",
@@ -51,6 +52,7 @@ def quiet_libraries() -> None:
     """No progress bars of transformers between our own; for commands, which show their progress
     themselves.
     """
+    # transformers takes seconds to load; whoever only starts Ray does without.
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -70,8 +72,11 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
         queue_bytes: what is on its way to the companion at most.
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
+    # Ray's servers read them as they start, and inherit them from here; a value that the user has
+    # set stands.
     for name, value in (RAY_ENVIRONMENT if joins else OWN_RAY_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
+    # What killed runs left in shared memory is missing from what the object store may take.
     sweep()
     if ray.is_initialized():
         yield
@@ -88,6 +93,7 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
     try:
         _start(folder.path, max(os.cpu_count() or 1, cpus, 2), _object_store_bytes(queue_bytes))
         yield
+    # Not for an interrupt: whoever stops a run does not look for its faults in Ray's logs.
     except Exception:
         keep = True
         raise
@@ -105,9 +111,8 @@ def _start(folder: Path, cpus: int, store_bytes: int) -> None:
     Whoever Ray listens to runs code in it: here that is this machine alone, and on it only who has
     this process's token.
     """
-    os.environ.setdefault(
-        "RAY_AUTH_TOKEN", secrets.token_hex(32)
-    )  # Else Ray writes one into the home folder.
+    # Without one Ray makes its own and writes it into the home folder.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     for left in reversed(range(START_ATTEMPTS)):
         try:
             with _on_loopback():
@@ -121,8 +126,8 @@ def _start(folder: Path, cpus: int, store_bytes: int) -> None:
                     _temp_dir=str(folder),
                 )
             return
+        # Ray raises a bare Exception here, and ValueError and OSError for what it is given.
         except Exception as error:
-            # Ray raises a bare Exception here, and ValueError and OSError for what it is given
             ray.shutdown()
             if not left:
                 given = f"{type(error).__name__}: {error}"
@@ -138,6 +143,7 @@ def _on_loopback() -> Iterator[None]:
     """A Ray that is started in the block listens on 127.0.0.1, as it does by itself where it
     supports no clusters (Windows, macOS).
     """
+    # A constant by now: the environment variable behind it was read when Ray was imported.
     before = getattr(ray_constants, CLUSTERS, None)
     setattr(ray_constants, CLUSTERS, False)
     try:
@@ -151,6 +157,7 @@ def _object_store_bytes(queue_bytes: int) -> int:
     than a quarter of the free memory.
     """
     wanted = queue_bytes + 128 * MIB
+    # Ray refuses a store below 75 MiB.
     return max(128 * MIB, min(wanted, psutil.virtual_memory().available // 4))
 
 
@@ -170,6 +177,8 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self._handle)
+                # At a second call the handler found here is Ray's or our own; only the first one is
+                # the caller's.
                 self._before.setdefault(number, before)
         return self
 
@@ -202,20 +211,19 @@ def ray_errors(kind: type[MedusaError], who: str, do: str) -> Iterator[None]:
     try:
         yield
     except RayError as error:
+        # It has its own given, expected and do, which say more than that a process failed.
         if isinstance(error, RayTaskError) and isinstance(error.cause, MedusaError):
             raise error.cause from None
-        what = (
-            "did not answer in time"
-            if isinstance(error, GetTimeoutError)
-            else "died"
-            if isinstance(error, RayActorError)
-            else "failed"
-        )
-        given = (
-            repr(error.cause)
-            if isinstance(error, RayTaskError)
-            else (str(error).strip().splitlines() or [repr(error)])[-1]
-        )
+        what = "failed"
+        if isinstance(error, GetTimeoutError):
+            what = "did not answer in time"
+        elif isinstance(error, RayActorError):
+            what = "died"
+        if isinstance(error, RayTaskError):
+            given = repr(error.cause)
+        else:
+            # Ray begins with paragraphs about the process and where to look; the reason comes last.
+            given = (str(error).strip().splitlines() or [repr(error)])[-1]
         raise kind(f"{who} {what}.", given=given, expected="a running process", do=do) from error
 
 
@@ -246,6 +254,7 @@ def reserve(
     """
     group = placement_group(bundles, strategy=layout)
     if not group.wait(timeout_s):
+        # Ray would go on waiting, and take the room when it becomes free, for nobody.
         remove_placement_group(group)
         asked = Counter(map(str, bundles))
         raise RunError(
@@ -265,6 +274,7 @@ def reserve(
 
 def release(group: PlacementGroup | None) -> None:
     """Give the room back; whatever runs in it is ended."""
+    # A group goes with its Ray; asking a Ray that has ended would start a new one.
     if group is not None and ray.is_initialized():
         remove_placement_group(group)
 
@@ -292,7 +302,9 @@ def without_line(words: str) -> Iterator[None]:
     """Leave a line with these words out of what this process writes to stderr in the block, by C++
     too; the rest comes at its end.
     """
+    # What was written before the block has its place before what comes out of it.
     sys.stderr.flush()
+    # C++ writes to the file descriptor and passes over sys.stderr.
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as kept:
         os.dup2(kept.fileno(), 2)

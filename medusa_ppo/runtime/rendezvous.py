@@ -88,6 +88,8 @@ class Meeting:
         """Rank 0's end, at this address and no other. PeerLostError when it can't be had."""
         place = Place(host, 0, size, 0, backend, timeout_s)
         try:
+            # A store that opens its port itself listens on every address of the machine; it takes a
+            # socket that listens already.
             listening = socket.create_server((host, 0))
         except OSError as error:
             raise cls.lost(place, "The processes can't be met here.", error) from error
@@ -97,6 +99,8 @@ class Meeting:
             port,
             is_master=True,
             timeout=place.timeout,
+            # The others learn the port from what this call returns, so they can't be waited for in
+            # it.
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
@@ -143,6 +147,7 @@ class Meeting:
         """All processes' rows, those of the first one first. A sum in which every row has one
         summand.
         """
+        # gloo's own gather wants equally many rows of each.
         counts = torch.zeros(self.place.size, dtype=torch.int64)
         counts[self.place.rank] = rows.shape[0]
         self.add_up(counts)
@@ -155,6 +160,8 @@ class Meeting:
     @property
     def process_group(self) -> Any:
         """The group as torch's own wrappers take it (DDP)."""
+        # DDP asks a group for its backend by device. A bare gloo or NCCL group, made without
+        # torch's global one, has no such table.
         group = dist.ProcessGroup(self.store, self.place.rank, self.place.size)
         kind = getattr(dist.ProcessGroup.BackendType, self.place.backend.upper())
         group._register_backend(self.device, kind, self._group)
@@ -165,10 +172,9 @@ class Meeting:
         """Close the connections: whoever waits for this process gets an error at once. Harmless
         when called again.
         """
-        group, self._group = (
-            self._group,
-            None,
-        )  # Gloo closes them when the group is gone, not when it is aborted.
+        group = self._group
+        # gloo closes its connections when the group is gone, not when it is aborted.
+        self._group = None
         if group is not None:
             group.abort()
 
@@ -184,6 +190,8 @@ def _gloo(store: dist.Store, place: Place) -> Any:
     options = gloo._Options()
     options._timeout = place.timeout
     options._devices = [
+        # By itself gloo takes the address that the machine's name stands for, which other machines
+        # may reach.
         gloo.create_device(hostname=LOOPBACK)
         if place.host == LOOPBACK
         else gloo.create_default_device()

@@ -27,6 +27,7 @@ def span(low: float | None, high: float | None) -> str:
 def percent(value: float | None) -> str:
     if value is None:
         return NONE
+    # From there on one digit would write 10.0 %.
     digits = 1 if abs(value) < 0.0995 and value else 0
     return f"{100 * value:.{digits}f} %"
 
@@ -42,6 +43,7 @@ def plain(value: float | None) -> str:
     size = abs(value)
     if size == 0:
         return "0"
+    # Three significant digits would write 1e+03.
     if size >= 999.5:
         return f"{value:,.0f}" if size < 1e9 else f"{value:.3g}"
     return f"{value:.3g}" if size >= 1e-4 else f"{value:.1e}"
@@ -51,6 +53,7 @@ def short(text: str, value: float) -> str:
     """A figure beside an axis, where there is room for about six characters: thousands and millions
     by their letter.
     """
+    # A text that is no bare number (a percentage, a time) is short already and has its unit.
     if abs(value) < 10_000 or not text.replace(",", "").lstrip("-").isdigit():
         return text
     return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k"
