@@ -318,8 +318,8 @@ def cut(
     in.
     """
     width = logits_BW.shape[-1]
-    # As vLLM's `apply_top_k_top_p` cuts, ties and roundings included: what it leaves out of p is
-    # then left out of q.
+    # The rule of vLLM's `apply_top_k_top_p`, ties included: heads that agree with the actor are cut
+    # where the actor is.
     ascending_BW, order_BW = logits_BW.sort(dim=-1)
     if top_k_B is not None:
         place_B1 = (width - top_k_B.to(torch.int64)).clamp(0, width - 1).unsqueeze(1)

@@ -175,7 +175,6 @@ class ResponseMemory:
         Raises:
             CheckpointError: it is damaged, or a memory of something else.
         """
-        # @@ skip
         for name, digest in of.items():
             found = bytes(state.get(OF + name, torch.zeros(0, dtype=torch.uint8)).tolist())
             if found != digest:
@@ -251,7 +250,8 @@ class ResponseMemory:
             if seed is None or one.seed != seed
         )
         now = ((np.asarray(some, dtype=np.int32), 1.0) for some in beside)
-        room = places // 2 if said else places  # Those beside do not crowd out what has an end.
+        # Those beside do not crowd out what has an end.
+        room = places // 2 if said else places
         for part, more in ((now, places - room), (newest_first, 0)):
             for response, weight in part:
                 if not len(response):
@@ -261,9 +261,8 @@ class ResponseMemory:
                     break
                 room -= length
                 weight_P = np.zeros(length, dtype=np.float32)
-                weight_P[len(before) : -1] = weight * (
-                    response >= 0
-                )  # vLLM has placeholders below 0.
+                # The prompt's tail is context, not a vote; vLLM has placeholders below 0.
+                weight_P[len(before) : -1] = weight * (response >= 0)
                 tokens += [before, response, gap]
                 weights.append(weight_P)
             room += more

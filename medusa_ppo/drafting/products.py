@@ -110,6 +110,7 @@ class TokenMap:
     def observe(self, tokens: Iterable[Sequence[int]]) -> None:
         """Count what a step sampled, or the prompts of new requests."""
         if self.size:
+            # vLLM has placeholders below 0.
             ids = torch.tensor(
                 [token for some in tokens for token in some if token >= 0], dtype=torch.int64
             )

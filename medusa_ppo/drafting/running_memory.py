@@ -107,9 +107,9 @@ class RunningMemory:
             )
             # Greedy requests in a mixed batch have 0; their drafts are one-hot and teach nothing.
             temperature_T1 = temperature_B[requests_T].clamp_min(1e-5).unsqueeze(1)
-            p_TV = (logits_NV[rows_T].float() / temperature_T1).softmax(-1)
             # Top-k and top-p are left out: p is then a little small, which moves w and nothing that
             # is sampled.
+            p_TV = (logits_NV[rows_T].float() / temperature_T1).softmax(-1)
             self._p_T = p_TV.gather(1, ids_T.to(torch.int64).clamp_min(0).unsqueeze(1)).squeeze(1)
 
     def settle(

@@ -189,7 +189,6 @@ class KeptDrafts:
         q is one-hot, and p without the draft is left, where it was not sampled.
         """
         refused = refused_B1 >= 0
-        # @@ skip
         sampled_B1 = self.sampled_BK.gather(1, at_B1)
         q_BW = torch.where(refused & sampled_B1, self.rows(at_B1), 0.0)
         ids_W = self.slots.ids_W
@@ -198,8 +197,8 @@ class KeptDrafts:
             left_BV = (probs_BV - q_BW).clamp_min(0)
         else:
             left_BV = probs_BV.index_add(1, ids_W, q_BW, alpha=-1).clamp_min(0)
-        # Where every request's draft goes, also those that keep what they have: a branch would
-        # read a host value.
+        # All rows go through the scatter, also those that keep what they have: a branch would read
+        # a host value.
         at_draft_B1 = torch.where(refused & ~sampled_B1, 0.0, left_BV.gather(1, ids_B1))
         return left_BV.scatter(1, ids_B1, at_draft_B1)
 
