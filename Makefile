@@ -127,7 +127,7 @@ $(TRITON)/.setup: | $(if $(VLLM),setup)
 	@$(PIP_FLAGS)
 	$(BIN)/uv pip install -q --python $(BIN)/python --target $(TRITON) --no-deps "$${flags[@]}" triton==3.8.0
 	# Before 0.32 vLLM's V2 code asks for the version of a distribution named vllm, which the CPU build is not.
-	version=$$($(BIN)/python -c 'from medusa_ppo.vllm_plugin.registration import vllm_version; print(vllm_version().split("+")[0])')
+	version=$$($(BIN)/python -c 'from medusa_ppo.vllm_plugin.vllm_versions import vllm_version; print(vllm_version().split("+")[0])')
 	mkdir -p $(TRITON)/vllm-$$version+cpu.dist-info
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' $$version > $(TRITON)/vllm-$$version+cpu.dist-info/METADATA
 	touch $@

@@ -136,7 +136,7 @@ def clock_generations(generations: list[dict[str, Any]]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """One training; its figures go to out/ARM-SEED.json."""
-    from medusa_ppo.vllm_plugin.registration import is_cpu_build
+    from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build
 
     arm = options.arm
     seed = options.seed

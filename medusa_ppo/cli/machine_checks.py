@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from medusa_ppo.reports.store import GIB, gpu_names
-from medusa_ppo.vllm_plugin.registration import (
+from medusa_ppo.vllm_plugin.vllm_versions import (
     TESTED,
     is_allowed,
     is_cpu_build,
@@ -157,7 +157,7 @@ def _hooks() -> Iterator[Check]:
     """The names inside vLLM that we rely on, one finding each; looked for in a process of their
     own, which imports vLLM.
     """
-    module = "medusa_ppo.vllm_plugin.registration"
+    module = "medusa_ppo.vllm_plugin.hook_table"
     ok, answer = _python("-m", module)
     if not ok:
         yield Check("Hooks", False, answer, f"Run `python -m {module}` and read what it prints.")

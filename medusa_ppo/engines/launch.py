@@ -30,14 +30,14 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.runtime.hardware import settled_engine
 from medusa_ppo.vllm_plugin.control_guard import GUARD
-from medusa_ppo.vllm_plugin.registration import (
+from medusa_ppo.vllm_plugin.speculation import speculation
+from medusa_ppo.vllm_plugin.vllm_versions import (
     FIRST_V2,
     V2_SWITCH,
     has_v2,
     is_cpu_build,
     require_transfer,
     require_vllm,
-    speculation,
     text_of,
     v2_asked,
     vllm_version,

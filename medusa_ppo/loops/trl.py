@@ -35,7 +35,7 @@ from medusa_ppo.loops.attachment import Attachment, as_config  # noqa: E402
 from medusa_ppo.loops.passes import Generated  # noqa: E402
 from medusa_ppo.loops.ranks import Ranks  # noqa: E402
 from medusa_ppo.vllm_plugin.control_guard import token_header  # noqa: E402
-from medusa_ppo.vllm_plugin.registration import is_cpu_build  # noqa: E402
+from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build  # noqa: E402
 
 __all__ = ["MedusaCallback", "MedusaGRPOTrainer", "MedusaMixin", "MedusaRLOOTrainer"]
 

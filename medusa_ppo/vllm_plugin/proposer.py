@@ -46,10 +46,10 @@ from medusa_ppo.vllm_plugin.confirm import (
     read_state,
     sums_of_bits,
 )
-from medusa_ppo.vllm_plugin.hooks import Drafter
+from medusa_ppo.vllm_plugin.drafter import Drafter
 from medusa_ppo.vllm_plugin.int8_products import packed_linear, packs_8_bit
 from medusa_ppo.vllm_plugin.rank_agreement import agreed, agreed_by_all
-from medusa_ppo.vllm_plugin.registration import heads_folder
+from medusa_ppo.vllm_plugin.speculation import heads_folder
 from medusa_ppo.vllm_plugin.target_tables import embedding_module, lm_head_weight
 from medusa_ppo.vllm_plugin.worker_calls import SAMPLED, Drafting
 
@@ -253,7 +253,7 @@ class MedusaProposer(Drafter):
         self._slots.stamp(seats.slots_B, stamps_B, count)
         return drafted
 
-    # ---- what hooks.py calls
+    # ---- what v1_runner.py calls
 
     def seat(
         self,

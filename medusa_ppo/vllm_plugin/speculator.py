@@ -30,7 +30,7 @@ from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.vllm_plugin.patches import refuse_lossy_rule
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
-from medusa_ppo.vllm_plugin.registration import heads_folder
+from medusa_ppo.vllm_plugin.speculation import heads_folder
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from medusa_ppo.cli import machine_checks
 from medusa_ppo.cli.app import app
 from medusa_ppo.engines.probe import tiny_model
-from medusa_ppo.vllm_plugin.registration import Finding
+from medusa_ppo.vllm_plugin.hook_table import Finding
 
 
 def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:

@@ -29,8 +29,8 @@ from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.runtime.rendezvous import LOOPBACK, Place
-from medusa_ppo.vllm_plugin.registration import can_transfer, vllm_version
 from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, read_entries, send
+from medusa_ppo.vllm_plugin.vllm_versions import can_transfer, vllm_version
 from tests.medusa_ppo.engines.conftest import logprob_gap, tiny_llama
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
 from medusa_ppo.engines.launch import plan_launch, process_environment
 from medusa_ppo.engines.pieces import request_seed
-from medusa_ppo.vllm_plugin import registration as versions
+from medusa_ppo.vllm_plugin import vllm_versions
 from medusa_ppo.vllm_plugin.worker_calls import first_of, raise_reported, reports_errors
 
 
@@ -111,14 +111,14 @@ def test_a_broadcast_needs_the_transfer_api_of_a_checked_version(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(transfer="broadcast")
-    monkeypatch.setattr(versions, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(vllm_versions, "vllm_version", lambda: "0.32.0")
     assert plan_launch(model, None, config, 0).engine_args["weight_transfer_config"] == {
         "backend": "medusa_ppo"
     }
     assert "weight_transfer_config" not in plan_launch(model, None, EngineConfig(), 0).engine_args
     with pytest.raises(ConfigError, match="transfer says it"):
         plan_launch(model, None, EngineConfig(extra={"weight_transfer_config": {}}), 0)
-    monkeypatch.setattr(versions, "vllm_version", lambda: "0.31.0")
+    monkeypatch.setattr(vllm_versions, "vllm_version", lambda: "0.31.0")
     with pytest.raises(UnsupportedVersionError, match="transfer=file"):
         plan_launch(model, None, config, 0)
 

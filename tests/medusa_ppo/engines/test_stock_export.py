@@ -30,7 +30,7 @@ from medusa_ppo.engines.launch import plan_launch
 from medusa_ppo.offline.collect import Sample, samples_of
 from medusa_ppo.offline.convert import convert
 from medusa_ppo.offline.hidden import HiddenReader, read_all
-from medusa_ppo.vllm_plugin.registration import has_medusa, vllm_version
+from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
 
 pytestmark = [
     pytest.mark.engine,

@@ -30,10 +30,10 @@ from medusa_ppo.engines.pieces import UNFINISHED, Partly, SharedMemory
 from medusa_ppo.engines.probe import Uniformity
 from medusa_ppo.engines.rollout_engine import check_state
 from medusa_ppo.runtime import files
-from medusa_ppo.vllm_plugin import hooks as internals
+from medusa_ppo.vllm_plugin import installation, v1_runner
 from medusa_ppo.vllm_plugin import patches as mends
 from medusa_ppo.vllm_plugin import registration as plugin
-from medusa_ppo.vllm_plugin.registration import has_medusa, release, vllm_version
+from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, release, vllm_version
 from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def test_greedy_tokens_are_the_same_with_and_without_drafting(
 @contextmanager
 def unmended() -> Iterator[None]:
     """vLLM as it comes, under the running engine; our proposer stays with its heads."""
-    internals.uninstall()
+    installation.uninstall()
     try:
         yield
     finally:
@@ -158,7 +158,7 @@ def test_without_the_mend_the_same_statistic_fails(
 
 def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: Actor) -> None:
     """Only the guard is taken out, at the place where vLLM calls it."""
-    original = internals.INSTALLED.places[
+    original = installation.INSTALLED.places[
         "vllm.v1.sample.rejection_sampler.apply_sampling_constraints"
     ][-1]
     metadata = type(
@@ -762,7 +762,7 @@ def test_a_loop_that_wakes_its_own_engine_does_not_draft_with_lost_heads(
     been woken.
     """
     worker = engine._llm.llm_engine.model_executor.driver_worker.worker
-    wake_up = internals._with_heads_looked_at(lambda self, tags: "woken")
+    wake_up = v1_runner.with_heads_looked_at(lambda self, tags: "woken")
     assert wake_up(worker) == "woken" and drafter_of(engine).fed
     next(drafter_of(engine).heads.parameters()).data.fill_(7.0)
     wake_up(worker, ["kv_cache"])

@@ -25,7 +25,7 @@ from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import DraftSlots, Seating
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import DraftRows, Rule, verify_rows
-from medusa_ppo.vllm_plugin import hooks
+from medusa_ppo.vllm_plugin import v1_runner
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
 
 D, V, K, PAIRS = 8, 10, 2, 4
@@ -241,10 +241,9 @@ def test_seeded_requests_draft_and_verify_alike_whoever_shares_the_step() -> Non
     assert [end[0] for end in alone_ends] == [end[1] for end in ends]
 
 
-def test_drafting_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_goes_on_to_the_end() -> None:
     """Where vLLM thinks that drafts don't fit it puts K drafts of token 0 in their place."""
-    hook = hooks._drafting_to_the_end(lambda self, common: False)
-    monkeypatch.setattr(hooks.INSTALLED, "proposer", MedusaProposer)
+    hook = v1_runner.drafting_to_the_end(lambda self, common: False)
     ours = SimpleNamespace(drafter=ProposerStep(1).proposer)
     other = SimpleNamespace(drafter=object())
     assert hook(ours, object()) and not hook(ours, None) and not hook(other, object())

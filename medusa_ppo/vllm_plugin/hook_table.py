@@ -1,0 +1,412 @@
+"""Every private name of vLLM that we rely on, as data: what for, where, in which releases, and how
+that was checked. Importing this imports no vLLM.
+
+`python -m medusa_ppo.vllm_plugin.hook_table` prints as JSON how the installed vLLM compares;
+`medusa-ppo doctor` shows it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from medusa_ppo.vllm_plugin.vllm_versions import (
+    FIRST,
+    FIRST_TRANSFER,
+    FIRST_V2,
+    LAST,
+    LAST_MEDUSA,
+    is_cpu_build,
+    release,
+    text_of,
+    vllm_version,
+)
+
+RUN = "run on CPU"
+CALLED = "called on CPU, where it frees nothing"
+INTERPRETED = "run on Triton's interpreter"
+CPU = "V1 on CPU"
+V2 = "V2"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One name.
+
+    Attributes:
+        need: what we do with it.
+        name: qualified name in `module`.
+        parameters: what must be among its parameters.
+        first: oldest release that has it as we use it.
+        last: newest release that has.
+        runner: which of vLLM's model runners it belongs to; hooks of `CPU` concern no other build,
+            those of `V2` nobody without Triton.
+        checked: how it was checked in the releases that count as tested.
+    """
+
+    need: str
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+    first: tuple[int, int] = FIRST
+    last: tuple[int, int] = LAST
+    runner: str = "V1"
+    checked: str = RUN
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A hook in the installed vLLM; `fault` is empty when it is there as it was checked."""
+
+    need: str
+    where: str
+    runner: str
+    releases: str
+    checked: str
+    fault: str
+
+
+_RUNNER, _SAMPLER, _MEDUSA = (
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.sample.rejection_sampler",
+    "vllm.v1.spec_decode.medusa",
+)
+_V2_RUNNER, _V2_SPECULATOR = (
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu.spec_decode.speculator",
+)
+_CUSTOM = "vllm.v1.spec_decode.custom_class_proposer"
+_TRANSFER, _RELOAD = (
+    "vllm.distributed.weight_transfer.base",
+    "vllm.model_executor.model_loader.reload",
+)
+_EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
+
+_REJECTION = (
+    *("draft_token_ids", "num_draft_tokens", "max_spec_len", "draft_probs"),
+    *("target_logits", "bonus_token_ids", "sampling_metadata", "synthetic_mode"),
+)
+_V2_PROPOSE = (
+    "input_batch",
+    "last_hidden_states",
+    "num_rejected",
+    "last_sampled",
+    "temperature",
+    "seeds",
+    "dummy_run",
+)
+
+
+def _v2(need: str, module: str, name: str, *parameters: str) -> Hook:
+    return Hook(need, module, name, parameters, first=FIRST_V2, runner=V2, checked=INTERPRETED)
+
+
+HOOKS: tuple[Hook, ...] = (
+    # Drafting.
+    Hook(
+        "what our proposer extends",
+        _MEDUSA,
+        "MedusaProposer.__init__",
+        ("vllm_config", "device"),
+        last=LAST_MEDUSA,
+    ),
+    Hook(
+        "where our heads are loaded",
+        _MEDUSA,
+        "MedusaProposer.load_model",
+        ("target_model",),
+        last=LAST_MEDUSA,
+    ),
+    Hook(
+        "the same where vLLM has no Medusa",
+        _CUSTOM,
+        "create_custom_proposer",
+        ("vllm_config",),
+        first=(0, 33),
+    ),
+    Hook(
+        "where our proposer takes its place",
+        _RUNNER,
+        "GPUModelRunner.__init__",
+        ("vllm_config", "device"),
+    ),
+    Hook(
+        "q of the drafts to verify",
+        _RUNNER,
+        "GPUModelRunner._get_spec_decode_draft_probs",
+        ("spec_decode_metadata",),
+    ),
+    Hook(
+        "drafts up to the end of the context",
+        _RUNNER,
+        "GPUModelRunner._input_fits_in_drafter",
+        ("common_attn_metadata",),
+    ),
+    Hook(
+        "where drafts are asked for",
+        _RUNNER,
+        "GPUModelRunner.propose_draft_token_ids",
+        ("scheduler_output", "sampled_token_ids", "sampling_metadata", "sample_hidden_states"),
+    ),
+    Hook(
+        "a step without drafts is plain",
+        _RUNNER,
+        "GPUModelRunner._sample",
+        ("logits", "spec_decode_metadata"),
+    ),
+    Hook(
+        "the same for seeded requests",
+        "vllm.v1.spec_decode.metadata",
+        "SpecDecodeMetadata.make_dummy",
+        ("draft_token_ids", "device"),
+        last=(0, 31),
+        runner=CPU,
+    ),
+    Hook("top-k and top-p of drafts", _SAMPLER, "apply_top_k_top_p", ("logits", "k", "p")),
+    Hook("ranks agree on a number", "vllm.distributed.parallel_state", "get_tp_group"),
+    # Weights.
+    Hook(
+        "the actor from a file",
+        _RUNNER,
+        "GPUModelRunner.reload_weights",
+        ("weights_iterator", "is_checkpoint_format"),
+    ),
+    Hook(
+        "heads lost in a sleep are noticed",
+        "vllm.v1.worker.gpu_worker",
+        "Worker.wake_up",
+        ("tags",),
+        checked=CALLED,
+    ),
+    Hook(
+        "the actor from a broadcast",
+        _TRANSFER,
+        "WeightTransferEngine.__init__",
+        ("model", "device"),
+        first=FIRST_TRANSFER,
+    ),
+    Hook(
+        "one session of a broadcast",
+        _TRANSFER,
+        "WeightTransferEngine.finish_weight_update",
+        first=FIRST_TRANSFER,
+    ),
+    Hook("layers are loaded anew one by one", _RELOAD, "initialize_layerwise_reload", ("model",)),
+    Hook("and the rest of the model", _RELOAD, "finalize_layerwise_reload"),
+    # Mends of the CPU build.
+    Hook(
+        "verification in one pass",
+        _SAMPLER,
+        "RejectionSampler.forward",
+        ("metadata", "draft_probs", "logits", "sampling_metadata"),
+        runner=CPU,
+    ),
+    Hook(
+        "verification with logits processors", _SAMPLER, "rejection_sample", _REJECTION, runner=CPU
+    ),
+    Hook(
+        "the packed copy of a tied lm_head",
+        _EMBEDDING,
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        ("layer",),
+        runner=CPU,
+    ),
+    Hook(
+        "temperatures of drafts",
+        _SAMPLER,
+        "expand_batch_to_tokens",
+        ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+        runner=CPU,
+    ),
+    Hook(
+        "top-k without drafts",
+        _SAMPLER,
+        "apply_sampling_constraints",
+        ("logits", "cu_num_draft_tokens", "sampling_metadata"),
+        runner=CPU,
+    ),
+    Hook(
+        "seeds in chunked prefill",
+        _RUNNER,
+        "GPUModelRunner._bookkeeping_sync",
+        ("scheduler_output", "sampler_output"),
+        runner=CPU,
+    ),
+    Hook(
+        "log-probs of what was sampled",
+        "vllm.v1.sample.sampler",
+        "Sampler.compute_logprobs",
+        ("logits",),
+        runner=CPU,
+    ),
+    Hook(
+        "log-probs by token",
+        "vllm.v1.sample.sampler",
+        "Sampler.gather_logprobs",
+        ("logprobs", "num_logprobs", "token_ids"),
+        runner=CPU,
+    ),
+    Hook(
+        "log-probs as vLLM passes them",
+        "vllm.v1.outputs",
+        "LogprobsTensors",
+        ("logprob_token_ids", "logprobs", "selected_token_ranks"),
+        runner=CPU,
+    ),
+    Hook(
+        "no small AMX products",
+        "vllm.model_executor.layers.utils",
+        "check_cpu_sgl_kernel",
+        ("n", "k", "dtype"),
+        runner=CPU,
+    ),
+    Hook(
+        "products of heads, packed",
+        "vllm._custom_ops",
+        "create_onednn_mm",
+        ("weight", "primitive_cache_size"),
+        runner=CPU,
+    ),
+    Hook(
+        "and computed", "vllm._custom_ops", "onednn_mm", ("dnnl_handler", "x", "bias"), runner=CPU
+    ),
+    Hook(
+        "the same in 8 bits",
+        "vllm._custom_ops",
+        "create_onednn_scaled_mm",
+        ("weight", "weight_scales", "output_type"),
+        runner=CPU,
+    ),
+    Hook(
+        "their rows",
+        "vllm._custom_ops",
+        "onednn_scaled_int8_quant",
+        ("input", "scale", "azp"),
+        runner=CPU,
+    ),
+    Hook(
+        "and computed in 8 bits",
+        "vllm._custom_ops",
+        "onednn_scaled_mm",
+        ("dnnl_handler", "x", "output", "input_scale"),
+        runner=CPU,
+    ),
+    # Mends of older releases.
+    Hook(
+        "fewer drafts than heads",
+        "vllm.v1.worker.cpu_model_runner",
+        "CPUModelRunner._copy_draft_token_ids_to_cpu",
+        ("scheduler_output",),
+        last=(0, 24),
+        runner=CPU,
+    ),
+    # The V2 model runner.
+    _v2(
+        "where our speculator takes its place",
+        _V2_RUNNER,
+        "init_speculator",
+        "vllm_config",
+        "device",
+    ),
+    _v2(
+        "what it extends", _V2_SPECULATOR, "DraftModelSpeculator.__init__", "vllm_config", "device"
+    ),
+    _v2(
+        "where its heads are loaded",
+        _V2_SPECULATOR,
+        "DraftModelSpeculator.load_draft_model",
+        "target_model",
+        "target_attn_layer_names",
+    ),
+    _v2(
+        "where it is asked for drafts", _V2_SPECULATOR, "DraftModelSpeculator.propose", *_V2_PROPOSE
+    ),
+    _v2("V2 with Medusa", "vllm.config", "VllmConfig._get_v2_model_runner_unsupported_features"),
+    _v2(
+        "requests that come or come back",
+        _V2_RUNNER,
+        "GPUModelRunner.add_requests",
+        "scheduler_output",
+    ),
+    _v2("as many drafts as were made", _V2_RUNNER, "GPUModelRunner.take_draft_token_ids"),
+    _v2(
+        "top-k and top-p of drafts, V2",
+        "vllm.v1.worker.gpu.sample.states",
+        "SamplingStates.get_top_k_top_p",
+        "idx_mapping_np",
+    ),
+    _v2(
+        "q that V2 verifies against",
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils",
+        "rejection_sample",
+        "draft_logits",
+    ),
+    # Kinds of heads.
+    Hook(
+        "kinds of heads that vLLM lacks",
+        "vllm.config.speculative",
+        "SpeculativeConfig.hf_config_override",
+        ("hf_config",),
+        last=(0, 24),
+    ),
+)
+
+
+def compare(
+    originals: Mapping[str, Callable[..., Any]] | None = None, hooks: tuple[Hook, ...] = HOOKS
+) -> Iterator[Finding]:
+    """Each hook of the installed release beside what stands there.
+
+    Args:
+        originals: holder and attribute (`GPUModelRunner._sample`) to what stood there before we put
+            ours in its place.
+    """
+    installed = release(vllm_version())
+    for hook in hooks:
+        # A release that was never seen is held against what the newest one has.
+        if hook.first <= min(installed, LAST) <= hook.last and _concerns(hook):
+            span = f"{text_of(hook.first)} to {text_of(hook.last)}"
+            yield Finding(
+                hook.need,
+                f"{hook.module}:{hook.name}",
+                hook.runner,
+                span,
+                hook.checked,
+                _fault(hook, originals or {}),
+            )
+
+
+def _concerns(hook: Hook) -> bool:
+    """This machine's build of vLLM."""
+    return {CPU: is_cpu_build(), V2: importlib.util.find_spec("triton") is not None}.get(
+        hook.runner, True
+    )
+
+
+def _fault(hook: Hook, originals: Mapping[str, Callable[..., Any]]) -> str:
+    try:
+        target: Any = importlib.import_module(hook.module)
+        for part in hook.name.split("."):
+            holder = target
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        return f"missing ({error}); vLLM {text_of(hook.last)} had it"
+    target = originals.get(f"{holder.__name__}.{part}", target)
+    if not hook.parameters:
+        return ""
+    known = inspect.signature(inspect.unwrap(target)).parameters
+    missing = [name for name in hook.parameters if name not in known]
+    return (
+        f"has no parameter {', '.join(missing)}; in vLLM {text_of(hook.last)} it had"
+        if missing
+        else ""
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps([asdict(finding) for finding in compare()]) + "\n")

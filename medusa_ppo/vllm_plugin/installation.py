@@ -1,0 +1,135 @@
+"""Puts what is ours in the places of vLLM's, once in a process, after a look at the names that we
+rely on (hook_table.py): a vLLM that has others is refused, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import ModelRegistry
+from vllm.platforms import current_platform
+
+from heads.errors import UnsupportedVersionError
+from medusa_ppo.vllm_plugin import v1_runner
+from medusa_ppo.vllm_plugin.hook_table import HOOKS, V2, Hook, compare
+from medusa_ppo.vllm_plugin.patches import CPU_MENDS, Mend, mends_of_older
+from medusa_ppo.vllm_plugin.vllm_versions import (
+    TESTED,
+    can_transfer,
+    has_medusa,
+    has_v2,
+    release,
+    require_vllm,
+    v2_asked,
+    vllm_version,
+)
+from medusa_ppo.vllm_plugin.worker_calls import TRANSFER
+
+V2_PLACES = {"vllm.v1.worker.gpu.model_runner.init_speculator"}
+"""Where our speculator's module has put something in its place (`Installed.places`)."""
+
+
+@dataclass
+class Installed:
+    """What `install` did in this process; `mends` are names for reports, `active` says that V1 is
+    ready for our heads.
+    """
+
+    mends: list[str] = field(default_factory=list)
+    places: dict[str, tuple[Any, str, Callable[..., Any]]] = field(default_factory=dict)
+    """Where something was replaced: holder, attribute, what stood there."""
+    active: bool = False
+
+
+INSTALLED = Installed()
+
+
+def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
+    """What is missing or has another signature in the installed vLLM; empty when all is as it was
+    checked.
+    """
+    originals = {
+        place: original for place, (_, _, original) in INSTALLED.places.items()
+    }  # Ours may stand there by now.
+    return [f"{found.where} {found.fault}" for found in compare(originals, hooks) if found.fault]
+
+
+def install() -> Installed:
+    """Mend vLLM on the CPU and let our proposer draft for heads that we wrote; does nothing the
+    second time.
+
+    Raises:
+        UnsupportedVersionError: another version of vLLM, or a name that is not as it was checked.
+    """
+    if not INSTALLED.active:
+        _install_for_v1()
+    if v2_asked() and has_v2(vllm_version()) and INSTALLED.places.keys().isdisjoint(V2_PLACES):
+        _refuse_faults(tuple(hook for hook in HOOKS if hook.runner == V2))
+        # Imported here: releases before V2 lack what it extends, and V1 needs none of it.
+        from medusa_ppo.vllm_plugin import speculator
+
+        for holder, name, wrapper in speculator.PLACES:
+            _wrap(holder, name, wrapper)
+    return INSTALLED
+
+
+def _refuse_faults(hooks: tuple[Hook, ...]) -> None:
+    faults = check_hooks(hooks)
+    if faults:
+        raise UnsupportedVersionError(
+            "vLLM's inner names are not those that medusa-ppo was checked with.",
+            given=f"vLLM {vllm_version()}: {'; '.join(faults)}",
+            expected="the names in medusa_ppo/vllm_plugin/hook_table.py",
+            do=f"Install a released vLLM that was tested: {', '.join(TESTED)}.",
+        )
+
+
+def _install_for_v1() -> None:
+    version = require_vllm()
+    _refuse_faults(tuple(hook for hook in HOOKS if hook.runner != V2))
+    if current_platform.is_cpu():
+        _mend(CPU_MENDS)
+    for holder, name, wrapper in v1_runner.PLACES:
+        _wrap(holder, name, wrapper)
+    _mend(mends_of_older(release(version)))
+    if has_medusa(version) and "MedusaPPOModel" not in ModelRegistry.get_supported_archs():
+        # The name of conditioned kinds in config.json. vLLM only looks it up; our proposer builds
+        # the heads itself.
+        ModelRegistry.register_model("MedusaPPOModel", "vllm.model_executor.models.medusa:Medusa")
+    if can_transfer(version):
+        with contextlib.suppress(ValueError):  # It is there already.
+            importlib.import_module(
+                "vllm.distributed.weight_transfer"
+            ).WeightTransferEngineFactory.register_engine(
+                TRANSFER, "medusa_ppo.vllm_plugin.transfer_engine", "BroadcastEngine"
+            )
+    INSTALLED.active = True
+
+
+def _mend(mends: tuple[Mend, ...]) -> None:
+    for mend in mends:
+        _wrap(mend.holder, mend.attribute, mend.mend)
+        INSTALLED.mends += [mend.name] if mend.name else []
+
+
+def uninstall() -> None:
+    """Put everything back; for tests that show what happens without the mends."""
+    for holder, name, original in INSTALLED.places.values():
+        setattr(holder, name, original)
+    INSTALLED.mends.clear()
+    INSTALLED.places.clear()
+    INSTALLED.active = False
+
+
+def _wrap(
+    holder: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    original = getattr(holder, name)
+    INSTALLED.places.setdefault(
+        f"{holder.__name__}.{name}", (holder, name, original)
+    )  # A name may be wrapped twice.
+    setattr(holder, name, wrapper(original))

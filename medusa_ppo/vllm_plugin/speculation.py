@@ -1,0 +1,52 @@
+"""How an engine is told where our heads are, and how a process of vLLM reads it. Importing this
+imports no vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
+from medusa_ppo.vllm_plugin.worker_calls import HEADS, SAMPLED
+
+CUSTOM_CLASS = "medusa_ppo.vllm_plugin.drafter.CustomClass"
+"""What vLLM is told to import where it has no Medusa."""
+
+
+def speculation(folder: str, drafts: int, *, sampled: bool) -> dict[str, Any]:
+    """Arguments of vLLM's engine with which the installed version drafts with the heads of a
+    folder.
+
+    Args:
+        drafts: most drafts of a step.
+        sampled: drafts will be sampled, and the memory of their q is to be profiled.
+    """
+    own = {SAMPLED: sampled}
+    if has_medusa(vllm_version()):
+        return {
+            "speculative_config": {
+                "method": "medusa",
+                "model": folder,
+                "num_speculative_tokens": drafts,
+            },
+            "additional_config": own,
+        }
+    speculative = {
+        "method": "custom_class",
+        "model": CUSTOM_CLASS,
+        "num_speculative_tokens": drafts,
+    }
+    return {"speculative_config": speculative, "additional_config": own | {HEADS: folder}}
+
+
+def heads_folder(vllm_config: Any) -> str:
+    """Where the heads are that an engine was started with; empty where it drafts otherwise."""
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method == "medusa":
+        return str(speculative.draft_model_config.model)
+    ours = (
+        speculative is not None
+        and speculative.method == "custom_class"
+        and speculative.model == CUSTOM_CLASS
+    )
+    return str((vllm_config.additional_config or {}).get(HEADS, "")) if ours else ""

@@ -1,0 +1,217 @@
+"""Our proposer inside vLLM's V1 model runner: what stands in the place of its methods (`PLACES`).
+
+What is broken in vLLM's CPU build, and in its older releases, is patched in patches.py. What the V2
+model runner needs is in speculator.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm.v1.worker.gpu_model_runner as model_runner
+import vllm.v1.worker.gpu_worker as gpu_worker
+from vllm.platforms import current_platform
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from medusa_ppo.vllm_plugin.drafter import Drafter, drafter_of
+from medusa_ppo.vllm_plugin.patches import refuse_lossy_rule
+from medusa_ppo.vllm_plugin.proposer import MedusaProposer
+from medusa_ppo.vllm_plugin.speculation import heads_folder
+
+
+def is_native(folder: str | Path) -> bool:
+    """The folder holds heads that heads/checkpoint.py wrote."""
+    try:
+        return isinstance(
+            json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get(
+                "medusa_ppo"
+            ),
+            dict,
+        )
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def with_our_proposer(original: Callable[..., None]) -> Callable[..., None]:
+    """Heads that we wrote get our proposer; any other Medusa folder keeps vLLM's own."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        stock: Any = getattr(self, "drafter", None)
+        folder = heads_folder(stock.vllm_config) if type(stock) is Drafter else ""
+        if folder and is_native(folder):
+            refuse_lossy_rule(stock.spec_config)
+            self.drafter = MedusaProposer(stock.vllm_config, self.device)
+
+    return __init__
+
+
+def _is_ours(runner: Any) -> bool:
+    return isinstance(drafter_of(runner), MedusaProposer)
+
+
+def with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ask our proposer for drafts, once it knows which tokens were just sampled, and from which
+    states.
+    """
+    states = list(inspect.signature(original).parameters).index("sample_hidden_states") - 3
+
+    @functools.wraps(original)
+    def propose_draft_token_ids(
+        self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not _is_ours(self):
+            return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
+        _seat(self)
+        drafted = [
+            len(scheduler_output.scheduled_spec_decode_tokens.get(key, ()))
+            for key in self.input_batch.req_ids
+        ]
+        hidden_TD = args[states] if len(args) > states else kwargs["sample_hidden_states"]
+        self.drafter.before_step(
+            sampled_token_ids, drafted, scheduler_output.total_num_scheduled_tokens, hidden_TD
+        )
+        hidden_BD = _last_states(hidden_TD, sampled_token_ids, drafted)
+        return self.drafter.propose(
+            scheduler_output.num_spec_tokens_to_schedule,
+            hidden_BD,
+            self.input_batch.sampling_metadata,
+        )
+
+    return propose_draft_token_ids
+
+
+def _last_states(
+    hidden_TD: torch.Tensor, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int]
+) -> torch.Tensor:
+    """h_t `[B, D]` of each request: where its last token was sampled. There is a row for each draft
+    of a request, and one more.
+    """
+    if hidden_TD.shape[0] == len(sampled_token_ids):
+        return hidden_TD
+    rows = []
+    begin = 0
+    for tokens, count in zip(sampled_token_ids, drafted, strict=True):
+        rows.append(begin + max(len(tokens) - 1, 0))
+        begin += count + 1
+    return hidden_TD[torch.tensor(rows).to(hidden_TD.device, non_blocking=True)]
+
+
+def with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _get_spec_decode_draft_probs(self: Any, spec_decode_metadata: Any) -> Any:
+        if not _is_ours(self):
+            return original(self, spec_decode_metadata)
+        _seat(self)
+        meta = spec_decode_metadata
+        batch = self.input_batch
+        return self.drafter.proposed(
+            meta.num_draft_tokens,
+            meta.draft_token_ids,
+            batch.vocab_size,
+            batch.sampling_metadata.all_greedy,
+        )
+
+    return _get_spec_decode_draft_probs
+
+
+def _seat(runner: Any) -> None:
+    batch = runner.input_batch
+    runner.drafter.seat(
+        batch.req_ids,
+        runner.requests,
+        batch.num_tokens_no_spec[: batch.num_reqs],
+        batch.token_ids_cpu,
+    )
+
+
+def drafting_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Failure: near max_model_len vLLM gives every request as many drafts of token 0 as it
+    reserves, whatever num_drafts and the chooser say, and counts them. Heads have no positions, so
+    there is nothing that they could not draft at; the scheduler cuts what is too long.
+
+    Trigger: any request within K tokens of max_model_len.
+    """
+
+    @functools.wraps(original)
+    def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
+        return (
+            common_attn_metadata is not None
+            if _is_ours(self)
+            else original(self, common_attn_metadata)
+        )
+
+    return _input_fits_in_drafter
+
+
+def plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A step in which nothing was drafted samples as an engine without speculation does, and costs
+    as much.
+
+    Seeded requests are left out while others may draft: how their tokens are drawn must not depend
+    on who shares their step. (vLLM 0.31 and older have no metadata of a step without drafts; on the
+    CPU, where we draw the tokens, it is made here.)
+    """
+
+    @functools.wraps(original)
+    def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        if _is_ours(self) and logits is not None:
+            seeded = self.input_batch.generators and self.drafter.num_drafts
+            if (
+                spec_decode_metadata is not None
+                and not any(spec_decode_metadata.num_draft_tokens)
+                and not seeded
+            ):
+                spec_decode_metadata = None
+            elif spec_decode_metadata is None and seeded and current_platform.is_cpu():
+                spec_decode_metadata = SpecDecodeMetadata.make_dummy(
+                    [[]] * len(logits), logits.device
+                )
+                spec_decode_metadata.bonus_logits_indices = torch.arange(
+                    len(logits), device=logits.device
+                )
+            if spec_decode_metadata is not None and self.drafter.memory is not None:
+                meta = spec_decode_metadata
+                temperature_B = self.input_batch.sampling_metadata.temperature
+                self.drafter.memory.judge(
+                    logits,
+                    meta.target_logits_indices,
+                    meta.draft_token_ids,
+                    meta.num_draft_tokens,
+                    temperature_B,
+                )
+        return original(self, logits, spec_decode_metadata)
+
+    return _sample
+
+
+def with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Whoever wakes the engine: heads that a deep sleep threw away are noticed before it drafts.
+    (The CPU's worker never really sleeps.)
+    """
+
+    @functools.wraps(original)
+    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+        result = original(self, tags)
+        if (tags is None or "weights" in tags) and _is_ours(self.model_runner):
+            drafter_of(self.model_runner).held_version()
+        return result
+
+    return wake_up
+
+
+PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (model_runner.GPUModelRunner, "__init__", with_our_proposer),
+    (model_runner.GPUModelRunner, "propose_draft_token_ids", with_draft_context),
+    (model_runner.GPUModelRunner, "_get_spec_decode_draft_probs", with_kept_draft_probs),
+    (model_runner.GPUModelRunner, "_input_fits_in_drafter", drafting_to_the_end),
+    (model_runner.GPUModelRunner, "_sample", plain_without_drafts),
+    (gpu_worker.Worker, "wake_up", with_heads_looked_at),
+)

@@ -1,0 +1,47 @@
+"""The contract with vLLM's private names."""
+
+from __future__ import annotations
+
+import pytest
+
+from medusa_ppo.vllm_plugin import hook_table
+from medusa_ppo.vllm_plugin.hook_table import Hook
+from medusa_ppo.vllm_plugin.installation import check_hooks
+from medusa_ppo.vllm_plugin.vllm_versions import LAST, text_of
+
+
+def test_every_private_name_is_as_it_was_checked() -> None:
+    assert check_hooks() == []
+
+
+def test_a_changed_signature_is_named_with_the_release_that_had_it() -> None:
+    runner = "vllm.v1.worker.gpu_model_runner"
+    hooks = (
+        Hook(
+            "drafts",
+            runner,
+            "GPUModelRunner.propose_draft_token_ids",
+            ("sampled_token_ids", "moon_phase"),
+        ),
+        Hook("nothing", runner, "Gone", last=LAST),
+        Hook("something else", "vllm.of_the_past", "Gone", last=(0, 23)),
+    )
+    first, second = check_hooks(hooks)
+    assert "no parameter moon_phase" in first
+    assert "Gone missing" in second and f"vLLM {text_of(LAST)} had it" in second
+
+
+def test_a_release_that_was_never_seen_is_held_against_the_newest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hook_table, "vllm_version", lambda: "0.40.0")
+    hooks = (
+        Hook("nothing", "vllm.v1.worker.gpu_model_runner", "Gone"),
+        Hook("older", "vllm.gone", "Gone", last=(0, 31)),
+    )
+    assert [found.need for found in hook_table.compare(hooks=hooks) if found.fault] == ["nothing"]
+
+
+def test_hooks_of_the_cpu_concern_no_other_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_table, "is_cpu_build", lambda: False)
+    assert {found.runner for found in hook_table.compare()} == {"V1"}
