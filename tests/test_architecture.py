@@ -44,8 +44,8 @@ HOMES = {
     "trackio": ("medusa_ppo/reports/trackers.py",),
 }
 COLD_ROOMS = ("medusa_ppo.config", "medusa_ppo.reports", "medusa_ppo.cli")
-# vLLM imports the entry point in each of its processes before it is set up itself; the table is read
-# by who wants to know whether vLLM can be imported at all.
+# vLLM imports the entry point in each of its processes before it is set up itself; the table is
+# read by who wants to know whether vLLM can be imported at all.
 COLD_FILES = tuple(f"medusa_ppo.vllm_plugin.{name}" for name in ("registration", "hook_table"))
 HEAVY = {"torch", "vllm", "ray", "transformers"}
 
