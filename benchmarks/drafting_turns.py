@@ -1,20 +1,18 @@
-"""What one drafting call costs, this tree against another one, in turns: hydra heads, sampled
-drafts, the actor of `--model`.
+"""What one drafting call costs, one form of the heads against another, in turns.
 
-    git worktree add ../before COMMIT
-    python benchmarks/drafting_turns.py --old ../before --model actors/gsm8k-4m
-        [--dtype bfloat16] [--rounds 40] [--json FILE]
-    python benchmarks/drafting_turns.py --context 16 --model actors/gsm8k-4m ...
+    python benchmarks/drafting_turns.py --model actors/gsm8k-4m [--dtype bfloat16] [--rounds 40]
+        [--forms copying@512,plain copying@8192,copying@512 ...] [--json FILE]
 
-With `--context` it is this tree against itself: heads with a context against heads without. Their
-call begins with the pairs of two accepted positions of each request, which go into the ring.
-
-Each tree works in a process of its own; in every round both time the same number of calls, one
+A form is a name of `FORMS` and, behind an @, how many tokens of text each request has. Each form
+works in a process of its own; in every round both of a pair time the same number of calls, one
 after the other, in turns. Printed is the median of the ratios within a round, for several numbers
-of requests. The products are the engine's own (oneDNN, packed) in both; the call begins with hidden
-states and ends with draft ids and q kept for verification.
+of requests.
 
-Shape letters: B requests, D hidden, V vocabulary.
+A call begins as in an engine that two tokens of each request have just come to: they go into the
+rings of pairs and of text, what may be copied is looked up, four drafts are drawn, and their q is
+kept for verification. The products are the engine's own (oneDNN, packed).
+
+Shape letters: B requests, N tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,118 +24,131 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 HEADS = 4
 CALLS = 20
 BATCHES = (1, 4, 16, 64)
+FORMS: dict[str, dict[str, int]] = {
+    "alone": {"context": 0},
+    "bare": {"feed_forward": 0, "cell": 1, "copy_parts": 0},
+    "plain": {"copy_parts": 0},
+    "copying": {},
+    "two-layers": {"context_layers": 2},
+}
+"""What differs from the heads of a run by default. `bare` are those of 0.3.0."""
+PAIRS = ("copying@512,plain@512", "copying@8192,copying@512", "two-layers@512,copying@512")
+NEW_TOKENS = 2
+"""Tokens of each request that have come since the call before."""
 
 
-# ---- in a tree's own process
+# ---- in a form's own process
 
 
-def random_heads(vocab: int, hidden: int, dtype: Any, pairs: int = 0) -> Any:
-    import torch
+class Call:
+    """A drafting call as the engine makes it, on random heads and states."""
 
-    from heads.heads_config import HeadsConfig
-    from heads.modules import MedusaHeads
+    def __init__(self, form: str, tokens: int, model: dict[str, Any], dtype_name: str) -> None:
+        import torch
+        from torch.nn import functional as F
 
-    torch.manual_seed(0)
-    heads = MedusaHeads(
-        HeadsConfig(hidden, vocab, HEADS, kind="hydra", **({"context": pairs} if pairs else {}))
-    )
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.normal_(std=0.05)
-    return heads.to(dtype).requires_grad_(False)
+        from heads.heads_config import COPY_WINDOW
+        from heads.modules import MedusaHeads
+        from medusa_ppo.config.run_config import HeadsSection
+        from medusa_ppo.drafting.context import ContextHeads, PairRing
+        from medusa_ppo.drafting.core import DraftingCore
+        from medusa_ppo.drafting.slots import DraftSlots
+        from medusa_ppo.drafting.texts import TextRing
+        from medusa_ppo.vllm_plugin.int8_products import packed_linear
 
-
-def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
-    import torch
-
-    from medusa_ppo.drafting.core import DraftingCore, DraftSampling
-    from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
-    from medusa_ppo.drafting.slots import DraftSlots, stamps
-    from medusa_ppo.vllm_plugin.int8_products import packed_linear
-
-    core = DraftingCore(heads, lm_head, embed, packed_linear)
-    slots = DraftSlots(max(BATCHES), HEADS, heads.config.vocab_size, torch.device("cpu"))
-
-    def call(hidden_BD: Any) -> None:
-        batch = len(hidden_BD)
-        last_ids_B = torch.tensor([1] * batch, dtype=torch.int64)
-        positions_B = torch.arange(batch)
-        noise_BK = uniforms(positions_B, positions_B if seeded else None, None, DRAFT_LANE, HEADS)
-        core.draft(
-            hidden_BD, last_ids_B, HEADS, DraftSampling(torch.ones(batch), noise_BK), slots=slots
+        self.torch = torch
+        torch.manual_seed(0)
+        dtype = getattr(torch, dtype_name)
+        vocab = model["vocab_size"]
+        hidden = model["hidden_size"]
+        section = HeadsSection(num_heads=HEADS, **FORMS[form])
+        heads = MedusaHeads(section.sizes(hidden, vocab))
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.normal_(std=0.05)
+        heads = heads.to(dtype).requires_grad_(False)
+        lm_head = packed_linear((torch.randn(vocab, hidden) * 0.05).to(dtype))
+        table_VD = torch.randn(vocab, hidden).to(dtype)
+        self.core = DraftingCore(
+            heads, lm_head, lambda ids: F.embedding(ids, table_VD), packed_linear
         )
-        slots.stamp(positions_B, stamps(positions_B, positions_B), HEADS)
+        self.hidden = hidden
+        self.dtype = dtype
+        self.tokens = tokens
+        most = max(BATCHES)
+        cpu = torch.device("cpu")
+        self.slots = DraftSlots(most, HEADS, vocab, cpu)
+        self.pairs = self.texts = None
+        fused = self.core.fused
+        if isinstance(fused, ContextHeads):
+            self.pairs = PairRing(most, heads.config.context, fused.kept_width, fused.dtype, cpu)
+        if heads.config.copies:
+            parts = heads.config.copy_parts
+            width = heads.config.copy_width // parts
+            self.texts = TextRing(most, COPY_WINDOW, parts, width, dtype, cpu)
+            kept = min(tokens, COPY_WINDOW)
+            positions_N = torch.arange(tokens - kept, tokens)
+            for request in range(most):
+                ids_N = torch.randint(vocab, (kept,))
+                self.core.copier.write(
+                    self.texts, torch.full_like(positions_N, request), positions_N, ids_N
+                )
 
-    return call
+    def __call__(self, hidden_BD: Any) -> None:
+        from medusa_ppo.drafting.context import Arrived, ContextHeads, Standing
+        from medusa_ppo.drafting.core import DraftSampling
+        from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
+        from medusa_ppo.drafting.slots import stamps
 
-
-def context_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
-    import torch
-
-    from medusa_ppo.drafting.context import Arrived, PairRing, Standing
-    from medusa_ppo.drafting.core import DraftingCore, DraftSampling
-    from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
-    from medusa_ppo.drafting.slots import DraftSlots, stamps
-    from medusa_ppo.vllm_plugin.int8_products import packed_linear
-
-    core = DraftingCore(heads, lm_head, embed, packed_linear)
-    D = heads.config.hidden_size
-    slots = DraftSlots(max(BATCHES), HEADS, heads.config.vocab_size, torch.device("cpu"))
-    ring = PairRing(
-        max(BATCHES), heads.config.context, 2 * D, core.fused.dtype, torch.device("cpu")
-    )
-
-    def call(hidden_BD: Any) -> None:
+        torch = self.torch
         batch = len(hidden_BD)
-        numbers = [(row, 1, row, back) for row in range(batch) for back in (1, 0)]
-        row_N, ids_N, request_N, back_N = torch.tensor([*zip(*numbers, strict=True)]).unbind(0)
-        positions_B = torch.arange(batch) + 100
         requests_B = torch.arange(batch)
-        at = Standing(requests_B, requests_B, positions_B)
-        arrived = Arrived(
-            hidden_BD[row_N],
-            ids_N,
-            request_N,
-            request_N,
-            positions_B[request_N] - back_N,
-            2 * requests_B + 1,
-        )
-        seen = core.fused.look_back(ring, arrived, at)
-        noise_BK = uniforms(positions_B, positions_B if seeded else None, None, DRAFT_LANE, HEADS)
-        core.draft(
-            hidden_BD, ids_N[1::2], HEADS, DraftSampling(torch.ones(batch), noise_BK), seen, slots
-        )
-        slots.stamp(requests_B, stamps(positions_B, positions_B), HEADS)
+        positions_B = torch.full((batch,), self.tokens)
+        request_N = requests_B.repeat_interleave(NEW_TOKENS)
+        back_N = torch.arange(NEW_TOKENS - 1, -1, -1).repeat(batch)
+        ids_N = torch.ones_like(request_N)
+        seen = None
+        if isinstance(self.core.fused, ContextHeads):
+            at = Standing(requests_B, requests_B, positions_B)
+            arrived = Arrived(
+                hidden_BD[request_N],
+                ids_N,
+                request_N,
+                request_N,
+                positions_B[request_N] - back_N,
+                NEW_TOKENS * requests_B + NEW_TOKENS - 1,
+            )
+            seen = self.core.fused.look_back(self.pairs, arrived, at)
+            if self.texts is not None:
+                self.core.copier.write(
+                    self.texts, request_N, positions_B[request_N] - back_N, ids_N
+                )
+                longest = self.tokens + 1
+                told = self.core.copier.find(self.texts, requests_B, positions_B, longest)
+                seen = replace(seen, told_BKH=told)
+        noise_BK = uniforms(positions_B, None, None, DRAFT_LANE, HEADS)
+        sampling = DraftSampling(torch.ones(batch), noise_BK)
+        self.core.draft(hidden_BD, ids_N[:batch], HEADS, sampling, seen=seen, slots=self.slots)
+        self.slots.stamp(requests_B, stamps(positions_B, positions_B), HEADS)
 
-    return call
 
-
-def work(
-    arm: str, vocab: int, hidden: int, dtype_name: str, seeded: bool, threads: int, pairs: int
-) -> None:
+def work(form: str, model: dict[str, Any], dtype_name: str, threads: int) -> None:
     """Answer each line (a number of requests) with the seconds of one call."""
     import torch
-    from torch.nn import functional as F
-
-    from medusa_ppo.vllm_plugin.int8_products import packed_linear
 
     torch.set_num_threads(threads)
-    dtype = getattr(torch, dtype_name)
-    heads = random_heads(vocab, hidden, dtype, pairs if arm == "context" else 0)
-    lm_head = packed_linear((torch.randn(vocab, hidden) * 0.05).to(dtype))
-    table_VD = torch.randn(vocab, hidden).to(dtype)
-    make_call = context_call if arm == "context" else new_call
-    call = make_call(heads, lm_head, lambda ids: F.embedding(ids, table_VD), seeded)
+    name, _, tokens = form.partition("@")
+    call = Call(name, int(tokens or 512), model, dtype_name)
     with torch.inference_mode():
         for line in sys.stdin:
-            hidden_BD = torch.randn(int(line), hidden).to(dtype)
+            hidden_BD = torch.randn(int(line), call.hidden).to(call.dtype)
             call(hidden_BD)
             seconds = []
             for _ in range(CALLS):
@@ -151,23 +162,19 @@ def work(
 # ---- the comparison
 
 
-class TreeArm:
-    """A process that draws drafts with one tree's code.
+class FormProcess:
+    """A process that draws drafts with heads of one form."""
 
-    It runs that tree's own copy of this script, which knows the names that its modules have there.
-    """
-
-    def __init__(self, arm: str, tree: Path, settings: list[str]) -> None:
-        script = tree.resolve() / "benchmarks" / Path(__file__).name
-        command = [sys.executable, str(script), "--arm", arm, *settings]
-        environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
+    def __init__(self, form: str, options: argparse.Namespace, dtype: str) -> None:
+        command = [sys.executable, __file__, "--form", form, "--model", options.model]
+        command += ["--dtype", dtype, "--threads", str(options.threads)]
+        here = str(Path(__file__).resolve().parent.parent)
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
-            cwd=tree,
+            env=os.environ | {"PYTHONPATH": here},
         )
 
     def seconds(self, batch: int) -> float:
@@ -187,95 +194,59 @@ class TreeArm:
         self.process.wait()
 
 
-def compare(
-    options: argparse.Namespace, config: dict[str, Any], dtype: str, seeded: bool
-) -> list[dict[str, Any]]:
-    settings = [
-        "--sizes",
-        f"{config['vocab_size']},{config['hidden_size']}",
-        "--dtype",
-        dtype,
-        "--threads",
-        str(options.threads),
-    ]
-    settings += ["--seeded"] if seeded else []
-    here = Path(__file__).resolve().parent.parent
-    if options.context:
-        settings += ["--context", str(options.context)]
-        before = "new"
-        after = "context"
-        arms = {before: TreeArm("new", here, settings), after: TreeArm("context", here, settings)}
-    else:
-        before = "old"
-        after = "new"
-        arms = {
-            before: TreeArm("new", Path(options.old), settings),
-            after: TreeArm("new", here, settings),
-        }
+def compare(pair: str, options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
+    """Rows for every number of requests: the first form's time over the second's."""
+    forms = pair.split(",")
+    processes = [FormProcess(form, options, dtype) for form in forms]
     rows = []
-    for batch in BATCHES:
-        seconds: dict[str, list[float]] = {name: [] for name in arms}
-        for number in range(-2, options.rounds):
-            order = list(arms) if number % 2 else list(arms)[::-1]
-            for name in order:
-                took = arms[name].seconds(batch)
-                if number >= 0:
-                    seconds[name].append(took)
-        ratios = sorted(new / old for new, old in zip(seconds[after], seconds[before], strict=True))
-        row = {
-            "dtype": dtype,
-            "seeded": seeded,
-            "requests": batch,
-            f"{after}_over_{before}": round(statistics.median(ratios), 3),
-        }
-        row |= {"range": [round(ratios[0], 3), round(ratios[-1], 3)]}
-        row |= {
-            f"{name}_us": round(1e6 * statistics.median(values)) for name, values in seconds.items()
-        }
-        sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.flush()
-        rows.append(row)
-    for arm in arms.values():
-        arm.close()
+    try:
+        for batch in BATCHES:
+            ratios = []
+            seconds: list[list[float]] = [[], []]
+            for number in range(-2, options.rounds):
+                order = (0, 1) if number % 2 else (1, 0)
+                took = {index: processes[index].seconds(batch) for index in order}
+                if number < 0:
+                    continue  # The first rounds warm up.
+                ratios.append(took[0] / took[1])
+                for index in order:
+                    seconds[index].append(took[index])
+            row = {
+                "forms": forms,
+                "dtype": dtype,
+                "requests": batch,
+                "ratio": round(statistics.median(ratios), 3),
+                "range": [round(min(ratios), 3), round(max(ratios), 3)],
+                "microseconds": [round(1e6 * statistics.median(each)) for each in seconds],
+            }
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+            rows.append(row)
+    finally:
+        for process in processes:
+            process.close()
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--old", help="Another checkout that has this script.")
-    parser.add_argument(
-        "--context", type=int, default=0, help="Pairs of the context, in the place of --old."
-    )
-    parser.add_argument("--model", help="Folder of the actor whose sizes count.")
-    parser.add_argument(
-        "--dtype", default="", help="Default: bfloat16 and float32, one after the other."
-    )
-    parser.add_argument("--seeded", action="store_true", help="Every request has a seed.")
+    parser.add_argument("--model", required=True, help="Folder of the actor whose sizes count.")
+    parser.add_argument("--forms", nargs="+", default=PAIRS, metavar="A@TOKENS,B@TOKENS")
+    parser.add_argument("--dtype", default="", help="Default: bfloat16, then float32.")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json")
-    parser.add_argument("--arm", choices=("new", "context"), help=argparse.SUPPRESS)
-    parser.add_argument("--sizes", help=argparse.SUPPRESS)
+    parser.add_argument("--form", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.arm:
-        vocab, hidden = (int(word) for word in options.sizes.split(","))
-        work(
-            options.arm,
-            vocab,
-            hidden,
-            options.dtype,
-            options.seeded,
-            options.threads,
-            options.context,
-        )
+    if options.form:
+        model = json.loads((Path(options.model) / "config.json").read_text())
+        work(options.form, model, options.dtype, options.threads)
         return
-    if not (options.old or options.context) or not options.model:
-        parser.error("--model is needed, and --old or --context")
-    config = json.loads((Path(options.model) / "config.json").read_text())
     rows = [
         row
         for dtype in ([options.dtype] if options.dtype else ["bfloat16", "float32"])
-        for row in compare(options, config, dtype, options.seeded)
+        for pair in options.forms
+        for row in compare(pair, options, dtype)
     ]
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2))

@@ -87,10 +87,7 @@ class TrainOptions:
     ] = HEADS.copy_parts
     loss: Annotated[
         Literal["ce", "tv", "ce_tv", "kl", "kl_tv"], Option(help="Loss of the heads.")
-    ] = "ce_tv"
-    """Not the companion's, which reads the actor's whole distribution: that pays where tokens are
-    few, and here they are many.
-    """
+    ] = COMPANION.loss
     template: Annotated[
         str,
         Option(

@@ -184,7 +184,7 @@ def test_a_file_extends_another_and_says_only_what_differs(tmp_path: Path) -> No
         {"a": 1, "b": 2},
     )
     assert (
-        config.companion.loss == "ce_tv"
+        config.ppo.prompts_per_step == 64
         and config.companion.num_gpus is None
         and config.ppo.steps == 1
     )
