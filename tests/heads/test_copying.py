@@ -79,9 +79,9 @@ def reference(
     for j in range(len(ids)):
         if j + K >= len(ids) or len({parts[i] for i in range(j, j + K + 1)}) > 1:
             continue
-        if parts[j] == parts[place]:
-            if j + K > place or (window is not None and place - j >= window):
-                continue
+        unknown = j + K > place or (window is not None and place - j >= window)
+        if parts[j] == parts[place] and unknown:
+            continue
         searched.append(j)
     query = product(weights.query, place)
     result = torch.zeros(K, PARTS, D_).double()
