@@ -68,7 +68,6 @@ BASE: dict[str, Any] = {
     "replay_versions": 0,
     "learning_rate": 2e-3,
     "gate_confidence": 0.9,
-    "position_share": 1.0,
     "loss": "kl_tv",
 }
 GRID: dict[str, dict[str, Any]] = {
@@ -86,7 +85,6 @@ GRID: dict[str, dict[str, Any]] = {
     "gate 0.6": {"gate_confidence": 0.6},
     "gate 0.75": {"gate_confidence": 0.75},
     "gate 0.97": {"gate_confidence": 0.97},
-    "half of the positions": {"position_share": 0.5},
 }
 
 

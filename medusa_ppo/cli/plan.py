@@ -464,14 +464,10 @@ def _element(config: RunConfig) -> int:
 
 
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
-    """A rollout batch on its way to the companion, at most: of one that is too large, or where that
-    is asked for, a sample.
-    """
+    """A rollout batch on its way to the companion, at most: of one that is too large, a sample."""
     section = config.companion
-    kept = round(
-        tokens
-        * min(section.position_share, section.queue_bytes / 2 / max(1, hidden_bytes(model, tokens)))
-    )
+    share = section.queue_bytes / 2 / max(1, hidden_bytes(model, tokens))
+    kept = round(tokens * min(1.0, share))
     if kept >= tokens:
         return hidden_bytes(model, tokens)
     return (

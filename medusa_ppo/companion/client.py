@@ -166,11 +166,11 @@ class CompanionClient:
         return collector
 
     def _sample(self, tokens: int) -> EarlySample | None:
-        """Which share of so many tokens is handed over: what is asked for, what has room beside the
-        batch before, and what the companion has time for. None: all.
+        """Which share of so many tokens is handed over: what has room beside the batch before, and
+        what the companion has time for. None: all.
         """
         config = self._config
-        shares = [config.position_share, config.queue_bytes / 2 / max(1, tokens * self._row_bytes)]
+        shares = [config.queue_bytes / 2 / max(1, tokens * self._row_bytes)]
         if self._position_s and self._step_s and not self.shared and not config.wait:
             shares.append(self._step_s / (tokens * self._position_s))
         if min(shares) >= 1:

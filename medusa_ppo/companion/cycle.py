@@ -32,7 +32,7 @@ from medusa_ppo.companion.gate import (
     under,
 )
 from medusa_ppo.companion.holdout import hold_out
-from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share
+from medusa_ppo.companion.positions import ReplayBuffer, sampled_share
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -208,13 +208,6 @@ class Cycle:
         training, holdout = hold_out(batch, HOLDOUT_SHARE, seed)
         verdict = self._judge(batch) if holdout is None and batch.weights_M is None else None
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
-        if (
-            self._config.position_share < 1 and training.weights_M is None
-        ):  # Else they were sampled before states were copied, or not.
-            training = replace(
-                training,
-                weights_M=fraction_weights(training.lengths_S, self._config.position_share, seed),
-            )
         self.positions_frac = sampled_share(training)
         report = self.trainer.train_batch(
             training, self.replay.older(batch.policy_version), epochs=self.passes

@@ -163,31 +163,14 @@ def look_up(
     )
 
 
-def fraction_weights(lengths_S: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """A weight of 1 at a random share of the positions with a target, 0 at all others: float32
-    `M`.
-    """
-    usable_N = _with_target(lengths_S).nonzero().squeeze(1)
-    order_N = torch.randperm(usable_N.numel(), generator=torch.Generator().manual_seed(seed))
-    chosen_N = usable_N[order_N[: round(share * usable_N.numel())]]
-    return torch.zeros(int(lengths_S.sum())).index_fill_(0, chosen_N, 1.0)
-
-
 def sampled_share(batch: RolloutBatch) -> float:
     """Share of the positions with a target that are trained on; 1 where there is none."""
-    usable_M = _with_target(batch.lengths_S)
+    # At the last row of each response not even the first head has something to predict.
+    usable_M = torch.ones(int(batch.lengths_S.sum()), dtype=torch.bool)
+    usable_M[batch.lengths_S.cumsum(0) - 1] = False
     if batch.weights_M is None or not usable_M.any():
         return 1.0
     return float((usable_M & (batch.weights_M > 0)).sum() / usable_M.sum())
-
-
-def _with_target(lengths_S: torch.Tensor) -> torch.Tensor:
-    """Rows at which the first head has something to predict: all but the last of each response.
-    Bool `M`.
-    """
-    with_target_M = torch.ones(int(lengths_S.sum()), dtype=torch.bool)
-    with_target_M[lengths_S.cumsum(0) - 1] = False
-    return with_target_M
 
 
 @dataclass(frozen=True)

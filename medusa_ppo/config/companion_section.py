@@ -33,8 +33,6 @@ class CompanionConfig(Section):
     """Most passes over each rollout batch; as many are made as gain more seconds than they lose
     (all with `wait` or ppo.staleness).
     """
-    position_share: float = Field(1.0, gt=0, le=1)
-    """Share of the positions of each batch that is trained on, drawn at random in blocks."""
     queue_bytes: Count = 2 * 1024**3
     """Byte budget of batches on their way, waiting and in training together (and twice as much of
     those kept for replay). Of a batch that is more than half of it a sample is taken; when it is

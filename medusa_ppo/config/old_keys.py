@@ -51,8 +51,12 @@ OLD_KEYS = {
         "Candidates are a running mean of which 0.97 stays with each optimizer step."
     ),
     "companion.positions": (
-        "companion.position_share says it alone: 1 is all of them. `wrong` is gone: it gained"
-        " nothing."
+        "All positions are trained on; of a batch that is more than half of companion.queue_bytes a"
+        " sample is."
+    ),
+    "companion.position_share": (
+        "All positions are trained on; of a batch that is more than half of companion.queue_bytes a"
+        " sample is. Leave the key out, or set a smaller companion.queue_bytes."
     ),
     "companion.holdout_fraction": "A fifth of the responses is kept out of each training.",
     "companion.queue_lag": "Waiting batches go when they are more than two policy versions behind.",

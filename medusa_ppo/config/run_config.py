@@ -186,18 +186,6 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
             "actor.backend=megatron",
             do,
         )
-    if config.companion.workers > 1 and config.companion.position_share < 1:
-        keys = ("companion.workers", "companion.position_share")
-        problem = (
-            "A companion that trains on a share of the positions has one worker only: others have"
-            " only a part of each batch."
-        )
-        yield (
-            problem,
-            keys,
-            "companion.workers=1 or companion.position_share=1",
-            "Change one of the two.",
-        )
     if engine.sleep_level and engine.backend != COLOCATED:
         keys = ("engine.sleep_level", "engine.backend")
         do = "Set engine.sleep_level=null or engine.backend=colocated."

@@ -186,10 +186,10 @@ def test_a_plan_adds_up(folder: Path) -> None:
 
 def test_sampled_positions_and_a_gpu_that_is_left_alone(folder: Path) -> None:
     base = {"model": {"path": str(folder)}}
-    sampled = {"loss": "ce_tv", "num_gpus": 0.5, "position_share": 0.25}
-    all_of_it, part = (
-        make_plan(build_config({**base, "companion": c}), GPUS) for c in ({"num_gpus": 1}, sampled)
-    )
+    all_of_it = make_plan(build_config({**base, "companion": {"num_gpus": 1}}), GPUS)
+    room = all_of_it.response_tokens * (32 * 4 + 12) // 4  # For a quarter of the positions.
+    sampled = {"loss": "ce_tv", "num_gpus": 0.5, "queue_bytes": 2 * room}
+    part = make_plan(build_config({**base, "companion": sampled}), GPUS)
     states = [
         {move.what: move.size for move in plan.moves}["hidden states"] for plan in (all_of_it, part)
     ]

@@ -97,6 +97,23 @@ class ChainTask:
         )
 
 
+def some_weights(lengths_S: torch.Tensor, share: float, seed: int = 0) -> torch.Tensor:
+    """A weight of 1 at a random share of the positions with a target, 0 at all others: float32
+    `M`.
+    """
+    with_target_M = torch.ones(int(lengths_S.sum()), dtype=torch.bool)
+    with_target_M[lengths_S.cumsum(0) - 1] = False
+    usable_N = with_target_M.nonzero().squeeze(1)
+    order_N = torch.randperm(usable_N.numel(), generator=torch.Generator().manual_seed(seed))
+    chosen_N = usable_N[order_N[: round(share * usable_N.numel())]]
+    return torch.zeros(with_target_M.numel()).index_fill_(0, chosen_N, 1.0)
+
+
+def sampled(batch: RolloutBatch, share: float) -> RolloutBatch:
+    """The batch with all states, of which a random share of the positions is trained on."""
+    return replace(batch, weights_M=some_weights(batch.lengths_S, share))
+
+
 def until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Wait; False when it takes longer."""
     deadline = time.monotonic() + seconds

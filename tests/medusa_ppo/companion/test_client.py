@@ -76,7 +76,9 @@ def test_learns_publishes_and_cleans_up(chain, client_of, tmp_path: Path) -> Non
 
 def test_a_fraction_is_sampled_before_the_copy(chain, client_of) -> None:
     task = chain()
-    client = client_of(task, position_share=0.5)
+    rows = 90
+    row_bytes = 4 * task.hidden + 24
+    client = client_of(task, queue_bytes=rows * row_bytes)  # Half of it has room for half of them.
     responses = tuple(Response(n, (1,) * 9, (-1.0,) * 9, "stop") for n in range(10))
     rollouts = Rollouts(((1,),) * 10, responses, Counters(), 1.0, Sampling())
     collector = client.collector(rollouts)

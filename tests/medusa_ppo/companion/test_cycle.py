@@ -19,6 +19,7 @@ from medusa_ppo.companion.gate import Verdict, equal, replay
 from medusa_ppo.companion.holdout import hold_out
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.status import ReplayRow
+from tests.medusa_ppo.companion.conftest import sampled
 
 
 def make(
@@ -145,18 +146,18 @@ def test_equal_heads_are_replayed_once(chain, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("kind", "settings", "share"),
     [
-        ("medusa", {"wait": True}),  # Without it what is kept for replay is not saved.
-        ("hydra", {"replay_versions": 2, "wait": True}),
-        ("medusa", {"position_share": 0.9, "replay_versions": 0}),
+        ("medusa", {"wait": True}, 1.0),  # Without it what is kept for replay is not saved.
+        ("hydra", {"replay_versions": 2, "wait": True}, 1.0),
+        ("medusa", {"replay_versions": 0}, 0.9),
     ],
 )
 def test_killed_and_resumed_is_the_same_to_the_bit(
-    chain, kind: str, settings: dict, tmp_path
+    chain, kind: str, settings: dict, share: float, tmp_path
 ) -> None:
     task = chain()
-    batches = [task.batch() for _ in range(10)]
+    batches = [sampled(task.batch(), share) for _ in range(10)]
     straight = make(task, kind, **settings)
     first = make(task, kind, **settings)
     for batch in batches:
@@ -462,13 +463,13 @@ def test_makes_as_many_passes_as_the_batch_says(chain) -> None:
 
 def test_learns_from_a_sample_of_the_positions(chain) -> None:
     task = chain()
-    cycle = make(task, position_share=0.3)
+    cycle = make(task)
     shares = []
     for _ in range(20):
-        cycle.run(task.batch())
+        cycle.run(sampled(task.batch(), 0.3))
         shares.append(cycle.positions_frac)
     assert length_of(cycle.serving, task, task.batch(60)) > 2.2
-    assert shares == pytest.approx([0.3] * 20, abs=0.01)
+    assert shares == pytest.approx([0.3] * 20, abs=0.05)
 
 
 def test_the_gate_sees_whole_responses_whatever_is_sampled(chain, monkeypatch) -> None:
@@ -479,13 +480,13 @@ def test_the_gate_sees_whole_responses_whatever_is_sampled(chain, monkeypatch) -
         "_obey",
         lambda self, verdict: (seen.append(verdict.serving), original(self, verdict)),
     )
-    for settings in ({}, {"position_share": 0.5}):
+    for share in (1.0, 0.5):
         task = chain()
-        make(task, **settings).run(task.batch())
+        make(task).run(sampled(task.batch(), share))
     assert seen[0] == seen[1]
 
 
-def test_a_batch_that_was_sampled_before_is_not_sampled_again(chain) -> None:
+def test_a_batch_whose_states_were_sampled_is_trained_on_where_they_are(chain) -> None:
     task = chain()
     batch = dataclasses.replace(task.batch(), prompts_S=None)
     held_S = torch.arange(batch.lengths_S.numel()) % 4 == 0
@@ -496,11 +497,11 @@ def test_a_batch_that_was_sampled_before_is_not_sampled_again(chain) -> None:
     )
     weights_M[held_S[torch.repeat_interleave(torch.arange(held_S.numel()), batch.lengths_S)]] = 1.0
     compact_M = weights_M.where(weights_M > 0, -1.0)
-    sampled = dataclasses.replace(
+    compact = dataclasses.replace(
         batch, weights_M=compact_M, hidden_MD=batch.hidden_MD[weights_M > 0], held_S=held_S
     )
-    cycle = make(task, loss="ce", position_share=0.1)
-    assert cycle.run(sampled).problem == "" and 0.35 < cycle.positions_frac < 0.65
+    cycle = make(task, loss="ce")
+    assert cycle.run(compact).problem == "" and 0.35 < cycle.positions_frac < 0.65
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])

@@ -12,10 +12,11 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.holdout import hold_out
-from medusa_ppo.companion.positions import BLOCK, EarlySample, fraction_weights, look_up
+from medusa_ppo.companion.positions import BLOCK, EarlySample, look_up
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
+from tests.medusa_ppo.companion.conftest import some_weights
 
 
 def compact(batch: RolloutBatch, weights_M: torch.Tensor) -> RolloutBatch:
@@ -25,30 +26,6 @@ def compact(batch: RolloutBatch, weights_M: torch.Tensor) -> RolloutBatch:
         weights_M=weights_M.where(weights_M > 0, -1.0),
         hidden_MD=batch.hidden_MD[weights_M > 0],
     )
-
-
-def test_a_fraction_is_drawn_from_positions_with_a_target(chain) -> None:
-    lengths_S = torch.tensor([1, 5, 3])
-    weights_M = fraction_weights(lengths_S, 0.5, seed=1)
-    assert weights_M.tolist().count(1.0) == 3 and weights_M.sum() == 3, "half of 4 + 2 positions"
-    assert weights_M[[0, 5, 8]].tolist() == [0, 0, 0], (
-        "the last token of a response has nothing to predict"
-    )
-    assert torch.equal(weights_M, fraction_weights(lengths_S, 0.5, seed=1))
-    assert len({tuple(fraction_weights(lengths_S, 0.5, seed).tolist()) for seed in range(20)}) > 5
-
-
-def test_a_fraction_is_unbiased(chain) -> None:
-    """Mean over draws of the sample's mean against the mean over all; three standard errors."""
-    batch = chain().batch()
-    value_M = torch.arange(batch.response_ids_M.shape[0]).double().square()
-    usable_N = look_up(batch, 3, False).usable_N
-    means = []
-    for seed in range(400):
-        weights_M = fraction_weights(batch.lengths_S, 0.3, seed)
-        means.append(value_M[weights_M > 0].mean())
-    found = torch.stack(means)
-    assert abs(found.mean() - value_M[usable_N].mean()) < 3 * found.std() / 20
 
 
 def test_rows_without_a_weight_have_no_target(chain) -> None:
@@ -74,7 +51,7 @@ def test_states_that_were_left_out_change_nothing(chain, kind: str, loss: str) -
     task = chain()
     batch = task.batch()
     older = task.batch()
-    weights_M, older_M = (fraction_weights(b.lengths_S, 0.4, seed=2) for b in (batch, older))
+    weights_M, older_M = (some_weights(b.lengths_S, 0.4, seed=2) for b in (batch, older))
     states = []
     for make_sample in (lambda b, w: replace(b, weights_M=w), compact):
         trainer = trainer_of(task, kind, loss=loss)
@@ -113,7 +90,7 @@ def test_weighted_rows_count_as_often_as_they_weigh(chain) -> None:
 def test_a_loss_that_reads_neighbours_refuses_a_sample_without_them(chain) -> None:
     task = chain()
     batch = task.batch()
-    weights_M = fraction_weights(batch.lengths_S, 0.4, seed=2)
+    weights_M = some_weights(batch.lengths_S, 0.4, seed=2)
     trainer = trainer_of(task, "medusa", loss="kl")
     assert trainer.train_batch(replace(batch, weights_M=weights_M)).problem == ""
     with pytest.raises(DataError, match="states of the rows that follow"):
@@ -122,7 +99,7 @@ def test_a_loss_that_reads_neighbours_refuses_a_sample_without_them(chain) -> No
 
 def test_a_batch_knows_which_states_it_has(chain) -> None:
     batch = chain().batch(6)
-    weights_M = fraction_weights(batch.lengths_S, 0.5, seed=0)
+    weights_M = some_weights(batch.lengths_S, 0.5, seed=0)
     some = compact(batch, weights_M)
     assert some.nbytes < batch.nbytes
     rows_M = some.state_rows_M

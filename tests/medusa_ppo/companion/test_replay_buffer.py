@@ -14,6 +14,7 @@ from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.positions import ReplayBuffer
 from medusa_ppo.config.companion_section import CompanionConfig
+from tests.medusa_ppo.companion.conftest import sampled
 
 
 def test_share_falls_with_age_and_old_batches_go(chain) -> None:
@@ -74,9 +75,9 @@ def test_resumed_with_replay_is_the_same_to_the_bit(chain, share: float, tmp_pat
     task = chain(dtype=torch.bfloat16)
     batches = []
     for _ in range(6):
-        batches.append(task.batch())
+        batches.append(sampled(task.batch(), share) if share < 1 else task.batch())
         task.policy_version += 1
-    straight, first, second = (cycle_of(task, wait=True, position_share=share) for _ in range(3))
+    straight, first, second = (cycle_of(task, wait=True) for _ in range(3))
     for batch in batches:
         straight.run(batch)
     for batch in batches[:3]:

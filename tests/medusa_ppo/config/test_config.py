@@ -46,10 +46,6 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
             "engine={transfer: broadcast, extra: {data_parallel_size: 2}}",
             "no data_parallel_size above 1",
         ),
-        (
-            "companion={workers: 2, position_share: 0.5}",
-            "companion.workers=1 or companion.position_share=1",
-        ),
         ("actor.tensor_parallel=2", "actor.backend=megatron"),
         ("ppo.steps=1e3", "valid integer"),
         ("ppo.checkpoint_every=0", "ppo.checkpoint_every=null"),

@@ -136,7 +136,6 @@ ROWS: dict[str, Row] = {
     "companion.dtype": ("bfloat16", "learned", {}),
     "companion.batch_positions": (32, "learned", {}),
     "companion.epochs": (3, "learned", {}),
-    "companion.position_share": (0.5, "learned", {}),
     "companion.queue_bytes": (2**28, "plan", {}),
     "companion.wait": (True, "learned", REPLAYED),
     "companion.replay_versions": (2, "learned", {}),
