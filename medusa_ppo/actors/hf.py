@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -380,6 +380,10 @@ class HFActor(ActorView):
 
 
 Actor = nn.Module | ActorView
+Tap = Callable[[Actor, torch.Tensor, tuple[int, ...]], contextlib.AbstractContextManager[Any]]
+"""A context around the actor's own forward pass over rows of a batch: the actor, where their
+response tokens are, and which sequences they are.
+"""
 
 
 def as_view(model: Actor) -> ActorView:

@@ -44,7 +44,8 @@ from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine, WorkerEngine
 from medusa_ppo.loops.passes import ForwardTap, Generated, RowShare, as_rollouts
 from medusa_ppo.loops.ranks import Found, Ranks, Serve, no_engine, serve_llm
-from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
+from medusa_ppo.plugin import AnyPlugin, MedusaPlugin, NoPlugin
+from medusa_ppo.plugin.medusa_plugin import initial_heads
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import local_ray
@@ -79,7 +80,7 @@ class Attachment:
         folder: the run's folder, as of `medusa-ppo report`.
         engine: the trainer's vLLM, of all processes; None until it is attached, and on all
             processes but the first.
-        plugin: None outside of the training, and on all processes but the first.
+        plugin: a NoPlugin outside of the training, and on all processes but the first.
         ranks: the training's processes.
     """
 
@@ -95,7 +96,7 @@ class Attachment:
         self.ranks = ranks or Ranks()
         self.folder = config.run_dir
         self.engine: RolloutEngine | None = None
-        self.plugin: MedusaPlugin | None = None
+        self.plugin: AnyPlugin = NoPlugin()
         self._home = OwnedFolder("medusa-ppo-loop-", shared_memory=True)
         self._kept_state = self._home.path / "heads.safetensors"
         self._stack = contextlib.ExitStack()
@@ -246,12 +247,11 @@ class Attachment:
         """Tells the plugin; which sample of the states it wants (None: all of them). Empty: it
         wants none.
         """
-        assert self.plugin is not None, "between begin() and end()"
         collector = self.plugin.rollout_ready(rollouts)
         return [] if collector is None else [collector.sample]
 
     def _before_generation(self) -> Counters:
-        assert self.plugin is not None and self.engine is not None, "between begin() and end()"
+        assert self.engine is not None, "between begin() and end()"
         counters = self.engine.counters()  # First: a server that was started again needs its heads.
         self.plugin.before_generation()
         return counters
@@ -288,10 +288,11 @@ class Attachment:
         self._stack.enter_context(
             local_ray(cpus=1 + companion.workers, queue_bytes=companion.queue_bytes)
         )
-        self.plugin = MedusaPlugin.start(self.config, actor, self.engine, self.folder)
-        self._stack.callback(self.plugin.close)
+        plugin = MedusaPlugin.start(self.config, actor, self.engine, self.folder)
+        self._stack.callback(plugin.close)
+        self.plugin = plugin
         self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
-        return self.plugin
+        return plugin
 
     def updated(self, version: int) -> None:
         """The actor has made an optimizer step."""
@@ -311,7 +312,6 @@ class Attachment:
         """The rows of all processes (of one alone the plugin has them), and the tables if they have
         changed.
         """
-        assert self.plugin is not None, "between begin() and end()"
         if batches := [batch for batch in parts if batch is not None]:
             self.plugin.batch_ready(RolloutBatch.join(batches))
         self.plugin.policy_updated(actor, version)
@@ -321,7 +321,7 @@ class Attachment:
         """One line for each rollout batch: a loop may update more often than it generates."""
         rollouts = self._rollouts
         self._rollouts = None
-        if rollouts is not None and self._writer is not None and self.plugin is not None:
+        if rollouts is not None and self._writer is not None:
             values = {
                 names.STEP: self._steps,
                 **rollout_figures(rollouts),
@@ -349,7 +349,7 @@ class Attachment:
         heads = self.ranks.share(self._led(self._finish))
         self._stack.close()
         atexit.unregister(self._stack.close)
-        self.plugin = None
+        self.plugin = NoPlugin()
         self._tap = None
         self._writer = None
         self._share = None
@@ -359,7 +359,7 @@ class Attachment:
         )
 
     def _finish(self) -> str:
-        assert self.plugin is not None and self._writer is not None, "begin() has made them"
+        assert self._writer is not None, "begin() has made it"
         heads = self.plugin.save_heads(self.folder / FINAL_HEADS)
         self._writer.finish()
         return str(heads)
@@ -381,7 +381,7 @@ class DraftingEngine:
 
     Attributes:
         engine: the engine itself.
-        plugin: None where the settings ask for neither drafts nor a companion.
+        plugin: a NoPlugin where the settings ask for neither drafts nor a companion.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class DraftingEngine:
             EngineError: what can't be started.
         """
         Ranks.refuse_several("DraftingEngine")
-        self.plugin: MedusaPlugin | None = None
+        self.plugin: AnyPlugin = NoPlugin()
         self._actor = actor
         self._folder = Path(run_dir)
         self._tap: ForwardTap | None = None
@@ -418,20 +418,20 @@ class DraftingEngine:
                 make_engine(model_path, heads, config.engine, config.seed)
             )
             if wanted:
-                self.plugin = MedusaPlugin.start(config, actor, self.engine, self._folder)
-                stack.callback(self.plugin.close)
-                self._tap = ForwardTap(actor, self.plugin)
+                plugin = MedusaPlugin.start(config, actor, self.engine, self._folder)
+                stack.callback(plugin.close)
+                self.plugin = plugin
+                self._tap = ForwardTap(actor, plugin)
                 stack.callback(self._tap.close)
             self._stack = stack.pop_all()
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         """As of RolloutEngine; newer heads go in before, if there are any."""
-        if self.plugin is None or self._tap is None:
-            return self.engine.generate(prompts, sampling)
         self.plugin.before_generation()
         rollouts = self.engine.generate(prompts, sampling)
         self.plugin.rollout_ready(rollouts)
-        self._tap.expect(rollouts)
+        if self._tap is not None:
+            self._tap.expect(rollouts)
         return rollouts
 
     def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
@@ -451,21 +451,19 @@ class DraftingEngine:
         return self._synced(self.engine.stream_actor(stream, version))
 
     def _synced(self, receipt: SwapReceipt) -> SwapReceipt:
-        if self.plugin is not None:
-            self.plugin.policy_updated(self._actor, receipt.version)
+        self.plugin.policy_updated(self._actor, receipt.version)
         return receipt
 
     def metrics(self) -> dict[str, Any]:
         """The plugin's figures since the last call, under the names of contract/metrics.py; none
         without a plugin.
         """
-        return self.plugin.metrics() if self.plugin is not None else {}
+        return self.plugin.metrics()
 
     def close(self) -> None:
         """Save the heads, and end what was started here."""
-        if self.plugin is not None:
-            self.plugin.save_heads(self._folder / FINAL_HEADS)
-            self.plugin = None
+        self.plugin.save_heads(self._folder / FINAL_HEADS)
+        self.plugin = NoPlugin()  # close() may be called again.
         self._stack.close()
 
     def __enter__(self) -> Self:

@@ -107,9 +107,8 @@ class RemoteAttachment(Attachment):
 
     def scored(self, batch: RolloutBatch | None, sampling: Sampling) -> None:
         """A rollout batch was generated and scored; `batch` is what a worker tapped of it."""
-        plugin = self.plugin
         engine = self.engine
-        if plugin is None or engine is None:
+        if engine is None:
             return
         now = engine.counters()
         rollouts = Rollouts(
@@ -124,26 +123,24 @@ class RemoteAttachment(Attachment):
         )
         self._before = now
         self._rollouts = rollouts
-        plugin.rollout_ready(rollouts)
+        self.plugin.rollout_ready(rollouts)
         if batch is None:
             logger.warning("No worker tapped the last rollouts; the companion gets nothing.")
             return
-        plugin.batch_ready(batch)
+        self.plugin.batch_ready(batch)
 
     def tables_changed(self, tables: Tables | None, version: int) -> None:
         """The actor was updated; None: its tables are what they were."""
         self._policy_version = version
-        if self.plugin is not None:
-            self.plugin.tables_updated(tables, version)
-            self._write_step()
+        self.plugin.tables_updated(tables, version)
+        self._write_step()
 
     def synced(self, *, lost_heads: bool) -> None:
         """The loop has put the actor's weights into its engines, which are awake and idle: newer
         heads go in, if there are any.
         """
         self.weights_synced(lost_heads=lost_heads)
-        if self.plugin is not None:
-            self.plugin.before_generation()
+        self.plugin.before_generation()
 
 
 class WorkerTables:

@@ -1,5 +1,6 @@
 """What a loop calls."""
 
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
+from medusa_ppo.plugin.no_plugin import AnyPlugin, NoPlugin
 
-__all__ = ["MedusaPlugin"]
+__all__ = ["AnyPlugin", "MedusaPlugin", "NoPlugin"]

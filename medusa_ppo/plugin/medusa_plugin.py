@@ -32,7 +32,7 @@ from heads.checkpoint import load_heads, save_heads
 from heads.errors import DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.actors.hf import Actor, Tap, as_view
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.schedule import Account, Decision, StepSeen
@@ -207,6 +207,11 @@ class MedusaPlugin:
         return plugin
 
     # ---- the hooks
+
+    @property
+    def tap(self) -> Tap:
+        """What a loop puts around the actor's passes: `actor_forward`."""
+        return self.actor_forward
 
     def before_generation(self) -> None:
         """Install newer heads, if the companion has any, and give an engine that lost its heads

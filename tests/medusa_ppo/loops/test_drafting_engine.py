@@ -21,6 +21,7 @@ from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorStream, ActorSync, BroadcastPool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.loops.attachment import Attachment, DraftingEngine
+from medusa_ppo.plugin import NoPlugin
 from medusa_ppo.runtime.processes import local_ray
 
 PROMPTS = [
@@ -114,7 +115,7 @@ def test_switched_off_it_is_the_plain_engine_to_the_bit(
         with local_ray():
             if arm == "off":
                 engine: Any = DraftingEngine(config, actor, chain_actor, tmp_path / "off")
-                assert engine.plugin is None and engine.engine.max_drafts == 0
+                assert isinstance(engine.plugin, NoPlugin) and engine.engine.max_drafts == 0
             else:
                 engine = make_engine(chain_actor, None, config.engine, config.seed)
             with engine:

@@ -45,6 +45,7 @@ from trl import GRPOConfig
 from trl.generation import vllm_generation
 
 from medusa_ppo.loops.trl import MedusaGRPOTrainer
+from medusa_ppo.plugin import NoPlugin
 
 form, actor, out, steps, event, settings = sys.argv[1:]
 steps = int(steps)
@@ -124,7 +125,7 @@ trainer = (Sharded if form == "fsdp2" else MedusaGRPOTrainer)(
     callbacks=[Look()],
 )
 trainer.train()
-own = trainer.medusa.engine is None and trainer.medusa.plugin is None
+own = trainer.medusa.engine is None and isinstance(trainer.medusa.plugin, NoPlugin)
 found = {"alone": own, "log": trainer.state.log_history}
 json.dump(found, open(f"{out}/rank{dist.get_rank()}.json", "w"))
 '''
