@@ -18,47 +18,55 @@ away with the run's process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
-from medusa_ppo.ppo.generation import pair_figures, sampling_of
-from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.engines.actor_sync import ActorSync
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.plugin import AnyPlugin
+from medusa_ppo.ppo.generation import PromptStream, pair_figures, sampling_of
+from medusa_ppo.ppo.learner import PPOLearner
 from medusa_ppo.ppo.run_state import RunPosition
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.summary import STEP_S
-
-if TYPE_CHECKING:  # It calls `compare`.
-    from medusa_ppo.ppo.loop import PPOLoop
 
 WARM_UP_PROMPTS = 4
 """Prompts that each engine answers before anything is timed."""
 TIMED = (names.GENERATE_S, names.SCORE_S, names.UPDATE_S, names.SYNC_S)
 
 
-def compare(
-    config: RunConfig,
-    make_loop: Callable[[RunConfig, Parts, ProgressSink, RunPosition], PPOLoop],
-    parts: Parts,
-    plain: Parts,
-    progress: ProgressSink,
-    position: RunPosition,
-) -> dict[str, Any]:
-    """`rollouts` and `steps`, `config.report.compare_pairs` pairs of each; `plain` are the run's
-    parts without the plugin.
+class ComparedLoop(Protocol):
+    """What of a PPO loop is compared; `PPOLoop` says what each is."""
+
+    config: RunConfig
+    parts: Parts
+    position: RunPosition
+    prompts: PromptStream
+    learner: PPOLearner
+    engine: RolloutEngine
+    sync: ActorSync
+    plugin: AnyPlugin
+
+    def step(self, step: int) -> dict[str, Any]: ...
+
+    def alike(self, config: RunConfig, parts: Parts) -> Self: ...
+
+
+def compare(loop: ComparedLoop, plain: Parts) -> dict[str, Any]:
+    """`rollouts` and `steps`, `config.report.compare_pairs` pairs of each, of a run's loop at its
+    end; `plain` are the run's parts without the plugin.
     """
+    config = loop.config
     pairs = config.report.compare_pairs or 0
     report = config.report.model_copy(
         update={"keep_rollouts": None, "speed_every": None}
     )  # These steps are no part of the run.
     quiet = config.model_copy(update={"report": report})
-    loops = [
-        make_loop(quiet, replace(given, evaluation=None), progress, position)
-        for given in (parts, plain)
-    ]
-    comparison = Comparison(quiet, *loops)
+    with_plugin = loop.alike(quiet, replace(loop.parts, evaluation=None))
+    without = loop.alike(quiet, replace(plain, evaluation=None))
+    comparison = Comparison(quiet, with_plugin, without)
     return {"rollouts": comparison.rollouts(pairs), "steps": comparison.steps(pairs)}
 
 
@@ -67,7 +75,7 @@ class Comparison:
     written before.
     """
 
-    def __init__(self, config: RunConfig, loop: PPOLoop, plain: PPOLoop) -> None:
+    def __init__(self, config: RunConfig, loop: ComparedLoop, plain: ComparedLoop) -> None:
         """
         Args:
             loop: the run's own, at its end.
@@ -105,13 +113,13 @@ class Comparison:
             found.append({"with": times[True], "without": times[False]})
         return found
 
-    def _generate(self, loop: PPOLoop, step: int, most: int | None = None) -> float:
+    def _generate(self, loop: ComparedLoop, step: int, most: int | None = None) -> float:
         prompts = loop.prompts.batch(step, self._config.ppo.prompts_per_step)[:most]
         return loop.engine.generate(
             [p.token_ids for p in prompts], sampling_of(self._config, step)
         ).tokens_per_s
 
-    def _step(self, loop: PPOLoop, step: int) -> dict[str, float]:
+    def _step(self, loop: ComparedLoop, step: int) -> dict[str, float]:
         """One step, timed, from the state that it would find if all steps were of its kind."""
         if loop is self._without:
             self._settle()
@@ -124,7 +132,7 @@ class Comparison:
         seconds = time.perf_counter() - began
         return {STEP_S: seconds, **{name: float(values[name]) for name in TIMED}}
 
-    def _take(self, loop: PPOLoop, step: int) -> dict[str, Any]:
+    def _take(self, loop: ComparedLoop, step: int) -> dict[str, Any]:
         loop.position = RunPosition(step, self._version)
         values = loop.step(step)
         self._version += 1
@@ -133,8 +141,6 @@ class Comparison:
 
     def _settle(self) -> None:
         """Let the companion end its work, and put what it published into its engine."""
-        plugin = self._with.plugin
-        assert plugin is not None, "nothing to compare without a plugin"
-        plugin.drain()
-        plugin.before_generation()
+        self._with.plugin.drain()
+        self._with.plugin.before_generation()
         self._busy = False

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from medusa_ppo.actors.hf import Actor
+from medusa_ppo.actors.hf import Actor, Tap
 from medusa_ppo.actors.vision import FeatureStore, copy_without_tower, tower_of
 from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.contract import metrics as names
@@ -50,9 +50,6 @@ from medusa_ppo.ppo.shaping import Shaping
 from medusa_ppo.ppo.token_stats import Support, token_stats
 from medusa_ppo.ppo.trained_files import load_trained, save_trained
 from medusa_ppo.ppo.update_totals import UpdateTotals
-
-Tap = Callable[[Actor, Tensor, tuple[int, ...]], contextlib.AbstractContextManager[Any]]
-"""As MedusaPlugin.actor_forward: a context around the actor's own forward pass."""
 
 Done = TypeVar("Done")
 

@@ -1,26 +1,29 @@
-"""The reference PPO loop: generate, score, update, sync, report. Read `PPOLoop.step` from top to
-bottom.
+"""The reference PPO loop: generate, score, update, sync, report. Each mode is one function, to be
+read from top to bottom: `_serial`, `_in_turns`, `_with_long_tail`, `_ahead`.
 
 The plugin is used through its public hooks only, in the lines that end with `# medusa`. Without
-them (or with plugin=None) the loop is plain PPO, and the actor's weights come out bit for bit the
+them (or with a NoPlugin) the loop is plain PPO, and the actor's weights come out bit for bit the
 same from the same rollouts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from medusa_ppo.actors.hf import Tap
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import counter_figures, lag_figures, rollout_figures
-from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.ppo import run_progress as phases
-from medusa_ppo.ppo.batch import text_batch
+from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
 from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.long_tail import LongTail
@@ -29,6 +32,7 @@ from medusa_ppo.ppo.rewards import earned_by_steps
 from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.run_progress import PeakMemory, ProgressSink
 from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, keep_best, try_save
+from medusa_ppo.ppo.scores import Scores
 from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.findings import LOGPROB_GAP_NATS
 from medusa_ppo.reports.store import RunWriter
@@ -48,6 +52,7 @@ class PPOLoop:
         position: RunPosition | None = None,
     ) -> None:
         self.config = config
+        self.parts = parts
         self.progress = progress or ProgressSink()
         self.position = position or RunPosition()
         self.prompts = parts.prompts
@@ -60,8 +65,9 @@ class PPOLoop:
         self.evaluation = parts.evaluation
         self.texts = parts.texts
         self.turns = parts.learner.turns
-        # medusa
-        self.plugin = parts.plugin
+        self.tap: Tap | None = None
+        self.plugin = parts.plugin  # medusa
+        self.tap = parts.plugin.tap  # medusa
         self.remembered = parts.remembered
         self.maker = RolloutMaker(
             parts.learner,
@@ -69,7 +75,6 @@ class PPOLoop:
             self._rewards,
             pad_id=getattr(parts.tokenizer, "pad_token_id", None) or 0,
             piece_prompts=config.ppo.piece_prompts,
-            ahead=config.ppo.steps_ahead > 0,
             tail=self._long_tail(),
         )
         self.begun = self.position.next_step
@@ -100,6 +105,10 @@ class PPOLoop:
             carried=carried,
         )
 
+    def alike(self, config: RunConfig, parts: Parts) -> PPOLoop:
+        """A loop that stands where this one does, with other settings and parts."""
+        return PPOLoop(config, parts, self.progress, self.position)
+
     def run(self, writer: RunWriter) -> None:
         """All steps from the current position on; every finished step is on disk before the next
         begins.
@@ -122,85 +131,118 @@ class PPOLoop:
             self.progress.step_finished(values)
             if config.ppo.checkpoint_every and (step + 1) % config.ppo.checkpoint_every == 0:
                 with self.progress.phase(phases.SAVE, step):
-                    if self.plugin is not None and config.companion.wait:  # medusa
+                    if config.companion.wait:  # medusa
                         self.plugin.save(config.run_dir / COMPANION_FOLDER)  # medusa
                     try_save(config.run_dir, self.learner, self.position, config, self.remembered())
 
     def step(self, step: int) -> Metrics:
-        """One PPO step. Returns its metrics; the actor in the engine is the updated one
-        afterwards.
+        """One PPO step, in the mode that the configuration asks for. Returns its metrics; the actor
+        in the engine is the updated one afterwards.
         """
-        config = self.config
-        learner = self.learner
-        version = self.position.policy_version
-        values: Metrics = {names.STEP: step}
+        ppo = self.config.ppo
+        if ppo.steps_ahead > 0:
+            return self._ahead(step)
+        if ppo.carry_after is not None:
+            return self._with_long_tail(step)
+        if self.config.engine.sleep_level:
+            return self._in_turns(step)
+        return self._serial(step)
 
-        # (1) GENERATE: the engine writes the responses, with the actor's weights of this version;
-        # whole pieces are scored meanwhile. With ppo.staleness they were begun in an earlier step,
-        # and the engine goes on with those of later ones.
-        with self.progress.phase(phases.GENERATE, step), self.memory.during(names.GENERATE_PEAK):
+    # ---- the modes
+
+    def _serial(self, step: int) -> Metrics:
+        """One part after the other. With ppo.piece_prompts whole pieces are scored while the engine
+        writes the others.
+        """
+        with self._generating(step):
+            self.plugin.before_generation()  # medusa
+            tapped = self.tap is not None
+            rollouts, written = self.maker.write(*self._asked(step), tapped=tapped)
+            self.plugin.rollout_ready(rollouts)  # medusa
+        values = self._keep(step, rollouts, written)
+        batch, scores = self._score(step, rollouts, values)
+        self._update(step, rollouts, batch, scores, values)
+        with self._syncing(step, values) as version:
+            self.plugin.policy_updated(self.learner.actor, version)  # medusa
+            self.sync(self.learner.actor, version)
+        self._evaluate_if_due(step, values)
+        return self._report(values, self.maker.figures())
+
+    def _in_turns(self, step: int) -> Metrics:
+        """As `_serial`, where the engine sleeps from its rollouts to the sync (engine.sleep_level),
+        and the models take turns on its device meanwhile (ppo.placement=shared).
+        """
+        with self._generating(step):
             self.turns.clear()
+            self.plugin.before_generation()  # medusa
+            rollouts, written = self.maker.write(*self._asked(step))
+            self.plugin.rollout_ready(rollouts)  # medusa
+            self.turns.sleep(self.engine, self.config.engine.sleep_level)
+        values = self._keep(step, rollouts, written)
+        batch, scores = self._score(step, rollouts, values)
+        self._update(step, rollouts, batch, scores, values)
+        with self._syncing(step, values) as version, self.turns.aside(ACTOR):
+            self.plugin.policy_updated(self.learner.actor, version)  # medusa
+            self.turns.wake(self.engine, self.config.engine.sleep_level)
+            self.sync(self.learner.actor, version)
+        self._evaluate_if_due(step, values)
+        return self._report(values, self.maker.figures())
+
+    def _with_long_tail(self, step: int) -> Metrics:
+        """As `_in_turns` (of an engine that stays awake too), with the prompts that the step before
+        carried over: the engine is stopped when enough are answered, and the others are carried
+        over to the next step (ppo.carry_after).
+        """
+        with self._generating(step):
+            self.turns.clear()
+            self.plugin.before_generation()  # medusa
+            rollouts, written = self.maker.write_with_carried(*self._asked(step))
+            self.plugin.rollout_ready(rollouts)  # medusa
+            self.turns.sleep(self.engine, self.config.engine.sleep_level)
+        values = self._keep(step, rollouts, written)
+        batch, scores = self._score(step, rollouts, values)
+        self._update(step, rollouts, batch, scores, values)
+        with self._syncing(step, values) as version, self.turns.aside(ACTOR):
+            self.plugin.policy_updated(self.learner.actor, version)  # medusa
+            self.turns.wake(self.engine, self.config.engine.sleep_level)
+            self.sync(self.learner.actor, version)
+        self._evaluate_if_due(step, values)
+        return self._report(values, self.maker.figures())
+
+    def _ahead(self, step: int) -> Metrics:
+        """The engine writes for later steps, up to ppo.staleness ahead, while this one is learned
+        from; with ppo.carry_after it carries prompts over as well.
+        """
+        with self._generating(step):
             if not self.maker.has_begun(step):
                 self.begun = step
-            self._write_up_to(step, step)
-            tap = None
-            if self.plugin is not None:  # medusa
-                tap = self.plugin.actor_forward  # medusa
-            rollouts, pair = self.maker.finish(step, tapped=tap is not None)
-            if self.plugin is not None:  # medusa
-                self.plugin.rollout_ready(rollouts)  # medusa
-            self._write_up_to(step + config.ppo.steps_ahead, step)
-            self.turns.sleep(self.engine, config.engine.sleep_level)
-        values |= rollout_figures(rollouts) | counter_figures(rollouts) | pair
-        values |= lag_figures(rollouts, version)
-        self.rollout_files.write(step, rollouts)
-
-        # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
-        with (
-            self.progress.phase(phases.SCORE, step) as score_s,
-            self.memory.during(names.SCORE_PEAK),
-        ):
-            batch, rewards, scores, report = self.maker.score(rollouts, tap)
-        values |= report | self._reward_metrics(rewards)
-        self._alarm(report[names.LOGPROB_GAP])
-
-        # (3) UPDATE: epochs of clipped PPO on actor and critic.
-        at_work = self.maker.timeline.at_work
-        with (
-            self.progress.phase(phases.UPDATE, step) as update_s,
-            at_work("update"),
-            self.memory.during(names.UPDATE_PEAK),
-        ):
-            texts = None
-            if self.texts is not None:
-                drawn = self.texts.batch(step, len(batch))
-                texts = text_batch([text.token_ids for text in drawn], learner.device, batch.pad_id)
-            values |= learner.update(batch, scores, rollouts.sampling, step, texts)
-
-        # (4) SYNC: the new actor into the engine.
-        aside = self.turns.aside(ACTOR)
-        peak = self.memory.during(names.SYNC_PEAK)
-        with self.progress.phase(phases.SYNC, step) as sync_s, at_work("sync"), peak, aside:
-            if self.plugin is not None:  # medusa
-                self.plugin.policy_updated(learner.actor, version + 1)  # medusa
-            self.turns.wake(self.engine, config.engine.sleep_level)
+            self._begin_up_to(step, step)
+            rollouts, written = self.maker.take(step)
+            self.plugin.rollout_ready(rollouts)  # medusa
+            self._begin_up_to(step + self.config.ppo.steps_ahead, step)
+        values = self._keep(step, rollouts, written)
+        batch, scores = self._score(step, rollouts, values)
+        self._update(step, rollouts, batch, scores, values)
+        with self._syncing(step, values) as version:
+            self.plugin.policy_updated(self.learner.actor, version)  # medusa
             if self.maker.idle:  # Or before the next responses are begun.
-                self.sync(learner.actor, version + 1)
+                self.sync(self.learner.actor, version)
+        return self._report(values, self.maker.figures_ahead())
 
-        # (5) EVALUATE, on some steps: other prompts, the new actor; the best so far is kept.
-        if self.evaluation is not None and (step + 1) % (config.ppo.eval_every or 1) == 0:
-            values |= self._evaluate(self.evaluation, step)
+    # ---- the parts of a step, in their order
 
-        # (6) REPORT
-        values |= self.maker.figures() | self.memory.take() | self.turns.take()
-        values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
-        values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
-        values[names.ENGINE_RESTARTS] = self.engine.restarts
-        if self.plugin is not None:  # medusa
-            values |= self.plugin.metrics()  # medusa
-        return values
+    @contextlib.contextmanager
+    def _generating(self, step: int) -> Iterator[None]:
+        """Around what the engine does for the step, with the actor's weights of this version."""
+        with self.progress.phase(phases.GENERATE, step), self.memory.during(names.GENERATE_PEAK):
+            yield
 
-    def _write_up_to(self, last: int, step: int) -> None:
+    def _asked(self, step: int) -> tuple[int, list[Prompt], Sampling]:
+        """A step, its prompts, and how they are answered."""
+        prompts = self.prompts.batch(step, self.config.ppo.prompts_per_step)
+        return step, prompts, sampling_of(self.config, step)
+
+    def _begin_up_to(self, last: int, step: int) -> None:
         """Begin with the rollouts of steps up to `last`, with the newest actor where the engine is
         idle. One whose weights would be more than ppo.steps_ahead updates old when it is learned
         from has to wait.
@@ -208,16 +250,81 @@ class PPOLoop:
         version = self.position.policy_version
         while self.begun <= last and self.begun < max(step + 1, self.config.ppo.steps):
             if self.maker.idle:
-                if self.config.ppo.steps_ahead and self.engine.policy_version < version:
+                if self.engine.policy_version < version:
                     self.sync(self.learner.actor, version)
-                if self.plugin is not None:  # medusa
-                    self.plugin.before_generation()  # medusa
+                self.plugin.before_generation()  # medusa
                 self.written_by = version
             elif version + self.begun - step - self.written_by > self.config.ppo.steps_ahead:
                 return
-            prompts = self.prompts.batch(self.begun, self.config.ppo.prompts_per_step)
-            self.maker.begin(self.begun, prompts, sampling_of(self.config, self.begun))
+            self.maker.begin(*self._asked(self.begun))
             self.begun += 1
+
+    def _keep(self, step: int, rollouts: Rollouts, written: dict[str, float]) -> Metrics:
+        """The step's metrics so far, from the rollouts that it learns from and how they were
+        written; the rollouts themselves go to their file.
+        """
+        self.rollout_files.write(step, rollouts)
+        return {
+            names.STEP: step,
+            **rollout_figures(rollouts),
+            **counter_figures(rollouts),
+            **written,
+            **lag_figures(rollouts, self.position.policy_version),
+        }
+
+    def _score(self, step: int, rollouts: Rollouts, values: Metrics) -> tuple[PPOBatch, Scores]:
+        """Rewards; log-probs of actor and reference; values; whitened advantages."""
+        with (
+            self.progress.phase(phases.SCORE, step) as seconds,
+            self.memory.during(names.SCORE_PEAK),
+        ):
+            batch, rewards, scores, report = self.maker.score(rollouts, self.tap)
+        values |= report | self._reward_metrics(rewards) | {names.SCORE_S: seconds()}
+        self._alarm(report[names.LOGPROB_GAP])
+        return batch, scores
+
+    def _update(
+        self, step: int, rollouts: Rollouts, batch: PPOBatch, scores: Scores, values: Metrics
+    ) -> None:
+        """Epochs of clipped PPO on actor and critic."""
+        with (
+            self.progress.phase(phases.UPDATE, step) as seconds,
+            self.maker.timeline.at_work("update"),
+            self.memory.during(names.UPDATE_PEAK),
+        ):
+            texts = None
+            if self.texts is not None:
+                drawn = self.texts.batch(step, len(batch))
+                token_ids = [text.token_ids for text in drawn]
+                texts = text_batch(token_ids, self.learner.device, batch.pad_id)
+            values |= self.learner.update(batch, scores, rollouts.sampling, step, texts)
+        values[names.UPDATE_S] = seconds()
+
+    @contextlib.contextmanager
+    def _syncing(self, step: int, values: Metrics) -> Iterator[int]:
+        """Around the new actor's way into the engine; gives its version."""
+        with (
+            self.progress.phase(phases.SYNC, step) as seconds,
+            self.maker.timeline.at_work("sync"),
+            self.memory.during(names.SYNC_PEAK),
+        ):
+            yield self.position.policy_version + 1
+        values[names.SYNC_S] = seconds()
+
+    def _evaluate_if_due(self, step: int, values: Metrics) -> None:
+        """On some steps the new actor answers other prompts; the best so far is kept."""
+        if self.evaluation is not None and (step + 1) % (self.config.ppo.eval_every or 1) == 0:
+            values |= self._evaluate(self.evaluation, step)
+
+    def _report(self, values: Metrics, timeline: Metrics) -> Metrics:
+        """The step's metrics, with what everyone has to say about it."""
+        values |= timeline | self.memory.take() | self.turns.take()
+        values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
+        values[names.ENGINE_RESTARTS] = self.engine.restarts
+        values |= self.plugin.metrics()  # medusa
+        return values
+
+    # ---- rewards
 
     def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:
         """Of each response (S), or with steps of each token (S, R)."""
@@ -303,8 +410,6 @@ def run_ppo(
         loop = PPOLoop(config, parts, progress, position)
         loop.run(writer)
         session.save(parts, loop.position)
-        if config.report.compare_pairs and parts.plugin is not None:  # medusa
-            session.compare(
-                parts, lambda plain: compare(config, PPOLoop, parts, plain, progress, loop.position)
-            )  # medusa
+        if config.report.compare_pairs:  # medusa
+            session.compare(parts, functools.partial(compare, loop))  # medusa
         return session.finish()

@@ -36,13 +36,13 @@ import torch
 from torch import Tensor
 
 from medusa_ppo.actors.actor_view import ActorView
-from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.actors.hf import Actor, Tap, as_view
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, ImagePrompt, Response, Rollouts, Sampling
 from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.generation import Prompt, SpeedPairs
-from medusa_ppo.ppo.learner import PPOLearner, Tap
+from medusa_ppo.ppo.learner import PPOLearner
 from medusa_ppo.ppo.long_tail import Carried, LongTail
 from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.scores import Measured, Scores
@@ -53,6 +53,8 @@ Written = tuple[list[Prompt], Rollouts, dict[str, float]]
 """The prompts that are answered, their rollouts, and figures: of the pair, of what is carried
 over.
 """
+Answered = tuple[Rollouts, dict[str, float]]
+"""The rollouts that a step learns from, and those figures."""
 
 
 @dataclass
@@ -83,8 +85,11 @@ class Step:
 
 
 class RolloutMaker:
-    """Makes and scores the rollouts of one step after the other: `begin`, `finish`, `score`. Others
-    may be begun before one is finished.
+    """Makes and scores the rollouts of one step after the other.
+
+        write, score                 here and now, in pieces where the configuration says so
+        write_with_carried, score    here and now, with prompts of earlier steps
+        begin ... take, score        in the engine's thread; others may be begun before one is taken
 
     Attributes:
         timeline: of the step.
@@ -98,19 +103,16 @@ class RolloutMaker:
         *,
         pad_id: int,
         piece_prompts: int | None = None,
-        ahead: bool = False,
         tail: LongTail | None = None,
     ) -> None:
         """
         Args:
             rewards: of responses.
             piece_prompts: as in the configuration.
-            ahead: the engine begins at once with what is begun, while other steps are learned from.
             tail: carries prompts over to the next step; None: each step waits for all of its own.
         """
-        self._ahead = ahead
         self._tail = tail
-        self._begun: dict[int, tuple[list[Prompt], Sampling, Future[Written] | None]] = {}
+        self._begun: dict[int, tuple[Sampling, Future[Written]]] = {}
         self._learner = learner
         self._speed = speed
         self._rewards = rewards
@@ -123,86 +125,24 @@ class RolloutMaker:
         self._writing_since = 0.0
         self.timeline = Timeline()
 
-    @property
-    def idle(self) -> bool:
-        """The engine has nothing to write: it can be given new weights."""
-        return all(call is None or call.done() for _, _, call in self._begun.values())
+    # ---- here and now
 
-    def has_begun(self, step: int) -> bool:
-        """The step's rollouts are being written, or wait to be finished."""
-        return step in self._begun
-
-    def begin(self, step: int, prompts: list[Prompt], sampling: Sampling) -> None:
-        """Begin with a step's rollouts, and with the features of their prompts' images."""
-        if _with_images(prompts) and self._learner.features is not None:
-            self._learner.features.prefetch(prompt.token_ids for prompt in prompts)
-        call = (
-            self._engine_thread.submit(self._write, prompts, sampling, step)
-            if self._ahead
-            else None
-        )
-        self._begun[step] = (prompts, sampling, call)
-
-    def finish(self, step: int, *, tapped: bool = False) -> tuple[Rollouts, dict[str, float]]:
-        """The rollouts of a step that was begun, and figures of how it was written; its timeline
-        begins.
+    def write(
+        self, step: int, prompts: list[Prompt], sampling: Sampling, *, tapped: bool = False
+    ) -> Answered:
+        """The rollouts of a step, and figures of how they were written; pieces are scored
+        meanwhile.
 
         Args:
             tapped: `score` will be given a tap.
         """
-        prompts, sampling, call = self._begun[step]
         self.timeline = Timeline()
-        if call is None:
-            prompts, rollouts, pair = self._generate(prompts, sampling, step, tapped)
-        else:
-            prompts, rollouts, pair = call.result()
-            self._step = Step(prompts, sampling, [], None)
-        del self._begun[step]
-        if _with_images(prompts):  # Engines answer with plain token ids.
-            rollouts = replace(rollouts, prompts=tuple(prompt.token_ids for prompt in prompts))
-        return rollouts, pair
-
-    def figures(self) -> dict[str, Any]:
-        """What the step's timeline says; where the engine writes ahead, the spans alone."""
-        if self._ahead and not self.idle:
-            self.timeline.add("engine", self._writing_since)
-        found = self.timeline.figures()
-        return {names.SPANS: found[names.SPANS]} if self._ahead else found
-
-    def carried_into(self, step: int) -> tuple[Carried, ...]:
-        """Prompts that the step before has left to this one."""
-        return self._tail.into(step) if self._tail is not None else ()
-
-    def _write(self, prompts: list[Prompt], sampling: Sampling, step: int) -> Written:
-        """In the engine's thread; its seconds stand in the timeline of the step in which they
-        end.
-        """
-        self._writing_since = time.monotonic()
-        try:
-            return self._ask(prompts, sampling, step)
-        finally:
-            self.timeline.add("engine", self._writing_since)
-
-    def _ask(
-        self, prompts: list[Prompt], sampling: Sampling, step: int, finished: Finished | None = None
-    ) -> Written:
-        if self._tail is not None:
-            answered, rollouts = self._tail.write(step, prompts, sampling)
-            return answered, rollouts, {names.PROMPTS_CARRIED: len(self._tail.into(step + 1))}
-        return prompts, *self._speed.generate(
-            [prompt.token_ids for prompt in prompts], sampling, step, finished
-        )
-
-    def _generate(
-        self, prompts: list[Prompt], sampling: Sampling, step: int, tapped: bool
-    ) -> Written:
-        """The step's rollouts here and now; pieces are scored meanwhile."""
+        self._fetch_images(prompts)
         pieces = [] if self._speed.due(step) else self._cut(len(prompts), sampling)
         if not pieces:
             with self.timeline.at_work("engine"):
                 written = self._ask(prompts, sampling, step)
-            self._step = Step(written[0], sampling, [], None)
-            return written
+            return self._answered(written, sampling)
         self._step = work = Step(prompts, sampling, pieces, HeldPasses() if tapped else None)
         self._learner.begin_batch(sampling)
 
@@ -218,17 +158,83 @@ class RolloutMaker:
         call = self._engine_thread.submit(ask)
         call.add_done_callback(lambda _: work.news.put(None))
         self._reward_whole(work)
-        return call.result()
+        _, rollouts, figures = call.result()
+        return _with_their_images(rollouts, prompts), figures
+
+    def write_with_carried(self, step: int, prompts: list[Prompt], sampling: Sampling) -> Answered:
+        """As `write`, of the step's prompts and those that were carried over into it as many as are
+        answered in time.
+        """
+        self.timeline = Timeline()
+        with self.timeline.at_work("engine"):
+            written = self._ask_with_carried(prompts, sampling, step)
+        return self._answered(written, sampling)
+
+    def carried_into(self, step: int) -> tuple[Carried, ...]:
+        """Prompts that the step before has left to this one."""
+        return self._tail.into(step) if self._tail is not None else ()
+
+    def figures(self) -> dict[str, Any]:
+        """What the step's timeline says."""
+        return self.timeline.figures()
+
+    # ---- ahead
+
+    @property
+    def idle(self) -> bool:
+        """The engine has nothing to write: it can be given new weights."""
+        return all(call.done() for _, call in self._begun.values())
+
+    def has_begun(self, step: int) -> bool:
+        """The step's rollouts are being written, or wait to be taken."""
+        return step in self._begun
+
+    def begin(self, step: int, prompts: list[Prompt], sampling: Sampling) -> None:
+        """Let the engine write a step's rollouts as soon as it has written those that were begun
+        before; those that are carried over into it are among them.
+        """
+        self._fetch_images(prompts)
+        call = self._engine_thread.submit(self._write_ahead, prompts, sampling, step)
+        self._begun[step] = (sampling, call)
+
+    def take(self, step: int) -> Answered:
+        """The rollouts of a step that was begun, when they are written; its timeline begins."""
+        self.timeline = Timeline()
+        sampling, call = self._begun[step]
+        written = call.result()
+        del self._begun[step]
+        return self._answered(written, sampling)
+
+    def figures_ahead(self) -> dict[str, Any]:
+        """The spans of the step's timeline alone: who waited for whom says nothing where the engine
+        never waits.
+        """
+        if not self.idle:
+            self.timeline.add("engine", self._writing_since)
+        return {names.SPANS: self.timeline.figures()[names.SPANS]}
+
+    def _write_ahead(self, prompts: list[Prompt], sampling: Sampling, step: int) -> Written:
+        """In the engine's thread; its seconds stand in the timeline of the step in which they
+        end.
+        """
+        ask = self._ask if self._tail is None else self._ask_with_carried
+        self._writing_since = time.monotonic()
+        try:
+            return ask(prompts, sampling, step)
+        finally:
+            self.timeline.add("engine", self._writing_since)
+
+    # ---- scored
 
     def score(
         self, rollouts: Rollouts, tap: Tap | None = None
     ) -> tuple[PPOBatch, Tensor, Scores, dict[str, float]]:
         """The batch, its rewards, what is known about it, and what the log should say; of the
-        rollouts that `finish` gave last.
+        rollouts that were given last.
         """
         work = self._step
         self._step = None
-        assert work is not None, "finish() comes first"
+        assert work is not None, "the rollouts are written first"
         batch = PPOBatch(rollouts, self._learner.device, self._pad_id)
         if work.pieces:
             work.news.put(None)
@@ -253,6 +259,30 @@ class RolloutMaker:
             ):  # After the critic, in whose place a reward model stands where roles take turns.
                 rewards = self._rewards(rollouts, work.prompts)
         return batch, rewards, *self._learner.conclude(batch, measured, rewards)
+
+    # ---- parts
+
+    def _ask(
+        self, prompts: list[Prompt], sampling: Sampling, step: int, finished: Finished | None = None
+    ) -> Written:
+        token_ids = [prompt.token_ids for prompt in prompts]
+        return prompts, *self._speed.generate(token_ids, sampling, step, finished)
+
+    def _ask_with_carried(self, prompts: list[Prompt], sampling: Sampling, step: int) -> Written:
+        assert self._tail is not None, "only asked for where prompts are carried over"
+        answered, rollouts = self._tail.write(step, prompts, sampling)
+        return answered, rollouts, {names.PROMPTS_CARRIED: len(self._tail.into(step + 1))}
+
+    def _answered(self, written: Written, sampling: Sampling) -> Answered:
+        """What was written as a whole, to be scored as a whole."""
+        prompts, rollouts, figures = written
+        self._step = Step(prompts, sampling, [], None)
+        return _with_their_images(rollouts, prompts), figures
+
+    def _fetch_images(self, prompts: Sequence[Prompt]) -> None:
+        """Begin with the features of the prompts' images."""
+        if _with_images(prompts) and self._learner.features is not None:
+            self._learner.features.prefetch(prompt.token_ids for prompt in prompts)
 
     def _cut(self, prompts: int, sampling: Sampling) -> list[Piece]:
         if self._piece_prompts is None:
@@ -326,6 +356,13 @@ class RolloutMaker:
 
 def _with_images(prompts: Sequence[Prompt]) -> bool:
     return any(isinstance(prompt.token_ids, ImagePrompt) for prompt in prompts)
+
+
+def _with_their_images(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
+    """Engines answer with plain token ids."""
+    if not _with_images(prompts):
+        return rollouts
+    return replace(rollouts, prompts=tuple(prompt.token_ids for prompt in prompts))
 
 
 def _part(work: Step, piece: Piece) -> Rollouts:

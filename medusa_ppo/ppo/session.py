@@ -28,7 +28,7 @@ from medusa_ppo.engines.launch import cache_bytes, read_model_config
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
+from medusa_ppo.plugin import AnyPlugin, MedusaPlugin, NoPlugin
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo import run_state
 from medusa_ppo.ppo.critic import Critic
@@ -52,8 +52,8 @@ HEADS_FOLDER = "heads-final"
 
 @dataclass
 class Parts:
-    """What the loop works with. `plugin` None: plain PPO; `evaluation` and `texts` (to learn by
-    heart) None: there are none; `remembered` gives the engines' memory, to be saved.
+    """What the loop works with. `plugin` a NoPlugin: plain PPO; `evaluation` and `texts` (to
+    learn by heart) None: there are none; `remembered` gives the engines' memory, to be saved.
     """
 
     prompts: PromptStream
@@ -62,7 +62,7 @@ class Parts:
     reward: RewardSource
     engine: RolloutEngine
     sync: ActorSync
-    plugin: MedusaPlugin | None = None
+    plugin: AnyPlugin = field(default_factory=NoPlugin)
     trackers: TrackerGroup = field(default_factory=TrackerGroup)
     evaluation: PromptStream | None = None
     texts: PromptStream | None = None
@@ -297,7 +297,7 @@ class RunSession:
         config = self._config
         with self._progress.phase(phases.SAVE):
             if config.ppo.checkpoint_every:
-                if parts.plugin is not None and config.companion.wait:
+                if config.companion.wait:
                     parts.plugin.save(config.run_dir / run_state.COMPANION_FOLDER)
                 run_state.save_checkpoint(
                     config.run_dir, parts.learner, position, config, parts.remembered()
@@ -305,16 +305,17 @@ class RunSession:
             with run_state.fresh_folder(config.run_dir / ACTOR_FOLDER) as folder:
                 parts.learner.save_actor(folder)
                 parts.tokenizer.save_pretrained(folder)
-            if parts.plugin is not None:
-                with parts.learner.turns.aside(ACTOR):  # Its lm_head is saved with them.
-                    parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
+            with parts.learner.turns.aside(ACTOR):  # Its lm_head is saved with them.
+                parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
 
     def compare(self, parts: Parts, measure: Callable[[Parts], dict[str, Any]]) -> None:
         """Let `measure` have the same parts without the plugin, with an engine that is started for
         it: no speculation, compiled, vLLM's defaults otherwise. Its figures go to the run's files;
-        where it fails the run is none the worse.
+        where it fails the run is none the worse. Nothing happens where there is no plugin.
         """
         assert self._writer is not None, "compare() follows prepare()"
+        if isinstance(parts.plugin, NoPlugin):
+            return
         config = self._config
         section = config.engine.model_copy(update={"enforce_eager": False})
         try:
@@ -326,7 +327,7 @@ class RunSession:
                 )
                 sync = stack.enter_context(ActorSync(engine, section.dtype or "auto"))
                 self._writer.add(
-                    comparison=measure(replace(parts, engine=engine, sync=sync, plugin=None))
+                    comparison=measure(replace(parts, engine=engine, sync=sync, plugin=NoPlugin()))
                 )
         except MedusaError as error:
             logger.warning("The plugin was not compared with vLLM alone. %s", error)
@@ -401,7 +402,7 @@ class RunSession:
 
     def _start_engine(
         self, actor_path: str, heads_path: str, actor: Actor, resume: bool
-    ) -> tuple[RolloutEngine, MedusaPlugin | None]:
+    ) -> tuple[RolloutEngine, AnyPlugin]:
         config = self._config
         with self._progress.phase(phases.ENGINE):
             engine = make_engine(
@@ -409,7 +410,7 @@ class RunSession:
             )
             self._stack.callback(engine.close)
             if not heads_path:
-                return engine, None
+                return engine, NoPlugin()
             resume_from = run_state.companion_state(config.run_dir) if resume else ""
             plugin = MedusaPlugin.start(
                 config, actor, engine, config.run_dir, resume_from=resume_from

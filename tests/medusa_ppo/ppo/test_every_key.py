@@ -36,6 +36,7 @@ from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.launch import plan_launch, process_environment
 from medusa_ppo.engines.pieces import Partly
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
+from medusa_ppo.plugin.no_plugin import NoPlugin
 from medusa_ppo.ppo import loop as loop_file
 from medusa_ppo.ppo import session as session_file
 from medusa_ppo.ppo.batch import PPOBatch, text_batch
@@ -466,7 +467,6 @@ class KeyEffects:
                     "prompts",
                     "tokenizer",
                     "sync",
-                    "plugin",
                     "evaluation",
                     "texts",
                     "reward",
@@ -474,6 +474,7 @@ class KeyEffects:
                 )
             ),
             trackers=trackers.TrackerGroup(),
+            plugin=NoPlugin(),
             learner=learner,
             engine=SimpleNamespace(
                 generate_as_finished=self._finish, generate=lambda *_: self._rollouts
@@ -482,8 +483,8 @@ class KeyEffects:
         loop = loop_file.PPOLoop(config, one, ProgressSink())
         loop.maker._rewards = lambda rollouts, prompts: torch.zeros(len(rollouts.responses))
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
-        loop.maker.begin(0, prompts, replace(sampling_of(config, 0), responses_per_prompt=2))
-        rollouts, _ = loop.maker.finish(0)
+        sampling = replace(sampling_of(config, 0), responses_per_prompt=2)
+        rollouts, _ = loop.maker.write(0, prompts, sampling)
         loop.maker.score(rollouts)
         return measured
 
@@ -510,10 +511,9 @@ class KeyEffects:
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
         stream: Any = SimpleNamespace(batch=lambda step, size: prompts)
         parts: Any = SimpleNamespace(
-            **dict.fromkeys(
-                ("tokenizer", "sync", "plugin", "evaluation", "texts", "reward", "remembered")
-            ),
+            **dict.fromkeys(("tokenizer", "sync", "evaluation", "texts", "reward", "remembered")),
             trackers=trackers.TrackerGroup(),
+            plugin=NoPlugin(),
             learner=learner,
             engine=engine,
             prompts=stream,
@@ -563,13 +563,13 @@ class KeyEffects:
                     "tokenizer",
                     "reward",
                     "sync",
-                    "plugin",
                     "engine",
                     "evaluation",
                     "texts",
                 )
             ),
             remembered=dict,
+            plugin=NoPlugin(),
             learner=SimpleNamespace(turns=Turns()),
             trackers=trackers.TrackerGroup(),
         )

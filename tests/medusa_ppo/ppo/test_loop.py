@@ -19,6 +19,7 @@ from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
+from medusa_ppo.plugin.no_plugin import NoPlugin
 from medusa_ppo.ppo import loop
 from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.generation import Prompt, PromptStream
@@ -73,7 +74,7 @@ class LoopScene:
         self.engine = engine_class(actor)
         self.learner = Learner(actor, Critic(actor), config.ppo, seed=config.seed)
         self.sync = ActorSync(self.engine)
-        self.plugin = plugin_of(self.engine) if plugin_of else None
+        self.plugin = plugin_of(self.engine) if plugin_of else NoPlugin()
         prompts = PromptStream([Prompt(str(i), (i,), {}) for i in LETTERS], seed=config.seed)
         self.parts = Parts(
             prompts,
