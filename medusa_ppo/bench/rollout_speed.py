@@ -142,8 +142,8 @@ def _with_speculation(plan: LaunchPlan, settings: dict[str, Any]) -> LaunchPlan:
 
 
 def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path) -> LaunchPlan:
-    """vLLM's own Medusa module and lm_head products. The mends of the CPU build stay: without them
-    its samples are wrong.
+    """vLLM's own Medusa module and lm_head products. The patches of the CPU build stay: without
+    them its samples are wrong.
     """
     kind = read_heads_config(stock_heads, 0, 0).kind
     if kind != "medusa":

@@ -216,9 +216,12 @@ def _engine() -> Iterator[Check]:
         return
     report = json.loads(answer)
     yield Check("Engine starts", True, f"vLLM {report['vllm']}, worker process {report['pid']}")
-    mends = f"mends: {', '.join(report['mends']) or 'none needed'}"
+    patches = f"patches: {', '.join(report['patches']) or 'none needed'}"
     yield Check(
-        "Plug-in loaded", report["active"], mends, "Unset VLLM_PLUGINS, or let it name medusa_ppo."
+        "Plug-in loaded",
+        report["active"],
+        patches,
+        "Unset VLLM_PLUGINS, or let it name medusa_ppo.",
     )
     yield Check(
         "Honest sampling",

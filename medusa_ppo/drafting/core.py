@@ -1,8 +1,9 @@
 """The drafting call: hidden states, last tokens and uniform numbers in, draft ids and q out, on
 tensors of fixed shapes.
 
-It reads no host value and has no loop over requests, so it can be compiled whole and captured; all
-state stands in `slots`.
+It runs between two steps of the engine, so it loops over no requests: its cost must not grow with
+them on the host. It keeps nothing of a request; what one step leaves for the next (slots, pairs,
+texts, remembered responses) belongs to whoever calls, and comes in as an argument.
 
 Shape letters: B requests, K drafts of a step, D hidden, V vocabulary, W width of the draft
 vocabulary (V where there is none), N rows.

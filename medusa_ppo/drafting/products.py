@@ -8,15 +8,15 @@ residual block reads its input's two parts by themselves, W (h + out s) = W h + 
 it needs no product of its own. Sums are kept in float32.
 
 lm_head's product is the largest, and most of a vocabulary never occurs in the responses of one
-task. So a map (`TokenMap`) holds the `size` most frequent tokens of the prompts and of what was
+task. So a `DraftVocabulary` holds the `size` most frequent tokens of the prompts and of what was
 sampled so far (with forgetting); it begins by itself when enough was counted, and is picked anew
 whenever heads or actor change. Drafts come from it alone; q is zero elsewhere, which verification
 is told, so nothing is lost but the acceptance of rare tokens. FR-Spec (Zhao et al., 2025) fixes
-such a map beforehand; here it follows the policy.
+such a vocabulary beforehand; here it follows the policy.
 
 Shape letters: B requests, N rows, K heads, C of them asked, D hidden, H inner width of the hydra
 MLP, R inner rows of several heads, E = D (K + 1) what the last head reads, V vocabulary, W width of
-the map.
+the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LINEAR_TOLERANCE = 0.05
 the logits' own.
 """
 MIN_TOKENS_PER_ENTRY = 2
-"""The map begins when so many tokens for each of its places were counted; before, drafts use the
+"""It begins when so many tokens for each of its places were counted; before, drafts use the
 whole vocabulary.
 """
 # Unit vectors in one call of lm_head: with V = 128k their float32 logits are 125 MiB.
@@ -73,18 +73,18 @@ def most_frequent(counts_V: torch.Tensor, size: int) -> torch.Tensor | None:
     """
     if float(counts_V.sum()) < MIN_TOKENS_PER_ENTRY * size:
         return None
-    # By count, ties by id: the same counts give the same map.
+    # By count, ties by id: the same counts give the same ids.
     order_V = torch.sort(counts_V, descending=True, stable=True).indices
     counts_V *= FORGET
     return order_V[:size].sort().values
 
 
-class TokenMap:
+class DraftVocabulary:
     """Counts tokens, picks the most frequent ones, and multiplies by their rows of lm_head.
 
     Attributes:
-        ids_W: int64, ids in the map, ascending; None while there is none.
-        product: features -> logits of the map's tokens, or of all where there is no map; None: the
+        ids_W: int64, ids in the vocabulary, ascending; None while there is none.
+        product: features -> logits of its tokens, or of all where there are no ids; None: the
             engine's own product.
     """
 
@@ -93,10 +93,10 @@ class TokenMap:
     ) -> None:
         """
         Args:
-            size: W; 0 or `vocab_size` and more: never a map.
+            size: W; 0 or `vocab_size` and more: always the whole vocabulary.
             vocab_size: V.
             pack: how its rows become a product.
-            whole: hold all rows where there is no map and lm_head is small: the engine's own
+            whole: hold all rows where there are no ids and lm_head is small: the engine's own
                 product may be slower than `pack`'s.
         """
         self.size = size if 0 < size < vocab_size else 0
@@ -119,7 +119,7 @@ class TokenMap:
 
     @property
     def due(self) -> bool:
-        """Whether enough was counted for a first map."""
+        """Whether enough was counted for the first ids."""
         return self.ids_W is None and 0 < MIN_TOKENS_PER_ENTRY * self.size <= self._counted
 
     def refresh(
@@ -130,8 +130,8 @@ class TokenMap:
         device: torch.device,
         weight_VD: torch.Tensor | None = None,
     ) -> None:
-        """Pick the map anew and read its rows of lm_head; after every change of the actor or the
-        heads. Nothing before enough was counted.
+        """Pick the tokens anew and read their rows of lm_head; after every change of the actor or
+        the heads. Nothing before enough was counted.
 
         The rows are those of `weight_VD` where the engine's own product agrees; else they are read
         through it (of the unit vectors), so that they are what it serves, however it is packed,
@@ -154,15 +154,15 @@ class TokenMap:
                     self._pack(rows_WD.to(dtype)), lm_head, hidden_size, dtype, device
                 )
             self.product = self.product or self._read(lm_head, hidden_size, dtype, device)
-        # Without a product of its rows a map can't be drafted from: the engine's own gives logits
-        # of the whole vocabulary.
+        # Without a product of its rows nothing can be drafted from them: the engine's own gives
+        # logits of the whole vocabulary.
         if self.product is None:
             self.ids_W = None
 
     def _read(
         self, lm_head: LM_HEAD, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> LM_HEAD | None:
-        """The product of the map's rows; None where lm_head is not a product (soft caps)."""
+        """The product of the ids' rows; None where lm_head is not a product (soft caps)."""
         ids_W = slice(None) if self.ids_W is None else self.ids_W
         # What the zero vector gives is the bias; each unit vector gives its row and the bias.
         bias_W = lm_head(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0, ids_W]
@@ -206,7 +206,7 @@ class TokenMap:
 
 
 def spread(values_NW: torch.Tensor, ids_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Probabilities of the map's tokens in their places of the whole vocabulary `[N, V]`, zero
+    """Probabilities of a draft vocabulary's tokens in their places of the whole one `[N, V]`, zero
     elsewhere.
     """
     whole_NV = torch.zeros(

@@ -21,7 +21,6 @@ from typing import Any
 from heads.errors import (
     CheckpointError,
     ConfigError,
-    LossyError,
     ModelError,
     UnsupportedVersionError,
 )
@@ -30,7 +29,7 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.runtime.hardware import settled_engine
 from medusa_ppo.vllm_plugin.control_guard import GUARD
-from medusa_ppo.vllm_plugin.speculation import speculation
+from medusa_ppo.vllm_plugin.speculation import LOSSLESS, refuse_lossy_rule, speculation
 from medusa_ppo.vllm_plugin.vllm_versions import (
     FIRST_V2,
     V2_SWITCH,
@@ -52,7 +51,6 @@ LARGE_VOCABULARY, DRAFT_VOCABULARY = 32_768, 8_192
 """From so many tokens on drafts come from the most frequent ones alone, where nobody says
 otherwise; and so many of them.
 """
-LOSSLESS_METHODS = ("standard",)
 HOST = "127.0.0.1"  # Of a server that is started here: only this process asks it.
 ENVIRONMENT = {
     # The engine in this process: swaps are direct calls, and there is one process less.
@@ -70,6 +68,7 @@ SET_BY_THE_ENGINE = {
     "disable_log_stats": "the acceptance counters are read from the statistics",
     "model": "it is model.path",
     "weight_transfer_config": "engine.transfer says it",
+    "speculative_config": "it is built from heads.path and engine.num_drafts, losslessly",
 }
 WITHOUT_MEDUSA = {
     "async_scheduling": "vLLM's Medusa drafts need each step's tokens on the host",
@@ -116,7 +115,7 @@ def plan_launch(
     """
     require_vllm()
     config = settled_engine(config)
-    refuse_lossy(config.extra)
+    _refuse_what_is_set_here(config.extra)
     model = read_model_config(model_path)
     text = {**model, **(model.get("text_config") or {})}
     vocab_size = int(text.get("vocab_size", 0))
@@ -364,46 +363,16 @@ def _refused(name: str, value: object, why: str, expected: object = "unset") -> 
     )
 
 
-def refuse_lossy(extra: dict[str, Any]) -> None:
-    """LossyError for settings that change the distribution of the tokens; ConfigError for those
-    that the engine sets itself.
+def _refuse_what_is_set_here(extra: dict[str, Any]) -> None:
+    """ConfigError for settings that the engine sets itself; LossyError where one of them also asks
+    for a rule that would change the distribution of the tokens.
     """
+    speculative = extra.get("speculative_config")
+    if isinstance(speculative, dict):
+        refuse_lossy_rule(str(speculative.get("rejection_sample_method", LOSSLESS[0])))
     for name, reason in SET_BY_THE_ENGINE.items():
         if name in extra:
             raise _refused(name, extra[name], f"changed: {reason}")
-    speculative = extra.get("speculative_config")
-    if speculative is None:
-        return
-    settings = speculative if isinstance(speculative, dict) else {}
-    method = settings.get("rejection_sample_method", "standard")
-    lossy = [
-        name
-        for name in settings
-        if "typical" in name or "posterior" in name or name.startswith("synthetic")
-    ]
-    typical = "typical" in str(
-        settings.get(
-            "spec_decoding_acceptance_method", settings.get("draft_token_acceptance_method", "")
-        )
-    )
-    if method not in LOSSLESS_METHODS or lossy or typical:
-        raise LossyError(
-            "This acceptance rule would change the distribution of the sampled tokens, and PPO"
-            " would learn from wrong log-probs.",
-            given=(
-                f"rejection_sample_method={method}"
-                if method not in LOSSLESS_METHODS
-                else ", ".join(lossy) or "typical acceptance"
-            ),
-            expected="rejection_sample_method=standard, which is lossless",
-            do="Remove the setting.",
-        )
-    raise _refused(
-        "speculative_config",
-        speculative,
-        "set: the engine builds it from the heads",
-        "heads.path and engine.num_drafts",
-    )
 
 
 def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:

@@ -7,7 +7,7 @@ The randomised PIT: for a token x that was sampled from p (tokens in p's order, 
 2009, Biometrics 65). So all tokens of all prompts go into one chi-square and one Kolmogorov-Smirnov
 test. Besides, log p(x) + H(p) has mean 0 given the past, so its sum over all tokens, divided by the
 root of the summed variances, is a standard normal z: it shows a shift of log-probs (vLLM's CPU
-build without our mend gives |z| above 50 here). Drafts that are verified against another q than
+build without our patch gives |z| above 50 here). Drafts that are verified against another q than
 they were drawn from, or against one that is a step old, show in all three. Tokens to which p gives
 no mass are counted by themselves: there may be none.
 
@@ -315,7 +315,7 @@ def run_probe() -> dict[str, Any]:
         "vllm": report["vllm"],
         "pid": report["pid"],
         "active": report["drafter"] == "MedusaProposer",
-        "mends": report["mends"],
+        "patches": report["patches"],
         "temperature": TEMPERATURE,
         "tokens": test.tokens,
         "drafts": rollouts.counters.drafts,

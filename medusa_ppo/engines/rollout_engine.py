@@ -140,7 +140,7 @@ class RolloutEngine(ABC):
     @abstractmethod
     def plugin_report(self) -> dict[str, Any]:
         """Proof that our vLLM plug-in is active where the model runs: process id, versions,
-        mends.
+        patches.
         """
 
     def choices(self) -> list[dict[str, Any]]:

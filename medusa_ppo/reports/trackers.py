@@ -263,7 +263,7 @@ def start_trackers(config: RunConfig, first_step: int) -> TrackerGroup:
                 given=f"{type(error).__name__}: {error}",
                 expected="a tracker that takes figures",
                 do=(
-                    f"Mend the cause (is {name} set up on this machine?), or leave it out of"
+                    f"Remove the cause (is {name} set up on this machine?), or leave it out of"
                     " report.trackers."
                 ),
             ) from error

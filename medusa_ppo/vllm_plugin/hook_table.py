@@ -30,6 +30,7 @@ from medusa_ppo.vllm_plugin.vllm_versions import (
 RUN = "run on CPU"
 CALLED = "called on CPU, where it frees nothing"
 INTERPRETED = "run on Triton's interpreter"
+READ = "its name found in 0.32; no engine test copies drafts yet"
 CPU = "V1 on CPU"
 V2 = "V2"
 
@@ -42,6 +43,8 @@ class Hook:
         need: what we do with it.
         name: qualified name in `module`.
         parameters: what must be among its parameters.
+        attributes: what its code must set or read. An object has these and its class does not, so
+            they can't be looked up without an engine.
         first: oldest release that has it as we use it.
         last: newest release that has.
         runner: which of vLLM's model runners it belongs to; hooks of `CPU` concern no other build,
@@ -57,10 +60,11 @@ class Hook:
     last: tuple[int, int] = LAST
     runner: str = "V1"
     checked: str = RUN
+    attributes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Finding:
+class HookCheck:
     """A hook in the installed vLLM; `fault` is empty when it is there as it was checked."""
 
     need: str
@@ -168,6 +172,13 @@ HOOKS: tuple[Hook, ...] = (
         runner=CPU,
     ),
     Hook("top-k and top-p of drafts", _SAMPLER, "apply_top_k_top_p", ("logits", "k", "p")),
+    Hook(
+        "tokens that drafts are copied from",
+        "vllm.v1.worker.gpu_input_batch",
+        "InputBatch.__init__",
+        checked=READ,
+        attributes=("token_ids_cpu", "num_tokens_no_spec"),
+    ),
     Hook("ranks agree on a number", "vllm.distributed.parallel_state", "get_tp_group"),
     # Weights.
     Hook(
@@ -198,7 +209,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook("layers are loaded anew one by one", _RELOAD, "initialize_layerwise_reload", ("model",)),
     Hook("and the rest of the model", _RELOAD, "finalize_layerwise_reload"),
-    # Mends of the CPU build.
+    # Patches of the CPU build.
     Hook(
         "verification in one pass",
         _SAMPLER,
@@ -296,7 +307,7 @@ HOOKS: tuple[Hook, ...] = (
         ("dnnl_handler", "x", "output", "input_scale"),
         runner=CPU,
     ),
-    # Mends of older releases.
+    # Patches of older releases.
     Hook(
         "fewer drafts than heads",
         "vllm.v1.worker.cpu_model_runner",
@@ -333,6 +344,15 @@ HOOKS: tuple[Hook, ...] = (
         "GPUModelRunner.add_requests",
         "scheduler_output",
     ),
+    Hook(
+        "the tokens that they come with",
+        "vllm.v1.core.sched.output",
+        "NewRequestData.__init__",
+        ("prefill_token_ids",),
+        first=FIRST_V2,
+        runner=V2,
+        checked=READ,
+    ),
     _v2("as many drafts as were made", _V2_RUNNER, "GPUModelRunner.take_draft_token_ids"),
     _v2(
         "top-k and top-p of drafts, V2",
@@ -359,7 +379,7 @@ HOOKS: tuple[Hook, ...] = (
 
 def compare(
     originals: Mapping[str, Callable[..., Any]] | None = None, hooks: tuple[Hook, ...] = HOOKS
-) -> Iterator[Finding]:
+) -> Iterator[HookCheck]:
     """Each hook of the installed release beside what stands there.
 
     Args:
@@ -371,7 +391,7 @@ def compare(
         # A release that was never seen is held against what the newest one has.
         if hook.first <= min(installed, LAST) <= hook.last and _concerns(hook):
             span = f"{text_of(hook.first)} to {text_of(hook.last)}"
-            yield Finding(
+            yield HookCheck(
                 hook.need,
                 f"{hook.module}:{hook.name}",
                 hook.runner,
@@ -397,15 +417,12 @@ def _fault(hook: Hook, originals: Mapping[str, Callable[..., Any]]) -> str:
     except (ImportError, AttributeError) as error:
         return f"missing ({error}); vLLM {text_of(hook.last)} had it"
     target = originals.get(f"{holder.__name__}.{part}", target)
-    if not hook.parameters:
-        return ""
-    known = inspect.signature(inspect.unwrap(target)).parameters
-    missing = [name for name in hook.parameters if name not in known]
-    return (
-        f"has no parameter {', '.join(missing)}; in vLLM {text_of(hook.last)} it had"
-        if missing
-        else ""
-    )
+    target = inspect.unwrap(target)
+    known = inspect.signature(target).parameters if hook.parameters else {}
+    written = target.__code__.co_names if hook.attributes else ()
+    faults = [f"no parameter {name}" for name in hook.parameters if name not in known]
+    faults += [f"no attribute {name}" for name in hook.attributes if name not in written]
+    return f"has {', '.join(faults)}; in vLLM {text_of(hook.last)} it had" if faults else ""
 
 
 if __name__ == "__main__":

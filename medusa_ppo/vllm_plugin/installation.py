@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.vllm_plugin import v1_runner
 from medusa_ppo.vllm_plugin.hook_table import HOOKS, V2, Hook, compare
-from medusa_ppo.vllm_plugin.patches import CPU_MENDS, Mend, mends_of_older
+from medusa_ppo.vllm_plugin.patches import CPU_PATCHES, Patch, patches_of_older
 from medusa_ppo.vllm_plugin.vllm_versions import (
     TESTED,
     can_transfer,
@@ -35,11 +35,11 @@ V2_PLACES = {"vllm.v1.worker.gpu.model_runner.init_speculator"}
 
 @dataclass
 class Installed:
-    """What `install` did in this process; `mends` are names for reports, `active` says that V1 is
+    """What `install` did in this process; `patches` are names for reports, `active` says that V1 is
     ready for our heads.
     """
 
-    mends: list[str] = field(default_factory=list)
+    patches: list[str] = field(default_factory=list)
     places: dict[str, tuple[Any, str, Callable[..., Any]]] = field(default_factory=dict)
     """Where something was replaced: holder, attribute, what stood there."""
     active: bool = False
@@ -59,7 +59,7 @@ def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
 
 
 def install() -> Installed:
-    """Mend vLLM on the CPU and let our proposer draft for heads that we wrote; does nothing the
+    """Patch vLLM on the CPU and let our proposer draft for heads that we wrote; does nothing the
     second time.
 
     Raises:
@@ -92,10 +92,10 @@ def _install_for_v1() -> None:
     version = require_vllm()
     _refuse_faults(tuple(hook for hook in HOOKS if hook.runner != V2))
     if current_platform.is_cpu():
-        _mend(CPU_MENDS)
+        _apply(CPU_PATCHES)
     for holder, name, wrapper in v1_runner.PLACES:
         _wrap(holder, name, wrapper)
-    _mend(mends_of_older(release(version)))
+    _apply(patches_of_older(release(version)))
     if has_medusa(version) and "MedusaPPOModel" not in ModelRegistry.get_supported_archs():
         # The name of conditioned kinds in config.json. vLLM only looks it up; our proposer builds
         # the heads itself.
@@ -110,17 +110,17 @@ def _install_for_v1() -> None:
     INSTALLED.active = True
 
 
-def _mend(mends: tuple[Mend, ...]) -> None:
-    for mend in mends:
-        _wrap(mend.holder, mend.attribute, mend.mend)
-        INSTALLED.mends += [mend.name] if mend.name else []
+def _apply(patches: tuple[Patch, ...]) -> None:
+    for patch in patches:
+        _wrap(patch.holder, patch.attribute, patch.replace)
+        INSTALLED.patches += [patch.name] if patch.name else []
 
 
 def uninstall() -> None:
-    """Put everything back; for tests that show what happens without the mends."""
+    """Put everything back; for tests that show what happens without the patches."""
     for holder, name, original in INSTALLED.places.values():
         setattr(holder, name, original)
-    INSTALLED.mends.clear()
+    INSTALLED.patches.clear()
     INSTALLED.places.clear()
     INSTALLED.active = False
 

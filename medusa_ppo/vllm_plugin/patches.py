@@ -1,5 +1,5 @@
-"""The mends of vLLM: what is broken in its CPU build, one function for each place that is replaced.
-All checked by running 0.31 and 0.32.
+"""The patches of vLLM: what is broken in its CPU build, one function for each place that is
+replaced. All checked by running 0.31 and 0.32.
 
 A function takes what stands in vLLM and gives what is to stand there. `medusa-ppo doctor` shows by
 a probe that the samples are right.
@@ -31,12 +31,10 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
 
-from heads.errors import LossyError
 from medusa_ppo.drafting import verify
+from medusa_ppo.vllm_plugin.speculation import refuse_lossy_rule
 
 Replaced = Callable[..., Any]
-LOSSLESS = ("standard", "block")
-"""Rules by which vLLM may accept drafts without another distribution of what is sampled."""
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 OUR_MODEL_TYPE = "medusa_ppo"
 """What config.json says of heads that stock vLLM has no module for."""
@@ -45,13 +43,13 @@ PROPOSED = verify.Proposed | torch.Tensor | None
 
 
 @dataclass(frozen=True)
-class Mend:
-    """One place of vLLM's. `name` is for reports; empty where it belongs to the mend before."""
+class Patch:
+    """One place of vLLM's. `name` is for reports; empty where it belongs to the patch before."""
 
     name: str
     holder: Any
     attribute: str
-    mend: Callable[[Replaced], Replaced]
+    replace: Callable[[Replaced], Replaced]
 
 
 # ---- drafts and their verification
@@ -111,12 +109,7 @@ def rejection_in_torch(original: Replaced) -> Replaced:
         **__: Any,
     ) -> torch.Tensor:
         if synthetic_mode:
-            raise LossyError(
-                "Synthetic acceptance changes the distribution of the sampled tokens.",
-                given="on",
-                expected="off",
-                do="Unset it.",
-            )
+            refuse_lossy_rule("synthetic")
         bonus_B = bonus_token_ids.view(-1).to(torch.int64)
         if max_spec_len == 0:
             return bonus_B.unsqueeze(1).to(torch.int32)
@@ -137,18 +130,6 @@ def rejection_in_torch(original: Replaced) -> Replaced:
         )
 
     return rejection_sample
-
-
-def refuse_lossy_rule(speculative_config: Any) -> None:
-    """Whoever started the engine. LossyError; vLLM 0.33 has "fly", and all have "synthetic"."""
-    rule = getattr(speculative_config, "rejection_sample_method", "standard")
-    if rule not in LOSSLESS:
-        raise LossyError(
-            "This acceptance rule changes the distribution of the sampled tokens.",
-            given=f"rejection_sample_method={rule}",
-            expected=" or ".join(LOSSLESS),
-            do="Leave rejection_sample_method out of vLLM's speculative configuration.",
-        )
 
 
 def verification_in_one_pass(original: Replaced) -> Replaced:
@@ -409,19 +390,19 @@ def kind_of_heads_known(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return hf_config_override
 
 
-def mends_of_older(release: tuple[int, int]) -> tuple[Mend, ...]:
-    """What an older release needs beside `CPU_MENDS`."""
+def patches_of_older(release: tuple[int, int]) -> tuple[Patch, ...]:
+    """What an older release needs beside `CPU_PATCHES`."""
     runner = model_runner.GPUModelRunner
     found = []
     if current_platform.is_cpu() and "_copy_draft_token_ids_to_cpu" in vars(
         import_module(CPU_RUNNER).CPUModelRunner
     ):
         found.append(
-            Mend("fewer drafts than heads", runner, "propose_draft_token_ids", drafts_as_lists)
+            Patch("fewer drafts than heads", runner, "propose_draft_token_ids", drafts_as_lists)
         )
     if release < (0, 26):
         found.append(
-            Mend(
+            Patch(
                 "kinds of heads that vLLM lacks",
                 SpeculativeConfig,
                 "hf_config_override",
@@ -431,27 +412,27 @@ def mends_of_older(release: tuple[int, int]) -> tuple[Mend, ...]:
     return tuple(found)
 
 
-CPU_MENDS = (
-    Mend("temperatures of drafts", rejection_sampler, "expand_batch_to_tokens", values_of_rows),
-    Mend(
+CPU_PATCHES = (
+    Patch("temperatures of drafts", rejection_sampler, "expand_batch_to_tokens", values_of_rows),
+    Patch(
         "top-k without drafts",
         rejection_sampler,
         "apply_sampling_constraints",
         no_constraints_without_rows,
     ),
-    Mend("rejection sampling", rejection_sampler, "rejection_sample", rejection_in_torch),
-    Mend(
+    Patch("rejection sampling", rejection_sampler, "rejection_sample", rejection_in_torch),
+    Patch(
         "verification in one pass",
         rejection_sampler.RejectionSampler,
         "forward",
         verification_in_one_pass,
     ),
-    Mend(
+    Patch(
         "seeds in chunked prefill",
         model_runner.GPUModelRunner,
         "_bookkeeping_sync",
         generators_without_offsets,
     ),
-    Mend("", model_runner.GPUModelRunner, "_sample", generators_kept),
-    Mend("small AMX products", layer_utils, "check_cpu_sgl_kernel", no_small_amx_products),
+    Patch("", model_runner.GPUModelRunner, "_sample", generators_kept),
+    Patch("small AMX products", layer_utils, "check_cpu_sgl_kernel", no_small_amx_products),
 )

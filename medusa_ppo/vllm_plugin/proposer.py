@@ -29,7 +29,7 @@ from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftingCore, DraftSampling
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
-from medusa_ppo.drafting.products import TokenMap
+from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Seats, Traits, stamps
 from medusa_ppo.drafting.stopping import Stopping
@@ -97,7 +97,7 @@ class MedusaProposer(Drafter):
         self.draft_temperature = 1.0
         self.choose = False
         self.chooser = DraftChooser(self.num_drafts)
-        self.token_map = TokenMap(0, 0)
+        self.draft_vocabulary = DraftVocabulary(0, 0)
         self._step_began: float | None = None
         self._fingerprint: list[int] = []
         self._seating = Seating(vllm_config.scheduler_config.max_num_seqs, device)
@@ -139,8 +139,8 @@ class MedusaProposer(Drafter):
             packed_linear,
             image_tokens(config.hf_config),
         )
-        self.token_map = self._new_map(0)
-        self._refresh_token_map()
+        self.draft_vocabulary = self._new_vocabulary(0)
+        self._refresh_vocabulary()
         self._make_ring()
 
     @property
@@ -174,11 +174,11 @@ class MedusaProposer(Drafter):
 
     @torch.inference_mode()
     def _use_vocabulary(self) -> None:
-        """Draft from the token map's tokens, or from all. q that was kept before is forgotten: its
-        drafts are one-hot then.
+        """Draft from the draft vocabulary's tokens, or from all. q that was kept before is
+        forgotten: its drafts are one-hot then.
         """
-        ids_W = self.token_map.ids_W
-        self._core.use_vocabulary(ids_W, self.token_map.product)
+        ids_W = self.draft_vocabulary.ids_W
+        self._core.use_vocabulary(ids_W, self.draft_vocabulary.product)
         self._slots = None
         if self.sampled:
             width = self.heads.config.vocab_size if ids_W is None else len(ids_W)
@@ -194,10 +194,12 @@ class MedusaProposer(Drafter):
         """
         return self._target.compute_logits(features_ND.to(self.dtype))  # type: ignore[operator]
 
-    def _new_map(self, size: int) -> TokenMap:
+    def _new_vocabulary(self, size: int) -> DraftVocabulary:
         cpu = self.device.type == "cpu"
         own = self.heads.config.lm_head == "own"
-        return TokenMap(size, self.heads.config.vocab_size, packed_linear, whole=cpu and not own)
+        return DraftVocabulary(
+            size, self.heads.config.vocab_size, packed_linear, whole=cpu and not own
+        )
 
     def propose(
         self,
@@ -280,7 +282,7 @@ class MedusaProposer(Drafter):
     def _meet(self, request: Any) -> Traits:
         """Of vLLM's state of a request that is new here."""
         asked = request.sampling_params
-        self.token_map.observe([request.prompt_token_ids or ()])
+        self.draft_vocabulary.observe([request.prompt_token_ids or ()])
         return (
             Traits() if asked is None else Traits(asked.seed, asked.structured_outputs is not None)
         )
@@ -333,9 +335,9 @@ class MedusaProposer(Drafter):
                 where nothing was drafted one.
         """
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
-        self.token_map.observe(sampled_token_ids)
-        if self.token_map.due:
-            self._refresh_token_map()
+        self.draft_vocabulary.observe(sampled_token_ids)
+        if self.draft_vocabulary.due:
+            self._refresh_vocabulary()
         if self.choose:
             self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
         accepted = [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
@@ -401,7 +403,7 @@ class MedusaProposer(Drafter):
         """
         temperature = float(settings.get("draft_temperature", self.draft_temperature))
         count = int(settings.get("num_drafts", self.num_drafts))
-        size = int(settings.get("draft_vocab", self.token_map.size))
+        size = int(settings.get("draft_vocab", self.draft_vocabulary.size))
         memory_bytes = int(settings.get("memory_bytes", self._memory_bytes))
         stop_below = float(settings.get("stop_below", self._stop_below))
         known = Drafting.__annotations__
@@ -428,9 +430,9 @@ class MedusaProposer(Drafter):
                 expected="a number of tokens, and heads that share the actor's lm_head",
                 do="Set engine.draft_vocab=0.",
             )
-        if size != self.token_map.size:
-            self.token_map = self._new_map(size)
-            self._refresh_token_map()
+        if size != self.draft_vocabulary.size:
+            self.draft_vocabulary = self._new_vocabulary(size)
+            self._refresh_vocabulary()
         # What was learned about costs stays when the choice is switched off and on again.
         self.num_drafts, self.choose = count, bool(settings.get("choose", self.choose))
         self._step_began = None
@@ -442,7 +444,7 @@ class MedusaProposer(Drafter):
         self._core.use_temperature(temperature)
         if memory_bytes != self._memory_bytes:
             self.memory = self._new_memory(memory_bytes) if memory_bytes else None
-        size = self.token_map.size
+        size = self.draft_vocabulary.size
         held = Drafting(
             num_drafts=count,
             sampled=self.sampled,
@@ -479,7 +481,7 @@ class MedusaProposer(Drafter):
         if self.memory is not None:
             self.memory.new_policy()
         self._forget_pairs()
-        self._refresh_token_map()
+        self._refresh_vocabulary()
 
     def _forget_pairs(self) -> None:
         """Keys and values of other heads, or of another actor."""
@@ -489,9 +491,11 @@ class MedusaProposer(Drafter):
             self._written.forget()
 
     @torch.inference_mode()
-    def _refresh_token_map(self) -> None:
+    def _refresh_vocabulary(self) -> None:
         weight_VD = lm_head_weight(self._target, self.heads.config.vocab_size)
-        self.token_map.refresh(self._lm_head, self.hidden_size, self.dtype, self.device, weight_VD)
+        self.draft_vocabulary.refresh(
+            self._lm_head, self.hidden_size, self.dtype, self.device, weight_VD
+        )
         self._use_vocabulary()
 
     def swap(self, path: str, version: int, checked: Checked | None = None) -> str:
@@ -521,7 +525,7 @@ class MedusaProposer(Drafter):
         self._core.load()
         self._forget_pairs()
         self.chooser.heads_changed()
-        self._refresh_token_map()
+        self._refresh_vocabulary()
         views = heads.trainable_views()
         sums = zip(
             views,
@@ -567,7 +571,7 @@ class MedusaProposer(Drafter):
             self._embedding(),
             self.dtype,
             self.draft_temperature,
-            self.token_map.ids_W,
+            self.draft_vocabulary.ids_W,
             eighths,
         )
         return find_difference(draft, state, config, fixed, plain)

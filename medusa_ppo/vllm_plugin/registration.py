@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Mend vLLM's CPU sampler and bring our proposer; harmless when called again.
+    """Patch vLLM's CPU sampler and bring our proposer; harmless when called again.
 
     With a version of vLLM that is refused nothing is touched, so that other users of that vLLM are
     left in peace; our own engines and worker extension refuse to start there (`require_active`).
@@ -41,7 +41,7 @@ def activate() -> None:
 
 
 def require_active() -> list[str]:
-    """Names of the mends that are active in this process.
+    """Names of the patches that are active in this process.
 
     Raises:
         UnsupportedVersionError: our plug-in isn't active here; vLLM only logs a plug-in that fails
@@ -60,4 +60,4 @@ def require_active() -> list[str]:
                 " medusa_ppo to it."
             ),
         )
-    return list(INSTALLED.mends)
+    return list(INSTALLED.patches)

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from heads.errors import LossyError
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
 from medusa_ppo.vllm_plugin.worker_calls import HEADS, SAMPLED
 
 CUSTOM_CLASS = "medusa_ppo.vllm_plugin.drafter.CustomClass"
 """What vLLM is told to import where it has no Medusa."""
+LOSSLESS = ("standard", "block")
+"""Rules by which vLLM may accept drafts without another distribution of what is sampled."""
 
 
 def speculation(folder: str, drafts: int, *, sampled: bool) -> dict[str, Any]:
@@ -50,3 +53,24 @@ def heads_folder(vllm_config: Any) -> str:
         and speculative.model == CUSTOM_CLASS
     )
     return str((vllm_config.additional_config or {}).get(HEADS, "")) if ours else ""
+
+
+def refuse_lossy_rule(rule: str) -> None:
+    """LossyError for a rule by which drafts would change what is sampled, whoever started the
+    engine: PPO would learn from log-probs of another distribution. vLLM 0.33 has "fly", and all
+    releases have "synthetic".
+    """
+    if rule not in LOSSLESS:
+        raise LossyError(
+            "This acceptance rule changes the distribution of the sampled tokens.",
+            given=f"rejection_sample_method={rule}",
+            expected=" or ".join(LOSSLESS),
+            do="Leave rejection_sample_method out of vLLM's speculative configuration.",
+        )
+
+
+def rule_of(speculative_config: Any) -> str:
+    """The acceptance rule of vLLM's speculative configuration. Releases before it could be chosen
+    have the first of `LOSSLESS` alone.
+    """
+    return str(getattr(speculative_config, "rejection_sample_method", LOSSLESS[0]))

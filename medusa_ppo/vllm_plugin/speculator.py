@@ -22,16 +22,19 @@ import torch
 import vllm.v1.worker.gpu.model_runner as v2_runner
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from heads.errors import ConfigError
 from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
-from medusa_ppo.vllm_plugin.patches import refuse_lossy_rule
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
-from medusa_ppo.vllm_plugin.speculation import heads_folder
+from medusa_ppo.vllm_plugin.speculation import heads_folder, refuse_lossy_rule, rule_of
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
+
+CUTS_ASK_FOR_V = "vocab_size" in inspect.signature(SamplingStates.get_top_k_top_p).parameters
+"""From 0.33 on. Looked up once: `_cuts` runs between two steps."""
 
 
 class HeldHeads(MedusaProposer):
@@ -237,16 +240,10 @@ class MedusaSpeculator(DraftModelSpeculator):
     def _cuts(
         self, slots_B: torch.Tensor, slots: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """top-k and top-p of each request, None where none has any. (From 0.33 on vLLM says more,
-        and asks for V.)
-        """
+        """top-k and top-p of each request, None where none has any. (vLLM 0.33 says more.)"""
         if self.states is None:
             return None, None
-        more = (
-            (self.vocab_size,)
-            if "vocab_size" in inspect.signature(self.states.get_top_k_top_p).parameters
-            else ()
-        )
+        more = (self.vocab_size,) if CUTS_ASK_FOR_V else ()
         top_k_B, top_p_B, *_ = self.states.get_top_k_top_p(slots_B, slots, *more)
         return top_k_B, top_p_B
 
@@ -281,7 +278,7 @@ def with_our_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: torch.device, *args: Any) -> Any:
         if heads_folder(vllm_config):
-            refuse_lossy_rule(vllm_config.speculative_config)
+            refuse_lossy_rule(rule_of(vllm_config.speculative_config))
             return MedusaSpeculator(vllm_config, device, *args)
         return original(vllm_config, device, *args)
 

@@ -20,9 +20,8 @@ from vllm.platforms import current_platform
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from medusa_ppo.vllm_plugin.drafter import Drafter, drafter_of
-from medusa_ppo.vllm_plugin.patches import refuse_lossy_rule
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
-from medusa_ppo.vllm_plugin.speculation import heads_folder
+from medusa_ppo.vllm_plugin.speculation import heads_folder, refuse_lossy_rule, rule_of
 
 
 def is_native(folder: str | Path) -> bool:
@@ -47,7 +46,7 @@ def with_our_proposer(original: Callable[..., None]) -> Callable[..., None]:
         stock: Any = getattr(self, "drafter", None)
         folder = heads_folder(stock.vllm_config) if type(stock) is Drafter else ""
         if folder and is_native(folder):
-            refuse_lossy_rule(stock.spec_config)
+            refuse_lossy_rule(rule_of(stock.spec_config))
             self.drafter = MedusaProposer(stock.vllm_config, self.device)
 
     return __init__

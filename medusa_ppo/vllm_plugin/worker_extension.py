@@ -44,14 +44,14 @@ class MedusaWorker:
     @reports_errors
     def medusa_plugin_report(self) -> dict[str, Any]:
         """Proof that our plug-in is active in this very process."""
-        mends = require_active()
+        patches = require_active()
         forget_registration()  # Every engine of ours asks for this report when it starts.
         drafter = self._medusa_drafter()
         return {
             "pid": os.getpid(),
             "vllm": vllm_version(),
             "torch": str(torch.__version__),
-            "mends": mends,
+            "patches": patches,
             "drafter": type(drafter).__name__ if drafter else "",
             "kind": drafter.heads.config.kind if drafter else "",
             "max_drafts": drafter.num_speculative_tokens if drafter else 0,

@@ -1,4 +1,4 @@
-"""What tests/robustness/fuzz.py once found stays mended; needs no hypothesis."""
+"""What tests/robustness/fuzz.py once found stays fixed; needs no hypothesis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bench(fuzz: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any
 @pytest.mark.parametrize(
     "entry", FOUND, ids=[f"{entry['target']}: {entry['what']}" for entry in FOUND]
 )
-def test_what_was_found_stays_mended(
+def test_what_was_found_stays_fixed(
     fuzz: dict[str, Any], bench: Any, entry: dict[str, Any]
 ) -> None:
     fuzz["attempt"](bench, entry["target"], entry["case"])

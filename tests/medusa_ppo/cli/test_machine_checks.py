@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from medusa_ppo.cli import machine_checks
 from medusa_ppo.cli.app import app
 from medusa_ppo.engines.probe import tiny_model
-from medusa_ppo.vllm_plugin.hook_table import Finding
+from medusa_ppo.vllm_plugin.hook_table import HookCheck
 
 
 def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
@@ -45,7 +45,7 @@ def test_each_hook_is_one_line_and_one_that_vanished_names_the_release_that_had_
 ) -> None:
     faults = ("", "missing; vLLM 0.31 had it")
     rows = [
-        asdict(Finding("drafts", "vllm.a:B.c", "V1", "0.24 to 0.32", "run on CPU", fault))
+        asdict(HookCheck("drafts", "vllm.a:B.c", "V1", "0.24 to 0.32", "run on CPU", fault))
         for fault in faults
     ]
     monkeypatch.setattr(machine_checks, "_python", lambda *arguments: (True, json.dumps(rows)))

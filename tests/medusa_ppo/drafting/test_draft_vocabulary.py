@@ -11,37 +11,37 @@ import torch.nn.functional as F
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling
-from medusa_ppo.drafting.products import TokenMap
+from medusa_ppo.drafting.products import DraftVocabulary
 
 D, V, K, B, W = 8, 40, 3, 6, 5
 
 
-def counted(size: int, frequent: list[int]) -> TokenMap:
-    token_map = TokenMap(size, V)
-    token_map.observe([frequent * 4, [-1, 0], []])
-    return token_map
+def counted(size: int, frequent: list[int]) -> DraftVocabulary:
+    vocabulary = DraftVocabulary(size, V)
+    vocabulary.observe([frequent * 4, [-1, 0], []])
+    return vocabulary
 
 
 def refreshed(
-    token_map: TokenMap, lm_head_VD: torch.Tensor, bias_V: torch.Tensor | None = None
-) -> TokenMap:
-    token_map.refresh(
+    vocabulary: DraftVocabulary, lm_head_VD: torch.Tensor, bias_V: torch.Tensor | None = None
+) -> DraftVocabulary:
+    vocabulary.refresh(
         lambda f: F.linear(f, lm_head_VD, bias_V), D, lm_head_VD.dtype, torch.device("cpu")
     )
-    return token_map
+    return vocabulary
 
 
 def test_the_map_is_the_most_frequent_tokens_and_follows_the_rollouts() -> None:
     lm_head_VD = torch.randn(V, D)
-    token_map = refreshed(counted(W, [3, 9, 11, 30, 31]), lm_head_VD)
-    assert token_map.ids_W is not None and token_map.ids_W.tolist() == [3, 9, 11, 30, 31]
-    token_map.observe([[5, 6, 7, 8, 39] * 20])
-    assert refreshed(token_map, lm_head_VD).ids_W.tolist() == [5, 6, 7, 8, 39]
+    vocabulary = refreshed(counted(W, [3, 9, 11, 30, 31]), lm_head_VD)
+    assert vocabulary.ids_W is not None and vocabulary.ids_W.tolist() == [3, 9, 11, 30, 31]
+    vocabulary.observe([[5, 6, 7, 8, 39] * 20])
+    assert refreshed(vocabulary, lm_head_VD).ids_W.tolist() == [5, 6, 7, 8, 39]
 
 
 def test_no_map_before_enough_was_counted_and_none_for_a_whole_vocabulary() -> None:
     lm_head_VD = torch.randn(V, D)
-    few = TokenMap(W, V)
+    few = DraftVocabulary(W, V)
     few.observe([[1, 2, 3]])
     assert refreshed(few, lm_head_VD).ids_W is None
     for size in (0, V, V + 1):
@@ -49,28 +49,30 @@ def test_no_map_before_enough_was_counted_and_none_for_a_whole_vocabulary() -> N
 
 
 def test_the_first_map_is_due_once_enough_was_counted() -> None:
-    token_map = TokenMap(W, V)
-    token_map.observe([[1] * (2 * W - 1)])
-    assert not token_map.due
-    token_map.observe([[2, -1]])
-    assert token_map.due
-    refreshed(token_map, torch.randn(V, D))
-    token_map.observe([[3] * 50])
-    assert not token_map.due and not TokenMap(0, V).due, "later ones come with new heads and actors"
+    vocabulary = DraftVocabulary(W, V)
+    vocabulary.observe([[1] * (2 * W - 1)])
+    assert not vocabulary.due
+    vocabulary.observe([[2, -1]])
+    assert vocabulary.due
+    refreshed(vocabulary, torch.randn(V, D))
+    vocabulary.observe([[3] * 50])
+    assert not vocabulary.due and not DraftVocabulary(0, V).due, (
+        "later ones come with new heads and actors"
+    )
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_its_rows_are_those_of_the_product_that_serves_now(with_bias: bool) -> None:
     torch.manual_seed(0)
-    token_map = counted(W, [3, 9, 11, 30, 31])
+    vocabulary = counted(W, [3, 9, 11, 30, 31])
     for _ in range(2):  # the second time after an actor sync
         lm_head_VD = torch.randn(V, D, dtype=torch.float64)
         bias_V = torch.randn(V, dtype=torch.float64) if with_bias else None
-        refreshed(token_map, lm_head_VD, bias_V)
+        refreshed(vocabulary, lm_head_VD, bias_V)
         features_ND = torch.randn(7, D, dtype=torch.float64)
         whole_NV = F.linear(features_ND, lm_head_VD, bias_V)
         assert torch.allclose(
-            token_map.product(features_ND), whole_NV[:, token_map.ids_W], atol=1e-12
+            vocabulary.product(features_ND), whole_NV[:, vocabulary.ids_W], atol=1e-12
         )
 
 
@@ -82,10 +84,10 @@ def test_drafts_come_from_the_map_and_q_is_exact(kind: str) -> None:
         parameter.copy_(torch.randn_like(parameter))
     hidden_BD, lm_head_VD, table_VD = (torch.randn(n, D, dtype=torch.float64) for n in (B, V, V))
     last_B = torch.randint(V, (B,))
-    token_map = refreshed(counted(W, [3, 9, 11, 30, 31]), lm_head_VD)
-    ids_W = token_map.ids_W
+    vocabulary = refreshed(counted(W, [3, 9, 11, 30, 31]), lm_head_VD)
+    ids_W = vocabulary.ids_W
     core = DraftingCore(heads, lambda f: f @ lm_head_VD.T, lambda ids_B: table_VD[ids_B])
-    core.use_vocabulary(ids_W, token_map.product)
+    core.use_vocabulary(ids_W, vocabulary.product)
 
     def whole(ids_BK: torch.Tensor) -> torch.Tensor:
         condition_BK = torch.cat([last_B[:, None], ids_BK[:, :-1]], dim=1)
@@ -107,17 +109,17 @@ def test_drafts_come_from_the_map_and_q_is_exact(kind: str) -> None:
 
 
 def test_an_lm_head_with_a_soft_cap_is_left_to_the_engine() -> None:
-    token_map = counted(W, [3, 9, 11, 30, 31])
+    vocabulary = counted(W, [3, 9, 11, 30, 31])
     lm_head_VD = 10 * torch.randn(V, D)
-    token_map.refresh(
+    vocabulary.refresh(
         lambda f: 5 * torch.tanh(F.linear(f, lm_head_VD) / 5), D, torch.float32, torch.device("cpu")
     )
-    assert token_map.ids_W is None and token_map.product is None
+    assert vocabulary.ids_W is None and vocabulary.product is None
 
 
 def test_all_rows_of_a_small_lm_head_are_held_where_asked_for() -> None:
     lm_head_VD = torch.randn(V, D)
     features_ND = torch.randn(3, D)
-    token_map = refreshed(TokenMap(0, V, whole=True), lm_head_VD)
-    assert token_map.ids_W is None
-    torch.testing.assert_close(token_map.product(features_ND), F.linear(features_ND, lm_head_VD))
+    vocabulary = refreshed(DraftVocabulary(0, V, whole=True), lm_head_VD)
+    assert vocabulary.ids_W is None
+    torch.testing.assert_close(vocabulary.product(features_ND), F.linear(features_ND, lm_head_VD))

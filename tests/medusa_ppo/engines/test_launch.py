@@ -162,10 +162,8 @@ def test_more_drafts_than_heads(model: Path, tmp_path: Path) -> None:
     "settings",
     [
         {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3},
-        {"synthetic_acceptance_rates": [0.9]},
         {"rejection_sample_method": "typical"},
-        {"posterior_threshold": 0.1},
-        {"spec_decoding_acceptance_method": "typical_acceptance_sampler"},
+        {"rejection_sample_method": "fly"},
     ],
 )
 def test_lossy_acceptance_is_refused(model: Path, settings: dict[str, Any]) -> None:
@@ -178,6 +176,8 @@ def test_lossy_acceptance_is_refused(model: Path, settings: dict[str, Any]) -> N
     ("extra", "name"),
     [
         ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"speculative_config": {"synthetic_acceptance_rates": [0.9]}}, "speculative_config"),
+        ({"speculative_config": {"posterior_threshold": 0.1}}, "speculative_config"),
         ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode"),
         ({"worker_extension_cls": "a.B"}, "worker_extension_cls"),
         ({"async_scheduling": True}, "async_scheduling"),
@@ -259,12 +259,12 @@ def test_errors_cross_the_transport_as_data() -> None:
     class Worker:
         @reports_errors
         def fails(self) -> dict[str, Any]:
-            raise CheckpointError("Broken.", given=3, expected="4", do="Mend it.")
+            raise CheckpointError("Broken.", given=3, expected="4", do="Correct it.")
 
     answer = json.loads(json.dumps(Worker().fails()))
     with pytest.raises(CheckpointError, match="Broken") as caught:
         first_of([answer])
-    assert (caught.value.given, caught.value.do) == ("3", "Mend it.")
+    assert (caught.value.given, caught.value.do) == ("3", "Correct it.")
     with pytest.raises(EngineError):
         raise_reported(
             {

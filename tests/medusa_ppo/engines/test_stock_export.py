@@ -118,7 +118,7 @@ def export(actor: Any, tmp_path_factory: pytest.TempPathFactory) -> Export:
 
 
 def test_pure_stock_vllm_accepts_what_replay_says(actor: Any, export: Export) -> None:
-    """A process without our plug-in, greedy (without our mends its CPU build samples wrongly),
+    """A process without our plug-in, greedy (without our patches its CPU build samples wrongly),
     against the replay of the same tokens.
     """
     prompts = actor.prompts
@@ -151,7 +151,7 @@ def test_pure_stock_vllm_accepts_what_replay_says(actor: Any, export: Export) ->
 def test_stock_heads_at_temperature_1_accept_what_replay_says(
     actor: Any, export: Export, engine_config: EngineConfig
 ) -> None:
-    """vLLM's own Medusa module with its CPU sampler mended, against the replay of responses that
+    """vLLM's own Medusa module with its CPU sampler patched, against the replay of responses that
     transformers wrote, and of its own.
     """
     plain = plan_launch(actor.path, None, engine_config, 0)

@@ -30,8 +30,7 @@ from medusa_ppo.engines.pieces import UNFINISHED, Partly, SharedMemory
 from medusa_ppo.engines.probe import Uniformity
 from medusa_ppo.engines.rollout_engine import check_state
 from medusa_ppo.runtime import files
-from medusa_ppo.vllm_plugin import installation, v1_runner
-from medusa_ppo.vllm_plugin import patches as mends
+from medusa_ppo.vllm_plugin import installation, patches, v1_runner
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, release, vllm_version
 from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
@@ -44,7 +43,7 @@ pytestmark = pytest.mark.engine
 # speculation ends in a TypeError.
 stock_speculates = pytest.mark.skipif(
     release(vllm_version()) < (0, 26) or not has_medusa(vllm_version()),
-    reason="vLLM's CPU build of this release can't without mends, or has no Medusa",
+    reason="vLLM's CPU build of this release can't without patches, or has no Medusa",
 )
 GREEDY = Sampling(temperature=0.0, max_new_tokens=64, ignore_eos=True)
 
@@ -76,7 +75,7 @@ def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine) -> N
     assert report["pid"] == os.getpid()
     assert report["drafter"] == "MedusaProposer"
     assert {"temperatures of drafts", "top-k without drafts", "small AMX products"} <= set(
-        report["mends"]
+        report["patches"]
     )
 
 
@@ -101,7 +100,7 @@ def test_greedy_tokens_are_the_same_with_and_without_drafting(
 
 
 @contextmanager
-def unmended() -> Iterator[None]:
+def unpatched() -> Iterator[None]:
     """vLLM as it comes, under the running engine; our proposer stays with its heads."""
     installation.uninstall()
     try:
@@ -145,7 +144,7 @@ def test_without_the_mend_the_same_statistic_fails(
 ) -> None:
     sampling = SETTINGS["T=0.7"]
     sampling = Sampling(sampling.temperature, max_new_tokens=32, ignore_eos=True)
-    with unmended(), monkeypatch.context() as patch:
+    with unpatched(), monkeypatch.context() as patch:
         patch.setattr(
             "medusa_ppo.engines.rollout_engine.math.isfinite", lambda value: True
         )  # It gives tokens a probability of 0, too.
@@ -175,7 +174,10 @@ def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: A
     ends = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError):
         original(empty.clone(), ends, metadata)
-    assert mends.rejection_sampler.apply_sampling_constraints(empty, ends, metadata).shape == (0, 8)
+    assert patches.rejection_sampler.apply_sampling_constraints(empty, ends, metadata).shape == (
+        0,
+        8,
+    )
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -346,7 +348,7 @@ def test_top_k_beside_a_draft_vocabulary(engine: ColocatedEngine, actor: Actor) 
 
 def test_seeds_survive_chunked_prefill(engine: ColocatedEngine, actor: Actor) -> None:
     """More prompt tokens than one step takes: on the CPU build a seeded request there dies without
-    the mend.
+    the patch.
     """
     long = [prompt * 4 for prompt in actor.prompts if len(prompt) < 100][:24]
     limit = engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens

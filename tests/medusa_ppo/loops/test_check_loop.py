@@ -56,7 +56,7 @@ def broken(change: Callable[[dict[str, Any]], Any]) -> list[str]:
     return [finding.name for finding in judge(seen) if not finding.ok]
 
 
-def test_a_right_loop_has_nothing_to_mend():
+def test_a_right_loop_has_nothing_to_correct():
     assert [finding.name for finding in judge(SEEN)] == NAMES and not broken(lambda seen: None)
 
 

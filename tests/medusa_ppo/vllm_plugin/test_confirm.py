@@ -10,7 +10,7 @@ import torch
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.core import DraftingCore
-from medusa_ppo.drafting.products import TokenMap, plain_linear
+from medusa_ppo.drafting.products import DraftVocabulary, plain_linear
 from medusa_ppo.vllm_plugin.confirm import Plain, find_difference, fixed_inputs, fixed_sampling
 
 D, V, K = 32, 60, 3
@@ -42,7 +42,7 @@ class ConfirmScene:
         self.lm_head_VD = torch.randn(V, D).to(dtype)
         self.table_VD = torch.randn(V, D).to(dtype)
         self.heads = self.random(1)
-        self.token_map: TokenMap | None = None
+        self.draft_vocabulary: DraftVocabulary | None = None
 
     def random(self, seed: int, scale: float = 0.1) -> MedusaHeads:
         torch.manual_seed(seed)
@@ -69,8 +69,8 @@ class ConfirmScene:
         pack = plain_linear if native else lambda weight: plain_linear(weight.float())
         core = DraftingCore(packed_from or self.heads, self.logits, self.embed, pack)
         core.use_temperature(temperature)
-        ids_W = self.token_map.ids_W if self.token_map else None
-        core.use_vocabulary(ids_W, self.token_map.product if self.token_map else None)
+        ids_W = self.draft_vocabulary.ids_W if self.draft_vocabulary else None
+        core.use_vocabulary(ids_W, self.draft_vocabulary.product if self.draft_vocabulary else None)
         seen = core.fused.seen(*fixed) if self.config.context else None
         draft = core.draft(
             fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1], K, fixed_sampling(K, CPU), seen
@@ -150,9 +150,9 @@ def test_own_lm_heads_and_a_draft_vocabulary() -> None:
     own = ConfirmScene("medusa", lm_head="own")
     assert own.verdict(own.heads.trainable_state()) == ""
     mapped = ConfirmScene("hydra")
-    mapped.token_map = TokenMap(10, V)
-    mapped.token_map.observe([list(range(10)) * 3])
-    mapped.token_map.refresh(mapped.logits, D, torch.float32, CPU)
+    mapped.draft_vocabulary = DraftVocabulary(10, V)
+    mapped.draft_vocabulary.observe([list(range(10)) * 3])
+    mapped.draft_vocabulary.refresh(mapped.logits, D, torch.float32, CPU)
     assert mapped.verdict(mapped.heads.trainable_state()) == ""
     assert mapped.verdict(mapped.random(2).trainable_state())
 

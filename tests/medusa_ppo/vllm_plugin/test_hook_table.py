@@ -45,3 +45,21 @@ def test_a_release_that_was_never_seen_is_held_against_the_newest(
 def test_hooks_of_the_cpu_concern_no_other_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hook_table, "is_cpu_build", lambda: False)
     assert {found.runner for found in hook_table.compare()} == {"V1"}
+
+
+def test_an_attribute_that_is_set_no_more_is_named() -> None:
+    """What objects have and their class has not: vLLM would end with an AttributeError at the
+    first draft.
+    """
+    batch = "vllm.v1.worker.gpu_input_batch"
+    hooks = (
+        Hook("there", batch, "InputBatch.__init__", attributes=("token_ids_cpu",)),
+        Hook("gone", batch, "InputBatch.__init__", attributes=("token_ids_cpu", "moon_phase")),
+    )
+    (fault,) = check_hooks(hooks)
+    assert "no attribute moon_phase" in fault and "token_ids_cpu" not in fault
+
+
+@pytest.mark.parametrize("name", ["token_ids_cpu", "prefill_token_ids"])
+def test_what_copying_reads_is_in_the_table(name: str) -> None:
+    assert any(name in (*hook.attributes, *hook.parameters) for hook in hook_table.HOOKS)

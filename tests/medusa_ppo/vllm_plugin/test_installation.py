@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from heads.errors import UnsupportedVersionError
-from medusa_ppo.vllm_plugin import installation, registration, v1_runner, vllm_versions
-from medusa_ppo.vllm_plugin import patches as mends
+from medusa_ppo.vllm_plugin import installation, patches, registration, v1_runner, vllm_versions
 
 
 def test_install_is_done_once_and_undone_completely() -> None:
     installation.uninstall()
     stock = v1_runner.model_runner.GPUModelRunner.__init__
-    forward = mends.rejection_sampler.RejectionSampler.forward
+    forward = patches.rejection_sampler.RejectionSampler.forward
     with pytest.raises(UnsupportedVersionError, match="not active"):
         registration.require_active()
     try:
@@ -20,11 +19,11 @@ def test_install_is_done_once_and_undone_completely() -> None:
         registration.register()
         assert registration.require_active()
         assert v1_runner.model_runner.GPUModelRunner.__init__ is not stock
-        assert mends.rejection_sampler.RejectionSampler.forward is not forward
+        assert patches.rejection_sampler.RejectionSampler.forward is not forward
     finally:
         installation.uninstall()
     assert v1_runner.model_runner.GPUModelRunner.__init__ is stock
-    assert mends.rejection_sampler.RejectionSampler.forward is forward
+    assert patches.rejection_sampler.RejectionSampler.forward is forward
     registration.register()
 
 

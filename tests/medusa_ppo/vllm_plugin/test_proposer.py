@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 from medusa_ppo.drafting.memory import prompt_key
-from medusa_ppo.drafting.products import TokenMap
+from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import DraftSlots, Seating
 from medusa_ppo.drafting.stopping import Stopping
@@ -63,7 +63,7 @@ class ProposerStep:
         proposer.fed = True
         proposer.draft_temperature = 1.0
         proposer.heads = heads
-        proposer.token_map = TokenMap(0, 0)
+        proposer.draft_vocabulary = DraftVocabulary(0, 0)
         proposer._untrained = False
         proposer._core = DraftingCore(heads, self.logits, lambda ids_B: self.table_VD[ids_B])
         proposer._lm_head = self.logits
@@ -217,9 +217,9 @@ def test_top_k_counts_in_the_vocabulary_not_in_the_drafts() -> None:
     step = ProposerStep(4)
     keys = ["0", "1", "2", "3"]
     proposer = step.proposer
-    proposer.token_map = TokenMap(4, V)
-    proposer.token_map.observe([[1, 3, 5, 7] * 3])
-    proposer._refresh_token_map()
+    proposer.draft_vocabulary = DraftVocabulary(4, V)
+    proposer.draft_vocabulary.observe([[1, 3, 5, 7] * 3])
+    proposer._refresh_vocabulary()
     ids_BK = step.propose(keys, 7, torch.tensor([V, 1, V, 3], dtype=torch.int32))
     assert torch.isin(ids_BK, torch.tensor([1, 3, 5, 7])).all()
     rows_B = proposer._slots.rows_S[proposer._seats.slots_B]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from heads.errors import UnsupportedVersionError
+from heads.errors import LossyError, UnsupportedVersionError
 from medusa_ppo.vllm_plugin import speculation
 
 
@@ -43,4 +43,16 @@ def test_a_class_that_nothing_took_the_place_of_says_so() -> None:
     with pytest.raises(UnsupportedVersionError, match="additional_config"):
         getattr(importlib.import_module(module), name)(config).propose(
             [[1]], None, None, slot_mappings=None
+        )
+
+
+@pytest.mark.parametrize("rule", ["fly", "synthetic", "typical"])
+def test_a_lossy_rule_is_refused_whoever_started_the_engine(rule: str) -> None:
+    for lossless in ("standard", "block"):
+        config = SimpleNamespace(rejection_sample_method=lossless)
+        speculation.refuse_lossy_rule(speculation.rule_of(config))
+    speculation.refuse_lossy_rule(speculation.rule_of(SimpleNamespace()))
+    with pytest.raises(LossyError, match=rule):
+        speculation.refuse_lossy_rule(
+            speculation.rule_of(SimpleNamespace(rejection_sample_method=rule))
         )

@@ -1,5 +1,5 @@
-"""Mends of vLLM on stand-ins for what they mend: those of older releases hold with every release
-that is installed.
+"""Patches of vLLM on stand-ins for what they replace: those of older releases hold with every
+release that is installed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import pytest
 import torch
 from vllm.v1.sample.sampler import Sampler
 
-from heads.errors import LossyError
 from medusa_ppo.drafting.verify import DraftRows
 from medusa_ppo.vllm_plugin.patches import (
     _gather_logprobs,
     drafts_as_lists,
     kind_of_heads_known,
-    refuse_lossy_rule,
 )
 
 
@@ -66,11 +64,3 @@ def test_our_kinds_of_heads_are_medusa_to_vllm(given: str, seen: str) -> None:
 
     assert kind_of_heads_known(original)(SimpleNamespace(model_type=given)).model_type == seen
     assert asked == [seen]
-
-
-@pytest.mark.parametrize("rule", ["fly", "synthetic", "typical"])
-def test_a_lossy_rule_is_refused_whoever_started_the_engine(rule: str) -> None:
-    for lossless in ("standard", "block"):
-        refuse_lossy_rule(SimpleNamespace(rejection_sample_method=lossless))
-    with pytest.raises(LossyError, match=rule):
-        refuse_lossy_rule(SimpleNamespace(rejection_sample_method=rule))
