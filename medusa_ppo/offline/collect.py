@@ -20,6 +20,8 @@ from medusa_ppo.reports.run_files import LOGPROBS, PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.runtime.console import Advance
 from medusa_ppo.runtime.data import Row
 
+# A round is one call of the engine and one file to go on from: large enough to keep the engine's
+# batch full, small enough that an interruption loses little.
 PROMPTS_PER_ROUND = 128
 ASSISTANT = "assistant"
 
@@ -146,6 +148,8 @@ def samples_from_texts(
 def _windows(
     text: str, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int
 ) -> list[Sample]:
+    # Windows are cut below; `verbose` would warn of every text that is longer than the model's
+    # context.
     ids = tuple(tokenizer(text, truncation=False, verbose=False).input_ids)
     # The first token of a window was the last one of the window before.
     windows = [ids[start : start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
@@ -203,9 +207,11 @@ def split_samples(
         written[sample.prompt] += sample.written
     held: set[int] = set()
     tokens = 0
+    # A generator of its own: a training that goes on must hold out the same prompts.
     for index in torch.randperm(
         len(prompts), generator=torch.Generator().manual_seed(seed)
     ).tolist():
+        # One prompt is held out however small the fraction: without any nothing can be judged.
         if held and (len(held) >= math.floor(fraction * len(prompts)) or tokens >= most_tokens):
             break
         held.add(prompts[index])
@@ -338,6 +344,7 @@ def _common_prefix(left: str, right: str) -> int:
 def _render(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int, *, answer: bool = False
 ) -> str:
+    # Templates read messages[0], and fail on nothing.
     if not messages:
         return ""
     try:
@@ -364,12 +371,19 @@ def _chat_sample(
 ) -> Sample | None:
     """Tokens of a text, and the stretches of them that lie in the turns."""
     encoded = tokenizer(
-        text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+        # The template has written the special tokens into the text already.
+        text,
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        truncation=False,
+        verbose=False,
     )
     ids = tuple(encoded["input_ids"][:max_length])
     starts = [start for start, _ in encoded["offset_mapping"][:max_length]]
     spans = []
     for begin, end in turns:
+        # A token needs one before it, whose state predicts it; so the text's very first token is
+        # none.
         inside = [i for i, start in enumerate(starts) if begin <= start < end and i > 0]
         if not inside:
             continue
@@ -440,6 +454,7 @@ def _logprobs(row: Row, number: int, length: int) -> tuple[float, ...] | None:
     if (
         not isinstance(found, list)
         or len(found) != length
+        # NaN is not <= 0 either.
         or not all(isinstance(p, float | int) and p <= 0 for p in found)
     ):
         raise _bad(row, LOGPROBS, number, f"{length} numbers, none above 0")
@@ -453,6 +468,8 @@ def _check_sampling(row: Row, number: int, temperature: float) -> None:
         "top_k": (0, "0: heads are trained for plain sampling"),
     }
     for name, (wanted, meaning) in plain.items():
+        # Log-probs of a cut distribution are not those of the one that is drawn from later: heads
+        # would learn, and be judged, against the wrong p.
         if row.get(name) is not None and row[name] != wanted:
             raise _bad(row, name, number, f"{wanted} ({meaning})")
 

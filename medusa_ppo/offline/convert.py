@@ -93,6 +93,7 @@ def open_base_model(name: str) -> BaseModel:
             do="Correct --model.",
         )
     lm_head_VD = base_lm_head(open_files(model_files(folder), is_output_table), config)
+    # A model whose table is elsewhere would otherwise fail much later, in a message of torch's.
     if lm_head_VD is None:
         given = f"{name}: no lm_head.weight, and no embedding table that is tied to it"
         do = "Load the model with transformers and save it again."
@@ -126,8 +127,10 @@ def write_full_model(
             expected="*.safetensors",
             do="Save the model again.",
         )
+    # Weights are copied below under new names; an index would name the old ones.
     for path in sorted(base.folder.iterdir()):
         if path.is_file() and not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
+            # A link must not bring in a file from outside the folder.
             shutil.copyfile(file_inside(base.folder, path.name), out / path.name)
     # transformers takes a lone model.safetensors for the whole model, so the shards are numbered
     # anew with the heads as the last.
@@ -226,6 +229,7 @@ def convert(
             do=do,
         )
     refuse_unrepresentable(read.heads, to)
+    # Under another name until it is whole: an error leaves no half of a folder behind.
     with new_directory(target) as folder:
         notes = _write(read, folder, to, base, say)
     return Conversion(read.format, to, read.heads.config, (*read.notes, *notes))
@@ -261,6 +265,7 @@ def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
     notes: tuple[str, ...] = ()
     if base is not None:
         model_VD = base.lm_head_VD
+        # In the copy's own dtype: rounding alone is no difference.
         if lm_head_VD is not None and not torch.equal(lm_head_VD, model_VD.to(lm_head_VD.dtype)):
             notes = (
                 "The lm_head in the source is not the model's (a policy that moved on?): the"
@@ -296,6 +301,7 @@ def _write(
             torch.save(tensors, file)
             sync(file)
         sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        # FasterDecoding's loader finds the model by this key alone.
         known = {"base_model_name_or_path": read.base_model} if read.base_model else {}
         write_json(folder / "config.json", {**_counts(config, to), **sizes, **known})
         if not known:
@@ -316,6 +322,7 @@ def _write(
 def _write_native(read: FoundHeads, folder: Path) -> list[str]:
     heads = MedusaHeads(read.heads.config).to(read.heads.dtype)
     heads.load_trainable_state(read.heads.tensors)
+    # Heads that were native already keep their version, by which a run knows them.
     if read.native:
         metadata = read.native.metadata
         version = read.native.version

@@ -52,6 +52,8 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
 
     def factor(step: int) -> float:
         warm = min(1.0, (step + 1) / WARM_UP_STEPS)
+        # Behind `steps` the cosine would rise again, and the last part's steps may lie there: each
+        # batch of a part rounds its own up.
         return warm * max(
             LAST_FACTOR, 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps)))
         )
@@ -89,6 +91,7 @@ class TrainingWorker:
         self._team = team
         model = on_device(load_actor(options.model, compute_dtype(options.dtype)))
         reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
+        # Only the first worker judges; the others spare themselves the memory.
         self._holdout = read_all(reader, held_out, lambda *_: None) if rank == 0 else None
         self._states = HiddenStates(reader, training, options.cache_bytes, options.seed)
         self.groups = len(self._states.groups)
@@ -96,6 +99,7 @@ class TrainingWorker:
         self.lm_head_VD = lm_head_weight(model).detach().float().cpu()
         lm_head_VD = lm_head_weight(model).detach()
         embedding_VD = embedding_weight(model).detach()
+        # New heads draw from torch's own generator: all workers must begin with the same ones.
         torch.manual_seed(options.seed)
         shared = {name: getattr(options, name) for name in SHARED}
         self._trainer = HeadsTrainer(
@@ -250,11 +254,13 @@ class TrainingWorkers:
     ) -> None:
         size = options.workers
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        # Ray gives a process that reserves one CPU one thread, whatever the machine has.
         threads = max(1, len(os.sched_getaffinity(0)) // size)
         kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(WorkerHost)
         self._hosts = [kind.remote(rank, size, threads) for rank in range(size)]
         place = self._get(self._hosts[0].meet_here.remote())
         shared = ray.put(training)
+        # All at once: each waits in `start` until the others are there.
         self._get(
             [
                 host.start.remote(place, options, shared, held_out if not rank else [])
@@ -291,6 +297,7 @@ class TrainingWorkers:
         return self._first("state_dict")
 
     def load_state_dict(self, state: State) -> None:
+        # Put once and read by all; as an argument it would be copied for each of them.
         self._all("load_state_dict", ray.put(state))
 
     def close(self) -> None:

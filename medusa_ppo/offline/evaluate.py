@@ -107,6 +107,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         problem = "One-hot drafts are not mixed with a memory."
         do = "Add --draft sampled."
         raise ConfigError(problem, given=given, expected="--draft sampled", do=do)
+    # Heads of another model are refused before the engine starts. Of a hub's model the sizes are
+    # not here yet, and nothing is pulled just for them.
     model = AutoConfig.from_pretrained(options.model) if Path(options.model).exists() else None
     sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size} if model else {}
     folders = [Path(options.heads), *([options.compare] if options.compare else [])]
@@ -172,6 +174,7 @@ def _groups(options: EvalOptions, scene: Scene) -> list[PromptGroup]:
         raise DataError(problem, given=given, expected=expected, do="Name another --category.")
     groups = []
     for category, prompts in by_category.items():
+        # A replay counts response by response, so the calls may be as large as they like.
         size = PROMPTS_PER_ROUND
         if options.engine == "vllm":
             size = min(
@@ -202,12 +205,13 @@ def _generate(
         for temperature in options.every_temperature:
             sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens)
             if heads and options.earlier_responses:
-                engine.configure(
-                    memory_bytes=0
-                )  # What was said at another temperature is forgotten.
+                # What was said at another temperature is forgotten.
+                engine.configure(memory_bytes=0)
                 engine.configure(memory_bytes=MEMORY_BYTES)
             before = replace(sampling, responses_per_prompt=options.earlier_responses)
-            own = options.seed + len(groups)  # Other seeds than those of what is measured.
+            # Other seeds than those of what is measured: a memory of the very same responses would
+            # know them all.
+            own = options.seed + len(groups)
             ways = (
                 [("Earlier responses", earlier, before, own)] if options.earlier_responses else []
             )
@@ -254,6 +258,8 @@ def _replayed(
             for response in r.responses
             if response.token_ids
         ]
+        # Responses to one prompt are much alike, so the bootstrap draws whole prompts; within one
+        # category, so that its figures have units of their own.
         units: dict[tuple[str, int], int] = {}
         pairs = zip(of_each, [sample.prompt for sample in samples], strict=True)
         unit_S = torch.tensor([units.setdefault(pair, len(units)) for pair in pairs])
@@ -306,6 +312,7 @@ def _by_value(
     found = []
     for low, high in pairwise((*bounds, math.inf)):
         drafts, accepted = rows_M2[(values_M >= low) & (values_M < high)].sum(0).tolist()
+        # Expected counts are no whole numbers; of less than one draft a ratio says nothing.
         if drafts >= 1:
             name = f"{low:g} and more" if high == math.inf else f"{low:g} to {high:g}"
             found.append(
@@ -403,9 +410,9 @@ class Recalled:
         offered_TK = (
             torch.cat([torch.ones_like(taken_TK[:, :1]), taken_TK[:, :-1]], dim=1) * there_TK
         )
-        drawn = Drawn(
-            cells_TK, heads_TK, memory_TK, p_TK, offered_TK / p_TK.clamp_min(1e-30)
-        )  # They came from the policy itself.
+        # These tokens came from the policy itself, so p is what weighs them, not q.
+        weight_TK = offered_TK / p_TK.clamp_min(1e-30)
+        drawn = Drawn(cells_TK, heads_TK, memory_TK, p_TK, weight_TK)
         self.trust.learn(
             Drawn(*(part.flatten() for part in drawn)), offered_TK.flatten(), taken_TK.flatten()
         )
@@ -422,6 +429,7 @@ class Recalled:
             return torch.zeros(len(ids_T)), torch.zeros_like(ids_T)
         text_1X = torch.from_numpy(tokens)[None]
         weight_1P = torch.from_numpy(weights)[None]
+        # Row t is the suffix that stood before token t.
         tails_Tn = (
             torch.cat([torch.tensor(tail_of(prompt)), ids_T])
             .unfold(0, SUFFIX, 1)[: len(ids_T)]
@@ -440,6 +448,7 @@ class Recalled:
 
 def _counted(groups: Sequence[PromptGroup], rounds: Sequence[Rollouts]) -> MeasuredHeads:
     """vLLM's counters; the units are the calls, which are groups of prompts."""
+    # Where K is chosen, calls differ in their number of positions.
     accepted = list(zip_longest(*(r.counters.accepted_per_position for r in rounds), fillvalue=0))
     drafts = torch.tensor([r.counters.drafts for r in rounds], dtype=torch.float64)
     result = ReplayResult(

@@ -34,6 +34,7 @@ from medusa_ppo.offline.formats import (
 )
 from medusa_ppo.offline.picklefile import read_pickle_header, read_pickle_tensors
 
+# Each one is opened; a hostile folder could have millions.
 MAX_FILES = 1000
 PATTERNS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
 """Where a model's weights are, the first pattern with any file. Index files are not read: the
@@ -133,6 +134,7 @@ def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor 
     names = [
         name
         for name in files.header
+        # Heads may have tables of their own under such names.
         if name.endswith("lm_head.weight") and not name.startswith("medusa_head")
     ]
     tied = config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings"))
@@ -226,6 +228,7 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
     if heads_file.suffix == ".safetensors":
         raise _tgi(f"{path}: heads in {heads_file.name}, where FasterDecoding has {HEADS_FILE}")
     files = open_files([file_inside(folder, heads_file.name)])
+    # Whatever is no residual layer is an lm_head in this format; TGI's second format has none.
     own = any(name.endswith(".weight") and ".linear." not in name for name in files.header)
     if not own:
         raise _tgi(f"{path}: {heads_file.name} without an lm_head for each head")
@@ -253,6 +256,7 @@ def _read_model(
     def wanted(name: str) -> bool:
         return _stock(config) or name.startswith(prefixes) or is_output_table(name)
 
+    # Names are chosen by the headers: of a model of many gigabytes only heads and tables are read.
     files = open_files(model_files(folder), wanted)
     name = _full_format(files, config, folder)
     if name == "vllm":
@@ -325,6 +329,7 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
     keys = (*CLAIMS.get(name, NUMBERED_CLAIMS), "vocab_size", "hidden_size")
     for key in keys:
         value = values.get(key)
+        # `isinstance` would take True for 1.
         if value is not None and (type(value) is not int or not 0 < value <= 1 << 24):
             given = f"{key} {str(value)[:40]!r}"
             expected = "a positive whole number"
@@ -405,6 +410,7 @@ def _vllm_names(files: TensorFiles, shared: bool, where: str) -> dict[str, str]:
     """Name as vLLM understands it -> name in the file."""
     names: dict[str, str] = {}
     for source in files.header:
+        # As vLLM's own loader does, wherever in the name it stands.
         name = source.replace("medusa_heads.", "")
         parts = name.split(".")
         if len(parts) >= 3 and parts[0].isdigit() and parts[1].isdigit():

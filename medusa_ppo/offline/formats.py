@@ -206,6 +206,7 @@ def _indices(template: str, header: Header) -> list[tuple[int, int]]:
     pattern = re.compile(text)
     found = []
     for name in header:
+        # Names come from the file; none of ours is nearly so long.
         match = pattern.fullmatch(name) if len(name) < 100 else None
         if match:
             layer = int(match[2]) if pattern.groups > 1 else 0
@@ -228,6 +229,7 @@ def _check_counts(K: int, L: int, present: int, claims: Claims, own: bool, where
             f"Only the first of {L} layers is in the file: they were one repeated layer (tied), and"
             f" are written as {L} copies."
         )
+    # Without an lm_head's number nothing tells one tied layer from a wrong configuration.
     elif claims.num_layers not in (None, L) and present == 1 and not own:
         given = f"1 layer in the tensors, {claims.num_layers} in the configuration"
         raise _wrong(where, given, "the same number: tied layers look like this")
@@ -272,6 +274,7 @@ def _sized(
                 f"{target} has shape {shape}",
                 f"{expected}, as the others have, within {MAX_VOCAB} x {MAX_WIDTH}",
             )
+        # The actor's lm_head may be of another dtype than the heads.
         if dtype not in FLOAT_DTYPES or (dtype != code and target != SHARED):
             raise _wrong(
                 where,
@@ -319,6 +322,7 @@ def plain_heads(
             "The lm_head in the file is not the model's (a policy that moved on?): the model's is"
             " used."
         )
+    # The model's own goes first: a policy that moved on has left the file's behind.
     lm_head_VD = inside if lm_head_VD is None else lm_head_VD
     biases = [name for name in named if name.endswith(".bias")]
     if biases and not any(named[name].count_nonzero() for name in biases):
@@ -434,4 +438,6 @@ def to_keys(plain: PlainHeads, target: str) -> dict[str, torch.Tensor]:
             out[table.own.format(k=k, n=config.num_layers)] = plain.lm_head_VD.to(plain.dtype)
     if table.shared and config.lm_head == "shared" and plain.lm_head_VD is not None:
         out[table.shared] = plain.lm_head_VD.to(plain.dtype)
+    # Each a tensor of its own: safetensors refuses names that share memory, as tied layers and a
+    # table written for each head do.
     return {name: tensor.clone().contiguous() for name, tensor in out.items()}

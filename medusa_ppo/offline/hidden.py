@@ -24,11 +24,14 @@ from medusa_ppo.runtime.console import Advance
 
 GROUP_TOKENS = 8192
 """Tokens of one group, and of one forward pass at most."""
+# Of little text too: one group could neither be dealt to several workers nor come in a new order in
+# each epoch.
 LEAST_GROUPS = 16
 ROW_TOKENS = 256
 """Rows are at least so long where sequences are packed, so that little of a row stays empty."""
 LOGIT_ELEMENTS = 1 << 26
 """Logits of one forward pass that needs them (256 MiB in float32)."""
+# Two different ones, or a position could be mistaken for the same one of the other sequence.
 PROBE_LENGTHS = (7, 5)
 
 Row = list[tuple[int, int]]
@@ -39,6 +42,7 @@ position).
 
 def read_all(reader: HiddenReader, samples: Sequence[Sample], advance: Advance) -> RolloutBatch:
     """All samples' states in one batch, in their order."""
+    # By length, so that a forward pass has little padding.
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].ids))
     found: dict[int, RolloutBatch] = {}
     for group in _cut([len(samples[i].ids) for i in order], GROUP_TOKENS):
@@ -71,6 +75,7 @@ class HiddenStates:
         self._samples = samples
         self._room = cache_bytes
         self._kept: dict[int, RolloutBatch] = {}
+        # A generator of its own: a training that goes on must have the same groups.
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
         total = sum(len(sample.ids) for sample in samples)
         size = max(1, min(GROUP_TOKENS, -(-total // LEAST_GROUPS)))
@@ -131,6 +136,7 @@ class HiddenReader:
         """One batch per sample, on the CPU."""
         longest = max(len(sample.ids) for sample in samples)
         needs_logits = any(sample.logprobs is None for sample in samples)
+        # A single sequence may be longer than a pass should be; it then has one of its own.
         limit = max(
             longest,
             min(
@@ -215,6 +221,8 @@ class HiddenReader:
         # Without a cache: transformers looks for packed sequences only where there is none.
         options: dict[str, int] = {"use_cache": False} if "use_cache" in self._accepts else {}
         if not needs_logits and "logits_to_keep" in self._accepts:
+            # lm_head over all positions would be the largest product of the pass, and nobody reads
+            # it.
             options["logits_to_keep"] = 1
         positions = {}
         if positions_BT is not None and "position_ids" in self._accepts:
@@ -237,6 +245,7 @@ class HiddenReader:
         positions = torch.cat([torch.arange(one), torch.arange(two)])[None]
         together = self._forward(ids, positions, False)[0][0, one:].float()
         alone = self._forward(ids[:, one:], torch.arange(two)[None], False)[0][0].float()
+        # Other shapes round otherwise; a sequence that saw its neighbour is much further off.
         tolerance = 1e-3 if self._model.dtype == torch.float32 else 3e-2
         return bool((together - alone).norm() <= tolerance * alone.norm())
 

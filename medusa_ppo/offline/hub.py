@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 CARD = Path(__file__).with_name("card.md.jinja")
 PREFIX = "hf://"
+# Names become paths of a cache and parts of an address: nothing but the hub's own signs.
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
 PULLED = [
@@ -71,6 +72,7 @@ def shareable(value: Any) -> Any:
 
 
 def _is_path(text: str) -> bool:
+    # A template or a text is no path, and `exists` raises for what can't be a name.
     if len(text) > 1000 or any(sign in text for sign in "\n\0{"):
         return False
     return text.startswith(("/", "./", "../", "~")) or Path(text).exists()
@@ -84,6 +86,7 @@ def render_card(
     Raises:
         DataError: a file of figures is not what `medusa-ppo eval --json` writes.
     """
+    # A field that is missing must not become an empty place in a card.
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
@@ -264,6 +267,8 @@ def push_heads(
     card = render_card(repo, module.config, metadata, figures)
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-push-") as scratch:
         folder = Path(scratch) / "heads"
+        # Written anew rather than uploaded as it is: metadata names paths of this machine, and
+        # whatever else lies in the folder stays here.
         shared = shareable(metadata.metadata)
         save_heads(
             folder,
@@ -311,7 +316,8 @@ def _check_repo(repo: str) -> None:
 def _open(hub: Hub | None) -> Hub:
     if hub is not None:
         return hub
-    from huggingface_hub import HfApi  # Slow to import, and only these two commands need it.
+    # Slow to import, and only these two commands need it.
+    from huggingface_hub import HfApi
 
     return HfApi()
 
@@ -326,12 +332,11 @@ def _hub_errors(doing: str) -> Iterator[None]:
         yield
     except Exception as error:
         # OSError, ValueError and errors of two HTTP libraries; all of them mean the same to the
-        # user
+        # user.
         lines = str(error).strip().splitlines()
-        problem = (
-            f"{type(error).__name__}:"
-            f" {scrubbed(lines[0] if lines else 'no message', [_token()])[:300]}"
-        )
+        message = lines[0] if lines else "no message"
+        problem = f"{type(error).__name__}: {scrubbed(message, [_token()])[:300]}"
+    # Raised out here: inside `except` the first error would stay with it as its context.
     if problem:
         raise HubError(
             f"The hub failed while {doing}.",

@@ -23,6 +23,7 @@ import torch
 from heads.errors import CheckpointError
 from heads.tensorfile import Header, regular_size, require_finite
 
+# Heads are some dozens of tensors; what they need is a thousandth of these bounds.
 MAX_PICKLE_BYTES, MAX_PICKLE_STEPS = 1 << 20, 200_000
 MAX_DIRECTORY_BYTES = 512 << 10
 MAX_DIMENSIONS = 8
@@ -98,13 +99,14 @@ def read_pickle_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]
     """
     header = read_pickle_header(path)
     try:
+        # `mmap` leaves what isn't asked for on disk; the clones outlive the mapping.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         state = {name: loaded[name].detach().clone() for name in names}
-    except (
-        Exception
-    ) as error:  # torch raises RuntimeError, UnpicklingError, KeyError, ... for what it can't read
+    # torch raises RuntimeError, UnpicklingError, KeyError, ... for what it can't read.
+    except Exception as error:
         raise _damaged(path, f"{type(error).__name__}", "a file written by torch.save") from error
     for name, tensor in state.items():
+        # The file may have been replaced since its description was read.
         if tuple(tensor.shape) != header[name][1]:
             raise _damaged(
                 path, f"{name} {tuple(tensor.shape)}", f"{header[name][1]}, as its description says"
@@ -128,6 +130,7 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
             start = archive.start_dir
     except BROKEN_ZIP as error:
         raise _damaged(path, f"{error!s:.100}", "a file written by torch.save") from error
+    # Readers differ in which of two entries of one name they take; torch might see another one.
     entries = {info.filename: info for info in infos}
     if len(entries) != len(infos):
         raise _damaged(path, "an entry twice in the zip", "each entry once")
@@ -151,6 +154,8 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
                 f"{name[:80]!r} is compressed or encrypted ({info.file_size} bytes unpacked)",
                 "stored entries only",
             )
+    # Without name and extra field, whose lengths stand in each entry's own header: a lower bound,
+    # and enough to see an overlap.
     spans = sorted(
         (info.header_offset, info.header_offset + LOCAL_HEADER_BYTES + info.file_size)
         for info in infos
@@ -195,6 +200,7 @@ def _check_directory_size(path: Path, size: int) -> None:
             record = handle.read(56)
             if record[:4] != END64_RECORD:
                 raise _damaged(path, "a broken zip64 end record", "a file written by torch.save")
+            # torch always writes zip64; where it is there, zipfile believes it alone.
             claims = [int.from_bytes(record[40:48], "little")]
     if max(claims) > min(MAX_DIRECTORY_BYTES, size):
         raise _damaged(
@@ -292,6 +298,8 @@ class _Description:
             or type(items) is not int
             or items < 0
             or record is None
+            # The bytes are there, so no number of the file makes torch allocate more than the file
+            # has.
             or record.file_size != items * ITEM_BYTES[code]
         ):
             raise self._refused(f"a storage {str(key)[:20]!r} whose bytes are not in the file")
@@ -316,6 +324,7 @@ class _Description:
         sound = isinstance(storage, _Storage) and len(shape) == len(stride) <= MAX_DIMENSIONS
         if not sound or any(type(n) is not int or n < 0 for n in numbers):
             raise self._refused("a tensor without a sound size")
+        # Along a dimension of length 1 any stride is right.
         contiguous = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         if offset + prod(shape) > storage.items or any(
             s != c for s, c, n in zip(stride, contiguous, shape, strict=True) if n > 1
@@ -336,7 +345,8 @@ class _Description:
     def _set(self, values: list[Any]) -> None:
         pairs = list(zip(values[::2], values[1::2], strict=True))
         for key, value in pairs:
-            if not isinstance(key, str):  # Python hashes nested tuples without a limit of depth.
+            # Python hashes nested tuples without a limit of depth.
+            if not isinstance(key, str):
                 raise self._refused("a key that is no text")
             if key in self._stack[-1]:
                 raise self._refused(f"the key {key!r:.80} twice")

@@ -36,10 +36,6 @@ from medusa_ppo.runtime.hardware import cpu_has_bfloat16
 from medusa_ppo.runtime.processes import local_ray
 from medusa_ppo.runtime.wording import seconds
 
-"""Flags of CPUs (x86, Arm) that multiply bfloat16 themselves. Without one, torch's products take
-many times as long as float32 ones.
-"""
-
 MAX_PROMPT_TOKENS = 1024
 MAX_TEXT_TOKENS = 2048
 """Longer texts are cut into windows: a model's whole context would make its attention the largest
@@ -72,6 +68,7 @@ def training_device() -> torch.device:
 
 def on_device(model: PreTrainedModel) -> PreTrainedModel:
     """The same model, moved to where heads are trained."""
+    # transformers' wrapper of `to` hides torch's signature from the type checker.
     torch.nn.Module.to(model, training_device())
     return model
 
@@ -164,6 +161,7 @@ def read_scene(
             expected="at least one row",
             do="Check the file and the split.",
         )
+    # Looking at the first row has taken it from the stream: it is put back.
     if streamed_rows:
         rows = chain([first], rows)
     source = find_source(first, template, column, respond)
@@ -219,6 +217,8 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
             do="Give one of them.",
         )
     require_column([row], found)
+    # A column that goes by the name `prompt` is answered; one that was named by --column is read as
+    # text.
     if not column and found == PROMPT:
         return Source("prompts", found)
     return Source("prompts" if respond else "chat" if is_chat(row[found]) else "texts", found)
@@ -256,6 +256,7 @@ def _tokenized(
         return [tuple(row[column]) for row in rows]
     if column and is_chat(rows[0].get(column)):
         check_template(tokenizer)
+        # The template has written the special tokens into the text already.
         texts = [chat_prompt(row[column], tokenizer, number) for number, row in enumerate(rows)]
         return [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
     texts = render_prompts(rows, template=template, column=column)
@@ -332,6 +333,7 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
     options = replace(options, model=described_by(options.model))
     scene = train_scene(options)
     model = AutoConfig.from_pretrained(options.model)
+    # On the meta device parameters are counted without memory for them.
     with torch.device("meta"):
         actor = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
     config = options.sizes(model.hidden_size, model.vocab_size)
@@ -398,6 +400,7 @@ def _estimate(
     tokens = options.max_train_tokens
     forward = 2.0 * actor
     logits = 2.0 * options.num_heads * model.vocab_size * model.hidden_size
+    # lm_head is frozen: its backward pass is one product, to the features.
     step = 2.0 * parameters * (1 + BACKWARD) + logits * 2
     again = (1 - kept) * forward * (options.epochs - 1)
     return tokens * forward / rate, tokens * (options.epochs * step + again) / rate
@@ -407,10 +410,12 @@ def _measured_rate(dtype: torch.dtype) -> float:
     """Floating-point operations a second of square matrix products in the dtype of the training."""
     device = training_device()
     matrix = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
-    float((matrix @ matrix).float().sum())  # The first product also loads what later ones need.
+    # The first product also loads what later ones need.
+    float((matrix @ matrix).float().sum())
     count = 0
     began = time.perf_counter()
     while (spent := time.perf_counter() - began) < PROBE_S:
+        # Reading a number waits for the product; a GPU would only take note of it otherwise.
         float((matrix @ matrix)[0, 0])
         count += 1
     return count * 2.0 * PROBE_SIZE**3 / spent

@@ -101,6 +101,7 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         progress.say(
             f"Going on with the interrupted training in {options.out} (--fresh begins anew)"
         )
+    # After the settings were compared: they name the model as the user does.
     options = replace(options, model=as_transformers(options.model, options.out / MODEL_FOLDER))
     samples = resume.samples()
     if samples is None:
@@ -126,6 +127,7 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
             # unsaved.
             with StopSignals():
                 run.train(progress)
+        # Ctrl-C, a signal and an error alike.
         except BaseException:
             run.save()
             raise
@@ -196,6 +198,7 @@ class _Run:
         wanted = max(
             LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers))
         )
+        # A part without a group would leave a worker with nothing to train on.
         self._parts = min(worker.groups // options.workers, wanted)
         self._log = options.out / LOG_FILE
         self._saved_at = time.monotonic()
@@ -206,6 +209,7 @@ class _Run:
             state, self.position = saved
             worker.load_state_dict(state)
             self._lines = _read_log(self._log, self.position.parts)
+        # Lines that were written after the last save go: their parts are trained once more.
         self._log.write_text(
             "".join(json.dumps(line) + "\n" for line in self._lines), encoding="utf-8"
         )
@@ -227,6 +231,7 @@ class _Run:
                     self.save()
                     return
                 self._one_part(log, advance, progress)
+        # Only at the end of all epochs: after a target or a time limit the same command goes on.
         self._resume.remove()
 
     def save(self) -> None:
@@ -252,7 +257,9 @@ class _Run:
         line = _log_line(self.position.tokens + tokens, report, judged, wall_s, tokens / spent_s)
         self._lines.append(line)
         log.write(json.dumps(line) + "\n")
+        # The log is what a reader follows while this runs.
         log.flush()
+        # Of equal lines `max` takes the earliest, so equal heads are not written again.
         if line is self.best:
             _keep_best(
                 self._options.out,
@@ -382,14 +389,15 @@ class ResumeFolder:
         self._samples = self._folder / "samples.json"
         self._trainer = self._folder / "trainer.safetensors"
         self._settings = {"format_version": RESUME_FORMAT, **options.settings()}
-        self.found = (
-            not options.fresh and len(list(self._folder.glob("*"))) > 1
-        )  # More than the settings.
+        # Settings alone are nothing to go on with, so they may be other ones.
+        more_than_settings = len(list(self._folder.glob("*"))) > 1
+        self.found = not options.fresh and more_than_settings
         if self.found:
             _check_settings(self._folder / "settings.json", self._settings)
 
     def begin(self) -> None:
         """Make the folder; what lies in it and is not to be gone on with goes."""
+        # A new training in an old folder must not find rounds of another one.
         if not self.found:
             self.remove()
             write_atomic(
@@ -412,6 +420,7 @@ class ResumeFolder:
 
     def save_samples(self, samples: Sequence[Sample]) -> None:
         _write_samples(self._samples, samples)
+        # Only now: until the samples are written, the rounds are all there is to go on from.
         for path in self._folder.glob("round-*.json"):
             path.unlink()
 
