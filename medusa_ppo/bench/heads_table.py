@@ -106,6 +106,7 @@ def race(
 
             return run
 
+        # Arms take turns: a shared machine is faster in one minute than in the next.
         rates = run_rounds({name: timed(name) for name in works}, ORIGINAL, rounds)
     return {
         "tokens": written,
@@ -156,6 +157,8 @@ def train_originally(
     if lm_head == "own":
         heads.init_own_lm_heads(lm_head_VD)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=LEARNING_RATE)
+    # The original counts sequences, ours positions: as many optimizer steps make the race one of
+    # speed.
     per_batch = max(
         1, round(batch_positions * len(samples) / sum(sample.written for sample in samples))
     )
@@ -191,7 +194,8 @@ def original_loss(
     logits_BTKV = heads(hidden_BTD, None if heads.config.lm_head == "own" else lm_head_VD)
     loss = hidden_BTD.new_zeros(())
     for k in range(heads.config.num_heads):
-        ahead = k + 2  # lm_head predicts the token 1 further on, head 1 the one after it.
+        # lm_head predicts the token 1 further on, head 1 the one after it.
+        ahead = k + 2
         logits_NV = logits_BTKV[:, :-ahead, k].flatten(0, 1)
         loss = loss + F.cross_entropy(
             logits_NV, labels_BT[:, ahead:].flatten(), ignore_index=IGNORED
@@ -294,6 +298,7 @@ def sizes_of(kind: str, num_heads: int, lm_head_VD: torch.Tensor) -> HeadsConfig
 
 
 def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) -> dict[str, Any]:
+    # Every combination begins with the same random numbers, whichever comes first.
     torch.manual_seed(bench.seed)
     lm_head_VD = found.lm_head_VD
     embedding_VD = found.embedding_VD
@@ -326,6 +331,7 @@ def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) 
         ).mean_acceptance_length
         for temperature in (0.0, *DRAFT_TEMPERATURES)
     )
+    # A user would fit the temperature too, so each combination is judged at its best.
     best, temperature = max(zip(sampled, DRAFT_TEMPERATURES, strict=True))
     return {
         "kind": kind,

@@ -63,6 +63,7 @@ def run_rounds(
     """
     names: Sequence[str] = list(arms)
     rates: dict[str, list[float]] = {name: [] for name in names}
+    # Rounds that warm up have numbers below 0, so that an arm can tell.
     for number in range(-warmup, rounds):
         turn = number % len(names)
         for name in [*names[turn:], *names[:turn]]:

@@ -89,7 +89,8 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
                     rates = timed.take_turns(bench.rounds, advance)
             finally:
                 timed.plugin.close()
-    costs = rates.ratios(WITHOUT)  # Steps a second without, over steps a second with.
+    # Steps a second without, over steps a second with: the same as seconds with over without.
+    costs = rates.ratios(WITHOUT)
     return {
         "cost": statistics.median(costs),
         "cost_low": min(costs),
@@ -125,6 +126,8 @@ class _Timed:
             self.plugin.policy_updated(self.learner.actor, number + 1)
             values = self.plugin.metrics()
             seconds = time.perf_counter() - began
+            # After the clock has stopped: what the companion still trains belongs to no step, and
+            # must not reach into the plain one that follows.
             self.plugin.drain(DRAIN_S)
             if number >= 0:
                 self.exposed_s += values[names.PLUGIN_EXPOSED_S]
@@ -139,6 +142,7 @@ class _Timed:
             self._ppo(number, None)
             return 1 / (time.perf_counter() - began)
 
+        # The base is the arm with: rates are steps a second, so its ratios are the cost.
         return run_rounds({WITHOUT: without, WITH: with_companion}, WITH, rounds)
 
     def _ppo(self, number: int, tap: Tap | None) -> None:
@@ -229,7 +233,9 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
     reads = []
     drafts = []
     with tempfile.TemporaryDirectory(
-        prefix="medusa-ppo-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+        # Where a run's companion leaves its versions too: a disk would be timed otherwise.
+        prefix="medusa-ppo-bench-",
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None,
     ) as folder:
         files = [Path(folder) / name for name in ("a.safetensors", "b.safetensors")]
         for file, state in zip(files, (first, other), strict=True):
@@ -249,11 +255,15 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
             for version in range(1, bench.repeats + 1):
                 file = files[version % 2]
                 began = time.perf_counter()
+                # What a swap can't do without, right before it: both find the file in the same
+                # memory.
                 load_state(file)
                 reads.append(time.perf_counter() - began)
                 began = time.perf_counter()
                 engine.swap_heads(file, version)
                 swaps.append(time.perf_counter() - began)
+                # A swap that changed nothing would be quick as well; drafts show that the heads are
+                # other ones.
                 drafts.append(engine.probe(hidden.tolist(), last_ids))
                 advance(1, f"{swaps[-1]:.3f} s")
     changed = sum(before != after for before, after in itertools.pairwise(drafts))

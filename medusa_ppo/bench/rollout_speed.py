@@ -108,6 +108,7 @@ def running_arms(
         for name in others:
             settings = {"method": name, "num_speculative_tokens": ours.max_drafts, **OTHERS[name]}
             arms.append(Arm(name, start(_with_speculation(plain, settings))))
+        # One engine for all of our arms: they differ in how they draft, not in what is loaded.
         engine = start(ours)
         most = ours.max_drafts
         yield [
@@ -156,8 +157,10 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
     folder = scratch / "stock-heads"
     shutil.copytree(stock_heads, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    del config["medusa_ppo"]  # Then our plug-in leaves the folder to vLLM's own proposer,
-    config["num_heads"] = min(config["num_heads"], drafts)  # which drafts with all heads.
+    # Without this section our plugin leaves the folder to vLLM's own proposer.
+    del config["medusa_ppo"]
+    # That one drafts with all heads that its configuration counts.
+    config["num_heads"] = min(config["num_heads"], drafts)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return _with_speculation(
         plain,
@@ -205,6 +208,7 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
                 "Rollouts", len(bench.batches) * len(arms) * (bench.rounds + 1)
             ) as advance,
         ):
+            # `plan_launch` has decided -1 as a run would.
             if width := plan_launch(bench.model, bench.heads, config, bench.seed).drafting.get(
                 "draft_vocab"
             ):
@@ -247,6 +251,7 @@ def _run_batch(
             tokens = 0
             seconds = 0.0
             for group in range(groups * (LEARNING_ROUNDS if arm.choose and number < 0 else 1)):
+                # Rounds that warm up see the first prompts, and every arm of a round the same ones.
                 start = (max(number, 0) * groups + group) * batch
                 picked = take_prompts(prompts, start, batch)
                 rollouts = arm.engine.generate(
@@ -254,6 +259,7 @@ def _run_batch(
                 )
                 tokens = tokens + rollouts.generated_tokens
                 seconds = seconds + rollouts.seconds
+                # Counters of the warm-up are of an engine that still learns.
                 if number >= 0:
                     counters[arm.name] = counters[arm.name] + rollouts.counters
             advance(1, f"batch {batch}, {arm.name}: {tokens / seconds:.0f} tokens/s")

@@ -54,6 +54,8 @@ def _raise_interrupt(signum: int, frame: object) -> None:
 def main() -> None:
     """Entry point of the `medusa-ppo` script."""
     if "--debug" in sys.argv:
+        # Taken out before typer reads the line, so that it may stand anywhere, behind a command
+        # too.
         sys.argv.remove("--debug")
         Debug.on = True
     # A cluster's SIGTERM ends a run as cleanly as Ctrl-C does.

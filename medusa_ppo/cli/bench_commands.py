@@ -41,6 +41,7 @@ def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> Non
     Example:  [bold]medusa-ppo bench rollout --model models/actor --heads heads-gsm8k
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
     """
+    # Imported when the command runs: torch and vLLM take seconds, --help must not.
     from medusa_ppo.bench import rollout_speed as part
 
     _measure(options, part.run_rollout, part.table, part.verdict, part.plot, out=out)
@@ -112,5 +113,6 @@ def _measure(
     console.print(shown)
     for line in sentences:
         say(line)
+    # Shown first: a folder that takes no file must not cost the figures of an hour.
     for path in write_bench(out, options, result, [header, *rows], sentences, plot(result)):
         say(f"Written: {path}")

@@ -47,6 +47,8 @@ def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
         # typer reads a command's options from its signature, and the documentation's pages read
         # them from its annotations.
         parameters = [_option_parameter(field, hints[field.name]) for field in typed]
+        # Annotations are text in these files (`from __future__ import annotations`); typer needs
+        # the objects.
         _, *own = inspect.signature(function, eval_str=True).parameters.values()
         parameters += [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -66,6 +66,7 @@ def evaluate(
     from medusa_ppo.reports.evaluation import lines, markdown_report, render_eval_page
 
     with offline_progress() as progress:
+        # Pulled first, and named by its folder from here on: evaluation reads files only.
         pulled = dataclasses.replace(options, heads=str(local_heads(options.heads)))
         result = evaluate_heads(pulled, progress)
     if json_file:

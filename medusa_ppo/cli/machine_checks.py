@@ -42,6 +42,7 @@ RANGES = {
     "ray": ((2, 55), (3, 0)),
     "datasets": ((5, 0), (6, 0)),
 }
+# In a process of its own: a Ray that hangs is ended by the timeout, and leaves nothing in this one.
 RAY_PROBE = """
 import ray
 from medusa_ppo.runtime.processes import local_ray
@@ -133,6 +134,7 @@ def _package(name: str) -> Check:
         return Check(name, False, "not installed", do)
     return Check(
         name,
+        # What stands behind "+" names the build (+cu128, +cpu), not the release.
         low <= tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < high,
         version,
         do,
@@ -148,6 +150,7 @@ def _vllm() -> Check:
         f"Install vLLM {' or '.join(TESTED)}: make setup VLLM={TESTED[-1]} (it picks the CPU or the"
         " CUDA build)"
     )
+    # A release that was never seen may well work; the hooks below say whether it does.
     if version and is_allowed(version) and not is_tested(version):
         return Check("vLLM", True, f"{found}, not tested; tested: {', '.join(TESTED)}", warn=True)
     return Check("vLLM", bool(version) and is_allowed(version), found, do)
@@ -192,6 +195,7 @@ def _entry_point() -> Check:
 
 
 def _ray() -> Check:
+    # An address in the environment would lead the probe to somebody's cluster.
     ok, answer = _python("-c", RAY_PROBE, environment={"RAY_ADDRESS": ""})
     ok = ok and answer.endswith("42")
     return Check(
@@ -259,7 +263,8 @@ def check_distribution(
     asked = config.sampling
     progress.say(f"Loading {path} ...")
     path = str(ensure_demo_actor(recipe=RECIPES[path])) if path in RECIPES else path
-    model = load_actor(path, "float32")  # The reference.
+    # The reference: in float32 whatever the engine serves, so that it is not the one that rounds.
+    model = load_actor(path, "float32")
     sampling = Sampling(
         asked.temperature,
         asked.top_p,
@@ -276,14 +281,15 @@ def check_distribution(
             )
         ]
     engine_config = settled(config).engine
-    if (
-        not data and config.engine.max_model_len is None
-    ):  # These prompts are short, and so may the model's longest text be.
+    # These prompts are short, and so may the model's longest text be.
+    if not data and config.engine.max_model_len is None:
         engine_config = engine_config.model_copy(
             update={"max_model_len": max(map(len, prompts)) + asked.max_new_tokens}
         )
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-doctor-") as folder:
         heads = initial_heads(config, model)
+        # Heads that start at zero draft what lm_head says: hardly anything is accepted, and little
+        # tested.
         if heads.untrained:
             probe.stir(heads)
         save_heads(Path(folder) / "heads", heads, lm_head_VD=lm_head_weight(model).detach())
@@ -304,6 +310,7 @@ def check_distribution(
             yield Check(
                 name, test.honest, f"{test.tokens:,} tokens: {figures}", "Read the verdict."
             )
+    # A start value, because 0 and counters don't add.
     accepted = sum((rollouts.counters for rollouts in runs[0][1:]), runs[0][0].counters)
     found = f"{sentence(drafting, plain)} (tokens a step: {accepted.mean_acceptance_length:.2f})"
     yield Check(
@@ -330,6 +337,7 @@ def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple
     except subprocess.TimeoutExpired:
         return False, f"no answer in {PROBE_TIMEOUT_S} s"
     if done.returncode == 0:
+        # Ray and vLLM print lines of their own before.
         return True, done.stdout.strip().rpartition("\n")[2]
     return False, done.stderr.strip().rpartition("\n")[2][:300] or "no output"
 

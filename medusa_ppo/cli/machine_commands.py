@@ -55,6 +55,7 @@ def doctor(
     from medusa_ppo.config.run_config import load_config
 
     if distribution:
+        # Options come first, so that a key on the command line wins over them.
         given = []
         if model:
             given.append(f"model.path={model}")
@@ -130,7 +131,10 @@ def _print_checks(checks: Iterable[Any]) -> None:
         else:
             mark = "[red]FAIL[/red]"
         console.print(
-            f"{mark} {check.name:<22} {escape(check.found)}", highlight=False, soft_wrap=True
+            # What was found may hold brackets, which rich would read as markup.
+            f"{mark} {check.name:<22} {escape(check.found)}",
+            highlight=False,
+            soft_wrap=True,
         )
         if not check.ok:
             failed += 1

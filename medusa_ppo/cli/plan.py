@@ -28,11 +28,13 @@ from medusa_ppo.runtime.hardware import (
     choices,
 )
 
-ADAM_COPIES = 4  # Weights, gradients and two moments, all float32.
+# Weights, gradients and two moments, all float32.
+ADAM_COPIES = 4
 # The companion keeps the running mean, the serving heads and the frozen control beside those that
 # it trains.
 HEADS_COPIES = 4
-TOKEN_BYTES = 8 + 4  # An id (int64) and a log-prob (float32).
+# An id (int64) and a log-prob (float32).
+TOKEN_BYTES = 8 + 4
 
 
 def heads_parameters(config: HeadsConfig) -> int:
@@ -136,6 +138,7 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
     Raises:
         ModelError: the model's sizes can't be read.
     """
+    # First what the hardware decides: everything below counts with it.
     decided = tuple(choices(config, hardware))
     config = applied(config, decided)
     gpus = hardware.gpus > 0
@@ -177,6 +180,7 @@ def model_config(path: str) -> dict[str, Any]:
     """
     if path not in EMBEDDED_ACTORS:
         return read_model_config(path)
+    # Loads torch, which only a plan for an embedded actor needs.
     from medusa_ppo.demo.pretraining import RECIPES
     from medusa_ppo.demo.task import build_tokenizer
 
@@ -201,6 +205,7 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
         parts |= _actor_parts(config, model)
         parts["what a micro-batch keeps for its backward pass"] = kept_bytes(config, model)
         parts["logits of a chunk, and what is made of them"] = _chunk_bytes(config, model, gpus)
+    # Pools and late engines read it after the call, so it stays until the next sync.
     parts["actor's file in shared memory, for engines that come late or again"] = (
         _element(config) * model.parameters
     )
@@ -236,6 +241,7 @@ def _micro_tokens(config: RunConfig) -> int:
     """Prompt and response tokens of a micro-batch, at most."""
     length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     tokens = (config.ppo.micro_batch_size or config.ppo.minibatch_size) * length
+    # One response may be longer than the budget; it is then a micro-batch of its own.
     return max(length, min(tokens, config.ppo.micro_batch_tokens or tokens))
 
 
@@ -273,18 +279,20 @@ def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, i
         return {}
     critic = _critic(config, model)
     reference = _actor_parts(config, model)["reference"]
+    # The critic has a value head in the place of an lm_head; a tied table stays as its embedding.
     weights = model.parameters + (
         critic.parameters - critic.vocab * critic.hidden * (not critic.tied) if critic else 0
     )
     standing = {
+        # Without gradients: they come with the update, and are counted there.
         "score": (ADAM_COPIES - 1) * FLOAT32 * weights + reference,
         "update": (ADAM_COPIES - 1) * FLOAT32 * weights + reference,
     }
-    if (
-        config.ppo.placement == "shared"
-    ):  # One role at a time, with its moments only where it learns.
+    # One role at a time, with its moments only where it learns.
+    if config.ppo.placement == "shared":
         largest = max(model.parameters, weights - model.parameters)
         standing = {"score": FLOAT32 * largest, "update": (ADAM_COPIES - 1) * FLOAT32 * largest}
+    # Products in bfloat16 read a copy of the float32 weights.
     copies = BFLOAT16 * model.parameters if config.model.dtype == "bfloat16" else 0
     tokens = _micro_tokens(config)
     chunk = _chunk_bytes(config, model, gpus)
@@ -353,6 +361,7 @@ def _engines(
         where = "a vllm serve process on the PPO loop's node"
     else:
         where = f"a Ray actor, {_place(section.resource, section.replicas)}"
+    # Ranks of a tensor-parallel engine have a GPU each; only a single one can share.
     share = ((section.memory_fraction or 0.0) if ranks == 1 else float(ranks)) if gpus else 0.0
     several = f" of {ranks} ranks" * (ranks > 1)
     drafting = parts | {"heads": _element(config) * heads_parameters(heads)} | _remembered(config)
@@ -466,13 +475,13 @@ def _element(config: RunConfig) -> int:
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     """A rollout batch on its way to the companion, at most: of one that is too large, a sample."""
     section = config.companion
+    # Half of the queue: the next batch comes while the last one is in training.
     share = section.queue_bytes / 2 / max(1, hidden_bytes(model, tokens))
     kept = round(tokens * min(1.0, share))
     if kept >= tokens:
         return hidden_bytes(model, tokens)
-    return (
-        hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32
-    )  # Each token has a weight.
+    # A sample leaves states out, never tokens; and each token has a weight.
+    return hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32
 
 
 def _sums(config: RunConfig, tokens: int) -> int:

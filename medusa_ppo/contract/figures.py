@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from medusa_ppo.contract.rollouts import Rollouts
-    from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.contract.metrics import (
     ACCEPTANCE_PER_POSITION,
     ACCEPTED,
@@ -48,6 +45,10 @@ from medusa_ppo.contract.metrics import (
     VERSIONS_WORSE,
 )
 
+if TYPE_CHECKING:
+    from medusa_ppo.contract.rollouts import Rollouts
+    from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
+
 
 def rollout_figures(rollouts: Rollouts) -> dict[str, Any]:
     """What the rollouts say by themselves: version, speed and length."""
@@ -64,6 +65,8 @@ def rollout_figures(rollouts: Rollouts) -> dict[str, Any]:
 def lag_figures(rollouts: Rollouts, learner: int) -> dict[str, float]:
     """How many updates the version that learns is ahead of those that wrote the tokens."""
     versions = [version for response in rollouts.responses for version in response.versions]
+    # All tokens are of the rollouts' version, where no call went on with responses of an earlier
+    # one.
     if not versions:
         return {POLICY_LAG: learner - rollouts.policy_version}
     return {
@@ -98,6 +101,7 @@ def logged(values: dict[str, Any]) -> dict[str, float]:
         found |= {
             LOGGED + key: float(part)
             for key, part in places.items()
+            # Loggers of other loops take numbers alone; one text would fail the whole line.
             if isinstance(part, int | float)
         }
     return found
@@ -112,7 +116,9 @@ def serving_figures(
     more: dict[str, Any] = {DRAFT_CHOICES: choices} if choices else {}
     if counts := [sum(row["steps"]) for row in choices]:
         more[DRAFT_SPEEDUP] = sum(
-            row["speedup"] * n for row, n in zip(choices, counts, strict=True)
+            row["speedup"] * n
+            for row, n in zip(choices, counts, strict=True)
+            # Each cell of running sequences counts by the steps that it had.
         ) / max(1, sum(counts))
     if rollouts.engines:
         more[MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
@@ -145,7 +151,8 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
         values |= {COMPANION_POSITIONS: status.positions_frac, COMPANION_RATE: status.rate}
     if status.gpu_gib is not None:
         values[COMPANION_GPU] = status.gpu_gib
-    if status.last_loss == status.last_loss:  # not NaN: something was trained
+    # Before the first batch there is no loss: it is NaN, which equals nothing, not even itself.
+    if status.last_loss == status.last_loss:
         values[COMPANION_LOSS] = status.last_loss
     if status.serving is not None:
         values[REPLAY_POLICY_VERSION] = status.last_policy_version

@@ -8,11 +8,6 @@ from __future__ import annotations
 import ast
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 LOGGED = "medusa/"
 """What stands before all of these names in another loop's logger: W&B, TensorBoard, its console."""
@@ -246,12 +241,14 @@ def describe() -> dict[str, str]:
     file.
     """
     explained: dict[str, str] = {}
+    # A docstring under an assignment is gone once the module is loaded, so the source is read.
     statements = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     for statement, following in pairwise(statements):
         match statement, following:
             case (
                 ast.Assign(targets=[ast.Name(id=constant)], value=ast.Constant(value=str(name))),
                 ast.Expr(value=ast.Constant(value=str(text))),
+                # LOGGED is a prefix; its docstring explains no metric.
             ) if constant != "LOGGED":
                 explained[name] = " ".join(text.split())
     return explained

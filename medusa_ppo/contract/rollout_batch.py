@@ -71,6 +71,7 @@ class RolloutBatch:
         rows = self.response_ids_M.shape[0]
         states = self.hidden_MD.shape[0]
         total = int(self.lengths_S.sum())
+        # Refused where it is made: in the companion the same fault would only be a lost batch.
         if rows == 0:
             raise DataError(
                 "The rollout batch holds no response token.",
@@ -78,6 +79,7 @@ class RolloutBatch:
                 expected="at least one",
                 do="Skip empty batches.",
             )
+        # Rows below 0 have no state (a sample); all others must have one.
         weighted = None if self.weights_M is None else int((self.weights_M >= 0).sum())
         if not rows == self.logprobs_M.shape[0] == total or states not in (rows, weighted):
             raise DataError(
@@ -105,6 +107,7 @@ class RolloutBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
+        # Shapes of sequences (prompts, held-out marks) are left out: a few bytes a response.
         parts = (
             self.hidden_MD,
             self.response_ids_M,
@@ -124,6 +127,8 @@ class RolloutBatch:
         if self.weights_M is None or self.hidden_MD.shape[0] == rows:
             return torch.arange(rows)
         kept_M = self.weights_M >= 0
+        # States that are there lie one after the other: each row's place is the number of those
+        # before it.
         return torch.where(kept_M, kept_M.cumsum(0) - 1, -1)
 
     def select(self, sequences_S: torch.Tensor) -> RolloutBatch:
@@ -149,6 +154,7 @@ class RolloutBatch:
 
         Prompt numbers and weights stay where all parts have them.
         """
+        # Nothing is copied where there is nothing to join: states can be gigabytes.
         if len(parts) == 1:
             return parts[0]
         joined: dict[str, Any] = {}
@@ -164,6 +170,7 @@ class RolloutBatch:
             "before_S",
         ):
             found = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
+            # What only some parts know would stand beside the wrong sequences.
             joined[name] = torch.cat(found) if len(found) == len(parts) else None
         return replace(parts[0], **joined)
 

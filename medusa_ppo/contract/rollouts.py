@@ -38,6 +38,7 @@ class ImagePrompt(tuple[int, ...]):
     def __new__(
         cls, ids: Iterable[int], images: tuple[bytes, ...] = (), short_ids: tuple[int, ...] = ()
     ) -> ImagePrompt:
+        # A tuple is filled in `__new__`; in `__init__` it is too late.
         prompt = super().__new__(cls, ids)
         prompt.images = images
         prompt.short_ids = short_ids
@@ -50,6 +51,7 @@ def copyable(prompt: Sequence[int]) -> tuple[int, ...]:
         return tuple(prompt)
     counts = Counter(prompt)
     once = Counter(prompt.short_ids)
+    # Only an image's token stands there more often than in the short form: once for each feature.
     return tuple(GAP if counts[token] > once[token] else token for token in prompt)
 
 
@@ -86,6 +88,7 @@ class Counters:
         return self._zip(other, -1)
 
     def _zip(self, other: Counters, sign: int) -> Counters:
+        # Where K is chosen, intervals differ in their number of positions.
         pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
         return Counters(
             self.drafts + sign * other.drafts,

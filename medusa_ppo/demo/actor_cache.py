@@ -120,10 +120,14 @@ def _install(
         }
         (fresh / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for path in fresh.iterdir():
+            # Before the rename: after a crash the name must not stand for files that never reached
+            # the disk.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         if folder.exists():
             logger.warning("The demo actor in %s is damaged; a new one takes its place.", folder)
+            # A folder with files in it can't be replaced by a rename, so the damaged one goes
+            # first.
             folder.rename(Path(scratch) / "damaged")
         fresh.rename(folder)
 

@@ -168,6 +168,7 @@ def _train_step(
     """One optimizer step on the response tokens; returns their mean loss in nats."""
     for group in optimizer.param_groups:
         group["lr"] = _learning_rate(recipe, step)
+    # lm_head is applied to response rows alone: nothing else has a loss.
     hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
     logits_NV = model.lm_head(hidden_BTD[loss_mask_BT[:, 1:]])
     loss = F.cross_entropy(logits_NV, ids_BT[:, 1:][loss_mask_BT[:, 1:]])
@@ -199,6 +200,8 @@ def _batches(
     for pool in range(first // _POOL, -(-recipe.steps // _POOL)):
         documents = _encode_pool(recipe, tokenizer, pool)
         order = list(range(_POOL))
+        # Sorted documents, shuffled batches: little padding, and no run from short to long. Named
+        # seeds make a pool the same for a training that goes on.
         random.Random(f"order/{recipe.seed}/{pool}").shuffle(order)
         for step, place in enumerate(order, start=pool * _POOL):
             if first <= step < recipe.steps:
@@ -210,6 +213,7 @@ def _encode_pool(
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, response ids with the end token) of one pool, shortest first."""
     count = recipe.batch_size * _POOL
+    # A pool has one rate: where slips begin is rounded to whole pools, also on resume.
     slip_rate = recipe.slip_rate if pool * _POOL >= recipe.slips_from * recipe.steps else 0.0
     texts = [
         document(problem(pool * count + i, recipe.seed, "pretrain", slip_rate))
@@ -290,6 +294,7 @@ def _save_partial(
         temporary,
         metadata={"steps_done": str(steps_done)},
     )
+    # In one step, so that an interruption leaves the save before it.
     temporary.replace(path)
 
 

@@ -135,6 +135,7 @@ def problem(index: int, seed: int, split: str = "train", slip_rate: float = 0.0)
     while True:
         found = _draw(
             random.Random(f"{seed}/{index}/{attempt}"),
+            # A generator of its own: questions and splits stay the same at every slip rate.
             random.Random(f"slips/{seed}/{index}"),
             slip_rate,
         )
@@ -145,6 +146,7 @@ def problem(index: int, seed: int, split: str = "train", slip_rate: float = 0.0)
 
 def split_of(question: str) -> str:
     """The split that a question belongs to, by a hash of its text."""
+    # Python's own `hash` of a text is another in every process.
     digest = hashlib.blake2b(question.encode(), digest_size=4).digest()
     place = int.from_bytes(digest, "big") % sum(_SHARES)
     return next(
@@ -238,6 +240,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
             [END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *_words()]
         )
     }
+    # Every word is one token, and what is no known word is spelled in bytes: no merges to learn,
+    # and no text without a token.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = _SPLITTER
     tokenizer.decoder = decoders.ByteLevel()
@@ -252,4 +256,5 @@ def _words() -> list[str]:
     texts = (text for index in range(_WORDS_FROM) for text in document(problem(index, seed=0)))
     seen = {piece for text in texts for piece, _ in _SPLITTER.pre_tokenize_str(text)}
     words = {piece for piece in seen if len(piece) > 1 and not re.search(r"\d", piece)}
+    # Sorted: a set's order is another in every process, and ids must not be.
     return sorted(words) + [f"{_SPACE}{number}" for number in range(_NUMBERS)]

@@ -41,6 +41,7 @@ def lines(result: Figures) -> list[str]:
     ]
     if "compare" in result:
         shown.append(f"against {result['settings']['compare']}: {verdict(result)}")
+    # The first section is the headline, which stands above already.
     for part in sections(result)[1:]:
         shown += ["", *aligned([part.header, *part.rows])]
     for title, rows in breakdowns(result):
@@ -122,6 +123,7 @@ def sections(result: Figures) -> list[ReportTable]:
             )
         )
     column = result["settings"]["category"]
+    # With one temperature there are no rows: the headline stands for it.
     for row in result.get("temperatures", [{**result, "temperature": temperature}]):
         if "categories" in row:
             title = f"By {column}, temperature {row['temperature']:g}"
@@ -223,6 +225,7 @@ def _given(result: Figures) -> list[tuple[str, Any]]:
 
 
 def _row(cells: Sequence[str]) -> str:
+    # A bar would end the cell.
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
@@ -264,6 +267,7 @@ def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures])
     """
     rows = [[row, *([row["compare"]] if "compare" in row else [])] for row in figures]
     ends = [end for row in rows for one in row for end in one["confidence_interval"]]
+    # 1 is what an engine without drafts does, so it is always on the axis.
     ticks = nice_ticks(min(1.0, *ends), max(*ends, 1.0 + 1e-6))
     height = TOP + ROW * len(rows)
     shapes = []
@@ -277,6 +281,7 @@ def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures])
             f'<text class="tick y" x="-8" y="{middle + 4:.0f}">{escape(_short(name))}</text>'
         )
         for place, one in enumerate(row):
+            # Two sets stand one above the other, or their intervals would cover each other.
             y = middle + (12 * place - 6 if len(row) > 1 else 0)
             low, high = (_percent(end, ticks) for end in one["confidence_interval"])
             x = _percent(one["mean_acceptance_length"], ticks)

@@ -117,6 +117,7 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
         new = number(after.get(m.MAL_SERVING))
         old_version = number(before.get(m.HEADS_VERSION))
         new_version = number(after.get(m.HEADS_VERSION))
+        # Lines of other loops, or damaged ones, may lack any of them.
         if old is None or new is None or old_version is None or new_version is None:
             continue
         swapped = old_version != new_version
@@ -180,6 +181,8 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     lengths = summary["mean_acceptance_length"]
     gain = lengths["gain"]
     error = lengths["gain_standard_error"]
+    # Two standard errors: replay of a small holdout moves by itself. The last term keeps equal
+    # heads from being warned of for a rounding.
     if gain is not None and gain < -2 * (error if error is not None else 0.0) - 1e-9:
         figures = f"{w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])}"
         text = f"The serving heads are worse than the frozen ones by replay ({figures})."
@@ -197,6 +200,7 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     drafted = [step for step in run.steps if number(step.get(m.DRAFTS))]
     lengths = [number(step.get(m.MAL_SERVING)) for step in drafted]
     served = [length for length in lengths if length is not None]
+    # Single steps are noisy: windows of the length that the summary has are compared.
     windows = range(max(0, len(served) - window + 1))
     means = [fmean(served[start : start + window]) for start in windows]
     fell = ""
@@ -218,6 +222,7 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
 
 def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
     trained = run.column(m.COMPANION_TRAINED_TOKENS)
+    # A counter that stands still from here on: nothing was trained since.
     final = next((value for value in reversed(trained) if value is not None), None)
     since = trained.index(final) if final else len(trained)
     # In a step with no passes it was given nothing, because nothing was to be gained.
@@ -376,9 +381,12 @@ class Events(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = str(self._clean(record.getMessage()))[: self.LONGEST]
+        # A warning that comes in every step is one event with a number, or it would push out all
+        # others.
         known = next((event for event in self.told if event.get("text") == text), None)
         if known is not None:
             known["times"] = known.get("times", 1) + 1
+        # run.json is written anew with each of them, and must stay small.
         elif len(self.told) < self.MOST:
             self.told.append({"step": self.next_step, "text": text, "times": 1})
         self.fresh = True

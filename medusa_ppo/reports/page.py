@@ -45,6 +45,9 @@ def render_page(
     """
     panels = Panels(run, other)
     script = (HERE / "page.js").read_text(encoding="utf-8")
+    # The page's policy names this one script: text of a run that looks like a script never runs.
+    digest = hashlib.sha256(script.encode()).digest()
+    script_hash = "sha256-" + base64.b64encode(digest).decode()
     figures = {
         name: getattr(panels, name)()
         for name in ("acceptance", "entropy", "positions", "speed", "phases", "passes")
@@ -80,9 +83,7 @@ def render_page(
         comparison=_comparison(run, summary, other),
         refresh_s=refresh_s,
         script=Markup(script),
-        script_hash=Markup(
-            "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        ),  # And no other runs.
+        script_hash=Markup(script_hash),
         data=_script_data(panels, [*figures.values(), *learning, *others]),
     )
 
@@ -167,6 +168,7 @@ def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
     phases = {name: value for name, value in summary["phases_s"].items() if value}
     known = sum(phases.values())
     wall = summary["wall_s"] or 0.0
+    # Less than this is rounding, and a sliver that nobody could see.
     if phases and wall > known * 1.005:
         phases["rest"] = wall - known
     shares = {name: value / sum(phases.values()) for name, value in phases.items()}
@@ -214,6 +216,7 @@ def _comparison(run: Run, summary: dict[str, Any], other: Run | None) -> dict[st
 
 def _script_data(panels: Panels, figures: list[Figure]) -> Markup:
     grid = panels.grid
+    # The last column may reach beyond the last step.
     last = max([*panels.steps, *panels.other_steps], default=0)
     data = {
         "grid": {"first": grid.first, "width": grid.width, "count": grid.count, "last": last},
@@ -229,6 +232,7 @@ def page_template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
+        # A name that is missing fails here and not as a gap on somebody's page.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -271,6 +275,7 @@ def write_files(run: Run, other: Run | None = None) -> dict[str, Any]:
     back.
     """
     summary = build_summary(run)
+    # Summary first: it is what programs read, and the page may still fail.
     write_atomic(run.path / SUMMARY_FILE, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     write_atomic(run.path / MARKDOWN_FILE, tables.render_markdown(run, summary))
     write_atomic(run.path / HTML_FILE, render_page(run, summary, other=other))
@@ -303,10 +308,10 @@ def follow(
     seen: object = None
     try:
         while True:
-            mark = _fingerprint(
-                path
-            )  # Before the run is read: what comes in between is seen next time.
+            # Before the run is read: what comes in between is seen next time.
+            mark = _fingerprint(path)
             run = read_run(path)
+            # Written once more below, without the refresh.
             if run.status != "running":
                 break
             if mark != seen:

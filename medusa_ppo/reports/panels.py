@@ -192,6 +192,7 @@ class Panels:
         rates = [
             (
                 numbers(step.get(m.ACCEPTANCE_PER_POSITION))
+                # A step without drafts has zeros here, which are no rates.
                 if number(step.get(m.DRAFTS)) != 0
                 else None
             )
@@ -249,6 +250,7 @@ class Panels:
         )
         series = [drafting, plain, rollouts, *self._overlays(m.TOKENS_PER_S, format="whole")]
         pairs = len(drafting.values.present)
+        # Stems and dots of many pairs would run into each other.
         if pairs == 0 or pairs > PAIR_DOTS_UP_TO:
             if pairs == 0:
                 hint = (
@@ -309,6 +311,7 @@ class Panels:
         """
         found = []
         for index, run in enumerate(run for run in (self.run, self.other) if run is not None):
+            # A run that was stopped may have a last line without spans.
             step = next((step for step in reversed(run.steps) if role_spans(step)), None)
             if step is None:
                 continue
@@ -459,8 +462,11 @@ def rest_seconds(run: Run) -> list[float | None]:
         wall = number(step.get(m.WALL_S))
         known = [number(step.get(metric)) or 0.0 for metric in PHASES]
         index = int(step[m.STEP])
+        # A line that is missing would give its seconds to the next step.
         follows = before is not None and before[0] == index - 1
         rest.append(
+            # Phases of one step may overlap (ppo.piece_prompts): the rest is then
+            # below 0.
             max(0.0, wall - before[1] - sum(known))
             if wall is not None and before is not None and follows
             else None
@@ -489,6 +495,7 @@ def other_metrics(run: Run) -> list[str]:
         m.COMPANION_HIDDEN_S,
     }
     shown |= {m.PLUGIN_EXPOSED_S, *PHASES, *(small.metric for small in SMALL)}
+    # In the order of the lines, which a set would lose.
     logged = dict.fromkeys(
         name for step in run.steps for name, value in step.items() if number(value) is not None
     )

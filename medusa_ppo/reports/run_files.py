@@ -94,11 +94,13 @@ class Run:
 
 def number(value: object) -> float | None:
     """A finite number as float, anything else as None (a bool is not a number)."""
+    # bool is an int to Python.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # A whole number beyond all floats.
+    # A whole number beyond all floats.
+    except OverflowError:
         return None
 
 
@@ -133,6 +135,7 @@ def _no_run(path: Path) -> UsageError:
     """The error for a folder that holds no run; names the runs nearby."""
     place = path if path.is_dir() else path.parent
     runs = place.glob(f"*/{METRICS_FILE}") if place.is_dir() else ()
+    # Mostly the folder of all runs was given: these are what was meant.
     near = sorted(str(found.parent) for found in runs)[:8]
     expected = f"a folder with {METRICS_FILE}"
     if near:
@@ -171,8 +174,11 @@ def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
     """
     if not path.is_file():
         return [], 0
+    # Bytes, because a line that was torn in the middle may be no UTF-8; each line is decoded by
+    # itself.
     *lines, last = path.read_bytes().split(b"\n")
     records = [parse_line(line) for line in [*lines, last] if line.strip()]
+    # A resumed run may have written a step again before its old line was cut.
     by_step = {int(record[metrics.STEP]): record for record in records if record is not None}
     bad = records.count(None)
     if last.strip() and records[-1] is None:
@@ -195,6 +201,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     """A step, or None when the line is no JSON object with a whole-numbered step."""
     try:
         record = json.loads(line)
+    # Hundreds of nested brackets are valid JSON, and more than Python's reader takes.
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):
@@ -234,9 +241,12 @@ def process_alive(meta: dict[str, Any]) -> bool:
     (another host).
     """
     process = meta.get("process")
+    # Process numbers of another host say nothing here.
     if not isinstance(process, dict) or process.get("host") != platform.node():
         return True
     try:
+        # psutil's time follows the clock, and a clock that is set would make a living run look
+        # dead.
         if "start_ticks" in process:
             return start_ticks(int(process["pid"])) == process["start_ticks"]
         started = psutil.Process(int(process["pid"])).create_time()

@@ -60,6 +60,7 @@ NEEDED = (
 PACKAGES = (*NEEDED, "megatron-core", "trl", "verl", "openrlhf")
 GIB = 1024**3
 TOOL_TIMEOUT_S = 10.0
+# Forms that services give their tokens, so that one is found in a text that names no key.
 SECRETS = re.compile(
     r"hf_[A-Za-z0-9]{6,}|\bgh[oprsu]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}"
     r"|\bsk-[\w-]{20,}|\bAKIA[A-Z0-9]{12,}"
@@ -117,6 +118,7 @@ def hardware() -> dict[str, Any]:
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Marketing name of the CPU where the system tells it, else its architecture."""
     if cpuinfo.is_file():
+        # `platform.processor` says x86_64, or nothing, on Linux.
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.lower().startswith("model name"):
                 return line.partition(":")[2].strip()
@@ -127,6 +129,7 @@ def gpu_names() -> list[str]:
     """One `name, memory` line per NVIDIA GPU; empty when there is none or its driver does not
     answer.
     """
+    # Asked of the driver's tool, because a report must not import torch.
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -145,6 +148,7 @@ def commit(root: Path = Path(__file__).parents[2]) -> str | None:
     """The commit of the checkout that this program runs from, marked where files differ from it;
     None for an installed wheel.
     """
+    # In a wheel the folders above may belong to somebody else's checkout.
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root)]
@@ -157,6 +161,7 @@ def commit(root: Path = Path(__file__).parents[2]) -> str | None:
 
     try:
         found = ask("rev-parse", "HEAD")
+        # Untracked files (runs, notes) are no change of the program.
         changes = ask("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("git did not say the commit (%s); the report will name none", error)
@@ -170,6 +175,7 @@ def command_line(words: list[str] | None = None) -> str:
     said = [Path(program).name]
     for before, word in zip(["", *rest], rest, strict=False):
         key, sign, value = word.partition("=")
+        # The value of an option stands in the next word.
         if before.startswith("--") and SECRET_KEYS.search(before):
             said.append("***")
         elif sign:
@@ -221,6 +227,7 @@ class RunWriter:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._last_step = -1
         old = read_meta(self.run_dir / META_FILE)
+        # Before anything is moved or cut: the other run's files are still being written.
         self._refuse_second_writer(old)
         before = old.get("events") if resume_step is not None else []
         self._events = Events(resume_step or 0, before, without_secrets)
@@ -232,6 +239,8 @@ class RunWriter:
                 self._cut(resume_step, copy)
                 self.meta = self._resumed_meta(old, config, resume_step)
             self._write_meta()
+            # Without a buffer: what was written is what the file has, also when this process is
+            # killed.
             self._stream = open(self.run_dir / METRICS_FILE, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
         except BaseException:
             self._events.close()
@@ -277,6 +286,8 @@ class RunWriter:
         # Warnings are written at once, so that they outlive a run that is killed later.
         if self._events.fresh:
             self._events.fresh = False
+            # A full disk must not end the run over its notes; they are written with the next
+            # chance.
             with contextlib.suppress(OSError):
                 self._write_meta()
 
@@ -330,9 +341,11 @@ class RunWriter:
         try:
             written = 0
             while written < len(self._waiting):
+                # A raw file may take only a part, as a nearly full disk does.
                 written += self._stream.write(self._waiting[written:]) or 0
             os.fsync(self._stream.fileno())
         except OSError:
+            # Whatever part was taken is cut off again: it would spoil the next line.
             os.ftruncate(self._stream.fileno(), size)
             raise
         self._waiting = b""
@@ -342,6 +355,7 @@ class RunWriter:
         process = old.get("process") or {}
         if (
             old.get("status") == "running"
+            # A process may write the same run again: demo and tests do.
             and process.get("pid") != os.getpid()
             and process_alive(old)
         ):
@@ -389,6 +403,7 @@ class RunWriter:
         steps: dict[int, dict[str, Any]] = {}
         for file in files:
             try:
+                # The run's own lines come last and win; the copy only fills what they have lost.
                 steps |= {step[metrics.STEP]: step for step in read_steps(file)[0]}
             except RunError as error:
                 logger.warning("%s is damaged. %s", file, error)
@@ -425,6 +440,7 @@ class RunWriter:
     def _resumed_meta(
         self, old: dict[str, Any], config: dict[str, Any], resume_step: int
     ) -> dict[str, Any]:
+        # What it runs on now is described anew; when it began stays.
         meta = self._new_meta(config) | {
             key: old[key] for key in ("started_at", "extras", "resumed") if key in old
         }
@@ -469,6 +485,7 @@ def clean(value: Any, lost: list[float] | None = None) -> Any:
     Raises:
         UsageError: something that is none of these.
     """
+    # JSON has no NaN; what Python's writer would make of it other programs can't read.
     if isinstance(value, float) and not math.isfinite(value):
         if lost is not None:
             lost.append(value)
@@ -481,9 +498,8 @@ def clean(value: Any, lost: list[float] | None = None) -> Any:
         return [clean(item, lost) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if hasattr(
-        value, "tolist"
-    ):  # numpy scalars and arrays, torch tensors: none of them needs to be imported for this
+    # numpy scalars and arrays, torch tensors: none of them needs to be imported for this.
+    if hasattr(value, "tolist"):
         return clean(value.tolist(), lost)
     given = f"{type(value).__name__}: {value!r}"
     raise UsageError(

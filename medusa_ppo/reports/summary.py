@@ -224,7 +224,8 @@ def build_summary(run: Run) -> dict[str, Any]:
     rates = told[len(told) // 2] if told else {}
     steps = step_pairs(run)
     middle = middle_pair(steps)
-    last = run.steps[-window:]  # Without a step the window is 0, and there is nothing to cut.
+    # Without a step the window is 0, and there is nothing to cut.
+    last = run.steps[-window:]
     return {
         "name": run.name,
         "status": run.status,
@@ -331,6 +332,8 @@ def mean_acceptance_length(steps: Sequence[dict[str, Any]]) -> float | None:
         if some and taken is not None:
             drafts = drafts + some
             accepted = accepted + taken
+    # Sums first, then the ratio: a mean of the steps' ratios would weigh a short step like a long
+    # one.
     return 1.0 + accepted / drafts if drafts else None
 
 
@@ -349,6 +352,7 @@ def acceptance_per_position(steps: Sequence[dict[str, Any]]) -> list[float] | No
         if not some or rates is None:
             continue
         drafts += some
+        # Where K is chosen, a later step may have more positions.
         accepted += [0.0] * (len(rates) - len(accepted))
         for position, rate in enumerate(rates):
             accepted[position] += rate * some
@@ -365,7 +369,9 @@ def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None
         if found is None or tokens is None:
             continue
         engines = max(engines, len(found))
+        # An engine that was lost may be missing in one of the lists.
         for index, (length, generated) in enumerate(zip(found, tokens, strict=False)):
+            # An engine without work has a length of 1 by definition, and no acceptance.
             if generated:
                 lengths.setdefault(index, []).append(length)
     if not engines:
@@ -378,6 +384,8 @@ def speed_pairs(run: Run) -> tuple[list[dict[str, float | None]], str | None]:
     where there are some.
     """
     columns = (m.PAIR_DRAFTING_TOKENS_PER_S, m.PAIR_PLAIN_TOKENS_PER_S, m.PAIR_SPEEDUP)
+    # An engine of its own at vLLM's defaults is what a user would have; this run's engine without
+    # drafts only stands in for it.
     for lines, against in ((_entries(run, "rollouts"), "vllm"), (run.steps, "own")):
         pairs = [{name: number(line.get(name)) for name in columns} for line in lines]
         pairs = [pair for pair in pairs if pair[m.PAIR_SPEEDUP] is not None]
@@ -447,6 +455,7 @@ def replay_pairs(steps: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
 
 
 def _acceptance_lengths(run: Run, last: Sequence[dict[str, Any]]) -> dict[str, float | int | None]:
+    # Both from the same steps: a mean over other steps each would compare rollouts, not heads.
     both = replay_pairs(last)
     gains = [serving - frozen for serving, frozen in both]
     published = (

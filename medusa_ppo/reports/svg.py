@@ -93,12 +93,15 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round numbers (1, 2, 2.5 or 5 times a power of ten) that cover low..high, at most about
     `most` of them.
     """
+    # A range without width, and NaN, get some; the logarithm below needs it.
     if not high > low:
         low = low - (abs(low) or 1.0) * 0.5
         high = high + (abs(high) or 1.0) * 0.5
     rough = (high - low) / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
+    # The small share less keeps a range that is just a round number from the next larger distance.
     size = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    # A bound that is a tick but for its rounding must not get another tick beyond it.
     start = math.floor(low / size + 1e-9)
     stop = math.ceil(high / size - 1e-9)
     return [round(index * size, 12) for index in range(start, stop + 1)]
@@ -107,6 +110,7 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
 def step_ticks(grid: Grid, most: int = 6) -> list[int]:
     """Whole step numbers inside the grid, at round distances."""
     last = grid.first + grid.width * grid.count - 1
+    # Distances of 2.5 or of less than 1 give places between two steps.
     ticks = (tick for tick in nice_ticks(grid.first, last, most) if tick == int(tick))
     return [int(tick) for tick in ticks if grid.first <= tick <= last] or [grid.first]
 
@@ -164,6 +168,7 @@ def fit_scale(
     high = max((bound[1] for bound in bounds), default=1.0)
     if floor is not None:
         low = min(low, floor)
+        # Never of no height, also where all values lie on the floor.
         high = max(high, floor + 1e-6)
     if low == high and low >= 0:
         # A metric that never moved: its axis starts at zero, and has some height even when it is
@@ -228,6 +233,7 @@ def draw_bars(
     )
     ticks = nice_ticks(-bottom, top or 1.0)
     scale = Scale(ticks[0], ticks[-1], height)
+    # With more bars the gaps would be thinner than a pixel, and shimmer.
     gap = 0.12 if grid.count <= 120 else 0.0
     shapes = [
         f'<path class="fill t-{item.tone}" d="{path}"/>'
@@ -255,9 +261,12 @@ def draw_heat(
     """
     height = row_height * len(rows)
     top = max((value for row in rows for value in row.values.present), default=1.0) or 1.0
+    # One path for each shade rather than one element for each cell: a long run has thousands of
+    # cells.
     levels: list[list[str]] = [[] for _ in range(HEAT_LEVELS + 1)]
     step = UNITS / grid.count
-    wide = _px(step + 0.4)  # A hair wider than the column, or the seams would shine through.
+    # A hair wider than the column, or the seams would shine through.
+    wide = _px(step + 0.4)
     for index, row in enumerate(rows):
         for column, value in enumerate(row.values.mean):
             if value is not None:
@@ -477,6 +486,7 @@ def _marks(marks: Sequence[tuple[int, str]], grid: Grid, height: int) -> str:
     named = -1.0
     few = len(marks) <= MARK_LINES_UP_TO
     for index, (step, name) in enumerate(marks):
+        # Between two steps: the swap came before this one.
         place = 100 * grid.position(step - 0.5 if grid.width == 1 else step)
         x = f"{place:.2f}%"
         if few:
@@ -532,6 +542,7 @@ def _stack_paths(
     paths = []
     levels = [0.0] * grid.count
     width = UNITS / grid.count
+    # As in the heat strip: seams between bars without gaps would shine through.
     size = _px((1 - gap) * width + (0.4 if gap == 0 else 0))
     for item in series:
         bars = []
@@ -549,4 +560,6 @@ def _stack_paths(
 
 def _px(value: float) -> str:
     """A coordinate with one digit after the point, as short as it can be written."""
+    # A tenth of a pixel is more than a screen shows, and pages of long runs hold many thousand of
+    # these.
     return f"{value:.1f}".removesuffix(".0")

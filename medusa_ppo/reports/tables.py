@@ -348,11 +348,14 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
     steps: dict[int, list[int]] = {}
     speedup: dict[int, float] = {}
     for row in (row for step in run.steps for row in step.get(m.DRAFT_CHOICES) or []):
+        # Rows end with the largest K that was chosen, so they differ in length.
         both = zip_longest(steps.get(row["running"], []), row["steps"], fillvalue=0)
         steps[row["running"]] = [before + now for before, now in both]
+        # The last word of the engine, which has learned most; its earlier ones are not averaged in.
         speedup[row["running"]] = row["speedup"]
     rows = []
     for running, counts in sorted(steps.items()):
+        # Cells double: the number is the smallest of its cell.
         label = "1" if running == 1 else f"{running} to {2 * running - 1}"
         total = sum(counts)
         rows.append(
@@ -372,6 +375,7 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
     """
     rows: list[tuple[str, ...]] = []
     pairs, against = speed_pairs(run)
+    # Pairs on the run's own engine are no answer to what a user would have without the plugin.
     if against == "vllm":
         speed = summary["tokens_per_s"]
         spread = summary["rollout_speedup_pairs"]
@@ -389,6 +393,7 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
             )
         )
     for name, what in WORTH_PHASES.items():
+        # A phase that some pairs lack is compared over those that have it.
         both = [
             (ours, plain) for ours, plain in step_pairs(run) if name in ours and plain.get(name)
         ]
@@ -421,6 +426,8 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     text = f"{'Worth it' if speed >= 1 else 'Not worth it'} for rollouts {where}: "
     text += (
         f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step; it pays above"
+        # A draft step costs accepted / speed plain ones: below so many tokens it takes longer than
+        # they do.
         f" {w.length(accepted / speed)}."
     )
     rows = [(row.running, row.speedup) for row in choice_rows(run) if row.speedup is not None]
@@ -441,6 +448,8 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     rest = steps["with_s"] - steps["generate_with_s"]
     others = steps["without_s"] - steps["generate_without_s"]
     share = steps["generate_without_s"] / steps["without_s"]
+    # Twice the generation on both sides, the same rest: the plugin's worth grows with what it makes
+    # faster.
     twice = (rest + 2 * steps["generate_with_s"]) / (others + 2 * steps["generate_without_s"])
     text += (
         f" Generation is {w.percent(share)} of a step without the plugin; if responses took twice"
@@ -476,6 +485,7 @@ def _version_row(version: int, steps: Sequence[dict[str, Any]]) -> VersionRow:
         version,
         int(steps[0][m.STEP]),
         len(steps),
+        # Staleness is the distance to the policy that they were trained on.
         None if policy is None or age is None else int(policy - age),
         max(
             (value for s in steps if (value := number(s.get(m.STALENESS))) is not None),
@@ -509,6 +519,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def config_rows(config: dict[str, Any]) -> list[tuple[str, str, bool]]:
     """(dotted key, value, whether it differs from the default) in the configuration's own order."""
+    # Of this release: what an older one had as its default is shown as a choice.
     defaults = flatten(RunConfig().model_dump(mode="json"))
     return [
         (key, show(value), key in defaults and defaults[key] != value)
@@ -575,6 +586,7 @@ def config_differences(run: Run, other: Run) -> list[tuple[str, str, str]]:
     here = flatten(run.config)
     there = flatten(other.config)
     keys = [*here, *(key for key in there if key not in here)]
+    # None is a value that a key may have.
     missing = object()
     return [
         (

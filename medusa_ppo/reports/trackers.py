@@ -19,7 +19,8 @@ from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics
 from medusa_ppo.reports.store import without_secrets
 
-PREFIX = "medusa_ppo_"  # Prometheus sees it behind Ray's own, `ray_`.
+# Prometheus sees it behind Ray's own, `ray_`.
+PREFIX = "medusa_ppo_"
 TAGS = ("run", "position")
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "ray": "ray"}
 """Name in the configuration -> the package that it needs."""
@@ -41,7 +42,9 @@ class RayTracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
+            # A gauge has one name and tags; a list's places become the tag.
             name, _, position = key.partition("/")
+            # Ray keeps a gauge for ever, so only names that are explained get one.
             if name in self._notes:
                 self._gauge(name).set(value, tags={"run": self._run, "position": position})
 
@@ -69,6 +72,7 @@ class TensorBoardTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        # TensorBoard shows what is in the file; its own buffer waits for two minutes.
         self._writer.flush()
 
     def close(self) -> None:
@@ -137,10 +141,15 @@ class TrackerGroup:
         self._lines: dict[str, queue.Queue[Figures | None]] = {}
         self._threads: dict[str, threading.Thread] = {}
         for name, tracker in (trackers or {}).items():
+            # Bounded: a service that hangs must not fill the memory of a run that goes on for days.
             line: queue.Queue[Figures | None] = queue.Queue(MOST_WAITING)
             self._lines[name] = line
             self._threads[name] = threading.Thread(
-                target=self._serve, args=(name, tracker, line), name=f"tracker-{name}", daemon=True
+                # A daemon: a library that never returns must not keep the process from ending.
+                target=self._serve,
+                args=(name, tracker, line),
+                name=f"tracker-{name}",
+                daemon=True,
             )
             self._threads[name].start()
 
@@ -154,6 +163,7 @@ class TrackerGroup:
         again.
         """
         lines = self._lines
+        # A second call, or figures that come late, find nobody to send to.
         self._lines = {}
         for name, line in lines.items():
             self._put(name, None, line)
@@ -191,6 +201,7 @@ class TrackerGroup:
             self._tell(name, f"{type(error).__name__}: {error}")
 
     def _tell(self, name: str, what: str) -> None:
+        # Once: a tracker without network fails at every step.
         if name not in self._told:
             self._told.add(name)
             logger.warning("Tracker %s failed, PPO goes on without it: %s", name, what)
@@ -202,9 +213,8 @@ def flatten(values: Mapping[str, Any]) -> dict[str, float]:
     """
     flat: dict[str, float] = {}
     for name, given in values.items():
-        value = (
-            given.tolist() if hasattr(given, "tolist") else given
-        )  # Arrays and tensors, without importing their libraries.
+        # Arrays and tensors, without importing their libraries.
+        value = given.tolist() if hasattr(given, "tolist") else given
         if isinstance(value, Sequence) and not isinstance(value, str):
             flat |= flatten({f"{name}/{index}": item for index, item in enumerate(value, 1)})
         elif isinstance(value, bool | int | float) and math.isfinite(value):
@@ -237,6 +247,7 @@ on with.
 def check_trackers(names: tuple[str, ...]) -> None:
     """Refuse a tracker whose package is missing, before anything starts. ConfigError."""
     for name in names:
+        # Looked for and not imported: wandb alone takes seconds.
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(
                 f"The tracker {name} needs a package that is not installed.",
@@ -257,6 +268,7 @@ def start_trackers(config: RunConfig, first_step: int) -> TrackerGroup:
         except Exception as error:
             # Each library has errors of its own: not logged in, no network, a folder that can't be
             # written.
+            # Those that were started already: their services would show a run that never ended.
             TrackerGroup(started).close()
             raise ConfigError(
                 f"The tracker {name} did not start.",
