@@ -58,6 +58,7 @@ def is_tuple_assignment(node: ast.AST) -> bool:
 def comment_lines(path: Path) -> int:
     """Lines that hold a comment."""
     with tokenize.open(path) as file:
+        # By tokens, because a "#" inside of a text is no comment.
         tokens = tokenize.generate_tokens(file.readline)
         return sum(token.type == tokenize.COMMENT for token in tokens)
 
@@ -114,6 +115,7 @@ def import_graph(root: Path) -> Graph:
                 graph[name] |= {alias.name for alias in node.names} & modules.keys()
             elif isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
+                    # `from package import name` may name a module or something in one.
                     full = f"{node.module}.{alias.name}"
                     graph[name] |= {full if full in modules else node.module} & modules.keys()
     return graph
@@ -136,6 +138,7 @@ def cycles(graph: Graph) -> list[list[str]]:
     reach = {module: reachable(graph, module) for module in graph}
     found: list[list[str]] = []
     for module in sorted(graph):
+        # Every module of a cycle reaches all others of it, so one of them names the group.
         in_known_group = any(module in group for group in found)
         if module in reach[module] and not in_known_group:
             found.append(sorted(other for other in reach[module] if module in reach[other]))

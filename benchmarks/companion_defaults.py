@@ -117,6 +117,7 @@ class Sampler(NoEngine):
             index for index in range(len(prompts)) for _ in range(sampling.responses_per_prompt)
         ]
         width = max(map(len, prompts))
+        # Padded on the left, so that all responses begin in the same column.
         ids_BT = torch.tensor(
             [[self._end] * (width - len(prompts[i])) + list(prompts[i]) for i in rows]
         )
@@ -129,6 +130,7 @@ class Sampler(NoEngine):
         logprobs = []
         ended_B = torch.zeros(len(rows), dtype=torch.bool)
         for _ in range(sampling.max_new_tokens):
+            # Positions count tokens, not columns: padding must not move them.
             positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -next_BT.shape[1] :]
             out = self._actor(
                 next_BT,
@@ -262,6 +264,8 @@ def record(args: argparse.Namespace) -> None:
         )
         for step in range(config.ppo.steps):
             values = loop.step(step)
+            # `PPOLoop.run` would move it; here steps are taken one by one, to keep what each has
+            # logged.
             loop.position = type(loop.position)(step + 1, loop.position.policy_version + 1, 0.0)
             lines.append({name: values.get(name) for name in KEPT_METRICS})
             summary = {
@@ -330,12 +334,14 @@ def learn_again(
             if cycle.trainer._mean is not None:
                 cycle.trainer._mean._decay = average  # No key of a run.
         cycle.trainer.set_tables(lm_head_VD, embedding_VD)
+        # Until the first publish there is no frozen copy: what serves is what it will be a copy of.
         control = first if heads else cycle.frozen or cycle.serving
         for lengths, judged in ((serving, cycle.serving), (frozen, control)):
             result = replay(
                 judged, batch, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature
             )
             lengths.append(result.mean_acceptance_length)
+        # Processor time: settings may run beside other programs.
         began = time.process_time()
         rows += cycle.run(batch).train.rows
         cpu_s += time.process_time() - began
@@ -354,6 +360,7 @@ def learn_again(
 
 def replay_all(args: argparse.Namespace) -> None:
     """Every setting and seed that is not in OUT/results.jsonl yet, then the table."""
+    # One thread: sums in one order, so that a seed gives the same numbers on any machine.
     torch.set_num_threads(1)
     recorded = json.loads((args.out / "recorded.json").read_text(encoding="utf-8"))
     config = build_config(recorded["config"])

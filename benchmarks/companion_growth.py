@@ -86,6 +86,7 @@ def start(workers: int, kind: str, lm_head_VD: torch.Tensor) -> CompanionClient:
 
 def core_seconds(client: CompanionClient, workers: int) -> list[float]:
     """Processor seconds of each worker's process so far."""
+    # The incarnation begins with the process's number.
     if workers == 1:
         pids = [int(client.status().incarnation.split("-")[0])]
     else:
@@ -114,6 +115,7 @@ def one_round(client: CompanionClient, workers: int, seed: int) -> Round:
 def measure(counts: list[int], kind: str, rounds: int = ROUNDS) -> list[dict[str, float]]:
     """A row for each number of workers; the first is what the others are compared with."""
     lm_head_VD = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.5
+    # All at once, and idle but for their turn: a start within a round would be part of its time.
     clients = {count: start(count, kind, lm_head_VD) for count in counts}
     taken: dict[int, list[Round]] = {count: [] for count in counts}
     try:
@@ -123,9 +125,9 @@ def measure(counts: list[int], kind: str, rounds: int = ROUNDS) -> list[dict[str
     finally:
         for client in clients.values():
             client.close()
-    return [
-        summary(count, taken[count][1:], taken[counts[0]][1:]) for count in counts
-    ]  # The first round warms up.
+    # The first round warms up.
+    counted = {count: turns[1:] for count, turns in taken.items()}
+    return [summary(count, counted[count], counted[counts[0]]) for count in counts]
 
 
 def summary(count: int, own: list[Round], first: list[Round]) -> dict[str, float]:

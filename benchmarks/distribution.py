@@ -32,10 +32,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# The engine is driven step by step and looked into, so it has to be in this process.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
+# Before the options are parsed: what follows imports vLLM.
 if "v2" in sys.argv and not os.path.exists("/dev/nvidia0"):
-    import interpreter  # noqa: F401  Before vLLM.
+    # Before vLLM, which asks for a driver when it is imported.
+    import interpreter  # noqa: F401
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -237,11 +240,13 @@ class SteppedEngine:
             self.seen["preempted"] += 1
             return original(*args, **kwargs)
 
+        # Counted, or nobody would know whether anything was preempted at all.
         scheduler._preempt_request = preempt
 
     def sample(self, tokens: int) -> list[SampledAnswer]:
         """At least so many tokens, of whole responses."""
         answers: list[SampledAnswer] = []
+        # Whole responses: to stop in the middle would leave out what is still being refused.
         while sum(len(answer.ids) for answer in answers) < tokens:
             left = tokens - sum(len(answer.ids) for answer in answers)
             answers += self._round(min(AT_ONCE, 1 + left // NEW_TOKENS))
@@ -343,11 +348,13 @@ def judge(answers: list[SampledAnswer], stage: Stage) -> Uniformity:
     grammar = None
     for answer in answers:
         wanted = answer.asked
+        # Greedy tokens are drawn from nothing; they are there as neighbours of the others.
         if not wanted["temperature"]:
             continue
         sampling = Sampling(wanted["temperature"], wanted.get("top_p", 1.0), wanted.get("top_k", 0))
         ends = [*(start for start, _ in answer.versions[1:]), len(answer.ids)]
         for (start, version), end in zip(answer.versions, ends, strict=True):
+            # A sync may come before a request's first token.
             if start == end:
                 continue
             ids = answer.ids[:end]
@@ -375,9 +382,8 @@ def keep_one_step_old(worker: Any) -> None:
         return
     drafter = runner.drafter
     use = runner.drafter._use_vocabulary
-    drafter._meet = lambda request: proposer.Traits(
-        request.sampling_params.seed
-    )  # Under a grammar too.
+    # Under a grammar too: as sampled drafts, where the product has them verified as one-hot.
+    drafter._meet = lambda request: proposer.Traits(request.sampling_params.seed)
 
     def use_vocabulary() -> None:
         use()
@@ -422,6 +428,8 @@ def started(setting: Setting, stage: Stage, runner: str | None) -> Iterator[Any]
         config = config.model_copy(update={"runner": runner})
     ample = launch.cache_bytes
     if setting.cache_blocks:
+        # The product makes room for all sequences at full length, so nothing would ever be
+        # preempted.
         launch.cache_bytes = lambda text, _: int(
             setting.cache_blocks * setting.sequences * block_bytes(text)
         )
@@ -452,10 +460,12 @@ def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict
     began = time.perf_counter()
     figures: dict[str, Any] = {"setting": setting.name, "runner": options.runner or "v1"}
     with started(setting, stage, options.runner) as engine:
+        # Requests without a seed draw from torch's own generator.
         torch.manual_seed(SEED)
         sampler = SteppedEngine(engine, setting, stage, SEED)
         answers = sampler.sample(options.tokens)
         counters = engine.counters()
+        # Before the control, which preempts and swaps as well.
         figures["seen"] = {name: count for name, count in sampler.seen.items() if count}
         engine._running().collective_rpc(keep_one_step_old)
         stale = sampler.sample(options.stale_tokens)
@@ -513,6 +523,7 @@ def main() -> None:
         sys.stdout.write(f"{HEAD}\n")
         for setting in [s for s in SETTINGS if s.name in names]:
             row = measure(setting, stage, options)
+            # A control that passes is as bad as a row that fails: the test was blind.
             bad |= not row["honest"] or row["one_step_old"]["honest"]
             sys.stdout.write(f"{line(row)}\n")
             sys.stdout.flush()

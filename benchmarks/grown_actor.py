@@ -30,6 +30,7 @@ def main() -> None:
     folder = options.model or str(ensure_demo_actor())
     small = AutoModelForCausalLM.from_pretrained(folder)
     grow(small, options.intermediate).save_pretrained(options.out)
+    # vLLM looks for the tokenizer beside the weights.
     AutoTokenizer.from_pretrained(folder).save_pretrained(options.out)
 
 

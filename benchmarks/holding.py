@@ -101,6 +101,7 @@ def run(
             str(ROOT / "configs" / "gsm8k.yaml"),
             *settings,
         ]
+        # A process for each run: Ray, vLLM and torch's threads begin anew, as a user's do.
         with (args.out / f"{name}.log").open("w") as log:
             subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
     return list(read_run(folder).steps[: args.steps])
@@ -111,6 +112,7 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     late = steps[-(len(steps) // 6) :]
 
     def extra(lines: list[dict[str, Any]], name: str) -> float:
+        # Estimates are missing in steps without a judged batch, and before the first version.
         found = [line[name] for line in lines if line.get(name) is not None]
         return fmean(found) - 1.0 if found else math.nan
 
@@ -132,6 +134,8 @@ def worse(steps: list[dict[str, Any]]) -> list[int]:
     before = 0
     for line in steps:
         published = line.get(names.VERSIONS_PUBLISHED) or 0
+        # The gate asks for a gain that is sure enough over several batches; on a single one it may
+        # look worse.
         if published > before and line[names.REPLAY_CANDIDATE] < line[names.REPLAY_SERVING]:
             found.append(line[names.STEP])
         before = published
@@ -158,6 +162,7 @@ def table(runs: dict[int, list[dict[str, Any]]]) -> list[str]:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"| steps | {' | '.join(CURVE)} |", "|---" * (len(CURVE) + 1) + "|"]
+    # Seeds that were given other numbers of steps are shown as far as all go.
     length = min(map(len, runs.values()))
     block = max(1, length // 10)
     for start in range(0, length, block):
@@ -210,6 +215,7 @@ def main() -> None:
     )
     parser.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
     args = parser.parse_args()
+    # Runs have the checkout as their working directory (REWARD is imported from there).
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.memory_bytes:

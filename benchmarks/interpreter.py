@@ -11,6 +11,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+# Everything below reads TRITON_INTERPRET when it is imported.
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,7 @@ def log1p(x: Any, _semantic: Any = None) -> Any:
         return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
 
 
+# Kept before it is replaced, or `argmax` would call itself.
 nanargmax = np.nanargmax
 
 
@@ -78,6 +80,7 @@ def argmax(values: Any, *args: Any, **kwargs: Any) -> Any:
     return nanargmax(np.where(np.isnan(values), -np.inf, values), *args, **kwargs)
 
 
+# Any backend's record has the shape; its compiler is never asked, since nothing is compiled.
 backends["cpu"] = type(next(iter(backends.values())))(compiler=None, driver=CPUDriver)
 triton.runtime.driver.set_active(CPUDriver())
 libdevice.log1p = log1p

@@ -68,6 +68,7 @@ def write_actor(options: argparse.Namespace) -> None:
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": 0,
+        # As small models with large vocabularies have it.
         "tie_word_embeddings": True,
     }
     model = LlamaForCausalLM(
@@ -108,9 +109,8 @@ def time_training(options: argparse.Namespace) -> None:
             began = time.perf_counter()
             trainer.train_batch(batch)
             seconds[key].append(time.perf_counter() - began)
-    rates = {
-        key: rows / statistics.median(taken[1:]) for key, taken in seconds.items()
-    }  # The first round warms up.
+    # The first round warms up.
+    rates = {key: rows / statistics.median(taken[1:]) for key, taken in seconds.items()}
     first = rates[options.dtypes[0], options.vocab]
     for (name, width), rate in rates.items():
         sys.stdout.write(
@@ -150,6 +150,7 @@ def compare_lengths(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(options.model)
     data = DataConfig(path=options.data, template=options.template, answer_column=None)
     prompts = PromptStream.load(data, tokenizer, seed=0)
+    # The last two are held out: no heads learn from them.
     batches = [
         sampled(actor, prompts, step, options.prompts, tokenizer.eos_token_id)
         for step in range(options.batches + 2)

@@ -45,11 +45,14 @@ def main() -> None:
             for name, product in products.items():
                 took = []
                 for _ in range(WARM + CALLS):
+                    # This thread's processor time: other programs on the machine are not in it.
                     began = time.thread_time_ns()
                     result_NW = product(rows_ND)
                     took.append(time.thread_time_ns() - began)
                 apart = (result_NW.double() - exact_NW).square().mean().sqrt() / exact_NW.std()
                 row[name] = {
+                    # The lower quartile: interruptions only ever add time, and the minimum is a
+                    # lucky call.
                     "us": round(sorted(took[WARM:])[CALLS // 4] / 1e3),
                     "apart": round(float(apart), 4),
                 }

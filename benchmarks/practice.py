@@ -57,7 +57,8 @@ VOCABULARY = 16
 END = 0
 PLACES = 3
 PLAIN_BATCH = 16
-FIRST = LAST = 4  # Steps whose mean is shown.
+# Steps whose mean is shown.
+FIRST = LAST = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "gae": {},
     "grpo": {"advantages": "grpo"},
@@ -88,6 +89,8 @@ class TorchEngine(RolloutEngine):
     """Samples with transformers; prompts are of one length."""
 
     def __init__(self, actor: LlamaForCausalLM) -> None:
+        # A copy, as an engine has one: it must write with the weights of the last sync, not with
+        # those in training.
         self._actor = copy.deepcopy(actor)
 
     @torch.no_grad()
@@ -116,6 +119,7 @@ class TorchEngine(RolloutEngine):
             tuple(map(tuple, prompts)),
             tuple(responses),
             Counters(),
+            # No real time: nothing here is about speed.
             0.01,
             sampling,
             self.policy_version,
@@ -277,15 +281,15 @@ def reward(options: argparse.Namespace) -> None:
         left = list(range(len(texts)))
         differing = 0
         draw.shuffle(left)
-        while left:  # Mixes of random sizes, until every text was in one.
-            mix = left[: (size := draw.randrange(1, 400))]
+        # Mixes of random sizes, until every text was in one.
+        while left:
+            size = draw.randrange(1, 400)
+            mix = left[:size]
             left = left[size:]
-            differing += int(
-                (
-                    source.score([""] * len(mix), [texts[i] for i in mix], blank[: len(mix)])
-                    != expected[mix]
-                ).sum()
-            )
+            mixed = [texts[i] for i in mix]
+            scores = source.score([""] * len(mix), mixed, blank[: len(mix)])
+            # Bits and not a tolerance: the product promises that neighbours change nothing.
+            differing += int((scores != expected[mix]).sum())
         plain_differing = 0
         found = plain(source, texts)
         for start in range(0, 512, 37):
@@ -301,6 +305,7 @@ def reward(options: argparse.Namespace) -> None:
         for pair in range(options.pairs):
             some = draw.sample(texts, options.step)
             seconds = {}
+            # Each is first as often as second.
             for fixed in (True, False) if pair % 2 else (False, True):
                 began = time.perf_counter()
                 (

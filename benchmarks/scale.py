@@ -31,7 +31,8 @@ from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes
 
 Kind = Literal["medusa", "hydra"]
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
-TARGET = 0.03  # Largest share of the fleet that the companion may take.
+# Largest share of the fleet that the companion may take.
+TARGET = 0.03
 
 
 @dataclass(frozen=True)
@@ -174,10 +175,10 @@ def step_on_paper(
 ) -> PaperStep | None:
     """None when the states of training or the engine's weights do not fit into so many GPUs."""
     model = actor.sizes
-    states = (
-        model.parameters * (2 * given.train_bytes + BFLOAT16) / gpus
-    )  # Actor, critic, and a reference in bf16.
+    # Actor, critic, and a reference in bf16.
+    states = model.parameters * (2 * given.train_bytes + BFLOAT16) / gpus
     ranks = engine_ranks(model, given)
+    # A fifth is left for activations.
     if states > 0.8 * given.memory_bytes or gpus < max(ranks, actor.spread):
         return None
     tokens = work.responses * work.response_tokens
@@ -194,6 +195,8 @@ def step_on_paper(
         ranks,
         generate_s=generate_seconds(model, heads, engines, ranks, given, work, given.drafts),
         score_s=work.forwards * 2 * model.product_parameters * all_tokens / rate,
+        # Actor and critic; 6 operations a parameter and token are a forward pass (2) and a backward
+        # one (4).
         update_s=2 * work.epochs * 6 * model.product_parameters * all_tokens / rate,
         sync_s=weights / ranks / network,
         tap_s=hidden / (gpus // actor.spread) / given.host_bytes_per_s,
@@ -231,6 +234,7 @@ def generate_seconds(
     """
     per_engine = work.responses / engines
     cache = BFLOAT16 * model.cache_elements * (work.prompt_tokens + work.response_tokens / 2)
+    # 0.9 of a GPU is what engine.memory_fraction is where PPO is not beside the engine.
     room = ranks * given.memory_bytes * 0.9 - BFLOAT16 * model.parameters
     running = max(1.0, min(per_engine, room / cache))
     length = work.response_tokens / (1 + (given.accepted if drafts else 0.0))
@@ -243,6 +247,8 @@ def generate_seconds(
     )
     steps = per_engine / running * length
     tail = (work.longest - 1) * length
+    # A tenth stands for the tail: the last responses run nearly alone, and then weights are read
+    # for few tokens.
     few = max(1.0, running / 10)
     return (
         prompt_s
@@ -291,8 +297,10 @@ def head_flops(
     V = width or heads.vocab_size
     logits = (2.0 if not training else 4.0 if heads.lm_head == "shared" else 6.0) * D * V
     total = heads.num_heads * logits
-    if teacher and training:  # Of a block of neighbours, each row once, and those behind its end.
+    # Of a block of neighbours, each row once, and those behind its end.
+    if teacher and training:
         total += 2.0 * D * V * (TOGETHER + heads.num_heads - 1) / TOGETHER
+    # Nothing goes backwards into h_t, so a first layer's gradient is one product and not two.
     first = heads.kind != "hydra"
     for layer in range(heads.num_layers):
         total += (
@@ -302,12 +310,10 @@ def head_flops(
             * (2.0 if not training else 4.0 if first and layer == 0 else 6.0)
         )
     inner = heads.mlp_ratio * D
-    if (
-        heads.context
-    ):  # Each pair is made once, where training goes over whole blocks and serving keeps it.
-        total += (6 * D * D + inner * D) * (4.0 if training else 2.0) + D * D * (
-            6.0 if training else 2.0
-        )
+    # Each pair is made once, where training goes over whole blocks and serving keeps it.
+    if heads.context:
+        total += (6 * D * D + inner * D) * (4.0 if training else 2.0)
+        total += D * D * (6.0 if training else 2.0)
         total += heads.num_heads * inner * D * ((4.0 + 6.0) if training else (2.0 + 2.0))
         total += (heads.num_heads - 1) * inner * inner * (6.0 if training else 2.0)
     elif heads.kind == "hydra":
@@ -325,19 +331,16 @@ def companion_flops(heads: HeadsConfig, tokens: int, given: Assumptions, work: W
     width = work.width(heads.vocab_size)
     position = head_flops(heads, training=True, width=width, teacher=bool(work.teacher))
     held = min(given.holdout * tokens, HOLDOUT_TOKENS)
-    return (
-        tokens - held
-    ) * work.trained * work.passes * position + given.judged * held * head_flops(
-        heads, training=False, width=width
-    )
+    learned = (tokens - held) * work.trained * work.passes * position
+    replayed = given.judged * held * head_flops(heads, training=False, width=width)
+    return learned + replayed
 
 
 def table(kind: Kind, given: Assumptions, work: Workload) -> list[tuple[str, PaperStep]]:
     rows = []
     for name, actor in ACTORS.items():
-        heads = HeadsSection(kind=kind).sizes(
-            actor.sizes.hidden, actor.sizes.vocab
-        )  # The product's defaults.
+        # The product's defaults.
+        heads = HeadsSection(kind=kind).sizes(actor.sizes.hidden, actor.sizes.vocab)
         for gpus in GPUS:
             step = step_on_paper(actor, heads, gpus, given, work)
             if step is not None:

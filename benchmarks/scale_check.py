@@ -88,9 +88,11 @@ def compare(
             0,
             embedding_VD=actor.model.embed_tokens.weight.detach(),
         )
+        # Rows from all over the table, as those of a draft vocabulary are.
         trainer.ids_W = torch.arange(part) * 8 if part else None
         score_s, train_s = _in_turn(
             lambda: _score(actor, rows, tokens),
+            # Bound now: a lambda would take the loop's last trainer.
             lambda trainer=trainer: trainer.train_batch(batch),
             rounds,
         )

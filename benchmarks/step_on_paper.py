@@ -105,7 +105,8 @@ class Count(TorchDispatchMode):
             for value in func._schema.returns
         )
         if view or func.namespace == "prim":
-            return result  # No work: another look at a tensor, or a question about it.
+            # No work: another look at a tensor, or a question about it.
+            return result
         made = [
             value
             for value in (result if isinstance(result, tuple | list) else [result])
@@ -120,9 +121,11 @@ class Count(TorchDispatchMode):
             if isinstance(value, torch.Tensor)
         ]
         if str(func.overloadpacket) in ROWS_OF_A_TABLE:
+            # As much is read of the table as comes out.
             given = [*made, *given[1:]]
         flops = 0.0
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            # Of the second factor from the end: `addmm` has a bias before both.
             flops = 2.0 * made[0].numel() * given[-2].shape[-1]
         self.work.append(
             (sum(value.numel() * value.element_size() for value in [*made, *given]), flops)
@@ -144,6 +147,7 @@ def counted(
     """
     count = Count()
     with FakeTensorMode():
+        # Heads are made in the default dtype, and serve in bfloat16.
         torch.set_default_dtype(torch.bfloat16)
         try:
             heads = MedusaHeads(
@@ -160,7 +164,8 @@ def counted(
         ones_B = torch.ones(sequences)
         known = (ids_B, ids_B == 0) if seeded else (None, None)
         slots = DraftSlots(sequences, drafts, vocabulary or model.vocab, torch.device("cpu"))
-        for counting in (contextlib.nullcontext(), count):  # What is made once is made before.
+        # What is made once is made before: the first call is not counted.
+        for counting in (contextlib.nullcontext(), count):
             with counting:
                 core.draft(
                     hidden_BD,

@@ -105,10 +105,10 @@ WARM_UP = 2
 
 def samples_per_s(folder: Path, checkout: Path, given: list[str]) -> float:
     """Of a whole run of a checkout, its first steps left out."""
+    # The summary comes with a run's end: without one it was stopped.
     if not (folder / "summary.json").is_file():
-        own = (
-            checkout / ".venv" / "bin" / "python"
-        )  # vLLM loads the plugin of its environment, whatever PYTHONPATH says.
+        # vLLM loads the plugin of its environment, whatever PYTHONPATH says.
+        own = checkout / ".venv" / "bin" / "python"
         python = str(own) if own.is_file() else sys.executable
         command = [
             python,
@@ -129,6 +129,7 @@ def samples_per_s(folder: Path, checkout: Path, given: list[str]) -> float:
         json.loads(line)
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
+    # One line more than steps that count: its clock is where they begin.
     late = lines[WARM_UP - 1 :]
     settings = dict(text.split("=", 1) for text in given)
     samples = (
@@ -161,6 +162,7 @@ def beside_old(args: argparse.Namespace) -> None:
                 *args.settings,
             ],
         )
+        # Each is first as often as second.
         for name in list(arms)[:: 1 if number % 2 else -1]:
             checkout, own = arms[name]
             speed[name] = samples_per_s(args.out / f"{name}-{seed}", checkout, [*both, *own])
@@ -178,6 +180,7 @@ def beside_old(args: argparse.Namespace) -> None:
 
 def student_error(values: list[float]) -> float:
     """Half of a mean's interval of 95 %."""
+    # Student's, two-sided, 1 to 9 degrees of freedom: with a few seeds 1.96 would promise too much.
     quantiles = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
     count = len(values)
     return (

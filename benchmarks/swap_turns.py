@@ -57,6 +57,7 @@ def work(options: argparse.Namespace) -> None:
         folder = Path(name)
         for version in (0, 1):
             for parameter in (*heads.parameters(), *actor.parameters()):
+                # Other weights in each file: an engine may leave alone what it has already.
                 parameter.add_(0.01 * torch.randn_like(parameter))
             save_state(
                 folder / f"heads{version}",
@@ -107,6 +108,7 @@ def seconds_of(tree: Path, model: Path) -> dict[str, float]:
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tree, check=True
     )
+    # vLLM and Ray print lines of their own before.
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
@@ -130,6 +132,7 @@ def main() -> None:
     trees = {"old": options.old, "new": Path(__file__).resolve().parent.parent}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for number in range(options.rounds):
+        # Each is first as often as second.
         for name in list(trees)[:: 1 if number % 2 else -1]:
             found[name].append(seconds_of(trees[name], options.model))
     sys.stdout.write("parameters of heads and actor: {} and {}\n".format(*found["new"][0]["size"]))

@@ -43,6 +43,7 @@ def mend_cpu_sync() -> None:
         self.llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": self._iter_named_params()}
         )
+        # Keys and values in it were computed with the old weights.
         self.llm.reset_prefix_cache()
 
     VLLMGeneration.sync_weights = sync_weights
@@ -54,7 +55,8 @@ def set_dtype(dtype: str) -> None:
     """
     from trl.generation import vllm_generation
 
-    class TypedLLM(vllm_generation.LLM):  # type: ignore[misc]  # The class that TRL imported.
+    # The class that TRL imported: TRL constructs it by this name.
+    class TypedLLM(vllm_generation.LLM):  # type: ignore[misc]
         def __init__(self, **settings: Any) -> None:
             super().__init__(**{"dtype": dtype, **settings})
 
@@ -79,7 +81,9 @@ def cut_by_fsdp2() -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         assert all(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        # accelerate would wrap the cut model in DDP.
         self.accelerator.prepare_model = lambda model, **_: model
+        # TRL decides by it how weights are put together for vLLM; accelerate has not set it.
         self.vllm_generation._dist.fsdp_version = 2
         return create(self, *args, **kwargs)
 
@@ -187,12 +191,14 @@ def run_pairs(options: argparse.Namespace, arguments: list[str]) -> None:
         else []
     )
     environment = os.environ | (
+        # Both processes' engines would bind their threads to the same cores.
         {"ACCELERATE_USE_CPU": "true", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch else {}
     )
     for seed in range(options.seeds):
         for arm in ("plain", "medusa") if seed % 2 else ("medusa", "plain"):
             if (options.out / f"{arm}-{seed}.json").exists():
-                continue  # An earlier call made it.
+                # An earlier call made it.
+                continue
             command = [
                 sys.executable,
                 *launch,
@@ -264,7 +270,8 @@ def compare(out: Path) -> dict[str, Any]:
             for seed in seeds
         ],
     }
-    if len(seeds) > 1:  # One mean per run: the steps of a run are not independent.
+    # One mean per run: the steps of a run are not independent.
+    if len(seeds) > 1:
         result["reward_difference_standard_error"] = stdev(differences) / len(differences) ** 0.5
         result["reward_difference_p"] = float(ttest_1samp(differences, 0.0).pvalue)
     return result
