@@ -129,6 +129,7 @@ class Sampler(NoEngine):
         tokens = []
         logprobs = []
         ended_B = torch.zeros(len(rows), dtype=torch.bool)
+        # Rows that have ended go on, and are cut in `_response`: one shape for all.
         for _ in range(sampling.max_new_tokens):
             # Positions count tokens, not columns: padding must not move them.
             positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -next_BT.shape[1] :]
@@ -380,6 +381,7 @@ def replay_all(args: argparse.Namespace) -> None:
                 "seed": seed,
                 **learn_again(args.out, config, GRID[name], seed, args.heads),
             }
+            # A line as soon as it is there: a grid takes hours, and goes on after an interruption.
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             _say(
@@ -419,6 +421,7 @@ def table(done: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
             (last_half(line["serving"]), last_half(done["base", seed]["serving"]))
             for seed, line in found.items()
         ]
+        # Batch by batch: some batches are easier than others, for every setting.
         gains = [
             here - there for ours, base in pairs for here, there in zip(ours, base, strict=True)
         ]

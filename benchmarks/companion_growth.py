@@ -65,6 +65,7 @@ def make_batch(seed: int) -> RolloutBatch:
         torch.randint(VOCAB, (rows,), generator=generator),
         torch.full((rows,), -5.0),
         lengths_S,
+        # Some responses to each prompt, as in a run: the holdout is chosen by prompts.
         prompts_S=torch.arange(RESPONSES) // 4,
     )
 

@@ -101,6 +101,8 @@ def time_training(options: argparse.Namespace) -> None:
             trainer = HeadsTrainer(
                 MedusaHeads(heads), table_VD, config, 0, embedding_VD=table_VD, dtype=DTYPES[name]
             )
+            # Set from outside: in a run the companion picks it from what rollouts use, and here
+            # nothing is rolled out.
             trainer.ids_W = None if width == options.vocab else ids_W
             trainers[name, width] = trainer
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in trainers}
@@ -130,6 +132,7 @@ def sampled(
     states = []
     for response in rollouts.responses:
         ids_1T = torch.tensor([[*chosen[response.prompt_index], *response.token_ids]])
+        # The state before each token: the last one of the prompt predicts the first.
         states.append(
             actor.base_model(ids_1T).last_hidden_state[0, -1 - len(response.token_ids) : -1]
         )

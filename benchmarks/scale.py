@@ -295,6 +295,8 @@ def head_flops(
     """
     D = heads.hidden_size
     V = width or heads.vocab_size
+    # A product forwards (2), the gradient to the features (4), and of a table of one's own the
+    # gradient to it (6).
     logits = (2.0 if not training else 4.0 if heads.lm_head == "shared" else 6.0) * D * V
     total = heads.num_heads * logits
     # Of a block of neighbours, each row once, and those behind its end.

@@ -88,6 +88,7 @@ def row(seed: int, found: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+# Said outright, because the two checkouts' demo.yaml differ.
 SAME = [
     "data.max_prompt_tokens=48",
     "sampling.max_new_tokens=112",
@@ -152,6 +153,7 @@ def beside_old(args: argparse.Namespace) -> None:
             f"seed={seed}",
         ]
         speed = {}
+        # The old release turns both off with 0, this one with null.
         arms = {"old": (args.old.resolve(), ["report.speed_every=0", "ppo.checkpoint_every=0"])}
         arms["new"] = (
             Path.cwd(),

@@ -154,6 +154,8 @@ def run(options: argparse.Namespace) -> None:
     clock_generations(generations)
     example = runpy.run_path(str(EXAMPLE))
     began = time.perf_counter()
+    # Without its own section the engine drafts with all heads: the example's asks for a choice of
+    # K.
     medusa = example["MEDUSA"] | ({"engine": {}} if options.fixed else {})
     for section, values in options.medusa.items():
         medusa[section] = {**medusa.get(section, {}), **values}
@@ -243,6 +245,7 @@ def compare(out: Path) -> dict[str, Any]:
     for seed in seeds:
         medusa = runs["medusa", seed]
         plain = runs["plain", seed]
+        # The same call of the same seed has the same prompts in both arms.
         pairs = list(zip(medusa["generations"], plain["generations"], strict=True))[SKIPPED_CALLS:]
         found = [(m["tokens"] / m["seconds"]) / (p["tokens"] / p["seconds"]) for m, p in pairs]
         ratios += found

@@ -155,6 +155,7 @@ def train_originally(
         HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads, lm_head=lm_head)
     )
     if lm_head == "own":
+        # As the recipe does: each head begins with the model's table, not with zeros.
         heads.init_own_lm_heads(lm_head_VD)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=LEARNING_RATE)
     # The original counts sequences, ours positions: as many optimizer steps make the race one of
@@ -243,6 +244,8 @@ def collect(bench: HeadsBench, progress: OfflineProgress) -> Collected:
     training, held = split_samples(
         samples, HELD_OUT_RESPONSES / len(samples), held_tokens, bench.seed
     )
+    # What the holdout has left over: every combination learns from as many tokens as were asked
+    # for.
     training = first_tokens(training, bench.train_tokens)
     actor = load_actor(bench.model)
     with progress.phase("Hidden states", len(training) + len(held)) as advance:

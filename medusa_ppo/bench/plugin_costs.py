@@ -68,6 +68,8 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
     """
     prompts = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
     cores = sorted(os.sched_getaffinity(0))
+    # A core each: on shared ones the step would be timed beside whatever the companion does just
+    # then.
     config = _config(bench, max(len(p) for p in prompts), cores[1:2])
     actor = load_actor(bench.model)
     pad_id = load_tokenizer(bench.model).pad_token_id or 0
@@ -284,6 +286,7 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
 
 def _disturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Other heads of the same sizes."""
+    # Heads may stand at zero, where a share of their spread would be no disturbance.
     return tensor + PROBE_SCALE * tensor.std().clamp_min(0.02) * torch.randn(
         tensor.shape, generator=generator
     )

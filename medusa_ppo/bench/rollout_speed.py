@@ -94,6 +94,7 @@ def running_arms(
         fixed: numbers of drafts that have arms of their own; none: all heads.
     """
     ours = plan_launch(model, heads, config, seed)
+    # The same settings without heads: vLLM's own arms differ in how they draft and in nothing else.
     plain = plan_launch(model, None, config, seed)
     with ExitStack() as engines:
 
@@ -155,6 +156,7 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
             do="Train some.",
         )
     folder = scratch / "stock-heads"
+    # A copy, because its configuration is changed below.
     shutil.copytree(stock_heads, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     # Without this section our plugin leaves the folder to vLLM's own proposer.
@@ -298,6 +300,7 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     to_stock = ", ".join(
         f"x{chosen[batch] / ratio:.2f} at {batch}" for batch, ratio in stock.items()
     )
+    # No drafts at all is a fixed number too, with a ratio of 1.
     fixed = dict.fromkeys(chosen, 1.0)
     for row in result["rows"]:
         if row["arm"].startswith(FIXED.format("")):

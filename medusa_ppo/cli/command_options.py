@@ -50,6 +50,7 @@ def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
         # Annotations are text in these files (`from __future__ import annotations`); typer needs
         # the objects.
         _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        # `run` takes keywords alone.
         parameters += [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -61,6 +62,7 @@ def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
 def _option_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     """The parameter that typer makes an option of; a tuple's is text."""
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+    # typer takes a tuple for a fixed number of values; ours have any number, so they are one text.
     if isinstance(default, tuple):
         hint = Annotated[(str, *hint.__metadata__)]
         default = ",".join(map(str, default))

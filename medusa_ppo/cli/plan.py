@@ -339,6 +339,7 @@ def _rank_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
     reference = {"float32": FLOAT32, "bfloat16": BFLOAT16, None: weight}[config.ppo.reference_dtype]
     return {
         "actor and its gradients": (weight + FLOAT32) * parameters,
+        # Two moments; with bfloat16 weights also the float32 ones that are stepped.
         "optimizer": (ADAM_COPIES - 2 + copies) * FLOAT32 * parameters // shares,
         "reference": reference * parameters,
     }
@@ -350,6 +351,7 @@ def _engines(
     """Those that the loop generates with, and those that a comparison starts beside them."""
     section = config.engine
     ranks = int(section.extra.get("tensor_parallel_size", 1))
+    # Models with several parts keep the sizes of their language model in a section.
     text = {**raw, **(raw.get("text_config") or {})}
     parts = {
         "weights": _element(config) * model.parameters // ranks,

@@ -145,6 +145,8 @@ class EngineShare:
         return replace(
             self,
             pieces=self.pieces + 1,
+            # An engine runs prompts too: a pool shares work by all tokens, not by those that came
+            # back.
             tokens=self.tokens
             + part.generated_tokens
             + sum(len(prompt) for prompt in part.prompts),

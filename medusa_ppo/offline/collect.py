@@ -120,6 +120,7 @@ def number_prompts(samples: Sequence[Sample]) -> list[Sample]:
     """Responses with the same number for the same prompt, whatever round they come from."""
     numbers: dict[tuple[int, ...], int] = {}
     return [
+        # By their tokens: rounds go through the prompts again, and count them anew.
         replace(sample, prompt=numbers.setdefault(sample.ids[: sample.spans[0][0]], len(numbers)))
         for sample in samples
     ]
@@ -138,6 +139,8 @@ def samples_from_texts(
     Raises:
         DataError: when no text has at least two tokens.
     """
+    # One after the other: `take_samples` stops when there is enough, and a stream is read no
+    # further.
     windows = (_windows(text, tokenizer, max_length, number) for number, text in enumerate(texts))
     nothing = {"expected": "at least two tokens each", "do": "Check --column."}
     return take_samples(
@@ -323,6 +326,8 @@ def _written_turns(
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
+        # A template says nowhere where its turns begin: what it adds to the text before is the
+        # turn.
         before = _render(messages[:index], tokenizer, number, answer=True)
         after = _render(messages[: index + 1], tokenizer, number)
         # A generation prompt can say more than the turn does in the end (an opening tag for
@@ -337,6 +342,7 @@ def _written_turns(
 
 def _common_prefix(left: str, right: str) -> int:
     """Number of characters that both begin with."""
+    # Not strict: the texts differ in length.
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
@@ -353,6 +359,7 @@ def _render(
                 list(messages), tokenize=False, add_generation_prompt=answer
             )
         )
+    # Templates raise errors of their own, and whatever their code runs into.
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise DataError(
             "The chat template refuses a conversation.",
@@ -415,6 +422,7 @@ def samples_from_rollouts(
     Raises:
         DataError: no usable row, ids or log-probs that are none, a row sampled in another way.
     """
+    # Numbered first, so that an error names the row as the file counts it.
     newest_first = reversed(list(enumerate(rows)))
     found = (
         _rollout(row, number, vocab_size, context, temperature) for number, row in newest_first

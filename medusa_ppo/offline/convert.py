@@ -299,6 +299,7 @@ def _write(
     else:
         with (folder / HEADS_FILE).open("wb") as file:
             torch.save(tensors, file)
+            # On the disk before the folder gets its name; `save_state` does the same.
             sync(file)
         sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
         # FasterDecoding's loader finds the model by this key alone.

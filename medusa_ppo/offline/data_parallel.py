@@ -90,6 +90,8 @@ class TrainingWorker:
         self._rank = rank
         self._team = team
         model = on_device(load_actor(options.model, compute_dtype(options.dtype)))
+        # States are kept in the dtype that was asked for, also where products are float32: a cache
+        # of half the size is what the option is for.
         reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
         # Only the first worker judges; the others spare themselves the memory.
         self._holdout = read_all(reader, held_out, lambda *_: None) if rank == 0 else None
@@ -137,6 +139,7 @@ class TrainingWorker:
             # Only the first worker's state is saved: the others' order of positions must follow
             # from the part alone.
             self._trainer.generator.manual_seed(
+                # Primes keep neighbouring seeds, parts and ranks from meeting in one number.
                 ((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63
             )
         batch = self._states.batch(dealt[self._rank])
@@ -158,6 +161,7 @@ class TrainingWorker:
         holdout.
         """
         assert self._holdout is not None, "only the first worker judges"
+        # A copy: training goes on with the temperatures as they are.
         heads = copy.deepcopy(self._trainer.heads)
         trainer = self._trainer
         served = Served(self._options.draft_temperature)
@@ -235,6 +239,7 @@ class WorkerHost:
     def start(
         self, place: Place, options: TrainOptions, training: list[Sample], held_out: list[Sample]
     ) -> None:
+        # The first one has opened the place itself, in `meet_here`.
         self._meeting = (self._meeting or Meeting(place.seen_by(self._rank))).join()
         self._worker = TrainingWorker(
             options, training, held_out, rank=self._rank, team=self._meeting
@@ -270,6 +275,7 @@ class TrainingWorkers:
         self.groups, self.tokens, self.lm_head_VD = (
             self._first(name) for name in ("groups", "tokens", "lm_head_VD")
         )
+        # Known only now: groups are cut by the workers, from the lengths of all sequences.
         if self.groups < size:
             expected = f"at most {self.groups}"
             raise ConfigError(

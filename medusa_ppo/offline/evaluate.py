@@ -119,6 +119,7 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         earlier, rollouts = _generate(options, groups, "", progress)
         measured = _replayed(options, heads, groups, earlier, rollouts, progress)
     else:
+        # Counters are of what an engine drafted itself, so each set of heads gets an engine.
         runs = [_generate(options, groups, str(folder), progress)[1] for folder in folders]
         measured = [[_counted(groups, rounds) for rounds in run] for run in runs]
         rollouts = runs[0]
@@ -251,6 +252,7 @@ def _replayed(
         prompts = {sample.prompt: sample.ids[: sample.spans[0][0]] for sample in samples}
         with progress.phase(f"Hidden states, temperature {temperature:g}", len(samples)) as advance:
             batch = read_all(HiddenReader(actor, temperature), samples, advance)
+        # The replay cuts q and p as the sampling was cut; the reader knows nothing of that.
         batch = replace(batch, top_k=options.top_k, top_p=options.top_p)
         of_each = [
             group.category
@@ -264,6 +266,7 @@ def _replayed(
         pairs = zip(of_each, [sample.prompt for sample in samples], strict=True)
         unit_S = torch.tensor([units.setdefault(pair, len(units)) for pair in pairs])
         for one, found in zip(heads, measured, strict=True):
+            # A table of w for each set of heads: how far the memory is believed depends on them.
             recalled = Recalled(prompts, before) if before else None
             result = replay(
                 one.to(device),
@@ -407,6 +410,7 @@ class Recalled:
         cells_TK = torch.where(there_TK, cells_of(length_TK, tops_TK), -1)
         q_TK = torch.lerp(heads_TK, memory_TK, self.trust.share(cells_TK))
         taken_TK = ((q_TK / p_TK.clamp_min(1e-30)).clamp_max(1) * there_TK).cumprod(1)
+        # A draft is offered when all before it were accepted.
         offered_TK = (
             torch.cat([torch.ones_like(taken_TK[:, :1]), taken_TK[:, :-1]], dim=1) * there_TK
         )

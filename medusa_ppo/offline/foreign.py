@@ -157,6 +157,8 @@ def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor 
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Models with several parts keep the sizes of their language model there.
+    # Models with several parts keep the sizes of their language model there.
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else {}
 
@@ -281,6 +283,7 @@ def _read(
     claims = _claims(name, config)
     layout = read_layout(files.header, TABLES[name], claims, where)
     rows = lm_head_VD.shape[0] if lm_head_VD is not None else None
+    # Tensors first: uploaded configurations are often wrong (docs/formats.md).
     vocab_size = layout.vocab_size or rows or claims.vocab_size
     if lm_head_VD is not None and (rows, lm_head_VD.shape[1]) != (vocab_size, layout.hidden_size):
         raise CheckpointError(
@@ -361,6 +364,7 @@ def _read_stock(
             f"logit_scale {str(config['logit_scale'])[:20]}",
             "our heads have none, and sampled drafts would differ",
         )
+    # vLLM takes any such key for its own; the last one wins.
     clobbers = [key for key in config if "num" in key and "heads" in key and key != "num_heads"]
     if clobbers:
         notes.append(

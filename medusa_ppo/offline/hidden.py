@@ -128,6 +128,7 @@ class HiddenReader:
         self._dtype = dtype or model.dtype
         self._temperature = temperature
         self._sizes = model.config.get_text_config()
+        # Families differ in what they take; an argument that one of them lacks is an error there.
         self._accepts = set(inspect.signature(model.forward).parameters)
         self.packed = self._keeps_packed_apart()
 
@@ -200,6 +201,7 @@ class HiddenReader:
             logprobs_M = logp_MV.gather(1, ids_M.to(logp_MV.device)[:, None])[:, 0].cpu()
         lengths_S = torch.tensor([end - first for first, end in sample.spans], dtype=torch.int64)
         prompts_S = torch.full_like(lengths_S, sample.prompt)
+        # On the CPU: all of them together may be many times a GPU's memory.
         hidden_MD = hidden_TD[rows_M].to("cpu", self._dtype)
         return RolloutBatch(
             hidden_MD,
@@ -208,6 +210,7 @@ class HiddenReader:
             lengths_S,
             temperature=self._temperature,
             prompts_S=prompts_S,
+            # What heads that copy may search; each stretch has all that stood before it.
             before_ids_X=torch.tensor(
                 [token for first, _ in sample.spans for token in sample.ids[:first]],
                 dtype=torch.int32,

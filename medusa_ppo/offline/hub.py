@@ -29,6 +29,7 @@ PREFIX = "hf://"
 # Names become paths of a cache and parts of an address: nothing but the hub's own signs.
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
+# Other formats' files too: `convert` takes heads from the hub as well.
 PULLED = [
     "config.json",
     "model.safetensors",
@@ -90,6 +91,7 @@ def render_card(
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
+    # A bar or a line break would end the cell.
     environment.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", "\\n")
     base = shareable(base_model_of(metadata))
     numbers = sum(math.prod(shape) for shape in config.tensor_shapes().values())
@@ -111,6 +113,8 @@ def render_card(
         repo=repo,
         config=config,
         base=base,
+        # Only a hub's name becomes a link; a folder's last name would lead to somebody else's
+        # model.
         base_on_hub=bool(NAME.fullmatch(base)),
         has_lm_head=config.lm_head == "own" or metadata.has_lm_head,
         heads=heads,
@@ -235,6 +239,7 @@ def local_heads(name: str, hub: Hub | None = None) -> Path:
             expected="a branch, a tag or a commit",
             do="Correct what follows @.",
         )
+    # Only what heads are read from: a repository may hold a whole training.
     with _hub_errors(f"pulling {repo}"):
         return Path(
             _open(hub).snapshot_download(repo, revision=revision or None, allow_patterns=PULLED)

@@ -80,6 +80,7 @@ def read_pickle_header(path: Path) -> Header:
     dict of contiguous tensors.
     """
     entries = _checked_entries(path)
+    # torch puts everything below one folder, named after the file.
     records = {name.split("/", 1)[1]: info for name, info in entries.items()}
     description = records.get("data.pkl")
     if description is None or description.file_size > MAX_PICKLE_BYTES:
@@ -87,6 +88,7 @@ def read_pickle_header(path: Path) -> Header:
             "no data.pkl" if description is None else f"data.pkl of {description.file_size} bytes"
         )
         raise _damaged(path, given, f"a data.pkl of at most {MAX_PICKLE_BYTES} bytes")
+    # torch writes it since 2.1; what is older is taken for little-endian.
     order = records.get("byteorder")
     if order is not None and (order.file_size > 16 or _entry(path, order).strip() != b"little"):
         raise _damaged(path, "big-endian numbers", "little-endian numbers")
@@ -196,6 +198,7 @@ def _check_directory_size(path: Path, size: int) -> None:
             )
         claims = [int.from_bytes(end[12:16], "little")]
         if locator[:4] == END64_LOCATOR:
+            # The place is the file's own word: it may name any.
             handle.seek(min(size, int.from_bytes(locator[8:16], "little")))
             record = handle.read(56)
             if record[:4] != END64_RECORD:
@@ -310,9 +313,11 @@ class _Description:
         name = self._stack.pop().text
         if name == ORDERED_DICT and arguments == ():
             self._stack.append({})
+        # A parameter is its tensor; its flags mean nothing here.
         elif name == PARAMETER and isinstance(arguments[0], _Tensor):
             self._stack.append(arguments[0])
         elif name == TENSOR:
+            # What follows (gradients, hooks, metadata) says nothing of the size, and is not read.
             self._stack.append(self._tensor(*arguments[:4]))
         else:
             raise self._refused(f"a call of {name}")
@@ -322,6 +327,7 @@ class _Description:
     ) -> _Tensor:
         numbers = (offset, *shape, *stride)
         sound = isinstance(storage, _Storage) and len(shape) == len(stride) <= MAX_DIMENSIONS
+        # `isinstance` would take True for 1.
         if not sound or any(type(n) is not int or n < 0 for n in numbers):
             raise self._refused("a tensor without a sound size")
         # Along a dimension of length 1 any stride is right.

@@ -41,6 +41,7 @@ MAX_TEXT_TOKENS = 2048
 """Longer texts are cut into windows: a model's whole context would make its attention the largest
 part of a forward pass.
 """
+# Of models whose configuration names no limit.
 DEFAULT_CONTEXT = 2048
 MESSAGES, PROMPT = "messages", "prompt"
 """Columns that are found by their names when neither a template nor a column is given."""

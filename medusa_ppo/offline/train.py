@@ -78,6 +78,7 @@ LOG_STEPS_PER_EPOCH = 4
 PART_TOKENS = 32_768
 """Most tokens between two log steps, and held at once beside the cache."""
 SAVE_EVERY_S = 30.0
+# Compared like a setting: a folder that another release wrote in another form is refused.
 RESUME_FORMAT = 2
 POSITION = "position"
 UNREADABLE, BEGIN_ANEW = "The interrupted training can't be read.", "Begin anew with --fresh."
@@ -106,6 +107,7 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
     samples = resume.samples()
     if samples is None:
         scene = train_scene(options)
+        # Before hours of work, because a path may not be writable.
         out_folder(options.out)
         resume.begin()
         samples = gather_samples(options, scene, resume, progress)
@@ -206,6 +208,8 @@ class _Run:
         self._lines: list[Line] = []
         saved = resume.trainer()
         if saved is not None:
+            # Sequences are read again from samples.json, so parts and groups are the same as
+            # before.
             state, self.position = saved
             worker.load_state_dict(state)
             self._lines = _read_log(self._log, self.position.parts)

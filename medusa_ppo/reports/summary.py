@@ -503,6 +503,7 @@ def _spread(ratios: list[float]) -> dict[str, float | int | None]:
     lower: float | None = None
     upper: float | None = None
     if len(ratios) >= 4:
+        # `inclusive` keeps quartiles within the range: these pairs are all there are.
         lower, _, upper = quantiles(ratios, n=4, method="inclusive")
     return {
         "count": len(ratios),

@@ -115,6 +115,7 @@ class TrackioTracker(ServiceTracker):
             project=project,
             name=name,
             config=dict(config),
+            # A new run of an old name must not go on in the old one's charts.
             resume="allow" if resumed else "never",
             embed=False,
         )
