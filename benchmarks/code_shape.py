@@ -20,6 +20,7 @@ from pathlib import Path
 
 from medusa_ppo.runtime.console import say
 
+# As line-length in pyproject.toml.
 WIDE = 100
 SOURCE = ("heads", "medusa_ppo")
 GROUPS = {"heads + medusa_ppo": SOURCE, "benchmarks": ("benchmarks",), "tests": ("tests",)}

@@ -44,6 +44,7 @@ from medusa_ppo.runtime.processes import local_ray
 WIDTH, VOCAB, RESPONSES, TOKENS = 256, 8192, 96, 128
 ROUNDS = 3
 BATCHES = 2
+# A batch is about 10 MiB: none is dropped or sampled for want of room.
 QUEUE_BYTES = 64 * 1024**2
 
 

@@ -59,6 +59,7 @@ SEED = 20261122
 NEW_TOKENS = 96
 AT_ONCE = 256
 """Responses that are asked of the engine together."""
+# A wrong q shows in some thousand tokens; that nothing is wrong shows in many more only.
 STALE_TOKENS = 5_000
 EVERY_SWAP = 23
 EVERY_SYNC = 61
@@ -163,6 +164,7 @@ class Stage:
             f"{text}{row['answer']}\n\n" for text, row in zip(texts[:2], rows[:2], strict=True)
         )
         preamble = tokenizer(solved, add_special_tokens=False).input_ids
+        # Preamble, question and response must fit into 512 tokens.
         prompts = [ids[-96:] for ids in tokenizer(texts[2:], add_special_tokens=False).input_ids]
         actors = [
             load_actor(options.model, "float32").eval().requires_grad_(False) for _ in range(2)
@@ -333,6 +335,7 @@ class Grammar:
     def mask(self, logits_MV: torch.Tensor, ids: list[int]) -> torch.Tensor:
         matcher = self._xgrammar.GrammarMatcher(self._compiled)
         bits = self._xgrammar.allocate_token_bitmask(1, self._size)
+        # The mask is applied in place.
         masked_MV = logits_MV.float().clone()
         for row, token in enumerate(ids):
             matcher.fill_next_token_bitmask(bits)
@@ -358,6 +361,7 @@ def judge(answers: list[SampledAnswer], stage: Stage) -> Uniformity:
             if start == end:
                 continue
             ids = answer.ids[:end]
+            # One pass over the whole response gives the distribution of every token in it.
             logits_MV = stage.actors[version](
                 input_ids=torch.tensor([[*answer.prompt, *ids]])
             ).logits[0, len(answer.prompt) - 1 : -1]
@@ -397,6 +401,7 @@ def keep_one_step_old(worker: Any) -> None:
 def _hold_back(holder: Any, method: str, kept: Callable[[], torch.Tensor]) -> None:
     """After each call of the method the tensor holds what it held after the call before."""
     original = getattr(holder, method)
+    # Copies: the tensor stays where it is, and is written anew in every step.
     older = [kept().clone()]
 
     def stale(*args: Any, **kwargs: Any) -> Any:

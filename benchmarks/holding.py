@@ -75,6 +75,7 @@ EPOCHS = (
 """What is different with --memory-bytes."""
 POLICY = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY)
 CURVE = (*POLICY, names.MAL_SERVING, names.REPLAY_SERVING, names.REPLAY_FROZEN)
+# Not the installed command: `-c` takes the checkout that is the working directory.
 CALL = "from medusa_ppo.cli import main; main()"
 COLUMNS = (
     "seed | reward | KL, nats | entropy, nats | extra tokens: counters | replay | frozen | of"

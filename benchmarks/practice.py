@@ -208,6 +208,7 @@ def text_of_ids() -> Any:
     """A tokenizer whose text is the token ids."""
     return SimpleNamespace(
         pad_token_id=END,
+        # As the loop calls a tokenizer, and no more of one than it needs.
         batch_decode=lambda ids, skip_special_tokens: [
             " ".join(str(i) for i in row if i != END) for row in ids
         ],

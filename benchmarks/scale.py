@@ -233,6 +233,7 @@ def generate_seconds(
     left.
     """
     per_engine = work.responses / engines
+    # Half of the response: what a running sequence holds on the average.
     cache = BFLOAT16 * model.cache_elements * (work.prompt_tokens + work.response_tokens / 2)
     # 0.9 of a GPU is what engine.memory_fraction is where PPO is not beside the engine.
     room = ranks * given.memory_bytes * 0.9 - BFLOAT16 * model.parameters
@@ -278,6 +279,7 @@ def decode_seconds(
     read = BFLOAT16 * (model.product_parameters + drafter) + running * cache
     arithmetic = 2 * running * (model.product_parameters * (1 + drafts) + drafter)
     speed = ranks * given.decode_share
+    # A roofline: reading and arithmetic overlap, and the slower one is what it takes.
     busy = max(read / (speed * given.memory_bytes_per_s), arithmetic / (speed * given.flops))
     return busy + given.step_overhead_s + (2 * model.layers * given.reduce_s if ranks > 1 else 0.0)
 

@@ -104,6 +104,7 @@ class Count(TorchDispatchMode):
             value.alias_info is not None and not value.alias_info.is_write
             for value in func._schema.returns
         )
+        # A result that shares its input's memory without being written is a view.
         if view or func.namespace == "prim":
             # No work: another look at a tensor, or a question about it.
             return result

@@ -13,6 +13,7 @@ from medusa_ppo.bench.bench_options import Table
 from medusa_ppo.reports.store import hardware, package_versions
 from medusa_ppo.runtime.files import write_atomic
 
+# By the place of an arm; the first one, grey, is what the others are compared with.
 COLOURS = ("#888888", "#b5651d", "#8a6fb0", "#4f9fd8", "#1b5f9e")
 # Sizes of the picture, in pixels.
 BAR = 18
@@ -97,6 +98,7 @@ def draw_ratios(
     # At least 1.2, so that the line at 1 never lies at the upper edge; 8 % of room for the figures.
     top = 1.08 * max(1.2, *(max(values) for values in series.values()))
     group_width = len(series) * BAR + GAP
+    # At least as wide as three names of the legend in a row.
     width = max(460, MARGIN * 2 + len(groups) * group_width)
     height = MARGIN + PLOT_HEIGHT + 64
 

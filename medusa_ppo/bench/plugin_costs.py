@@ -36,7 +36,9 @@ from medusa_ppo.runtime.processes import local_ray
 
 WITHOUT, WITH = "without", "with the companion"
 RESPONSES = 4
+# The last batch is waited for; longer than this is a companion that hangs.
 DRAIN_S = 600.0
+# So much of a tensor's spread that drafts must change with it.
 PROBE_SCALE = 0.5
 COMPANION_COLUMNS = {
     "s without": "{seconds_without:.2f}",

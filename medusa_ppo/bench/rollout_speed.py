@@ -129,6 +129,7 @@ def _others(names: Sequence[str]) -> list[str]:
                 expected=", ".join([NONE, *OTHERS]),
                 do="Name one of them.",
             )
+    # vLLM says so too, but only when that engine starts, minutes from now.
     if "suffix" in names and find_spec("arctic_inference") is None:
         raise ConfigError(
             "vLLM's suffix decoding needs a package that is not installed.",

@@ -104,6 +104,7 @@ def _memory() -> Check:
 
 
 def _shared_memory() -> Check:
+    # macOS has none.
     if not os.path.isdir("/dev/shm"):
         return Check("Shared memory", True, "no /dev/shm here; temporary files are used instead")
     free = shutil.disk_usage("/dev/shm").free / GIB
@@ -129,6 +130,8 @@ def _package(name: str) -> Check:
     low, high = RANGES[name]
     do = f"Install {name}>={'.'.join(map(str, low))},<{'.'.join(map(str, high))}: make setup"
     try:
+        # Read and not imported: torch takes seconds, and a package that is broken would end the
+        # check.
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Check(name, False, "not installed", do)
@@ -339,6 +342,7 @@ def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple
     if done.returncode == 0:
         # Ray and vLLM print lines of their own before.
         return True, done.stdout.strip().rpartition("\n")[2]
+    # Of a traceback the last line is the error.
     return False, done.stderr.strip().rpartition("\n")[2][:300] or "no output"
 
 

@@ -93,6 +93,7 @@ def is_whole(folder: Path) -> bool:
         return bool(files) and all(
             _checksum(folder / name) == checksum for name, checksum in files.items()
         )
+    # The usual case before the first training: nothing to warn of.
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

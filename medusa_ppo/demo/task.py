@@ -186,6 +186,7 @@ def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem
         steps.append(_draw_step(rng, _CHANGES, steps[-1].result))
     clauses = [
         f"{order} {step.clause.text.format(**words, n=step.operand)}."
+        # Not strict: a problem has two or three steps.
         for order, step in zip(_ORDER, steps, strict=False)
     ]
     clauses.append("How many {things} does {name} have now?".format(**words))

@@ -34,6 +34,7 @@ SUFFIX = 12
 # alone: 2.423 against 2.405 tokens a step (benchmarks/RESULTS.md).
 NEARER = 4.0
 """How much more a suffix says that is longer by one token."""
+# Lengths of suffixes that share a cell, as reports name them; the bounds are their upper ends.
 LENGTHS = ("1 to 2", "3 to 4", "5 to 6", "7 to 8", "9 to 11", "12 and more")
 LENGTH_BOUNDS = (2, 4, 6, 8, 11)
 TOPS = 6
@@ -46,6 +47,7 @@ EMPTY, MISSING = -1, -2
 """Between responses of a text, and before the first token of a short one: equal to no token, nor to
 each other.
 """
+# 128 bits: two prompts never meet in one key by chance.
 KEY_BYTES = 16
 OVERHEAD = 256
 """Bytes that a response takes beside its tokens, about."""

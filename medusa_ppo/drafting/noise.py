@@ -23,12 +23,15 @@ LANES = 64
 """Numbers that a request may ask for at one position: drafts, their acceptances, and the token that
 ends the run.
 """
+# Lanes of their own for each purpose: one number for a draft and for its acceptance would tie the
+# two together, and tokens would no longer be the policy's.
 DRAFT_LANE, ACCEPT_LANE, LAST_LANE = 0, MOST_HEADS, 2 * MOST_HEADS
 
 _WORD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
+# What lies between two neighbouring uniforms.
 UNIT = 2.0**-53
 
 

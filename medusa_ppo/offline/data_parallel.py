@@ -41,6 +41,7 @@ from medusa_ppo.runtime.rendezvous import Meeting, Place
 State = dict[str, torch.Tensor]
 SHARED = ("loss", "learning_rate")
 """Options that are settings of the companion's trainer; the others of these have its defaults."""
+# In optimizer steps; the share of the step size that is left at the end.
 WARM_UP_STEPS = 20
 LAST_FACTOR = 0.01
 
@@ -320,6 +321,7 @@ class TrainingWorkers:
     def _get(self, references: Any) -> Any:
         try:
             return ray.get(references)
+        # What a worker raised itself comes in it too: Ray wraps it.
         except RayError as error:
             raise RunError(
                 "A worker of the training failed.",

@@ -54,6 +54,7 @@ BOOTSTRAP_GROUPS = 16
 """Groups of prompts that the interval of an engine's counters is drawn from."""
 LEAST_GROUPS = 4
 """Groups of a small category."""
+# More values are texts or numbers rather than categories, and make a table that nobody reads.
 MAX_CATEGORIES = 50
 MEMORY_BYTES = 2**30
 """Of the memory of earlier responses."""

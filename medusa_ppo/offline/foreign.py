@@ -64,6 +64,7 @@ class TensorFiles:
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Copies of these tensors, checked to be finite."""
+        # File by file, so that each is opened and checked once.
         by_file: dict[Path, dict[str, str]] = {}
         for name in names:
             path, inside = self.places[name]

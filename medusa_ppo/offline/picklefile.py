@@ -25,9 +25,11 @@ from heads.tensorfile import Header, regular_size, require_finite
 
 # Heads are some dozens of tensors; what they need is a thousandth of these bounds.
 MAX_PICKLE_BYTES, MAX_PICKLE_STEPS = 1 << 20, 200_000
+# An entry takes about a hundred bytes: room for thousands of tensors.
 MAX_DIRECTORY_BYTES = 512 << 10
 MAX_DIMENSIONS = 8
 END_RECORD, END64_LOCATOR, END64_RECORD = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
+# Fixed by the zip format.
 END_BYTES, LOCATOR_BYTES, LOCAL_HEADER_BYTES = 22, 20, 30
 
 BROKEN_ZIP = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OSError, EOFError)
@@ -163,6 +165,7 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
         for info in infos
     )
     ends = [end for _, end in spans]
+    # Not strict: each but the first is held against the end of the one before.
     if any(begin < end for (begin, _), end in zip(spans[1:], ends, strict=False)) or (
         ends and ends[-1] > start
     ):
@@ -260,6 +263,7 @@ class _Description:
                 if action is None or step > MAX_PICKLE_STEPS:
                     raise self._refused(f"the pickle instruction {opcode.name} (step {step})")
                 action(argument)
+        # Whatever a damaged pickle makes of the few lines above and below.
         except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
             raise self._refused(f"a damaged description ({type(error).__name__})") from error
         if len(self._stack) != 1 or not isinstance(self._stack[0], dict):

@@ -36,6 +36,8 @@ from medusa_ppo.runtime.hardware import cpu_has_bfloat16
 from medusa_ppo.runtime.processes import local_ray
 from medusa_ppo.runtime.wording import seconds
 
+# Longer prompts are left out: the engine's context, and the room for keys and values with it, is
+# made for the longest.
 MAX_PROMPT_TOKENS = 1024
 MAX_TEXT_TOKENS = 2048
 """Longer texts are cut into windows: a model's whole context would make its attention the largest
@@ -52,6 +54,7 @@ they are gone through again if need be.
 """
 FLOAT_BYTES = 4
 ADAM_STATES = 2
+# Long enough for a rate, short enough for a --dry-run.
 PROBE_SIZE, PROBE_S = 1024, 0.3
 BACKWARD = 2
 """A backward pass through a trained matrix is two products, through a frozen one (lm_head) one."""
@@ -243,6 +246,7 @@ def _load(data: str, limit: int, said: bool) -> list[Row]:
     except DataError as error:
         if said:
             raise
+        # Both faults at once: a user who corrects the path would only meet the next one.
         do = (
             f"{error.do} Then say where the text comes from: --template, --column, or a column"
             " named messages or prompt."

@@ -74,9 +74,11 @@ HOLDOUT_TOKENS = 16_384
 """Most tokens that heads are judged on: enough for two digits of acceptance, and no more work than
 the training itself.
 """
+# At least so many, also with little text: the best heads are picked among these steps.
 LOG_STEPS_PER_EPOCH = 4
 PART_TOKENS = 32_768
 """Most tokens between two log steps, and held at once beside the cache."""
+# What an interruption that can't be caught loses, beside the part in training.
 SAVE_EVERY_S = 30.0
 # Compared like a setting: a folder that another release wrote in another form is refused.
 RESUME_FORMAT = 2
@@ -451,6 +453,7 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         changed = [key for key in {**saved, **settings} if saved.get(key) != settings.get(key)]
+    # Valid JSON may be a list, or a number.
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             UNREADABLE, given=f"{path}: {error}", expected="JSON", do=BEGIN_ANEW

@@ -17,6 +17,7 @@ from medusa_ppo.runtime import wording as w
 Figures = Mapping[str, Any]
 HEADINGS = ("tokens a step", "95 % interval", "accepted at position 1, 2, ...", "draft steps")
 COMPARED = ("the others", "difference", "its interval")
+# Pixels: of a row, above the first one, and below the last for the axis.
 ROW, TOP, BOTTOM = 34, 8, 26
 POSITIONS_HEIGHT = 180
 TONES = ("serving", "candidate")
@@ -253,6 +254,7 @@ def render_eval_page(result: Figures) -> str:
             zip(
                 TONES,
                 filter(None, (result["settings"]["heads"], result["settings"]["compare"])),
+                # One set of heads has one entry, two have two.
                 strict=False,
             )
         ),
@@ -285,6 +287,7 @@ def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures])
             y = middle + (12 * place - 6 if len(row) > 1 else 0)
             low, high = (_percent(end, ticks) for end in one["confidence_interval"])
             x = _percent(one["mean_acceptance_length"], ticks)
+            # The page has no script: a browser shows a shape's <title> by itself.
             said = "{}: {:.3f}, {:.3f} to {:.3f}".format(
                 name, one["mean_acceptance_length"], *one["confidence_interval"]
             )
@@ -332,6 +335,7 @@ def draw_positions(sets: Sequence[Sequence[float]]) -> str:
 
 def _tiles(result: Figures) -> list[tuple[str, str, str]]:
     low, high = result["confidence_interval"]
+    # No positions where the engine drafted nothing.
     first = w.percent(next(iter(result["acceptance_per_position"]), None))
     speed = f"{w.whole(result['tokens_per_s'])} tokens/s, {result['prompts']} prompts"
     tiles = [

@@ -144,6 +144,7 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
             yield Finding("swap_alarm", f"{swap}; the heads before went back in.", do)
         seen = alarms
     for name, what in ((m.ENGINE_RESTARTS, "An engine"), (m.COMPANION_RESTARTS, "The companion")):
+        # Counters of the whole run: the largest is the last, also where later lines lack it.
         times = max((number(step.get(name)) or 0.0 for step in run.steps), default=0.0)
         if times:
             text = f"{what} was lost and started again, {times:.0f} time(s). No step was lost."
@@ -380,6 +381,7 @@ class Events(logging.Handler):
             logging.getLogger(name).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
+        # Warnings quote addresses and settings, and with them whatever secrets these hold.
         text = str(self._clean(record.getMessage()))[: self.LONGEST]
         # A warning that comes in every step is one event with a number, or it would push out all
         # others.

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE = "summary.json", "report.md", "report.html"
+# Seconds after which the page of a run that goes on loads itself again.
 REFRESH_S = 10
 
 
@@ -109,6 +110,7 @@ def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
         f"{w.percent(right['first'])} {start}",
         _spark(run, m.CORRECT_FRAC, "good"),
     )
+    # Tasks without an answer to compare with have rewards alone.
     if right["last"] is None:
         learning = (
             "Reward",
@@ -229,6 +231,7 @@ def _script_data(panels: Panels, figures: list[Figure]) -> Markup:
 @cache
 def page_template(name: str) -> jinja2.Template:
     """A template that lies beside this file, with our style sheet in it."""
+    # Kept, because a page that follows a run is written every few seconds.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -323,6 +326,7 @@ def follow(
                 if on_refresh:
                     on_refresh(target)
             wait(poll_s)
+    # How following ends: the last page is written below, without the refresh.
     except KeyboardInterrupt:
         logger.info("Stopped following %s; the run itself goes on", path)
     write_report(path, html_path, compare)

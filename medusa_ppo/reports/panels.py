@@ -28,8 +28,10 @@ ROLE_TONES = {
     "sync": "sync",
 }
 """Roles of a step, as `medusa_ppo.ppo.run_progress` has them."""
+# More pairs than these are drawn as lines, and without their ratios: they would overlap.
 PAIR_DOTS_UP_TO = 60
 PAIR_LABELS_UP_TO = 8
+# Pixels.
 MAL_HEIGHT, WIDE_HEIGHT, SMALL_HEIGHT, ENTROPY_HEIGHT = 280, 240, 150, 90
 
 
@@ -158,6 +160,8 @@ class Panels:
         if self.other:
             series = [
                 series[0],
+                # Engine and frozen heads of this run, and the engine of the other: more lines could
+                # not be told apart.
                 series[3],
                 self._overlay(self._drafted(self.other), format="length"),
             ]
@@ -361,6 +365,7 @@ class Panels:
             for name in other_metrics(self.run)
         ]
         return [
+            # Numbered: a metric's name may hold what an id may not.
             self._lines(f"x-{index}", *what, height=SMALL_HEIGHT)
             for index, what in enumerate(drawn)
         ]

@@ -181,6 +181,7 @@ def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
     # A resumed run may have written a step again before its old line was cut.
     by_step = {int(record[metrics.STEP]): record for record in records if record is not None}
     bad = records.count(None)
+    # A line that is being written just now, or was when the process was killed.
     if last.strip() and records[-1] is None:
         logger.info("%s ends in a torn line; it is left out", path)
         bad -= 1
@@ -253,4 +254,5 @@ def process_alive(meta: dict[str, Any]) -> bool:
     except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
         return False
     # Another process may have got the number since; it has another start time.
+    # psutil works the time out of the boot's, which moves with the clock by a little.
     return abs(started - (number(process.get("create_time")) or 0.0)) < 2.0

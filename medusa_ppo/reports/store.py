@@ -59,6 +59,7 @@ NEEDED = (
 )
 PACKAGES = (*NEEDED, "megatron-core", "trl", "verl", "openrlhf")
 GIB = 1024**3
+# nvidia-smi hangs where a driver has died, and git where a disk has; a run begins all the same.
 TOOL_TIMEOUT_S = 10.0
 # Forms that services give their tokens, so that one is found in a text that names no key.
 SECRETS = re.compile(
@@ -173,6 +174,7 @@ def command_line(words: list[str] | None = None) -> str:
     """The command that started this process, as one would type it, without secrets."""
     program, *rest = sys.argv if words is None else words
     said = [Path(program).name]
+    # Not strict: the last word stands before nothing.
     for before, word in zip(["", *rest], rest, strict=False):
         key, sign, value = word.partition("=")
         # The value of an option stands in the next word.
@@ -229,6 +231,7 @@ class RunWriter:
         old = read_meta(self.run_dir / META_FILE)
         # Before anything is moved or cut: the other run's files are still being written.
         self._refuse_second_writer(old)
+        # A run that goes on keeps what it was warned of.
         before = old.get("events") if resume_step is not None else []
         self._events = Events(resume_step or 0, before, without_secrets)
         try:
@@ -242,6 +245,7 @@ class RunWriter:
             # Without a buffer: what was written is what the file has, also when this process is
             # killed.
             self._stream = open(self.run_dir / METRICS_FILE, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        # A writer that never came to be must not go on listening to the loggers.
         except BaseException:
             self._events.close()
             raise
@@ -381,6 +385,7 @@ class RunWriter:
         stamp = re.sub(r"[^\w+-]", "-", str(old.get("started_at") or _now()))[:40]
         target = self.run_dir / EARLIER_FOLDER / stamp
         counter = 1
+        # Two runs may have begun in the same second.
         while target.exists():
             counter += 1
             target = target.with_name(f"{stamp}.{counter}")
@@ -405,6 +410,7 @@ class RunWriter:
             try:
                 # The run's own lines come last and win; the copy only fills what they have lost.
                 steps |= {step[metrics.STEP]: step for step in read_steps(file)[0]}
+            # The other file may have all of its lines.
             except RunError as error:
                 logger.warning("%s is damaged. %s", file, error)
         kept = [steps[number] for number in sorted(steps) if number < resume_step]

@@ -525,6 +525,7 @@ def _last(column: Sequence[float | None]) -> float | None:
 
 def _sum(column: Sequence[float | None]) -> float | None:
     values = _present(column)
+    # Exact: a run has thousands of steps, and sums of seconds are subtracted from each other.
     return math.fsum(values) if values else None
 
 

@@ -48,6 +48,7 @@ class Grid:
 
     def position(self, step: float) -> float:
         """Where a step lies on the axis, 0 (left edge) to 1 (right edge)."""
+        # A step stands in the middle of its place, as a column's value does.
         return ((step - self.first + 0.5) / self.width) / self.count
 
     def center(self, column: int) -> float:
@@ -104,6 +105,7 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     # A bound that is a tick but for its rounding must not get another tick beyond it.
     start = math.floor(low / size + 1e-9)
     stop = math.ceil(high / size - 1e-9)
+    # 3 * 0.1 is 0.30000000000000004, and would be written so.
     return [round(index * size, 12) for index in range(start, stop + 1)]
 
 
@@ -116,9 +118,11 @@ def step_ticks(grid: Grid, most: int = 6) -> list[int]:
 
 
 UNITS = 1000
+# Shades of a heat strip: more can't be told apart.
 HEAT_LEVELS = 20
 DOTS_UP_TO = 48
 """Lines with at most so many points also show the points."""
+# More lines would hide the curves; then small strokes above the chart stand for them.
 MARK_LINES_UP_TO = 40
 MARK_NAME_PERCENT = 8.0
 """Names of flags keep this distance, so that they can be read on a telephone."""
@@ -439,6 +443,7 @@ def _frame(
         f' y="{_px(scale.y(tick) + 4)}">{escape(short(words(tick), tick))}</text>'
         for tick in ticks
     )
+    # SVG paints in this order: rules lie behind the data, notes before it.
     inner = (
         rules
         + labels

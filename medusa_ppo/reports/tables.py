@@ -282,6 +282,7 @@ def render_markdown(run: Run, summary: dict[str, Any]) -> str:
 def _cell(text: object) -> str:
     """Text that can't break a table or bring markup of its own."""
     return (
+        # Names come from folders and other people's files; "](" would make a link of them.
         " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
     )
 
@@ -471,6 +472,7 @@ def version_rows(run: Run) -> list[VersionRow]:
     known = [step for step in run.steps if number(step.get(m.HEADS_VERSION)) is not None]
     return [
         _version_row(int(version), list(steps))
+        # Neighbours only: heads that were put back after an alarm are a stretch of their own.
         for version, steps in groupby(known, key=lambda step: step[m.HEADS_VERSION])
     ]
 

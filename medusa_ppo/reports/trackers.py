@@ -170,6 +170,7 @@ class TrackerGroup:
             self._put(name, None, line)
         deadline = time.monotonic() + CLOSE_S
         for name, thread in self._threads.items():
+            # One deadline for all: three dead services must not take three times as long.
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 self._tell(
@@ -182,6 +183,7 @@ class TrackerGroup:
         self, name: str, figures: Figures | None, line: queue.Queue[Figures | None] | None = None
     ) -> None:
         try:
+            # Never `put`: PPO must not wait for a tracker.
             (line or self._lines[name]).put_nowait(figures)
         except queue.Full:
             self._tell(
