@@ -2,46 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from medusa_ppo.config.section import Count, Section, Text
+from medusa_ppo.config.section import Contradiction, Count, Section, Text
 
 
 class ActorConfig(Section):
     """What trains the actor, and on how many processes."""
 
     backend: Literal["transformers", "megatron"] = "transformers"
-    """`transformers`: in the loop's own process; `megatron`: megatron-core, on processes that Ray
-    starts.
+    """`transformers` trains the actor in the loop's own process, on one device. `megatron` trains
+    it with megatron-core, on processes that Ray starts. Set it to megatron when weights, gradients
+    and optimizer of the actor do not fit on one GPU.
     """
     tensor_parallel: Count = 1
-    """Ranks that share each layer (backend `megatron`)."""
+    """Ranks that share each layer (backend `megatron`). Set it first when the actor is too large
+    for one GPU, up to the GPUs of a node: these ranks talk in every layer.
+    """
     pipeline_parallel: Count = 1
-    """Ranks that the layers are spread over (backend `megatron`)."""
+    """Ranks that the layers are spread over (backend `megatron`). Set it when the actor does not
+    fit on the GPUs of one node: these ranks talk only where one part of the layers ends.
+    """
     context_parallel: Count = 1
-    """Ranks that share the tokens of each sequence (backend `megatron`)."""
+    """Ranks that share the tokens of each sequence (backend `megatron`). Set it when activations of
+    long sequences do not fit, though the weights do.
+    """
     data_parallel: Count = 1
-    """Copies of the whole, each with its share of the sequences (backend `megatron`)."""
+    """Copies of the whole actor, each with its share of the sequences (backend `megatron`). Set it
+    when the actor fits and GPUs are left: the update becomes faster.
+    """
     sequence_parallel: bool = False
-    """Tensor-parallel ranks share the tokens, too, where they would all compute the same (backend
-    `megatron`).
+    """Ranks of one layer also share the tokens where all of them would compute the same (backend
+    `megatron`). Set it with `tensor_parallel` when activations take too much memory.
     """
     distributed_optimizer: bool = False
-    """Each copy keeps moments and float32 weights of its share of the parameters only (backend
-    `megatron`).
+    """Each copy keeps the moments and float32 weights of its share of the parameters only (backend
+    `megatron`). Set it with `data_parallel` when the optimizer takes too much memory.
     """
     resource: Text | None = None
-    """Ray resource of the nodes for the actor's ranks (`ray start --resources`); null: any node."""
+    """Name of a Ray resource (`ray start --resources`): the actor's ranks run on nodes that have
+    it; null: on any node. Set it on a cluster where the actor is to stay away from the engines.
+    """
     imports: Text | None = None
-    """Python module that each rank imports before it builds its part, e.g. to replace layers of
-    Megatron's; null: none.
+    """Python module that each rank imports before it builds its part of the actor; null: none. Set
+    it when code of yours must run there first, e.g. to replace layers of Megatron's.
     """
 
     @property
     def ranks(self) -> int:
+        """Processes of the actor."""
         return (
             self.tensor_parallel
             * self.pipeline_parallel
             * self.context_parallel
             * self.data_parallel
         )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        megatron = self.backend == "megatron"
+        if not megatron and self.ranks > 1:
+            yield Contradiction(
+                "The backend transformers trains in one process.",
+                (
+                    "actor.backend",
+                    "actor.tensor_parallel",
+                    "actor.pipeline_parallel",
+                    "actor.context_parallel",
+                    "actor.data_parallel",
+                ),
+                "actor.backend=megatron",
+                "Set actor.backend=megatron, or all four parallel sizes to 1.",
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            yield Contradiction(
+                "Tokens are shared by the ranks that share a layer.",
+                ("actor.sequence_parallel", "actor.tensor_parallel"),
+                "actor.tensor_parallel above 1",
+                "Raise the second, or leave the first out.",
+            )
+        if self.distributed_optimizer and not megatron:
+            yield Contradiction(
+                "One process has nobody to share its optimizer with.",
+                ("actor.distributed_optimizer", "actor.backend"),
+                "actor.backend=megatron",
+                "Set actor.backend=megatron, or leave the first out.",
+            )

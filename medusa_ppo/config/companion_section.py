@@ -16,52 +16,75 @@ class CompanionConfig(Section):
     """How the heads are trained beside PPO."""
 
     enabled: bool = True
-    """Train the heads while PPO runs."""
+    """Train the heads while PPO runs. Set it to false when heads from a file are to stay as they
+    are, or (with engine.num_drafts=0) to switch the plugin off.
+    """
     on_error: Literal["raise", "disable"] = "disable"
-    """What a failed companion does to PPO: `disable` goes on with the serving heads."""
+    """What a failed companion does to PPO: `disable` goes on with the heads that serve, `raise`
+    ends the run. Set it to raise in tests and measurements, where a run without training is worth
+    nothing.
+    """
     loss: Literal["ce", "tv", "ce_tv", "kl", "kl_tv"] = "kl_tv"
-    """Loss of the heads."""
+    """Loss of the heads: `ce` is cross entropy with the sampled tokens, `kl` the KL to the actor's
+    own distribution, `tv` the share of drafts that are refused; `ce_tv` and `kl_tv` add two of
+    them. Set it to ce_tv when the actor's distributions take too much memory: it reads tokens
+    alone.
+    """
     learning_rate: float = Field(2e-3, gt=0)
-    """AdamW step size."""
+    """AdamW step size of the heads. The gate lowers it by itself when candidates get worse. Set it
+    lower when the heads are large and candidates are worse from the start.
+    """
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of its products; null: bfloat16 on a GPU or CPU that has it, else float32. Weights,
-    sums and optimizer stay float32.
+    """Number format of its matrix products; null: bfloat16 on a GPU or CPU that has it, else
+    float32. Weights, sums and optimizer stay float32. Set it to float32 to find out whether
+    rounding is what goes wrong.
     """
     batch_positions: Count = 2048
-    """Positions per optimizer step, of all workers together."""
+    """Positions (tokens of responses) in an optimizer step, of all workers together. Set it lower
+    when batches are small: a batch should give ten steps or more.
+    """
     epochs: Count = 2
     """Most passes over each rollout batch; as many are made as gain more seconds than they lose
-    (all with `wait` or ppo.staleness).
+    (all with `wait` or ppo.staleness). Set it higher when the companion has a device of its own
+    and waits for batches.
     """
     queue_bytes: Count = 2 * 1024**3
-    """Byte budget of batches on their way, waiting and in training together (and twice as much of
-    those kept for replay). Of a batch that is more than half of it a sample is taken; when it is
-    full the oldest that waits goes and is counted.
+    """Bytes of memory for batches on their way, waiting and in training together (twice as much for
+    those kept for replay). Of a batch that is larger than half of this a sample is taken; when
+    it is full the oldest batch that waits is dropped and counted. Set it higher when
+    `companion_positions_left_out` is above 0 and memory is free.
     """
     wait: bool = False
     """Wait for the companion before each generation: repeatable, also after --resume, but its time
-    is no longer hidden.
+    is no longer hidden. Set it when two runs must give the same numbers.
     """
     replay_versions: int = Field(0, ge=0)
     """Policy versions for which a batch is trained on again beside newer ones, by half as much with
-    each.
+    each; 0: never. Set it when batches are small and the policy changes slowly.
     """
     gate_confidence: float = Field(0.9, gt=0.5, lt=1)
     """How sure (one-sided) a candidate must be better on the holdout than the serving heads before
-    it is published.
+    it is published. Set it higher when `versions_worse` is too large a part of
+    `versions_followed`, lower when nothing is published.
     """
     cores: tuple[int, ...] | None = None
     """CPU cores that each worker is pinned to, a thread on each; null: any, with threads for a
-    quarter of them (all with `resource`).
+    quarter of them (all with `resource`). Set it to cores that neither the loop nor engines use:
+    the companion then need not stand still while the engine writes.
     """
     num_gpus: float | None = Field(None, ge=0)
-    """GPUs of each worker; null: a tenth, where so much is free. A single worker with a share of
-    one leaves it between batches.
+    """GPUs of each worker; null: a tenth of one where so much is free, else none. A single worker
+    with less than a whole GPU frees its memory there between batches. Set it to 1 when there is a
+    GPU for the companion alone.
     """
     workers: Count = 1
-    """Processes that share each batch and every optimizer step; the heads come out the same."""
+    """Processes that share each batch and every optimizer step; the heads come out the same. Set it
+    higher when one worker does not train a batch in the time of a step.
+    """
     resource: Text | None = None
-    """Ray resource of the nodes for the companion (`ray start --resources`); null: any node."""
+    """Name of a Ray resource (`ray start --resources`): the companion runs on nodes that have it;
+    null: on any node. Set it when a node is to be the companion's own.
+    """
 
     @property
     def offload(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from medusa_ppo.config.section import Count, Section, Text, unknown
+from medusa_ppo.config.section import Contradiction, Count, Section, Text, unknown
 
 COLOCATED, SERVER = "colocated", "server"
 
@@ -15,71 +16,92 @@ class EngineConfig(Section):
     """vLLM, and how it drafts."""
 
     backend: Text = COLOCATED
-    """`colocated`: vLLM in a Ray actor; `server`: `vllm serve` on this node, started by us; or
-    running servers' addresses, with commas.
+    """Where vLLM runs. `colocated`: in a process that Ray starts. `server`: as `vllm serve` on this
+    node, started by us. Or the addresses of running servers, with commas. Set it when vLLM already
+    runs somewhere, or when other programs are to ask the same server.
     """
     runner: Literal["v1", "v2"] = "v1"
-    """vLLM's model runner where heads draft; `v2` (vLLM 0.29 or 0.32, never on a GPU) takes none of
-    the four keys that say v1 below.
+    """vLLM's model runner where heads draft. `v2` exists in vLLM 0.29 and 0.32, never ran on a GPU,
+    and takes none of the four keys that say v1 below. Set it only to try it out.
     """
     replicas: Count = 1
-    """Engines that share the rollouts; each takes the threads, memory and GPUs that this section
-    names.
+    """Engines that share the prompts of a step; each takes the threads, memory and GPUs that this
+    section names. Set it to the number of GPUs that generate.
     """
     resource: Text | None = None
-    """Ray resource of the nodes for engines (`ray start --resources`); null: any node (backend
-    `colocated` only).
+    """Name of a Ray resource (`ray start --resources`): engines run on nodes that have it; null: on
+    any node (backend `colocated` only). Set it on a cluster where engines have their own nodes.
     """
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the engine's copy of the actor; null: as model.dtype."""
+    """Number format of the engine's copy of the actor; null: as model.dtype. Set it to bfloat16
+    where the update is in float32 but the engine is to be quick; `logprob_gap` shows what that
+    costs, and ppo.importance_bound corrects for it.
+    """
     transfer: Literal["file", "broadcast"] = "file"
-    """How engines get a new actor: as a `file`, or by `broadcast` in buckets to all at once (NCCL
-    or gloo; backend `colocated` only).
+    """How engines get a new actor. `file`: they read one file in shared memory. `broadcast`: it is
+    sent to all at once, over NCCL or gloo (backend `colocated` only). Set it to broadcast when
+    engines run on other nodes than the update.
     """
     max_num_seqs: Count = 32
-    """Most sequences that run at once."""
+    """Most sequences that are generated at once; others wait. Set it as high as memory allows when
+    a step has more responses than this.
+    """
     max_model_len: int | None = Field(None, ge=8)
-    """Longest prompt plus response, in tokens; null: what data and sampling allow together (512
-    where another loop brings the prompts).
+    """Longest prompt and response together, in tokens; null: data.max_prompt_tokens plus
+    sampling.max_new_tokens, or 512 where another loop brings the prompts. Set it in such a loop.
     """
     memory_fraction: float | None = Field(None, gt=0, le=1)
-    """Share of the GPU for the engine; null: 0.35 where one engine and PPO have one GPU, else 0.9
-    (CPU build: what it needs).
+    """Share of the GPU's memory for the engine; null: 0.35 where one engine and PPO have one GPU,
+    0.8 with ppo.placement=shared, else 0.9 (CPU build: what it needs). Set it lower when the update
+    or the companion runs out of memory beside the engine.
     """
     enforce_eager: bool | None = None
-    """Skip torch.compile and CUDA graphs: quick start, slower steps; null: on a CPU, and not on a
-    GPU.
+    """Skip torch.compile and CUDA graphs: the engine starts sooner and each step takes longer;
+    null: true on a CPU, false on a GPU. Set it to true for short tries on a GPU, to false for long
+    runs on a CPU.
     """
     sleep_level: Literal[1, 2] | None = None
-    """Let the engine sleep while PPO scores and updates: 1 moves its weights to the host, 2 throws
-    them away; null: it stays awake.
+    """Let the engine give its memory back while PPO scores and updates. 1 moves its weights to the
+    host, 2 throws them away; null: it keeps its memory. Set it when engine and update share a GPU
+    that is too small for both; 2 when the host is short of memory too.
     """
     threads: Count | None = None
-    """CPU threads of the engine (CPU build); null: all cores, shared among the replicas."""
+    """CPU threads of each engine (CPU build); null: all cores, divided among the replicas. Set it
+    when other programs need cores.
+    """
     num_drafts: int | None = Field(None, ge=0)
-    """Draft tokens per step; null: as many as there are heads."""
+    """Draft tokens in each engine step; 0: no drafting; null: as many as there are heads. Set it
+    lower when late drafts are rarely accepted, to 0 to switch drafting off.
+    """
     draft_temperature: float = Field(1.0, ge=0)
-    """0: one-hot drafts; above: drafts sampled at this temperature times the request's and each
-    head's own. Both are lossless.
+    """Factor on the temperature that drafts are sampled at, beside the request's and each head's
+    own; 0: drafts are the heads' first choices. Responses have the same distribution either way.
+    Set it to 0 for requests with a grammar (structured output), else hardly ever.
     """
     choose_drafts: bool = False
-    """Choose the number of drafts (up to num_drafts) for each step from measured costs and
-    acceptance (runner v1).
+    """Choose the number of drafts, up to `num_drafts`, for each step from what steps cost and what
+    was accepted (runner v1). Set it when many sequences are generated at once, or when few long
+    ones are left at the end of a batch: one number does not suit both.
     """
     draft_vocab: int | None = Field(None, ge=0)
-    """Draft from so many of the most frequent tokens seen so far; 0: all; null: 8,192 of 32,768 or
-    more (lm_head shared, runner v1).
+    """Draft only from this many tokens, the most frequent ones seen so far; 0: from all; null:
+    8,192 for vocabularies of 32,768 or more, with heads.lm_head=shared and runner v1, else all. Set
+    it higher when responses use many rare tokens; a lower number makes drafts cheaper.
     """
     memory_bytes: int | None = Field(None, ge=0)
-    """Bytes of earlier responses kept by prompt, which sampled drafts are also drawn from (runner
-    v1); null or 0: none.
+    """Bytes for earlier responses, remembered by prompt, from which drafts are drawn as well
+    (runner v1, sampled drafts); null or 0: none. Set it when the same prompts come again and the
+    engine has time to spare, as on a GPU with few sequences; a token takes 4 bytes.
     """
     stop_below: float | None = Field(None, gt=0, lt=1)
-    """A run of sampled drafts ends before one whose chance to be accepted is estimated below this
-    (runner v1); null: never.
+    """End a request's drafts in a step before the first one whose chance to be accepted is
+    estimated below this (runner v1, sampled drafts); null: never. Set it to 0.05 to 0.08 when the
+    engine verifies more drafts than it has room for.
     """
     extra: dict[str, Any] = Field(default_factory=dict)
-    """More keyword arguments for vLLM's engine, passed on as they are."""
+    """More keyword arguments for vLLM's engine, passed on as they are, e.g. `{tensor_parallel_size:
+    2}`. Set it when vLLM needs an option that has no key here.
+    """
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -100,3 +122,41 @@ class EngineConfig(Section):
                 "Unknown engine.backend.", backend, (COLOCATED, SERVER, "http://HOST:PORT")
             )
         return backend
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if (self.memory_bytes or self.stop_below) and not self.draft_temperature:
+            yield Contradiction(
+                "Only sampled drafts know a memory, or an end by their own chances.",
+                ("engine.memory_bytes", "engine.stop_below", "engine.draft_temperature"),
+                "sampled drafts",
+                "Set the last above 0, or the others to null.",
+            )
+        if self.stop_below and self.choose_drafts:
+            yield Contradiction(
+                "What k drafts cost is not seen where each request has its own number.",
+                ("engine.stop_below", "engine.choose_drafts"),
+                "one of the two",
+                "Leave one out.",
+            )
+        if self.sleep_level and self.backend != COLOCATED:
+            yield Contradiction(
+                "Only colocated engines can sleep.",
+                ("engine.sleep_level", "engine.backend"),
+                "engine.backend=colocated",
+                "Set engine.sleep_level=null or engine.backend=colocated.",
+            )
+        several = int(self.extra.get("data_parallel_size", 1)) > 1
+        if self.transfer == "broadcast" and (self.backend != COLOCATED or several):
+            yield Contradiction(
+                "The actor can't be broadcast to these engines.",
+                ("engine.transfer", "engine.backend", "engine.extra"),
+                "engine.backend=colocated, no data_parallel_size above 1",
+                "Set engine.transfer=file, or engine.backend=colocated with engine.replicas.",
+            )
+        if self.addresses and len(self.addresses) != self.replicas:
+            yield Contradiction(
+                "Each engine needs an address.",
+                ("engine.backend", "engine.replicas"),
+                "as many addresses as replicas, with commas between",
+                "Correct one of the two.",
+            )

@@ -14,35 +14,46 @@ class HeadsSection(Section):
     """The heads that a run starts with."""
 
     path: Text | None = None
-    """Native heads directory to start from; null: start at zero (every head equals lm_head)."""
+    """Folder of heads that the run starts with (saved by a run, or by `medusa-ppo train`); null:
+    new heads, each of which begins as lm_head. Set it when you have heads for this actor: drafts
+    pay from the first step.
+    """
     kind: Literal["medusa", "hydra"] = "hydra"
     """What a head reads: the hidden state alone (`medusa`), or also every token sampled or drafted
-    since (`hydra`). Set `medusa` only to export the heads to programs that know nothing else.
+    since (`hydra`), of which more is accepted. Set it to medusa only to export the heads to
+    programs that know nothing else.
     """
     num_heads: Count = 4
-    """K, the number of heads."""
+    """K, the number of heads: as many tokens can be drafted in a step. Set it higher when
+    the mean acceptance length is near K + 1, lower when the last heads are rarely accepted.
+    """
     context: int = Field(16, ge=0)
     """Last positions of the response that heads of kind `hydra` attend to, beside the state that
-    they stand at; 0: none.
+    they stand at; 0: none. Set it higher when responses repeat what stands further back; each
+    position costs time in every drafting call.
     """
     context_layers: Count = 1
-    """Attentions over these positions, one after the other. Two accept a little more and cost a
-    little more in each drafting call.
+    """Attentions over these positions, one after the other. Set it to 2 when the actor is so large
+    that drafting costs next to nothing: they accept a little more.
     """
     feed_forward: int = Field(2, ge=0)
     """Inner width of the feed-forward layer after each of these attentions, in multiples of the
-    hidden size; 0: none.
+    hidden size; 0: none. Set it to 0 when drafting takes too large a part of a step.
     """
     cell: Count = 3
     """Width of the state that the heads of kind `hydra` hand on from draft to draft, in multiples
-    of the hidden size.
+    of the hidden size. Set it lower when drafting takes too large a part of a step, or when the
+    heads take too much memory.
     """
     copy_parts: int = Field(4, ge=0)
     """Parts of the attention that copies what followed the last tokens elsewhere in the prompt and
-    the response; 0: nothing is copied. More parts look for more kinds of matches.
+    the response; 0: nothing is copied. More parts look for more kinds of matches. Set it to 0 when
+    responses never repeat anything of their prompt.
     """
     lm_head: Literal["shared", "own"] = "shared"
-    """`shared`: the actor's lm_head, frozen; `own`: one trainable lm_head per head."""
+    """`shared`: the actor's lm_head, frozen; `own`: a trainable lm_head for each head, as large as
+    the actor's. Set it to own only for programs that expect heads of this form.
+    """
 
     def sizes(self, hidden: int, vocab: int) -> HeadsConfig:
         """What new heads for an actor of this width and vocabulary are."""

@@ -16,13 +16,18 @@ class ModelConfig(Section):
     """The actor and what the critic starts from."""
 
     path: Text = "demo"
-    """Folder or hub name of a transformers causal LM; `demo`: the embedded actor, `demo-grown`: the
-    same, as slow as 20M parameters.
+    """The actor: a folder or hub name of a transformers causal LM. `demo` is a small embedded
+    actor, `demo-grown` the same actor made as slow as one of 20M parameters. Set it to the model
+    that you train; `demo` is for trying things out.
     """
     critic_path: Text | None = None
-    """Folder or hub name that the critic starts from, or `demo`; null: the actor's own weights."""
+    """The model that the critic starts from: a folder or hub name, or `demo`; null: the actor's own
+    weights. Set it when a smaller critic is to save memory and time; it reads the actor's token
+    ids, so it must have the same tokenizer.
+    """
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of products in the PPO update; null: bfloat16 on a GPU that has it, else float32.
-    Weights, sums and optimizer stay float32 (a Megatron actor multiplies with bfloat16 copies of
-    its weights).
+    """Number format of the matrix products in the PPO update; null: bfloat16 on a GPU that has it,
+    else float32. Weights, sums and optimizer stay float32 (a Megatron actor multiplies with
+    bfloat16 copies of its weights). Set it to bfloat16 on a CPU with bfloat16 units, or to float32
+    to find out whether rounding is what goes wrong.
     """

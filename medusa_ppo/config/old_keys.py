@@ -86,6 +86,13 @@ OLD_KEYS = {
     "ppo.reward_kind": (
         "ppo.reward says it: `module:function` is a callable, everything else a reward model."
     ),
+    "ppo.gamma": (
+        "A reward counts in full however late it comes; ppo.length_penalty makes long responses"
+        " cost something."
+    ),
+    "report.speed_prompts": (
+        "Pairs have all prompts of their step; a larger report.speed_every costs less time."
+    ),
     "ppo.correct_from": "Give the reward function an attribute `correct_from`.",
 }
 """Key of an earlier release -> what says it now."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 
 from heads.errors import ConfigError
 from medusa_ppo.config.actor_section import ActorConfig
@@ -33,18 +33,24 @@ from medusa_ppo.config.old_keys import refuse_old_keys
 from medusa_ppo.config.ppo_section import ATTENTION, PPOConfig
 from medusa_ppo.config.report_section import ReportConfig
 from medusa_ppo.config.sampling_section import SamplingConfig
-from medusa_ppo.config.section import Section, Text
+from medusa_ppo.config.section import Contradiction, Section, Text
 
 
 class RunConfig(Section):
     """Everything that `medusa-ppo ppo` reads."""
 
     name: Text = "run"
-    """Name of the run; its files go to OUT/NAME."""
+    """Name of the run; its files go to OUT/NAME. Set it for each run: one that exists is not
+    overwritten.
+    """
     out: Text = "runs"
-    """Folder of all runs."""
+    """Folder of all runs. Set it to a disk that has room for checkpoints; on a cluster all nodes
+    must see it.
+    """
     seed: int = 0
-    """Seed of everything random."""
+    """Seed of everything random: sampling, the order of prompts, new heads. Set it to other numbers
+    to see how much of a result is chance.
+    """
     model: ModelConfig = Field(default_factory=ModelConfig)
     actor: ActorConfig = Field(default_factory=ActorConfig)
     data: DataConfig = Field(default_factory=DataConfig)
@@ -59,17 +65,17 @@ class RunConfig(Section):
     @classmethod
     def _inside(cls, name: str) -> str:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            do = "Name the run, and the folder that it lies in with out=FOLDER."
             raise ConfigError(
                 "The run would lie outside of the folder of all runs.",
                 given=f"name={name}",
                 expected="a name",
-                do=do,
+                do="Name the run, and the folder that it lies in with out=FOLDER.",
             )
         return name
 
     @property
     def run_dir(self) -> Path:
+        """Folder of the run's files."""
         return Path(self.out) / self.name
 
     @property
@@ -80,378 +86,207 @@ class RunConfig(Section):
         """
         return not (self.companion.wait or self.ppo.staleness)
 
-    @model_validator(mode="after")
-    def _fields_agree(self) -> RunConfig:
-        for problem, keys, expected, do in (*_contradictions(self), *ppo_contradictions(self)):
-            values = [
-                f"{key}={getattr(getattr(self, section), name)}"
-                for key in keys
-                for section, name in [key.split(".")]
-            ]
-            raise ConfigError(problem, given=", ".join(values), expected=expected, do=do)
-        return self
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Between sections; what one section can see by itself it has refused before."""
+        yield from _of_the_engine(self)
+        yield from _of_what_is_learned(self)
+        yield from _of_older_actors(self)
+        yield from _of_a_megatron_actor(self)
+        yield from _of_placement(self)
+        yield from _of_images(self)
 
 
-def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """Fields that contradict each other, at load and not at step 300: the problem, their keys, what
-    is expected, what to do.
-    """
+def _of_the_engine(config: RunConfig) -> Iterator[Contradiction]:
+    """What the engine is asked for, and can't do."""
     engine = config.engine
-    heads = config.heads
-    ppo = config.ppo
-    megatron = config.actor.backend == "megatron"
-    if engine.num_drafts is not None and engine.num_drafts > heads.num_heads:
-        keys: tuple[str, ...] = ("engine.num_drafts", "heads.num_heads")
-        yield (
+    if engine.num_drafts is not None and engine.num_drafts > config.heads.num_heads:
+        yield Contradiction(
             "More draft tokens than heads.",
-            keys,
+            ("engine.num_drafts", "heads.num_heads"),
             "engine.num_drafts <= heads.num_heads",
             "Train more heads or draft fewer tokens.",
         )
-    if (engine.memory_bytes or engine.stop_below) and not engine.draft_temperature:
-        keys = ("engine.memory_bytes", "engine.stop_below", "engine.draft_temperature")
-        do = "Set the last above 0, or the others to null."
-        yield (
-            "Only sampled drafts know a memory, or an end by their own chances.",
-            keys,
-            "sampled drafts",
-            do,
-        )
-    if engine.stop_below and engine.choose_drafts:
-        keys = ("engine.stop_below", "engine.choose_drafts")
-        yield (
-            "What k drafts cost is not seen where each request has its own number.",
-            keys,
-            "one of the two",
-            "Leave one out.",
-        )
     need = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    ours = config.model_fields_set & {
-        "data",
-        "sampling",
-        "ppo",
-    }  # Another loop brings its own prompts, and sets none of them.
+    # Another loop brings its own prompts, and sets none of these sections.
+    ours = config.model_fields_set & {"data", "sampling", "ppo"}
     if ours and engine.max_model_len is not None and need > engine.max_model_len:
-        keys = ("data.max_prompt_tokens", "sampling.max_new_tokens")
-        do = "Raise engine.max_model_len, leave it out, or shorten prompts or responses."
-        yield (
+        yield Contradiction(
             "Prompts and responses do not fit into the engine.",
-            keys,
+            ("data.max_prompt_tokens", "sampling.max_new_tokens"),
             f"together <= engine.max_model_len = {engine.max_model_len}",
-            do,
-        )
-    micro = ppo.micro_batch_size or ppo.minibatch_size
-    if ppo.minibatch_size % micro and micro < ppo.minibatch_size:
-        keys = ("ppo.minibatch_size", "ppo.micro_batch_size")
-        yield (
-            "A minibatch must be made of whole micro batches.",
-            keys,
-            "the first divisible by the second",
-            "Change one of the two.",
-        )
-    if not megatron and config.actor.ranks > 1:
-        keys = (
-            "actor.backend",
-            "actor.tensor_parallel",
-            "actor.pipeline_parallel",
-            "actor.context_parallel",
-            "actor.data_parallel",
-        )
-        do = "Set actor.backend=megatron, or all four parallel sizes to 1."
-        yield "The backend transformers trains in one process.", keys, "actor.backend=megatron", do
-    if config.actor.sequence_parallel and config.actor.tensor_parallel == 1:
-        keys = ("actor.sequence_parallel", "actor.tensor_parallel")
-        do = "Raise the second, or leave the first out."
-        yield (
-            "Tokens are shared by the ranks that share a layer.",
-            keys,
-            "actor.tensor_parallel above 1",
-            do,
-        )
-    if config.actor.context_parallel > 1 and (config.sampling.top_k or config.sampling.top_p < 1):
-        keys = ("actor.context_parallel", "sampling.top_k", "sampling.top_p")
-        do = "Set actor.context_parallel=1, or sample from all tokens."
-        yield (
-            "Ranks share a sequence otherwise in each pass, and forget which tokens a cut left.",
-            keys,
-            "one of the two",
-            do,
-        )
-    if config.actor.distributed_optimizer and not megatron:
-        keys = ("actor.distributed_optimizer", "actor.backend")
-        do = "Set actor.backend=megatron, or leave the first out."
-        yield (
-            "One process has nobody to share its optimizer with.",
-            keys,
-            "actor.backend=megatron",
-            do,
-        )
-    if engine.sleep_level and engine.backend != COLOCATED:
-        keys = ("engine.sleep_level", "engine.backend")
-        do = "Set engine.sleep_level=null or engine.backend=colocated."
-        yield "Only colocated engines can sleep.", keys, "engine.backend=colocated", do
-    if engine.transfer == "broadcast" and (
-        engine.backend != COLOCATED or int(engine.extra.get("data_parallel_size", 1)) > 1
-    ):
-        keys = ("engine.transfer", "engine.backend", "engine.extra")
-        do = "Set engine.transfer=file, or engine.backend=colocated with engine.replicas."
-        yield (
-            "The actor can't be broadcast to these engines.",
-            keys,
-            "engine.backend=colocated, no data_parallel_size above 1",
-            do,
-        )
-    if engine.addresses and len(engine.addresses) != engine.replicas:
-        keys = ("engine.backend", "engine.replicas")
-        yield (
-            "Each engine needs an address.",
-            keys,
-            "as many addresses as replicas, with commas between",
-            "Correct one of the two.",
+            "Raise engine.max_model_len, leave it out, or shorten prompts or responses.",
         )
     if config.report.compare_pairs and engine.addresses:
-        problem = (
+        yield Contradiction(
             "A run that is compared starts an engine without heads of its own, and can't do so at"
-            " your server."
-        )
-        do = "Set report.compare_pairs=null, or let the engine be started."
-        yield (
-            problem,
+            " your server.",
             ("report.compare_pairs", "engine.backend"),
             "engine.backend=colocated or server",
-            do,
+            "Set report.compare_pairs=null, or let the engine be started.",
+        )
+    if config.ppo.piece_prompts and engine.sleep_level:
+        yield Contradiction(
+            "An engine that gives its memory to the scoring can't write meanwhile.",
+            ("ppo.piece_prompts", "engine.sleep_level"),
+            "one of the two",
+            "Set one of the two to null.",
         )
 
 
-def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """Fields of the loop that contradict each other: the problem, their keys, what is expected,
-    what to do.
-    """
+def _of_what_is_learned(config: RunConfig) -> Iterator[Contradiction]:
+    """Which responses and texts the update needs."""
     ppo = config.ppo
     data = config.data
-    keys = tuple[str, ...]()
-    if ppo.advantages != "gae":
-        keys = ("ppo.advantages", "sampling.responses_per_prompt")
-        if config.sampling.responses_per_prompt < 2:
-            yield (
-                "One response has no others to be compared with.",
-                keys,
-                "at least 2 responses to each prompt",
-                "Raise the second.",
-            )
-        keys = ("ppo.advantages", "ppo.step_separator", "model.critic_path")
-        do = "Set ppo.advantages=gae, or the others to null."
-        if ppo.step_separator or config.model.critic_path:
-            yield (
-                "Without a critic there are no rewards of single steps.",
-                keys,
-                "ppo.advantages=gae",
-                do,
-            )
-    yield from _stale_contradictions(config)
-    yield from _place_contradictions(config)
-    yield from _image_contradictions(config)
-    if ppo.piece_prompts:
-        keys = ("ppo.piece_prompts", "ppo.prompts_per_step")
-        do = "Set a smaller ppo.piece_prompts, or null."
-        if ppo.piece_prompts > ppo.prompts_per_step:
-            yield "A piece is larger than the batch.", keys, f"at most {ppo.prompts_per_step}", do
-        keys = ("ppo.piece_prompts", "engine.sleep_level")
-        do = "Set one of the two to null."
-        if config.engine.sleep_level:
-            yield (
-                "An engine that gives its memory to the scoring can't write meanwhile.",
-                keys,
-                "one of the two",
-                do,
-            )
-    if ppo.kl_in_loss and ppo.kl_estimator == "k1":
-        keys = ("ppo.kl_in_loss", "ppo.kl_estimator")
-        do = "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false."
-        yield (
-            "As a term of the loss k1 has no gradient on average.",
-            keys,
-            "ppo.kl_estimator=k2 or k3",
-            do,
+    if ppo.advantages != "gae" and config.sampling.responses_per_prompt < 2:
+        yield Contradiction(
+            "One response has no others to be compared with.",
+            ("ppo.advantages", "sampling.responses_per_prompt"),
+            "at least 2 responses to each prompt",
+            "Raise the second.",
         )
-    if ppo.kl_goal and not ppo.kl_coefficient:
-        keys = ("ppo.kl_goal", "ppo.kl_coefficient")
-        yield (
-            "A coefficient of 0 stays 0, whatever it is multiplied by.",
-            keys,
-            "ppo.kl_coefficient above 0",
-            "Set the second.",
+    if ppo.advantages != "gae" and config.model.critic_path:
+        yield Contradiction(
+            "These advantages take no critic.",
+            ("ppo.advantages", "model.critic_path"),
+            "ppo.advantages=gae",
+            "Set ppo.advantages=gae, or model.critic_path=null.",
         )
     if bool(ppo.ptx_coefficient) != bool(data.ptx_path):
-        keys = ("ppo.ptx_coefficient", "data.ptx_path")
-        yield (
+        yield Contradiction(
             "Texts beside PPO need a weight, and a weight needs texts.",
-            keys,
+            ("ppo.ptx_coefficient", "data.ptx_path"),
             "both or none",
             "Set both, or none.",
         )
     if ppo.eval_every and data.eval_path in (None, data.path) and data.eval_split == data.split:
-        keys = ("data.split", "data.eval_path", "data.eval_split")
-        yield (
+        yield Contradiction(
             "The evaluation would be on the prompts of the training.",
-            keys,
+            ("data.split", "data.eval_path", "data.eval_split"),
             "other prompts",
             "Set data.eval_path or data.eval_split.",
         )
-    if config.actor.backend == "megatron" and (ppo.ptx_coefficient or ppo.kl_stop):
-        keys = ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop")
-        do = "Set actor.backend=transformers, or the other two to null."
-        yield (
-            "The ranks of a Megatron actor know neither texts beside PPO nor an early end.",
-            keys,
-            "actor.backend=transformers",
-            do,
-        )
-    if config.actor.backend == "transformers" and ppo.recompute == ATTENTION:
-        keys = ("actor.backend", "ppo.recompute")
-        do = "Set ppo.recompute=true, or actor.backend=megatron."
-        yield (
-            "transformers' attention keeps nothing that could be made again.",
-            keys,
-            "ppo.recompute=true or false",
-            do,
-        )
 
 
-def _stale_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """The same for responses of an older actor: written ahead, or carried over."""
+def _of_older_actors(config: RunConfig) -> Iterator[Contradiction]:
+    """Responses of an older actor: written ahead, or carried over."""
     ppo = config.ppo
     engine = config.engine
-    keys = tuple[str, ...]()
     if ppo.staleness:
-        keys = ("ppo.staleness", "ppo.importance_bound")
-        if ppo.importance_bound is None:
-            do = "Set ppo.importance_bound=2, or ppo.staleness=0."
-            yield (
-                "An older actor's tokens need importance weights.",
-                keys,
-                "ppo.importance_bound above 0",
-                do,
-            )
-        beside = ["ppo.piece_prompts", "report.speed_every", "report.compare_pairs"]
-        for key in beside + ["ppo.eval_every", "engine.sleep_level"] * (ppo.steps_ahead > 0):
-            section, name = key.split(".")
-            if getattr(getattr(config, section), name) is not None:
-                keys = ("ppo.staleness", key)
-                do = "Set one of the two to null (ppo.staleness to 0)."
-                yield (
+        busy = ["report.speed_every", "report.compare_pairs"]
+        if ppo.steps_ahead > 0:
+            busy += ["ppo.eval_every", "engine.sleep_level"]
+        for key in busy:
+            if config.value_of(key) is not None:
+                yield Contradiction(
                     "While the engine writes for later steps it does nothing else.",
-                    keys,
+                    ("ppo.staleness", key),
                     "one of the two",
-                    do,
+                    f"Set ppo.staleness=0, or {key}=null.",
                 )
-        if ppo.steps_ahead > 1 and engine.choose_drafts:
-            keys = ("ppo.staleness", "engine.choose_drafts")
-            do = "Set ppo.staleness=1, or engine.choose_drafts=false."
-            yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
-    if ppo.carry_after is None:
-        return
-    keys = ("ppo.carry_after", "ppo.staleness")
-    do = "Set ppo.staleness=1 or more, or ppo.carry_after=null."
-    if not ppo.staleness:
-        yield "What is carried over was begun by an older actor.", keys, "ppo.staleness above 0", do
-    keys = ("ppo.carry_after", "engine.backend", "engine.replicas", "data.images")
-    if engine.backend != "colocated" or engine.replicas > 1 or config.data.images:
-        do = "Set ppo.carry_after=null, or the others to their defaults."
-        yield (
-            "Only one colocated engine stops responses half-way, of prompts without images.",
-            keys,
+    if ppo.steps_ahead > 1 and engine.choose_drafts:
+        yield Contradiction(
+            "An engine that never rests can't say what it chose.",
+            ("ppo.staleness", "engine.choose_drafts"),
             "one of the two",
-            do,
+            "Set ppo.staleness=1, or engine.choose_drafts=false.",
+        )
+    alone = engine.backend == COLOCATED and engine.replicas == 1 and not config.data.images
+    if ppo.carry_after is not None and not alone:
+        yield Contradiction(
+            "Only one colocated engine stops responses half-way, of prompts without images.",
+            ("ppo.carry_after", "engine.backend", "engine.replicas", "data.images"),
+            "one of the two",
+            "Set ppo.carry_after=null, or the others to their defaults.",
         )
 
 
-def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """The same for where it all happens: processes for rewards, roles that take turns on one
-    device.
-    """
-    engine = config.engine
+def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
+    """What only one of the two kinds of actors can do."""
     ppo = config.ppo
-    ranks = int(config.engine.extra.get("tensor_parallel_size", 1))
-    keys: tuple[str, ...]
-    if ppo.reward_timeout_s is not None and ppo.reward_processes is None:
-        keys = ("ppo.reward_timeout_s", "ppo.reward_processes")
-        do = "Set ppo.reward_processes=1 or more."
-        yield "Only a process can be ended when its time is over.", keys, "ppo.reward_processes", do
-    if ppo.reward_processes is not None and ":" not in ppo.reward:
-        keys = ("ppo.reward_processes", "ppo.reward")
-        do = "Set ppo.reward_processes=null."
-        yield (
-            "A reward model is computed by the loop, not in processes.",
-            keys,
-            "a reward module:function",
-            do,
+    actor = config.actor
+    sampling = config.sampling
+    if actor.context_parallel > 1 and (sampling.top_k or sampling.top_p < 1):
+        yield Contradiction(
+            "Ranks share a sequence otherwise in each pass, and forget which tokens a cut left.",
+            ("actor.context_parallel", "sampling.top_k", "sampling.top_p"),
+            "one of the two",
+            "Set actor.context_parallel=1, or sample from all tokens.",
         )
-    if ppo.side_by_side and (ppo.placement == "shared" or config.actor.backend == "megatron"):
-        keys = ("ppo.side_by_side", "ppo.placement", "actor.backend")
-        do = "Set ppo.side_by_side=false."
-        yield (
-            "Roles that take turns can't work at once; a Megatron actor's ranks do anyway.",
-            keys,
-            "two of them at their defaults",
-            do,
+    if actor.backend == "transformers":
+        if ppo.recompute == ATTENTION:
+            yield Contradiction(
+                "transformers' attention keeps nothing that could be made again.",
+                ("actor.backend", "ppo.recompute"),
+                "ppo.recompute=true or false",
+                "Set ppo.recompute=true, or actor.backend=megatron.",
+            )
+        return
+    if ppo.ptx_coefficient or ppo.kl_stop:
+        yield Contradiction(
+            "The ranks of a Megatron actor know neither texts beside PPO nor an early end.",
+            ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop"),
+            "actor.backend=transformers",
+            "Set actor.backend=transformers, or the other two to null.",
         )
-    if ppo.placement == "separate":
+    if ppo.side_by_side:
+        yield Contradiction(
+            "A Megatron actor's ranks work beside the critic anyway.",
+            ("ppo.side_by_side", "actor.backend"),
+            "ppo.side_by_side=false",
+            "Set ppo.side_by_side=false.",
+        )
+    if ppo.placement == "shared":
+        yield Contradiction(
+            "The ranks of a Megatron actor keep their places.",
+            ("ppo.placement", "actor.backend"),
+            "actor.backend=transformers",
+            "Set ppo.placement=separate, or actor.backend=transformers.",
+        )
+
+
+def _of_placement(config: RunConfig) -> Iterator[Contradiction]:
+    """Roles that take turns on the engine's device."""
+    engine = config.engine
+    if config.ppo.placement == "separate":
         return
     if engine.sleep_level is None:
-        keys = ("ppo.placement", "engine.sleep_level")
-        do = "Set engine.sleep_level=1, or ppo.placement=separate."
-        yield (
+        yield Contradiction(
             "An engine that stays awake leaves no memory to the others.",
-            keys,
+            ("ppo.placement", "engine.sleep_level"),
             "engine.sleep_level=1 or 2",
-            do,
+            "Set engine.sleep_level=1, or ppo.placement=separate.",
         )
-    if config.actor.backend == "megatron":
-        keys = ("ppo.placement", "actor.backend")
-        do = "Set ppo.placement=separate, or actor.backend=transformers."
-        yield (
-            "The ranks of a Megatron actor keep their places.",
-            keys,
-            "actor.backend=transformers",
-            do,
-        )
+    ranks = int(engine.extra.get("tensor_parallel_size", 1))
     if engine.replicas > 1 or ranks > 1:
-        keys = ("ppo.placement", "engine.replicas", "engine.extra")
-        do = "Set ppo.placement=separate, or one engine of one rank."
-        yield (
+        yield Contradiction(
             "The loop's process has one device, and engines have more.",
-            keys,
+            ("ppo.placement", "engine.replicas", "engine.extra"),
             "one engine of one rank",
-            do,
+            "Set ppo.placement=separate, or one engine of one rank.",
         )
     if engine.transfer == "broadcast":
-        keys = ("ppo.placement", "engine.transfer")
-        do = "Set engine.transfer=file."
-        yield (
+        yield Contradiction(
             "Two processes on one device can't broadcast to each other.",
-            keys,
+            ("ppo.placement", "engine.transfer"),
             "engine.transfer=file",
-            do,
+            "Set engine.transfer=file.",
         )
     if config.report.compare_pairs:
-        keys = ("ppo.placement", "report.compare_pairs")
-        do = "Set one of the two to its default."
-        yield (
+        yield Contradiction(
             "The engine of a comparison would stand beside the run's own.",
-            keys,
+            ("ppo.placement", "report.compare_pairs"),
             "one of the two",
-            do,
+            "Set ppo.placement=separate, or report.compare_pairs=null.",
         )
 
 
-def _image_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """The same for prompts with images."""
+def _of_images(config: RunConfig) -> Iterator[Contradiction]:
+    """What can't see images."""
     if config.data.images is None:
         return
     beside = (
         ("actor.backend", "transformers", "The ranks of a Megatron actor have no vision tower."),
-        ("engine.backend", "colocated", "Images travel to colocated engines only."),
+        ("engine.backend", COLOCATED, "Images travel to colocated engines only."),
         ("engine.runner", "v1", "Images never ran on vLLM's V2 model runner with draft heads."),
         (
             "model.critic_path",
@@ -463,10 +298,9 @@ def _image_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
         ("report.keep_rollouts", None, "Files of rollouts hold no images."),
     )
     for key, possible, problem in beside:
-        section, name = key.split(".")
-        if getattr(getattr(config, section), name) != possible:
+        if config.value_of(key) != possible:
             said = "null" if possible is None else possible
-            yield (
+            yield Contradiction(
                 problem,
                 ("data.images", key),
                 f"{key}={said}",

@@ -11,12 +11,23 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature of the rollouts."""
+    """Sampling temperature of the rollouts; the log-probs of the update are at this temperature
+    too. Set it below 1 when responses are too random to be rewarded, above 1 when they are all
+    alike.
+    """
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus mass; 1: off."""
+    """Sample from the likeliest tokens that have this probability together; 1: from all. Set it
+    below 1 when rare tokens ruin responses.
+    """
     top_k: Count | None = None
-    """Sample from the k likeliest tokens; null: from all."""
+    """Sample from this many of the likeliest tokens; null: from all. Set it when rare tokens ruin
+    responses, as `top_p`.
+    """
     max_new_tokens: Count = 96
-    """Longest response, in tokens."""
+    """Longest response, in tokens; what is longer is cut. Set it to what your task's answers take:
+    `truncated_frac` is the share that was cut.
+    """
     responses_per_prompt: Count = 4
-    """Responses sampled for each prompt."""
+    """Responses sampled for each prompt. Set it higher with ppo.advantages=grpo or rloo, which
+    compare a prompt's responses with each other.
+    """

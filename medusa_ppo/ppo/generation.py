@@ -257,7 +257,6 @@ class SpeedPairs:
     def __init__(self, engine: RolloutEngine, config: RunConfig) -> None:
         self._engine = engine
         self._every = config.report.speed_every or 0
-        self._prompts = config.report.speed_prompts
         self._drafts = num_drafts(config)
 
     def due(self, step: int) -> bool:
@@ -286,16 +285,12 @@ class SpeedPairs:
                 else self._engine.generate(prompts, sampling)
             )
             return found, {}
-        subset = prompts[: self._prompts]
         plain_first = (step // self._every) % 2 == 0
-        plain = self._plain(subset, sampling) if plain_first else None
+        plain = self._plain(prompts, sampling) if plain_first else None
         rollouts = self._engine.generate(prompts, sampling)
-        drafting = (
-            rollouts if len(subset) == len(prompts) else self._engine.generate(subset, sampling)
-        )
         if plain is None:
-            plain = self._plain(subset, sampling)
-        return rollouts, pair_figures(drafting.tokens_per_s, plain.tokens_per_s)
+            plain = self._plain(prompts, sampling)
+        return rollouts, pair_figures(rollouts.tokens_per_s, plain.tokens_per_s)
 
     def _plain(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
         self._engine.configure(num_drafts=0)

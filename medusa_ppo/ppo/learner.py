@@ -53,6 +53,8 @@ from medusa_ppo.ppo.update_totals import UpdateTotals
 
 Done = TypeVar("Done")
 
+DISCOUNT = 1.0
+"""Of a later reward, per token: none, since an answer is as right at token 500 as at token 5."""
 IMPORTANCE_BOUND = 2.0
 """Ratios of actor to engine above this are counted where ppo.importance_bound names none."""
 
@@ -210,7 +212,7 @@ class PPOLearner(ABC):
         mask_SR = batch.mask_SR
         if config.advantages == "gae":
             advantages_SR, returns_SR = arithmetic.generalized_advantages(
-                rewards_SR, values_SR, mask_SR, config.gamma, config.lam
+                rewards_SR, values_SR, mask_SR, DISCOUNT, config.lam
             )
             return arithmetic.whiten(advantages_SR, mask_SR & trained_S[:, None]), returns_SR
         # Groups compare whole responses, so each token has its response's advantage and return.

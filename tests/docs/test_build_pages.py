@@ -77,7 +77,7 @@ def test_each_configuration_key_has_its_text(site: ModuleType) -> None:
         assert row is not None, f"{key} is not on the page"
         assert row.rstrip(" |").rpartition("|")[2].strip(), f"{key} does not say what it is"
     assert "| `sampling.top_p` | number > 0, &lt;= 1 | `1.0` |" in page
-    assert "| `heads.kind` | `medusa`, `markov`, `hydra` | `hydra` |" in page
+    assert "| `heads.kind` | `medusa`, `hydra` | `hydra` |" in page
     assert "| `companion.cores` | list of whole number, or null | `null` |" in page
     assert "| `engine.memory_fraction` | number > 0, &lt;= 1, or null | `null` |" in page
 

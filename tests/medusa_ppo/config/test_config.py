@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from heads.errors import ConfigError
+from medusa_ppo.config.actor_section import ActorConfig
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.old_keys import OLD_KEYS
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.config.run_config import build_config, known_keys, load_config
+from medusa_ppo.config.section import Section
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -283,7 +288,9 @@ def test_a_key_of_an_earlier_release_says_what_says_it_now(key: str, tmp_path: P
         with pytest.raises(ConfigError) as error:
             load()
         assert key in str(error.value.given) and error.value.do == OLD_KEYS[key]
-    named = re.findall(r"\b(?:actor|data|engine|heads|companion|ppo)\.[a-z_]+", OLD_KEYS[key])
+    named = re.findall(
+        r"\b(?:actor|data|engine|heads|companion|ppo|report)\.[a-z_]+", OLD_KEYS[key]
+    )
     assert set(named) <= set(known_keys()), "what it names exists"
 
 
@@ -308,4 +315,36 @@ def test_the_config_is_frozen_and_every_field_is_documented() -> None:
         *parents, leaf = key.split(".")
         for parent in parents:
             section = section.model_fields[parent].annotation
-        assert section.model_fields[leaf].description, f"{key} has no docstring"
+        said = section.model_fields[leaf].description
+        assert said, f"{key} has no docstring"
+        assert re.search(r"\bSet\s+it\b", said), f"{key} does not say when to touch it"
+
+
+@pytest.mark.parametrize(
+    "build, words",
+    [
+        (lambda: EngineConfig(sleep_level=1, backend="server"), "engine.sleep_level=1"),
+        (lambda: PPOConfig(piece_prompts=33), "ppo.piece_prompts=33, ppo.prompts_per_step=32"),
+        (lambda: ActorConfig(distributed_optimizer=True), "actor.backend=transformers"),
+    ],
+)
+def test_a_section_by_itself_keeps_its_own_rules(build: Callable[[], Section], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build()
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "pairs, words",
+    [
+        (["ppo.advantages=grpo", "model.critic_path=demo"], "take no critic"),
+        (["ppo.side_by_side=true", "actor.backend=megatron"], "work beside the critic anyway"),
+        (["ppo.side_by_side=true", "ppo.placement=shared"], "can't work at once"),
+        (["ppo.placement=shared"], "stays awake"),
+        (["ppo.placement=shared", "engine.sleep_level=1", "engine.replicas=2"], "has one device"),
+        (["engine.backend=http://127.0.0.1:1", "report.compare_pairs=1"], "at your server"),
+    ],
+)
+def test_sections_that_contradict_each_other(pairs: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, pairs)

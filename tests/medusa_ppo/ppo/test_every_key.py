@@ -60,7 +60,6 @@ STATE = 16
 REPLAYED = {"companion": {"replay_versions": 2}}
 SIZES = LlamaSizes(2, 16, 24, 4, 2, 4, CHAIN, 1e-6, 1e4, 0.0, 64, False, False, False)
 EVALUATED = {"ppo": {"eval_every": 1}, "data": {"eval_path": "other.jsonl"}}
-GENERATED = {"report": {"speed_every": 1}}
 
 # key -> (another value, where it shows, what else must be set for it to show)
 Row = tuple[Any, str, dict[str, Any]]
@@ -129,6 +128,10 @@ ROWS: dict[str, Row] = {
     "heads.kind": ("medusa", "first_heads", {}),
     "heads.num_heads": (3, "first_heads", {}),
     "heads.context": (8, "first_heads", {}),
+    "heads.context_layers": (2, "first_heads", {}),
+    "heads.feed_forward": (1, "first_heads", {}),
+    "heads.cell": (2, "first_heads", {}),
+    "heads.copy_parts": (2, "first_heads", {}),
     "heads.lm_head": ("own", "first_heads", {}),
     "companion.enabled": (False, "plugin", {}),
     "companion.on_error": ("raise", "plugin", {}),
@@ -179,7 +182,6 @@ ROWS: dict[str, Row] = {
     "ppo.learning_rate_schedule": ("linear", "updated", {}),
     "ppo.warmup_steps": (2, "updated", {}),
     "ppo.advantages": ("rloo", "updated", {}),
-    "ppo.gamma": (0.9, "updated", {}),
     "ppo.lam": (0.5, "updated", {}),
     "ppo.clip_range": (0.01, "updated", {"ppo": {"actor_learning_rate": 1e-2}}),
     "ppo.value_clip_range": (0.001, "updated", {}),
@@ -211,7 +213,6 @@ ROWS: dict[str, Row] = {
     "ppo.threads": (3, "threads", {}),
     "report.compare_pairs": (2, "compared", {}),
     "report.speed_every": (2, "pairs", {}),
-    "report.speed_prompts": (1, "pairs", GENERATED),
     "report.trackers": (["wandb"], "tracked", {}),
     "report.project": ("other", "tracked", {"report": {"trackers": ["wandb"]}}),
     "report.keep_rollouts": (2, "rollout_files", {}),

@@ -127,12 +127,10 @@ def test_the_demo_task_needs_no_file():
     assert len(found.prompts) == 5 and all(p.row["answer"] for p in found.prompts)
 
 
-def config(
-    every: int | None = 2, prompts: int | None = None, drafts: int | None = None
-) -> RunConfig:
+def config(every: int | None = 2, drafts: int | None = None) -> RunConfig:
     sampling = {"max_new_tokens": 3, "responses_per_prompt": 1}
     values = {
-        "report": {"speed_every": every, "speed_prompts": prompts},
+        "report": {"speed_every": every},
         "engine": {"num_drafts": drafts},
         "sampling": sampling,
     }
@@ -163,12 +161,6 @@ def test_order_alternates_and_the_run_keeps_the_drafting_rollouts(engine):
     assert figures[names.PAIR_SPEEDUP] == pytest.approx(
         figures[names.PAIR_DRAFTING_TOKENS_PER_S] / figures[names.PAIR_PLAIN_TOKENS_PER_S]
     )
-
-
-def test_fewer_prompts_in_a_pair(engine):
-    settings = config(every=1, prompts=2)
-    rollouts, _ = SpeedPairs(engine, settings).generate(PROMPTS, sampling_of(settings, 0), 0)
-    assert len(rollouts.prompts) == 3 and engine.drafts == [0, 4, 4]
 
 
 @pytest.mark.parametrize("settings", [config(every=None), config(drafts=0)])

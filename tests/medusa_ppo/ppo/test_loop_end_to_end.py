@@ -63,7 +63,7 @@ def settings(actor: Path, out: Path, steps: int, compare_pairs: int | None = Non
                 "checkpoint_every": 2,
                 "threads": 1,
             },
-            "report": {"speed_every": 2, "speed_prompts": 4, "compare_pairs": compare_pairs},
+            "report": {"speed_every": 2, "compare_pairs": compare_pairs},
         }
     )
 
