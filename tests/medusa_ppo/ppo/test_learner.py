@@ -40,11 +40,10 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 def test_the_first_scores_by_hand(tiny_actor, make_rollouts):
     batch = PPOBatch(make_rollouts(6))
     rewards = torch.randn(6)
-    scores, report = learner(tiny_actor(), gamma=1.0, lam=1.0).score(batch, rewards, Sampling())
+    scores, report = learner(tiny_actor(), lam=1.0).score(batch, rewards, Sampling())
     assert report[names.KL_REFERENCE] == 0.0, "actor and reference are the same at first"
     assert torch.equal(scores.logprobs_SR, scores.reference_SR)
-    # No value and no KL yet: with gamma = lambda = 1 the return of each token is the response's
-    # reward.
+    # No value and no KL yet: with lambda = 1 the return of each token is the response's reward.
     torch.testing.assert_close(scores.returns_SR, torch.where(batch.mask_SR, rewards[:, None], 0.0))
     assert scores.advantages_SR[batch.mask_SR].mean().item() == pytest.approx(0.0, abs=1e-6)
     gap = (
