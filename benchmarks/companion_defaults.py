@@ -361,7 +361,6 @@ def learn_again(
 
 def replay_all(args: argparse.Namespace) -> None:
     """Every setting and seed that is not in OUT/results.jsonl yet, then the table."""
-    # One thread: sums in one order, so that a seed gives the same numbers on any machine.
     torch.set_num_threads(1)
     recorded = json.loads((args.out / "recorded.json").read_text(encoding="utf-8"))
     config = build_config(recorded["config"])

@@ -149,6 +149,7 @@ def work(form: str, model: dict[str, Any], dtype_name: str, threads: int) -> Non
     with torch.inference_mode():
         for line in sys.stdin:
             hidden_BD = torch.randn(int(line), call.hidden).to(call.dtype)
+            # Once before the clock runs: products are packed when they are first asked for.
             call(hidden_BD)
             seconds = []
             for _ in range(CALLS):
@@ -174,6 +175,7 @@ class FormProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # Or the process would import the package that is installed.
             env=os.environ | {"PYTHONPATH": here},
         )
 
@@ -185,7 +187,8 @@ class FormProcess:
             try:
                 return float(json.loads(line))
             except ValueError:
-                continue  # vLLM greets on stdout.
+                # vLLM greets on stdout.
+                continue
         raise RuntimeError("The process that draws drafts has ended; its last words are above.")
 
     def close(self) -> None:
@@ -204,10 +207,12 @@ def compare(pair: str, options: argparse.Namespace, dtype: str) -> list[dict[str
             ratios = []
             seconds: list[list[float]] = [[], []]
             for number in range(-2, options.rounds):
+                # Each is first as often as last: a machine that slows down would favour one.
                 order = (0, 1) if number % 2 else (1, 0)
                 took = {index: processes[index].seconds(batch) for index in order}
+                # The first rounds warm up.
                 if number < 0:
-                    continue  # The first rounds warm up.
+                    continue
                 ratios.append(took[0] / took[1])
                 for index in order:
                     seconds[index].append(took[index])

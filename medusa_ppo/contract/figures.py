@@ -115,11 +115,9 @@ def serving_figures(
     """
     more: dict[str, Any] = {DRAFT_CHOICES: choices} if choices else {}
     if counts := [sum(row["steps"]) for row in choices]:
-        more[DRAFT_SPEEDUP] = sum(
-            row["speedup"] * n
-            for row, n in zip(choices, counts, strict=True)
-            # Each cell of running sequences counts by the steps that it had.
-        ) / max(1, sum(counts))
+        # Each cell of running sequences counts by the steps that it had.
+        weighted = sum(row["speedup"] * n for row, n in zip(choices, counts, strict=True))
+        more[DRAFT_SPEEDUP] = weighted / max(1, sum(counts))
     if rollouts.engines:
         more[MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
         more[TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
@@ -146,6 +144,7 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
         VERSIONS_FOLLOWED: status.versions_followed,
         VERSIONS_WORSE: status.versions_worse,
     }
+    # Where a companion must pay, the plugin writes its own number and reason over these.
     if status.passes:
         values |= {COMPANION_PASSES: status.passes, COMPANION_REASON: "fixed"}
         values |= {COMPANION_POSITIONS: status.positions_frac, COMPANION_RATE: status.rate}

@@ -201,10 +201,9 @@ class RunningMemory:
 
     def _make_room(self, count: int, running: set[str]) -> None:
         # A preempted request gets a new slot, and its text once more, should it come back.
-        for waiting in [key for key in self._slots if key not in running][
-            : max(count - len(self._free), 0)
-        ]:
-            self._free.append(self._slots.pop(waiting))
+        waiting = [key for key in self._slots if key not in running]
+        for key in waiting[: max(count - len(self._free), 0)]:
+            self._free.append(self._slots.pop(key))
 
     def _lay_out(self, request_ids: Sequence[str]) -> None:
         """Write the texts of some requests: what was said to their prompts, of those beside them

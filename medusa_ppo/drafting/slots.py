@@ -121,11 +121,10 @@ class Seating:
     def _make_room(self, count: int, running: set[str], live: Mapping[str, object]) -> None:
         for gone in [key for key in self._seats if key not in live]:
             self._free.append(self._seats.pop(gone).slot)
-        for waiting in [key for key in self._seats if key not in running][
-            : max(count - len(self._free), 0)
-        ]:
+        waiting = [key for key in self._seats if key not in running]
+        for key in waiting[: max(count - len(self._free), 0)]:
             # Its drafts are verified as one-hot ones, should it come back.
-            self._free.append(self._seats.pop(waiting).slot)
+            self._free.append(self._seats.pop(key).slot)
 
     def _tensors(self, seats: list[_Seat]) -> Seats:
         def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:

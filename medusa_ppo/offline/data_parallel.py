@@ -55,9 +55,8 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
         warm = min(1.0, (step + 1) / WARM_UP_STEPS)
         # Behind `steps` the cosine would rise again, and the last part's steps may lie there: each
         # batch of a part rounds its own up.
-        return warm * max(
-            LAST_FACTOR, 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps)))
-        )
+        cosine = 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps)))
+        return warm * max(LAST_FACTOR, cosine)
 
     return factor
 
@@ -194,14 +193,8 @@ def deal_parts(
     shares = []
     for rank in range(workers):
         own = torch.arange(rank, groups, workers)
-        shares.append(
-            [
-                part.tolist()
-                for part in own[torch.randperm(own.numel(), generator=generator)].tensor_split(
-                    parts
-                )
-            ]
-        )
+        shuffled = own[torch.randperm(own.numel(), generator=generator)]
+        shares.append([part.tolist() for part in shuffled.tensor_split(parts)])
     return [[share[part] for share in shares] for part in range(parts)]
 
 

@@ -166,9 +166,8 @@ def _groups(options: EvalOptions, scene: Scene) -> list[PromptGroup]:
     rows = list(scene.rows)
     by_category: dict[str, list[tuple[int, ...]]] = {}
     for prompt, row in zip(scene.prompts, scene.kept, strict=True):
-        by_category.setdefault(
-            str(rows[row][options.category]) if options.category else "", []
-        ).append(prompt)
+        category = str(rows[row][options.category]) if options.category else ""
+        by_category.setdefault(category, []).append(prompt)
     if len(by_category) > MAX_CATEGORIES:
         given = f"{options.category}: {len(by_category)} values"
         expected = f"at most {MAX_CATEGORIES}"

@@ -137,14 +137,11 @@ class HiddenReader:
         """One batch per sample, on the CPU."""
         longest = max(len(sample.ids) for sample in samples)
         needs_logits = any(sample.logprobs is None for sample in samples)
+        most = GROUP_TOKENS
+        if needs_logits:
+            most = min(most, LOGIT_ELEMENTS // self._sizes.vocab_size)
         # A single sequence may be longer than a pass should be; it then has one of its own.
-        limit = max(
-            longest,
-            min(
-                GROUP_TOKENS,
-                LOGIT_ELEMENTS // self._sizes.vocab_size if needs_logits else GROUP_TOKENS,
-            ),
-        )
+        limit = max(longest, most)
         context = getattr(self._sizes, "max_position_embeddings", None) or ROW_TOKENS
         width = max(longest, min(ROW_TOKENS, limit, context))
         rows = (

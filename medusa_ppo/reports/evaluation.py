@@ -16,6 +16,7 @@ from medusa_ppo.runtime import wording as w
 
 Figures = Mapping[str, Any]
 HEADINGS = ("tokens a step", "95 % interval", "accepted at position 1, 2, ...", "draft steps")
+STEP_HEADINGS = ("tokens a step", "draft steps")
 COMPARED = ("the others", "difference", "its interval")
 # Pixels: of a row, above the first one, and below the last for the axis.
 ROW, TOP, BOTTOM = 34, 8, 26
@@ -54,37 +55,18 @@ def breakdowns(result: Figures) -> list[tuple[str, list[list[str]]]]:
     """Where drafts are accepted: titles, and tables with a header."""
     found = []
     for title, parts in result.get("parts", {}).items():
-        rows = [
-            [
-                part["part"],
-                (
-                    w.percent(part["accepted_share"])
-                    if "accepted_share" in part
-                    else f"{part['mean_acceptance_length']:.3f}"
-                ),
-            ]
-            for part in parts
-        ]
-        header = [
-            "",
-            *(
-                ("accepted", "drafts verified")
-                if parts and "accepted_share" in parts[0]
-                else ("tokens a step", "draft steps")
-            ),
-        ]
-        found.append(
-            (
-                title,
-                [
-                    header,
-                    *(
-                        [*row, w.whole(part["drafts"])]
-                        for row, part in zip(rows, parts, strict=True)
-                    ),
-                ],
+        # What a memory knew is counted draft by draft, everything else step by step.
+        by_draft = bool(parts) and "accepted_share" in parts[0]
+        header = ["", "accepted", "drafts verified"] if by_draft else ["", *STEP_HEADINGS]
+        rows = [header]
+        for part in parts:
+            figure = (
+                w.percent(part["accepted_share"])
+                if by_draft
+                else f"{part['mean_acceptance_length']:.3f}"
             )
-        )
+            rows.append([part["part"], figure, w.whole(part["drafts"])])
+        found.append((title, rows))
     return found
 
 

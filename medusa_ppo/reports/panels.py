@@ -470,8 +470,6 @@ def rest_seconds(run: Run) -> list[float | None]:
         # A line that is missing would give its seconds to the next step.
         follows = before is not None and before[0] == index - 1
         rest.append(
-            # Phases of one step may overlap (ppo.piece_prompts): the rest is then
-            # below 0.
             max(0.0, wall - before[1] - sum(known))
             if wall is not None and before is not None and follows
             else None

@@ -359,7 +359,7 @@ class RunWriter:
         process = old.get("process") or {}
         if (
             old.get("status") == "running"
-            # A process may write the same run again: demo and tests do.
+            # What this very process left open is no second writer.
             and process.get("pid") != os.getpid()
             and process_alive(old)
         ):

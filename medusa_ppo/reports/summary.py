@@ -369,7 +369,7 @@ def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None
         if found is None or tokens is None:
             continue
         engines = max(engines, len(found))
-        # An engine that was lost may be missing in one of the lists.
+        # A damaged line may have lists of two lengths.
         for index, (length, generated) in enumerate(zip(found, tokens, strict=False)):
             # An engine without work has a length of 1 by definition, and no acceptance.
             if generated:

@@ -44,7 +44,6 @@ class RayTracker:
         for key, value in values.items():
             # A gauge has one name and tags; a list's places become the tag.
             name, _, position = key.partition("/")
-            # Ray keeps a gauge for ever, so only names that are explained get one.
             if name in self._notes:
                 self._gauge(name).set(value, tags={"run": self._run, "position": position})
 
