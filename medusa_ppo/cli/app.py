@@ -29,6 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
+    # Our own errors say what to do; what is none of ours is shown with --debug.
     pretty_exceptions_enable=False,
 )
 app.command()(demo)

@@ -46,6 +46,7 @@ def ensure_demo_actor(
     small = None
     if recipe.grown_to:
         small = ensure_demo_actor(progress, cache_dir, recipe=replace(recipe, grown_to=0))
+    # Its vocabulary is part of the key: another task makes another actor.
     tokenizer = build_tokenizer()
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     folder = cache / _key(recipe, tokenizer)
@@ -56,6 +57,8 @@ def ensure_demo_actor(
         # Another process may have trained it while this one waited for the lock.
         if is_whole(folder):
             return folder
+        # Beside the folder, under its key: a training that was stopped goes on only with the same
+        # recipe.
         partial = folder.with_name(folder.name + ".partial")
         if small is not None:
             model = grow(LlamaForCausalLM.from_pretrained(small), recipe.grown_to)

@@ -130,6 +130,8 @@ def train_actor(
                 saved = now
             if progress is not None:
                 recent = losses[-_LOSS_WINDOW:]
+                # By this session's steps alone: those before it were taken at another time, or on
+                # another machine.
                 eta_s = (now - started) / (step + 1 - first) * (recipe.steps - step - 1)
                 progress(PretrainStatus(step + 1, recipe.steps, sum(recent) / len(recent), eta_s))
     return model.cpu().eval()

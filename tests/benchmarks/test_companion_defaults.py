@@ -90,19 +90,15 @@ def test_every_setting_learns_from_it_once(
     recorded: tuple[ModuleType, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench, out = recorded
-    call = ["replay", "--out", str(out), "--only", "replay 2", "half of the positions"]
+    call = ["replay", "--out", str(out), "--only", "replay 2", "1 pass"]
     bench.main(call)
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in lines] == [
-        "base",
-        "replay 2 versions",
-        "half of the positions",
-    ]
-    base, replayed, sampled = lines
-    assert len(base["serving"]) == 4 and base["serving"][0] == sampled["serving"][0], (
+    assert [line["name"] for line in lines] == ["base", "1 pass", "replay 2 versions"]
+    base, once, replayed = lines
+    assert len(base["serving"]) == 4 and base["serving"][0] == once["serving"][0], (
         "the first batch meets untrained heads"
     )
-    assert sampled["rows"] < base["rows"] < replayed["rows"]
+    assert once["rows"] < base["rows"] < replayed["rows"]
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(rows) == 5 and f"{base['rows']:,}" in rows[2]
     bench.main(call)
