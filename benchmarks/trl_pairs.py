@@ -152,6 +152,7 @@ def run(options: argparse.Namespace) -> None:
         cut_by_fsdp2()
     generations: list[dict[str, Any]] = []
     clock_generations(generations)
+    # The example as a user has it: what is measured is the script that the documents show.
     example = runpy.run_path(str(EXAMPLE))
     began = time.perf_counter()
     # Without its own section the engine drafts with all heads: the example's asks for a choice of
@@ -167,6 +168,7 @@ def run(options: argparse.Namespace) -> None:
         seed=seed,
         **options.settings,
     )
+    # The last row sums the training up and has no reward.
     history = [row for row in trainer.state.log_history if "reward" in row]
     record = {
         "arm": arm,

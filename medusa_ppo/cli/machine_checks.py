@@ -91,6 +91,7 @@ def run_checks(quick: bool = False) -> Iterator[Check]:
 
 
 def _memory() -> Check:
+    # Available and not free: the system gives the page cache back when it is asked for.
     memory = psutil.virtual_memory()
     found = (
         f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}, {os.cpu_count()} cores"

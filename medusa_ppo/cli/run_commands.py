@@ -35,6 +35,7 @@ def demo(
     from medusa_ppo.config.run_config import load_config
     from medusa_ppo.runtime.hardware import cpu_has_bfloat16, find_hardware
 
+    # A run's folder is OUT/NAME of its configuration.
     overrides = [f"out={out.parent.as_posix()}", f"name={out.name}"]
     if steps:
         overrides.append(f"ppo.steps={steps}")

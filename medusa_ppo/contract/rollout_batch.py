@@ -138,6 +138,7 @@ class RolloutBatch:
             torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s]))
             for s in sequences_S.tolist()
         ]
+        # `torch.cat` refuses an empty list.
         rows = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         states = self.state_rows_M[rows]
         chosen = self._picked(rows, "response_ids_M", "logprobs_M", "weights_M")
@@ -146,6 +147,7 @@ class RolloutBatch:
             before_at = self.before_S.cumsum(0) - self.before_S
             picked = places_in_turn(before_at[sequences_S], self.before_S[sequences_S])
             chosen["before_ids_X"] = self.before_ids_X[picked]
+        # Of a sample only the rows that have a state bring one along.
         return replace(self, hidden_MD=self.hidden_MD[states[states >= 0]], **chosen)
 
     @staticmethod
