@@ -144,9 +144,11 @@ class DraftVocabulary:
         self.product = None
         if whole or self.ids_W is not None:
             if weight_VD is not None:
-                # vLLM pads the table's rows; they are no tokens.
-                tokens = slice(self._counts_V.numel()) if self.ids_W is None else self.ids_W
-                rows_WD = weight_VD[tokens]
+                if self.ids_W is None:
+                    # vLLM pads the table's rows; they are no tokens.
+                    rows_WD = weight_VD[: self._counts_V.numel()]
+                else:
+                    rows_WD = weight_VD[self.ids_W]
                 self.product = self._tried(
                     self._pack(rows_WD.to(dtype)), lm_head, hidden_size, dtype, device
                 )
