@@ -75,6 +75,7 @@ class RankTeam:
             )
         self.sizes = LlamaSizes.read(path)
         self.sizes.check_cut(section.tensor_parallel, section.pipeline_parallel)
+        # Of the cluster: the loop's own process may well stand on a node without a GPU.
         gpus = bool(ray.cluster_resources().get("GPU"))
         resources = {section.resource: TOKEN} if section.resource else {}
         # A tensor-parallel group talks in every layer: one bundle each, so that Ray puts it on one
@@ -91,12 +92,17 @@ class RankTeam:
             )
             for rank in range(section.ranks):
                 options: dict[str, Any] = {
+                    # What its bundle holds and no more, or Ray refuses to place it.
                     "num_cpus": 0 if gpus else TOKEN,
                     "num_gpus": 1 if gpus else 0,
                     "resources": resources or None,
                     "runtime_env": {
                         "env_vars": {
+                            # Ray sets it to 1 in a process that asked for less than a core, and
+                            # torch keeps to it.
                             "OMP_NUM_THREADS": str(config.ppo.threads),
+                            # Each rank would say as it imports Megatron that it has neither
+                            # TransformerEngine nor Apex.
                             "PYTHONWARNINGS": "ignore",
                         }
                     },
@@ -104,6 +110,8 @@ class RankTeam:
                 }
                 kind: Any = ray.remote(**options)(ActorRank)
                 self._ranks.append(kind.remote(rank, path, config, with_embedding))
+            # The first rank opens the place on its own node, which nobody knows before Ray has put
+            # it somewhere.
             self.call("start", self.wait([self._ranks[0].meet_here.remote()])[0])
         except BaseException:
             self.close()
@@ -134,6 +142,8 @@ class RankTeam:
             "num_returns": "streaming",
             "_generator_backpressure_num_objects": BUCKETS_AHEAD,
         }
+        # All begin before the first one is read: the ranks of a stage, or all replicas, put each
+        # tensor together in collectives, and one that had not begun would keep the others waiting.
         streams = [rank.give_out.options(**options).remote(what, dtype) for rank in self._ranks]
         for stream in streams:
             for reference in stream:
@@ -223,6 +233,7 @@ class MegatronLearner(PPOLearner):
         super().__init__(critic, config.ppo, seed=config.seed)
         self._team = team
         self._path = path
+        # The last batch, and where Ray's store has it: scoring and update read the same rollouts.
         self._handed: tuple[PPOBatch, Any] | None = None
         self.actor = RankedActor(team)
         self.device = torch.device("cpu") if critic is None else next(critic.parameters()).device
@@ -263,6 +274,8 @@ class MegatronLearner(PPOLearner):
         answers = self._team.begin(
             "update", self._hand(batch), batch.pad_id, ray.put(scores), sampling, step
         )
+        # Before the answers: whoever asks for the tables from now on waits for the ranks, which
+        # take one call after the other, and gets those of the update.
         self.actor.changed()
         return lambda: UpdateTotals.over(self._team.wait(answers))
 
@@ -274,6 +287,7 @@ class MegatronLearner(PPOLearner):
 
     def save_actor(self, folder: Path) -> None:
         config = AutoConfig.from_pretrained(self._path, trust_remote_code=False)
+        # The weights that follow are written in float32, whatever the checkpoint began in.
         config.dtype = torch.float32
         config.save_pretrained(folder)
         with contextlib.suppress(OSError):  # Not every checkpoint has one.
@@ -283,6 +297,8 @@ class MegatronLearner(PPOLearner):
     def _save_policy(self, folder: Path) -> None:
         actor_stream(self.actor).write(folder / "actor.safetensors")
         shapes = self.actor.shapes()
+        # AdamW has no moments before its first step: a learner on transformers writes none then
+        # either, and one of them can go on with what the other has saved.
         steps = max(self._team.call("steps"))
         entries = {
             f"{name}/{moment}": (torch.float32, shape)
@@ -299,5 +315,6 @@ class MegatronLearner(PPOLearner):
                     writer.put(f"{name}/{moment}", tensor)
 
     def _load_policy(self, folder: Path) -> None:
+        # Ranks on other nodes have another working directory.
         self._team.call("load", os.path.abspath(folder))
         self.actor.changed()

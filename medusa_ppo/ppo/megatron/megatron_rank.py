@@ -76,6 +76,8 @@ class RankOptimizer:
         settings = OptimizerConfig(
             optimizer="adam",
             lr=config.actor_learning_rate,
+            # Needed by Megatron's scheduler, which nobody calls: `set_learning_rate` says each
+            # step's rate.
             min_lr=config.actor_learning_rate,
             weight_decay=0.0,
             adam_beta1=ADAM_BETAS[0],
@@ -87,6 +89,8 @@ class RankOptimizer:
             use_distributed_optimizer=distributed,
         )
         self.distributed = distributed
+        # Megatron steps on float32 copies of parameters in 16 bits, and on the parameters
+        # themselves otherwise.
         self._copies = dtype != torch.float32
         self._device = model.device
         self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -99,6 +103,8 @@ class RankOptimizer:
         norm is not finite.
         """
         set_learning_rate(self._chain, rate)
+        # Megatron's own `step` in its two halves, since a step may be clipped or left out in
+        # between. The norm is that of all ranks, so they decide alike.
         self._chain.prepare_grads()
         norm = float(self._chain.get_grad_norm())
         if not norms.sound(norm):
@@ -113,15 +119,15 @@ class RankOptimizer:
         """
         if what == WEIGHTS and not self._copies:
             return parameter.detach()
+        # A replica may hold no part of a parameter; it still comes to the sum below.
         stepped, place = self._held.get(parameter, (None, slice(0)))
-        found = (
-            None
-            if stepped is None
-            else (stepped if what == WEIGHTS else self._state[stepped][what]).detach()
-        )
+        found: Tensor | None = None
+        if stepped is not None:
+            found = (stepped if what == WEIGHTS else self._state[stepped][what]).detach()
         if not self.distributed:
             assert found is not None, "all parameters are stepped here"
             return found
+        # Each replica has one part and zeros elsewhere, so the sum is the whole, to the bit.
         whole = torch.zeros(parameter.numel(), device=self._device)
         if found is not None:
             whole[place] = found
@@ -137,6 +143,8 @@ class RankOptimizer:
         if what == WEIGHTS:
             stepped.data.copy_(part)
         else:
+            # Without it the moment would be a view of the tensor that was read, and keep all of it
+            # alive.
             self._state[stepped][what] = part.clone()
 
     @property
@@ -157,6 +165,7 @@ class RankOptimizer:
                 group["step"] = int(steps)
                 continue
             for stepped in group["params"]:
+                # On the CPU, where torch's AdamW keeps it.
                 self._state[stepped]["step"] = torch.tensor(steps, dtype=torch.float32)
 
     @property
@@ -168,34 +177,26 @@ def _stepped(optimizer: Any) -> dict[nn.Parameter, tuple[Tensor, slice]]:
     """Of each parameter that this rank steps: the float32 tensor that is stepped, and which part of
     the flat parameter that is.
     """
+    # Megatron has an optimizer class for each case, and each has its own names for the same lists.
     if isinstance(optimizer, FP32Optimizer):
         return {parameter: (parameter, slice(None)) for parameter in optimizer.get_parameters()}
     distributed = isinstance(optimizer, DistributedOptimizer)
-    copies = (
-        ("model_float16_groups", "shard_fp32_from_float16_groups")
-        if distributed
-        else ("float16_groups", "fp32_from_float16_groups")
-    )
-    themselves = (
-        ("model_fp32_groups", "shard_fp32_groups")
-        if distributed
-        else ("fp32_from_fp32_groups",) * 2
-    )
+    if distributed:
+        copies = ("model_float16_groups", "shard_fp32_from_float16_groups")
+        themselves = ("model_fp32_groups", "shard_fp32_groups")
+    else:
+        copies = ("float16_groups", "fp32_from_float16_groups")
+        themselves = ("fp32_from_fp32_groups", "fp32_from_fp32_groups")
     found = {}
     for models, mains in (copies, themselves):
-        for group, stepped in zip(
-            getattr(optimizer, models), getattr(optimizer, mains), strict=True
-        ):
-            for parameter, tensor in zip(group, stepped, strict=True):
-                part = (
-                    optimizer._get_model_param_range_map(parameter)["param"]
-                    if distributed
-                    else None
-                )
-                found[parameter] = (
-                    tensor,
-                    slice(None) if part is None else slice(part.start, part.end),
-                )
+        groups = zip(getattr(optimizer, models), getattr(optimizer, mains), strict=True)
+        for parameters, stepped in groups:
+            for parameter, tensor in zip(parameters, stepped, strict=True):
+                place = slice(None)
+                if distributed:
+                    part = optimizer._get_model_param_range_map(parameter)["param"]
+                    place = slice(part.start, part.end)
+                found[parameter] = (tensor, place)
     return found
 
 
@@ -244,9 +245,11 @@ class ActorRank:
 
     def start(self, place: Place) -> None:
         section = self._config.actor
+        # Before anything is built: it may replace layers of Megatron's.
         if section.imports:
             importlib.import_module(section.imports)
         torch.set_num_threads(self._config.ppo.threads or 1)
+        # The first rank has opened it already, in `meet_here`.
         self._meeting = self._meeting or Meeting(place.seen_by(self._rank))
         start_parallel(self._meeting, section)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -270,7 +273,8 @@ class ActorRank:
             self._actor, ppo, dtype, distributed=section.distributed_optimizer
         )
         if dtype != torch.float32:
-            self._read(Path(self._path), WEIGHTS)  # The optimizer's copies are of rounded ones.
+            # The optimizer made its float32 copies of parameters that were rounded already.
+            self._read(Path(self._path), WEIGHTS)
 
     # ---- passes
 
@@ -310,6 +314,7 @@ class ActorRank:
                 found.reference_SR,
             ),
         )
+        # Every rank of the replica has the same figures by now.
         if not self._view.reports:
             return None
         sequences = tuple(s for micro in micros for s in micro.sequences)
@@ -334,12 +339,12 @@ class ActorRank:
         for sequences in minibatches(scores.sequences, config, self._config.seed, step):
             tokens = int(batch.lengths_S[sequences].sum())
             own = self._dealt(batch, sequences)
-            if (
-                self._support.cuts
-            ):  # Only who scored a sequence knows which of its tokens were left.
+            # Only who scored a sequence knows which of its tokens top-k and top-p had left.
+            if self._support.cuts:
                 own = [s for s in sequences if s in self._scored]
             micros = self._micros(batch, own)
 
+            # Its defaults are this minibatch's: the function is made anew in each turn of the loop.
             def loss(
                 n: int, logits_BPV: Tensor, micros: list[MicroBatch] = micros, tokens: int = tokens
             ) -> Tensor:
@@ -397,6 +402,8 @@ class ActorRank:
         """The micro batch in the columns that this rank's logits have, each with the token that
         follows; and which of its M predictions they are.
         """
+        # For context parallelism rows are padded to equal parts, so columns may lie behind the
+        # row's end.
         columns_P = self._actor.columns(micro.input_ids_BT.shape[1])
         more = max(0, int(columns_P.max()) + 1 - micro.input_ids_BT.shape[1])
         next_BT = torch.nn.functional.pad(micro.input_ids_BT[:, 1:], (0, 1 + more))
@@ -414,6 +421,7 @@ class ActorRank:
         """The whole lm_head and (when wanted) embedding, from the first replica's rank that
         reports.
         """
+        # All replicas have the same weights.
         if self._actor.replica:
             return None
         self._view.refresh()
@@ -428,6 +436,8 @@ class ActorRank:
         """This stage's tensors by the checkpoint's names, some at a time: `weights`, or one of
         AdamW's moments.
         """
+        # With a distributed optimizer each replica has a part of every tensor, so all must walk
+        # along, though only the first one's answer is handed out.
         if self._actor.first or self._optimizer.distributed:
             yield from self._actor.whole_tensors(
                 functools.partial(self._optimizer.value, what), dtype, BUCKET_BYTES

@@ -27,6 +27,8 @@ class ShardedSupport(Support):
         return self._vocabulary.truncate(logits_CV, self._sampling.top_k, self._sampling.top_p)
 
     def _sampled(self, logits_CV: Tensor, ids_C: Tensor) -> Tensor:
+        # A token that this rank does not hold marks nothing here; `scatter_` alone would mark
+        # column 0.
         one_C = torch.ones_like(logits_CV[:, 0])
         return self._vocabulary.add_at(torch.zeros_like(logits_CV), ids_C, one_C) > 0
 

@@ -46,6 +46,7 @@ class ShardedVocabulary:
         self.rows = min(self.rows_per_rank, size - self.first)
         too_few = size > self.rows_per_rank * self.ranks
         last_is_empty = size <= self.rows_per_rank * (self.ranks - 1)
+        # Maxima and top-k of a rank without a single token would fail on an empty dimension.
         if too_few or last_is_empty:
             raise ConfigError(
                 "This vocabulary can't be spread over these ranks.",
@@ -61,6 +62,8 @@ class ShardedVocabulary:
 
     def log_softmax(self, logits_CV: torch.Tensor) -> torch.Tensor:
         """Log-probs of the tokens held here, normalised over all tokens."""
+        # The largest over all ranks, not this one's: the sums of exponentials have to have the same
+        # scale.
         highest_C1 = self._reduce(logits_CV.amax(-1, keepdim=True), dist.ReduceOp.MAX)
         sum_C1 = self._reduce((logits_CV - highest_C1).exp_().sum(-1, keepdim=True))
         return logits_CV - (highest_C1 + sum_C1.log())
@@ -69,6 +72,7 @@ class ShardedVocabulary:
         """One token's value in each row, `C`."""
         index_C, mine_C = self._local(ids_C)
         picked_C = values_CV.gather(1, index_C.unsqueeze(1)).squeeze(1)
+        # Exactly one rank has more than zero to add.
         return self._reduce(torch.where(mine_C, picked_C, 0.0))
 
     def add_at(
@@ -109,8 +113,11 @@ class ShardedVocabulary:
         """Bisection on the bits of the lowest logit that stays. Sorting would need all logits in
         one place; this takes one sum per row for each bit of a float.
         """
+        # A top-p near 1 cuts a tail that is lost in the rounding of a float32 sum over the
+        # vocabulary.
         mass_CV = self.log_softmax(logits_CV).exp().double()
         keys_CV = _ordered_bits(logits_CV)
+        # The highest logit always stays, as in `truncate_logits`.
         high_C = self._reduce(keys_CV.amax(-1), dist.ReduceOp.MAX)
         low_C = torch.full_like(high_C, -(1 << (KEY_BITS - 1)))
         for _ in range(KEY_BITS):
@@ -119,6 +126,8 @@ class ShardedVocabulary:
             enough_C = mass_below_C > 1 - top_p
             high_C = torch.where(enough_C, middle_C, high_C)
             low_C = torch.where(enough_C, low_C, middle_C + 1)
+            # Where rounding leaves even the whole mass at 1 - top_p or below, the lower end would
+            # pass the upper one.
             low_C = torch.minimum(low_C, high_C)
         return logits_CV.masked_fill(keys_CV < high_C.unsqueeze(1), -torch.inf)
 
@@ -130,6 +139,7 @@ class ShardedVocabulary:
     def _reduce(
         self, values: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
+        # In place: every caller hands in what it has just computed.
         dist.all_reduce(values, how, group=self._group)
         return values
 
@@ -143,4 +153,5 @@ class ShardedVocabulary:
 def _ordered_bits(values: torch.Tensor) -> torch.Tensor:
     """Integers in the order of the float32 values."""
     bits = values.float().view(torch.int32).long()
+    # Floats below zero have the sign bit set and grow with the other bits downwards.
     return torch.where(bits >= 0, bits, bits ^ ((1 << (KEY_BITS - 1)) - 1))
