@@ -21,7 +21,7 @@ FOLDER = os.environ.get("RANK_PEAKS", "")
 
 if FOLDER and Path(FOLDER).exists():
     sys.path.insert(0, str(Path(__file__).parents[4]))
-    from tests.medusa_ppo.ppo.test_models import LiveBytes
+    from tests.medusa_ppo.ppo.test_recompute import LiveBytes
 
     # Ray took the rank's own methods before this module was imported: the optimizer's is what can
     # be followed.
