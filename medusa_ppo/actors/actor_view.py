@@ -1,4 +1,4 @@
-"""The actor as the plug-in sees it, whatever trains it: its final hidden states, and the two tables
+"""The actor as the plugin sees it, whatever trains it: its final hidden states, and the two tables
 that heads read.
 """
 

@@ -276,7 +276,7 @@ class HFActor(ActorView):
     one and calls `refresh`.
 
     Attributes:
-        reports: this rank keeps the whole tables; the plug-in is here.
+        reports: this rank keeps the whole tables; the plugin is here.
         gathered_bytes: of tables that ranks gave each other so far.
     """
 
@@ -310,7 +310,7 @@ class HFActor(ActorView):
     def refresh(self) -> bool:
         """Bring the tables to the ranks that report, if a rank has seen them change. Every rank
         calls it, before the first use and after the weights changed, at the same point of its work:
-        with or without a plug-in, or the others wait for it.
+        with or without a plugin, or the others wait for it.
 
         Returns:
             Whether a table may be another than at the last call; the same on every rank.
@@ -373,7 +373,7 @@ class HFActor(ActorView):
                 ),
                 do=(
                     "Make HFActor(model, reports=rank == 0) on every rank, call its refresh(), and"
-                    " give it to the plug-in (docs/hooks.md)."
+                    " give it to the plugin (docs/hooks.md)."
                 ),
             )
         return gathered_VD
@@ -387,7 +387,7 @@ response tokens are, and which sequences they are.
 
 
 def as_view(model: Actor) -> ActorView:
-    """What the plug-in was given, as it sees it: a transformers model, or the view of another kind
+    """What the plugin was given, as it sees it: a transformers model, or the view of another kind
     of actor.
     """
     return model if isinstance(model, ActorView) else HFActor(model)

@@ -134,7 +134,7 @@ class MegatronActor(ActorView):
                 f"This rank does not have the whole {name}.",
                 given=f"reports={self.reports}, with_embedding={self._with_embedding}",
                 expected="a rank that reports, after refresh() on every rank",
-                do="Call refresh() on every rank, and use the plug-in where `reports` is true.",
+                do="Call refresh() on every rank, and use the plugin where `reports` is true.",
             )
         return self._tables[name]
 

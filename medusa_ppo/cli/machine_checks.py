@@ -191,10 +191,10 @@ def _entry_point() -> Check:
     ok = "medusa_ppo" in names
     found = "registered" if ok else f"not among {names or 'none'}"
     return Check(
-        "Plug-in registered",
+        "Plugin registered",
         ok,
         found,
-        "Install this package (make setup): vLLM finds the plug-in by its entry point.",
+        "Install this package (make setup): vLLM finds the plugin by its entry point.",
     )
 
 
@@ -211,7 +211,7 @@ def _ray() -> Check:
 
 
 def _engine() -> Iterator[Check]:
-    """Start a tiny engine in a process of its own; it says which plug-in it loaded and how it
+    """Start a tiny engine in a process of its own; it says which plugin it loaded and how it
     samples.
     """
     ok, answer = _python("-m", "medusa_ppo.engines.probe")
@@ -226,7 +226,7 @@ def _engine() -> Iterator[Check]:
     yield Check("Engine starts", True, f"vLLM {report['vllm']}, worker process {report['pid']}")
     patches = f"patches: {', '.join(report['patches']) or 'none needed'}"
     yield Check(
-        "Plug-in loaded",
+        "Plugin loaded",
         report["active"],
         patches,
         "Unset VLLM_PLUGINS, or let it name medusa_ppo.",
@@ -375,7 +375,7 @@ def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
     )
     return (
         SetupStep(
-            "the packages fit the machine, vLLM loads our plug-in, and drafts do not change what is"
+            "the packages fit the machine, vLLM loads our plugin, and drafts do not change what is"
             " sampled",
             "one GPU",
             "medusa-ppo doctor",

@@ -26,7 +26,7 @@ OLD_KEYS = {
         " on which nodes."
     ),
     "heads.num_layers": "New heads have one residual block; heads.path may name others.",
-    "heads.rank": "New markov heads have a bias of rank 64; heads.path may name others.",
+    "heads.rank": "It was of heads of kind markov, which are gone. Leave the key out.",
     "companion.weight_decay": (
         "Heads are trained without: it would pull them back to where they start."
     ),

@@ -340,7 +340,7 @@ class AttachedEngine(base.WorkerEngine):
             drafting: what it is configured to begin with; drafts for all heads if that is left out.
 
         Raises:
-            UnsupportedVersionError: our plug-in is not active in a worker.
+            UnsupportedVersionError: our plugin is not active in a worker.
             EngineError: the engine does not draft with native heads.
         """
         self._workers_call = call

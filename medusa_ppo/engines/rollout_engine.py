@@ -139,7 +139,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def plugin_report(self) -> dict[str, Any]:
-        """Proof that our vLLM plug-in is active where the model runs: process id, versions,
+        """Proof that our vLLM plugin is active where the model runs: process id, versions,
         patches.
         """
 
@@ -320,10 +320,10 @@ class WorkerEngine(RolloutEngine):
         return self._asked("medusa_probe", lambda answer: list(answer["drafts"]), hidden, last_ids)
 
     def _take_stock(self, drafting: Drafting, *, needs_heads: bool = True) -> None:
-        """See what was started: our plug-in, and heads where they are needed; and say how to draft.
+        """See what was started: our plugin, and heads where they are needed; and say how to draft.
 
         Raises:
-            UnsupportedVersionError: our plug-in is not active in a worker.
+            UnsupportedVersionError: our plugin is not active in a worker.
             EngineError: the engine does not draft with native heads.
         """
         report = self.plugin_report()

@@ -1,14 +1,14 @@
 """What a loop in this process holds of ours: heads, companion, plugin, tap, run folder. Imports no
 framework.
 
-`Attachment` hangs on a foreign trainer that has its own vLLM. `DraftingEngine` calls the plug-in's
+`Attachment` hangs on a foreign trainer that has its own vLLM. `DraftingEngine` calls the plugin's
 hooks by itself, in the place of the engine that a loop of one's own had:
 
-    generate       newer heads go in before; tokens and behaviour log-probs go to the plug-in
+    generate       newer heads go in before; tokens and behaviour log-probs go to the plugin
                    afterwards
     the actor      tapped by hooks on it wherever the loop scores the last rollouts; rows are known
                    by their tokens
-    sync_actor     the plug-in learns that the actor has changed
+    sync_actor     the plugin learns that the actor has changed
 """
 
 from __future__ import annotations
@@ -376,7 +376,7 @@ class Attachment:
 
 
 class DraftingEngine:
-    """An engine of ours with the plug-in behind its calls. Without drafts and companion it is the
+    """An engine of ours with the plugin behind its calls. Without drafts and companion it is the
     plain engine.
 
     Attributes:
@@ -394,7 +394,7 @@ class DraftingEngine:
             actor: a transformers causal LM; the loop scores with `actor(input_ids=...,
                 attention_mask=...)`.
             model_path: the actor's folder, for vLLM.
-            run_dir: what the plug-in measures and publishes; the last heads are left in
+            run_dir: what the plugin measures and publishes; the last heads are left in
                 `heads-final`.
 
         Raises:

@@ -3,7 +3,7 @@
 `make_trainer(medusa)` gives anything with a `train()` of at least four rollout batches and the
 actor as `model`, a causal LM of transformers; `medusa` is a mapping of settings, or None for the
 loop as it was. For the tenth check it must do the same at every call: greedy sampling (top_k=1),
-seeded data. The process that trains has the plug-in.
+seeded data. The process that trains has the plugin.
 
 Each training runs in a process of its own. MedusaPlugin's methods are watched, and do what they
 always do.
@@ -65,7 +65,7 @@ class LoopCheck:
 
 @dataclass
 class Watch:
-    """What a training did with the plug-in, in order.
+    """What a training did with the plugin, in order.
 
     Attributes:
         calls: names of the hooks.
@@ -238,11 +238,11 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
 
 
 def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
-    """Train with the plug-in and without it, and say what was found.
+    """Train with the plugin and without it, and say what was found.
 
     Args:
         spec: `module:function`.
-        medusa: settings for the plug-in; None: SETTINGS.
+        medusa: settings for the plugin; None: SETTINGS.
 
     Raises:
         ConfigError: `spec` is none, or a training fails.
@@ -269,12 +269,12 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
         "gradients",
         same,
         (
-            "the actor's weights are the same to the bit with and without the plug-in"
+            "the actor's weights are the same to the bit with and without the plugin"
             if same
             else (
-                "other weights with the plug-in"
+                "other weights with the plugin"
                 if steady
-                else "the loop learns something else at each call, without the plug-in too"
+                else "the loop learns something else at each call, without the plugin too"
             )
         ),
         (
@@ -286,7 +286,7 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
 
 
 def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
-    """The first nine checks, from what one training with the plug-in did."""
+    """The first nine checks, from what one training with the plugin did."""
     calls = seen["calls"]
     batches = seen["batches"]
     versions = seen["versions"]
@@ -294,7 +294,7 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
     starts = calls.count("start")
     ends = calls.count("close")
     yield LoopCheck(
-        "one plug-in",
+        "one plugin",
         starts == 1 <= ends,
         f"{starts} started, closed {ends} times",
         "Make one for a job, and close it at the end.",

@@ -1,7 +1,7 @@
 """OpenRLHF's PPO with draft heads: `python -m medusa_ppo.loops.openrlhf --medusa heads.yaml` and
 OpenRLHF's own arguments behind it.
 
-OpenRLHF has no plug-ins and passes no arguments on to vLLM. So its command is run with three names
+OpenRLHF has no plugins and passes no arguments on to vLLM. So its command is run with three names
 replaced (OpenRLHF 0.11; tests/contracts/test_openrlhf.py compares all of it with the installed
 package):
 

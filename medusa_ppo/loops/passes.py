@@ -210,7 +210,7 @@ class ForwardTap:
 
 
 class RowShare:
-    """In the plug-in's place on each of several processes: keeps the states of the rows that it
+    """In the plugin's place on each of several processes: keeps the states of the rows that it
     scores until all hand theirs in.
     """
 

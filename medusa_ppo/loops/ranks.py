@@ -1,4 +1,4 @@
-"""The processes of one training (torch.distributed's): one of them has the plug-in and the
+"""The processes of one training (torch.distributed's): one of them has the plugin and the
 companion, all of them have engines and rows.
 
 Everything here happens at points that all of them come to: `agree` when their trainers are made,
@@ -22,7 +22,7 @@ from medusa_ppo.engines.colocated import read_counters
 logger = logging.getLogger(__name__)
 
 AGREE_S = 300.0
-"""Time for all processes to make their trainers: one that has no plug-in never comes."""
+"""Time for all processes to make their trainers: one that has no plugin never comes."""
 LED_S = 900.0
 """Longest wait for the first process: it may start or drain a companion meanwhile."""
 DONE = "done"
@@ -67,7 +67,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """This process has the plug-in and the companion, the only ones of the training."""
+        """This process has the plugin and the companion, the only ones of the training."""
         return self.rank == 0
 
     def agree(self, what: object) -> None:

@@ -29,7 +29,7 @@ class CustomClass:
     def propose(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedVersionError(
             "Nothing has taken the place of this class in vLLM's model runner.",
-            given="a worker without the medusa-ppo plug-in, or no heads that it wrote",
+            given="a worker without the medusa-ppo plugin, or no heads that it wrote",
             expected="additional_config with medusa_ppo_heads, a folder of heads",
             do="Leave VLLM_PLUGINS unset, or add medusa_ppo to it; name the heads' folder.",
         )

@@ -374,7 +374,7 @@ def kind_of_heads_known(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`SpeculativeConfig.hf_config_override`.
 
     Failure: transformers refuses `model_type: medusa_ppo`, and vLLM any draft folder whose
-    model_type is not medusa. Trigger: heads of kind hydra or markov with method=medusa. Versions:
+    model_type is not medusa. Trigger: heads of kind hydra with method=medusa. Versions:
     0.24 (run). From 0.26 on method=medusa sets the type itself (`draft_hf_overrides`). Upstream:
     the comment "Old-format Medusa checkpoints" in vllm/config/speculative.py of 0.26.
     """

@@ -23,7 +23,7 @@ def register() -> None:
     version = vllm_version()
     if not is_allowed(version):
         logger.error(
-            "medusa-ppo does not work with vLLM %s; its vLLM plug-in stays out.",
+            "medusa-ppo does not work with vLLM %s; its vLLM plugin stays out.",
             version or "(unknown version)",
         )
         return
@@ -44,16 +44,16 @@ def require_active() -> list[str]:
     """Names of the patches that are active in this process.
 
     Raises:
-        UnsupportedVersionError: our plug-in isn't active here; vLLM only logs a plug-in that fails
+        UnsupportedVersionError: our plugin isn't active here; vLLM only logs a plugin that fails
             to load.
     """
     from medusa_ppo.vllm_plugin.installation import INSTALLED
 
     if not INSTALLED.active:
-        version = require_vllm()  # Where the plug-in is active, its activation has asked.
+        version = require_vllm()  # Where the plugin is active, its activation has asked.
         raise UnsupportedVersionError(
-            "The medusa-ppo plug-in is not active in this vLLM process.",
-            given=f"vLLM {version}, plug-in not loaded",
+            "The medusa-ppo plugin is not active in this vLLM process.",
+            given=f"vLLM {version}, plugin not loaded",
             expected="the entry point medusa_ppo of vllm.general_plugins",
             do=(
                 "Install medusa-ppo into vLLM's environment, and leave VLLM_PLUGINS unset or add"

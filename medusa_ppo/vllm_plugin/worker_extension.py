@@ -43,7 +43,7 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_plugin_report(self) -> dict[str, Any]:
-        """Proof that our plug-in is active in this very process."""
+        """Proof that our plugin is active in this very process."""
         patches = require_active()
         forget_registration()  # Every engine of ours asks for this report when it starts.
         drafter = self._medusa_drafter()

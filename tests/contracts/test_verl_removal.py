@@ -59,7 +59,7 @@ print("FOUND" + json.dumps({
 
 
 def look(plugins: str) -> dict[str, Any]:
-    """What stands in verl's modules, in a process that loads these plug-ins."""
+    """What stands in verl's modules, in a process that loads these plugins."""
     command = [sys.executable, "-c", LOOK, ",".join(MODULES)]
     done = subprocess.run(
         command,

@@ -132,7 +132,7 @@ def source(module: str) -> str:
 
 
 def test_the_trl_example_is_a_plain_script_but_for_the_lines_shown() -> None:
-    """Its lines that name us, less those that set the actor and the settings of the plug-in."""
+    """Its lines that name us, less those that set the actor and the settings of the plugin."""
     text = (ROOT / "examples" / "trl_grpo.py").read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines() if "Medusa" in line]
     assert lines == [

@@ -171,7 +171,7 @@ def _rank_errors() -> AbstractContextManager[None]:
 
 
 class RankedActor(SpreadActor):
-    """The ranks' actor as plug-in and sync see it."""
+    """The ranks' actor as plugin and sync see it."""
 
     def __init__(self, team: RankTeam) -> None:
         self._team = team

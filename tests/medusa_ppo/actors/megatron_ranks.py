@@ -114,7 +114,7 @@ class KeepingCompanion:
 def score(
     actor: MegatronActor, batch: Batch, forward: Any, mask_BT: torch.Tensor | None = None
 ) -> dict[str, Any]:
-    """The loop's log-prob pass through the plug-in's own seam: the batch that the companion gets
+    """The loop's log-prob pass through the plugin's own seam: the batch that the companion gets
     against transformers' states.
     """
     if not actor.reports:

@@ -1,5 +1,5 @@
 """Megatron's final hidden states on two gloo processes against a transformers copy of the same
-weights, through the plug-in's own hook.
+weights, through the plugin's own hook.
 
 Real megatron-core models (tests' shim: cpu_megatron.py). What its CPU forms can't run stands there
 by name: torch's norms refuse sequence parallelism, and its local attention refuses context

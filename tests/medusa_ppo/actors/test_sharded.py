@@ -1,5 +1,5 @@
 """Actors on two gloo processes, in every form that is said to work: tapped and gathered right, and
-trained as without the plug-in.
+trained as without the plugin.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def holds(
     seen: tuple[dict[str, Any], dict[str, Any]], *, cut: bool, frozen: bool = False, tables: int = 2
 ) -> None:
     for rank in seen:
-        assert rank["bit_equal"], "the plug-in changed what is learned"
+        assert rank["bit_equal"], "the plugin changed what is learned"
         assert rank["hidden"] < 2e-5 and rank["tables"] < 2e-5
         assert rank["changed"] == [True, not frozen] and rank["again"] == [not frozen, False]
         gathers = (1 if frozen else 3) if cut else 0

@@ -18,7 +18,7 @@ from medusa_ppo.vllm_plugin.hook_table import HookCheck
 
 def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
     checks = list(machine_checks.run_checks(quick=True))
-    assert {"Python", "Memory", "vLLM", "Plug-in registered", "torch", "ray"} <= {
+    assert {"Python", "Memory", "vLLM", "Plugin registered", "torch", "ray"} <= {
         check.name for check in checks
     }
     assert all(check.found for check in checks)

@@ -1,4 +1,4 @@
-"""Run by a test in a process of its own, without our plug-in: greedy responses and counters of
+"""Run by a test in a process of its own, without our plugin: greedy responses and counters of
 stock vLLM's Medusa, as JSON.
 
 Arguments: model folder, heads folder, prompts (JSON).

@@ -118,7 +118,7 @@ def export(actor: Any, tmp_path_factory: pytest.TempPathFactory) -> Export:
 
 
 def test_pure_stock_vllm_accepts_what_replay_says(actor: Any, export: Export) -> None:
-    """A process without our plug-in, greedy (without our patches its CPU build samples wrongly),
+    """A process without our plugin, greedy (without our patches its CPU build samples wrongly),
     against the replay of the same tokens.
     """
     prompts = actor.prompts
@@ -162,7 +162,7 @@ def test_stock_heads_at_temperature_1_accept_what_replay_says(
         rollouts = engine.generate(actor.prompts[32:], sampling)
         drafter = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
     assert type(drafter).__module__ == "vllm.v1.spec_decode.medusa", (
-        "the plug-in leaves a folder that is not ours to vLLM"
+        "the plugin leaves a folder that is not ours to vLLM"
     )
     measured = rollouts.counters.mean_acceptance_length
     estimate = replayed(actor, export.heads, export.held_out).mean_acceptance_length

@@ -852,7 +852,7 @@ def test_more_drafts_than_the_engine_has(engine: ColocatedEngine) -> None:
 def test_stock_vllm_drafts_the_same_from_a_native_folder(
     engine: ColocatedEngine, actor: Actor, tmp_path: Path
 ) -> None:
-    """vLLM without our plug-in loads the folder as method=medusa, and its greedy counters are those
+    """vLLM without our plugin loads the folder as method=medusa, and its greedy counters are those
     of our own proposer.
     """
     from heads.checkpoint import save_heads

@@ -47,7 +47,7 @@ def test_the_example_is_short_and_calls_each_hook_once():
 
 
 def without_hooks(text: str) -> str:
-    """The example as its author would have written it without us: every line of the plug-in is
+    """The example as its author would have written it without us: every line of the plugin is
     gone, the engine has no heads.
     """
     text = re.sub(r"with plugin\.actor_forward\(.*\):.*", "if True:", text)

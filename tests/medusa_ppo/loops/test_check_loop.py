@@ -19,7 +19,7 @@ from medusa_ppo.loops.check_loop import check_loop, judge
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = [
-    "one plug-in",
+    "one plugin",
     "order of hooks",
     "log-probs",
     "rows",
@@ -63,8 +63,8 @@ def test_a_right_loop_has_nothing_to_correct():
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("one plug-in", lambda seen: seen["calls"].insert(0, "start")),
-        ("one plug-in", lambda seen: seen["calls"].pop()),
+        ("one plugin", lambda seen: seen["calls"].insert(0, "start")),
+        ("one plugin", lambda seen: seen["calls"].pop()),
         ("order of hooks", lambda seen: seen["calls"].remove("before_generation")),
         ("order of hooks", lambda seen: seen["calls"].insert(2, "policy_updated")),
         ("log-probs", lambda seen: seen["batches"][1].update(known=7)),

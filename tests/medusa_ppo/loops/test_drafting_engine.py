@@ -58,7 +58,7 @@ def scored(actor: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loop(engine: Any, actor: Any, steps: int) -> list[dict[str, Any]]:
-    """A policy-gradient loop. Nothing in it names the plug-in, but for the figures at the end."""
+    """A policy-gradient loop. Nothing in it names the plugin, but for the figures at the end."""
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
     figures = []
     with ActorSync(engine) as sync:

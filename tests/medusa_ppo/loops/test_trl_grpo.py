@@ -192,7 +192,7 @@ def test_the_actor_learns_the_same_to_the_bit_with_drafts_and_without(
 @pytest.mark.engine
 def test_switched_off_it_is_trls_own_trainer_on_vllm_to_the_bit(chain_actor: Path, tmp_path: Path):
     """Sampled at temperature 1. The other arm is TRL's trainer, imports nothing of ours, and its
-    vLLM does not load our plug-in.
+    vLLM does not load our plugin.
     """
     off = {"companion": {"enabled": False}, "engine": {"num_drafts": 0}}
     switched_off = train("grpo", chain_actor, tmp_path / "off", off, max_steps=3, **VLLM)

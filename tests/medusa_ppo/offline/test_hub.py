@@ -203,7 +203,7 @@ def test_a_card_without_figures_says_so_and_names_no_invented_model(tmp_path: Pa
     assert (
         "Nothing was measured" in card
         and "base_model" not in card
-        and "need the vLLM plug-in" in card
+        and "need the vLLM plugin" in card
     )
     save_heads(
         tmp_path / "h", MedusaHeads(HeadsConfig(D, V, K)), metadata={"base_model": "org/model"}

@@ -2,7 +2,7 @@
 with that release's code:
 
 git worktree add --detach OLD 09356bd
-pip install --no-deps --target OLD/installed OLD      # vLLM finds a plug-in by what is installed
+pip install --no-deps --target OLD/installed OLD      # vLLM finds a plugin by what is installed
 PYTHONPATH=OLD/installed python tests/medusa_ppo/ppo/make_old_run.py NEW_FOLDER
 tests/medusa_ppo/ppo/old_run.tar.gz
 
