@@ -31,8 +31,8 @@ OPTIONAL = ("medusa_ppo.actors.megatron", "medusa_ppo.loops.trl", "medusa_ppo.lo
 LOADED = [pair for pair in NAMES if pair[0] not in OPTIONAL]
 # Documents show how these are used; they are no promise.
 NOT_PROMISED = {
-    ("medusa_ppo.demo", "demo_rows"): "the embedded task of the examples",
-    ("medusa_ppo.demo", "ensure_demo_actor"): "the embedded task of the examples",
+    ("medusa_ppo.demo.task", "demo_rows"): "the embedded task of the examples",
+    ("medusa_ppo.demo.actor_cache", "ensure_demo_actor"): "the embedded task of the examples",
 }
 
 
