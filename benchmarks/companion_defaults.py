@@ -191,6 +191,7 @@ class ClientRecorder:
         return BatchCollector(rollouts)
 
     def submit(self, batch: RolloutBatch) -> None:
+        # float64 holds a version and a temperature alike, so one tensor does.
         meta = torch.tensor([batch.policy_version, batch.temperature], dtype=torch.float64)
         tensors = {name: getattr(batch, name) for name in TENSORS}
         save_state(

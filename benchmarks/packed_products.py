@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--into", type=int, default=256)
     parser.add_argument("--out", type=int, default=2048)
     options = parser.parse_args()
+    # The clock below is that of this thread alone.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weight = (torch.randn(options.out, options.into) * 0.05).bfloat16()

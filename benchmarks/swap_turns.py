@@ -104,6 +104,7 @@ def seconds_of(tree: Path, model: Path) -> dict[str, float]:
         "--work",
         *sys.argv[1:],
         "--model",
+        # The last --model counts: an absolute one, since the process works in another folder.
         str(model),
     ]
     environment = os.environ | {"PYTHONPATH": str(tree.resolve())}

@@ -81,6 +81,7 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
         local_ray(cpus=2, queue_bytes=config.companion.queue_bytes),
     ):
         heads = MedusaPlugin.prepare_heads(config, actor, Path(name) / "heads")
+        # Rollouts are written once, so that both arms learn from the same ones.
         with make_engine(bench.model, heads, config.engine, bench.seed) as engine:
             progress.say("Writing the rollouts ...")
             steps = [engine.generate(part, sampling) for part, sampling in _parts(bench, prompts)]
@@ -135,6 +136,8 @@ class _Timed:
             self.plugin.drain(DRAIN_S)
             if number >= 0:
                 self.exposed_s += values[names.PLUGIN_EXPOSED_S]
+                # Twice: what the companion trained within the step, and from there until it was
+                # done.
                 self.trained_s += (
                     self.plugin.metrics()[names.COMPANION_TRAIN_S] + values[names.COMPANION_TRAIN_S]
                 )

@@ -96,6 +96,7 @@ def running_arms(
     ours = plan_launch(model, heads, config, seed)
     # The same settings without heads: vLLM's own arms differ in how they draft and in nothing else.
     plain = plan_launch(model, None, config, seed)
+    # An engine that does not start closes those that have.
     with ExitStack() as engines:
 
         def start(plan: LaunchPlan) -> RolloutEngine:
@@ -250,6 +251,7 @@ def _run_batch(
 
     def turn(arm: Arm) -> Callable[[int], float]:
         def run(number: int) -> float:
+            # Arms share an engine: the one before may have left it set otherwise.
             arm.prepare()
             tokens = 0
             seconds = 0.0

@@ -173,4 +173,5 @@ def serve(
     from medusa_ppo.config.run_config import load_config
     from medusa_ppo.loops.remote import serve as become_server
 
+    # What typer did not know is vLLM's.
     become_server(model, str(heads), load_config(medusa), host, context.args)

@@ -358,6 +358,7 @@ def _engines(
         "keys and values": cache_bytes(text, section) // ranks,
     }
     if section.addresses:
+        # An address may hold a password.
         where = f"running servers at {without_secrets(section.backend)}"
     elif section.backend == SERVER:
         where = "a vllm serve process on the PPO loop's node"

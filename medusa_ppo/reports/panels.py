@@ -62,6 +62,7 @@ SMALL = (
         "Should rise; it is what PPO is for.",
         "percent",
     ),
+    # No floor: rewards may be negative.
     Small("reward", "Reward", m.REWARD_MEAN, "good", RISES_SLOWLY, floor=None),
     Small(
         "kl",
