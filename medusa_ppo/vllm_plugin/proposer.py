@@ -80,7 +80,7 @@ class MedusaProposer(Drafter):
     _ring: PairRing | None = None
     _texts: TextRing | None = None
     _written: WrittenTexts | None = None
-    _seen: Seen | None = None
+    _came: tuple[torch.Tensor, Sequence[Sequence[int]], Sequence[int]] | None = None
     memory: RunningMemory | None = None
     stopping: Stopping | None = None
     _running: tuple[Sequence[str], Mapping[str, Any]] = ((), {})
@@ -219,14 +219,15 @@ class MedusaProposer(Drafter):
         if self.choose and count:
             # Each rank learns by its own clock, and all must draft the same: the first one decides.
             count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
+        seen = self._look_back(count)
         if count == 0:
             return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
         last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64).to(
             self.device, non_blocking=True
         )
         if not self.sampled or sampling_metadata.all_greedy:
-            return self._core.draft(hidden_BD, last_ids_B, count, seen=self._seen).ids_BK
-        drafted = self._draft_and_keep(hidden_BD, last_ids_B, count, sampling_metadata)
+            return self._core.draft(hidden_BD, last_ids_B, count, seen=seen).ids_BK
+        drafted = self._draft_and_keep(hidden_BD, last_ids_B, count, sampling_metadata, seen)
         if drafted.lengths_B is None:
             return drafted.ids_BK
         return [
@@ -235,7 +236,12 @@ class MedusaProposer(Drafter):
         ]
 
     def _draft_and_keep(
-        self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling_metadata: Any
+        self,
+        hidden_BD: torch.Tensor,
+        last_ids_B: torch.Tensor,
+        count: int,
+        sampling_metadata: Any,
+        seen: Seen | None,
     ) -> Drafted:
         """Sampled drafts; their q is kept until they are verified."""
         assert self._slots is not None, "who samples drafts has room for them"
@@ -247,7 +253,7 @@ class MedusaProposer(Drafter):
         recall = None if self.memory is None else self.memory.recall(self._running[0])
         ending = None if self.stopping is None else self.stopping.begin(seats.slots_B)
         drafted = self._core.draft(
-            hidden_BD, last_ids_B, count, how, self._seen, self._slots, recall, ending
+            hidden_BD, last_ids_B, count, how, seen, self._slots, recall, ending
         )
         stamps_B = torch.where(
             temperature_B > 0, stamps(seats.requests_B, self._positions_B), NOTHING
@@ -347,17 +353,32 @@ class MedusaProposer(Drafter):
         if self.stopping is not None:
             counts_2B = torch.tensor([list(drafted), accepted]).to(self.device, non_blocking=True)
             self.stopping.settle(self._seats.slots_B, *counts_2B.unbind(0))
-        self._seen = None
-        if self._ring is not None and self.drafting and self.num_drafts and any(sampled_token_ids):
-            at = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B)
-            fused = self._core.fused
-            assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
-            arrived = Arrived.of_lists(hidden_TD, sampled_token_ids, drafted, at, self._ring.pairs)
-            self._seen = fused.look_back(self._ring, arrived, at)
-            if self._texts is not None:
-                self._seen = replace(self._seen, told_BKH=self._look_up_texts(self._texts))
+        self._came = hidden_TD, sampled_token_ids, drafted
 
     @torch.inference_mode()
+    def _look_back(self, count: int) -> Seen | None:
+        """What requests attend to that are to have `count` drafts. Where that is none, what came is
+        only kept: a step without drafts must cost next to nothing.
+        """
+        ring = self._ring
+        if ring is None or self._came is None or not self.drafting:
+            return None
+        hidden_TD, sampled_token_ids, drafted = self._came
+        self._came = None
+        if not any(sampled_token_ids):
+            return None
+        at = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B)
+        arrived = Arrived.of_lists(hidden_TD, sampled_token_ids, drafted, at, ring.pairs)
+        if not count:
+            ring.let_wait(arrived)
+            return None
+        fused = self._core.fused
+        assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
+        seen = fused.look_back(ring, arrived, at)
+        if self._texts is not None:
+            seen = replace(seen, told_BKH=self._look_up_texts(self._texts))
+        return seen
+
     def _look_up_texts(self, ring: TextRing) -> torch.Tensor | None:
         """Write the tokens that came since, and find what the next drafts may copy."""
         copier = self._core.copier

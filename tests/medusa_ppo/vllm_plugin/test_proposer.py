@@ -320,8 +320,10 @@ class Contexts:
         self.first = dict.fromkeys(self.responses, 0)  # Pairs before it are gone.
 
     @torch.inference_mode()
-    def run(self, accepted: dict[str, int], drafted: int = K) -> None:
-        """A step in which each request got so many tokens; 0: its prompt isn't finished."""
+    def run(self, accepted: dict[str, int], drafted: int = K, wanted: int = K) -> None:
+        """A step in which each request got so many tokens (0: its prompt isn't finished), and
+        after which so many drafts are wanted.
+        """
         tokens = []
         rows = []
         for key, count in accepted.items():
@@ -336,8 +338,11 @@ class Contexts:
         self.step.proposer.seat(
             list(accepted), {key: self.step.live[key] for key in self.responses}, lengths
         )
-        self.step.proposer.before_step(tokens, [drafted] * len(tokens), 1, torch.cat(rows))
-        self.check(accepted)
+        proposer = self.step.proposer
+        proposer.before_step(tokens, [drafted] * len(tokens), 1, torch.cat(rows))
+        self.seen = proposer._look_back(wanted)
+        if wanted:
+            self.check(accepted)
 
     def check(self, accepted: dict[str, int]) -> None:
         proposer = self.step.proposer
@@ -351,7 +356,7 @@ class Contexts:
         sampling = DraftSampling(
             torch.ones(len(last)), torch.rand(len(last), K, dtype=torch.float64)
         )
-        drafted = proposer._core.draft(hidden_BD, ids_BK[:, 0], K, sampling, proposer._seen)
+        drafted = proposer._core.draft(hidden_BD, ids_BK[:, 0], K, sampling, self.seen)
         for row, (key, count) in enumerate(accepted.items()):
             if count:
                 mine = self.responses[key]
@@ -392,6 +397,25 @@ def test_each_request_attends_to_its_own_last_pairs(pairs: int) -> None:
         scene.run({"2": 3, "1": 2, "0": 1})
 
 
+def test_steps_without_drafts_make_no_keys_and_lose_no_pair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What came while nothing was drafted is there once drafts are wanted again."""
+    scene = Contexts([3, 5])
+    scene.run({"0": 1, "1": 1}, drafted=0)
+    scene.run({"0": 2, "1": 3})
+    fused = scene.step.proposer._core.fused
+    made = fused.pairs
+    with monkeypatch.context() as patched:
+        patched.setattr(fused, "pairs", lambda *_: pytest.fail("keys were made for nobody"))
+        scene.run({"0": 3, "1": 1}, wanted=0)
+        scene.run({"0": 1, "1": 1}, drafted=0, wanted=0)
+        scene.run({"1": 1}, drafted=0, wanted=0)
+    assert fused.pairs == made
+    scene.run({"0": 1, "1": 1}, drafted=0)
+    scene.run({"0": 2, "1": 3})
+
+
 def test_pairs_are_missing_after_a_swap_and_in_a_slot_that_was_given_on() -> None:
     scene = Contexts([3, 5, 2], size=2)
     scene.run({"0": 1, "1": 1}, drafted=0)
@@ -413,7 +437,7 @@ def test_heads_with_a_context_need_its_pairs() -> None:
     scene.run({"0": 1}, drafted=0)
     scene.run({"0": 3})
     core = scene.step.proposer._core
-    seen = scene.step.proposer._seen
+    seen = scene.seen
     hidden_1D = scene.responses["0"].hidden_TD[3:4]
     id_1 = scene.responses["0"].ids_T[3:4]
     sampling = DraftSampling(torch.ones(1), torch.zeros(1, K, dtype=torch.float64))
@@ -429,4 +453,4 @@ def test_heads_with_a_context_need_its_pairs() -> None:
         np.array([4], dtype=np.int32),
     )
     plain.before_step([[1]], [0], 1, hidden_1D)
-    assert plain._ring is None and plain._seen is None
+    assert plain._ring is None and plain._look_back(K) is None
