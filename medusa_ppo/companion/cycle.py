@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from heads.acceptance import ReplayResult
-from heads.errors import CheckpointError
+from heads.errors import CheckpointError, DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.tensorfile import is_finite
@@ -209,9 +209,7 @@ class Cycle:
         verdict = self._judge(batch) if holdout is None and batch.weights_M is None else None
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         self.positions_frac = sampled_share(training)
-        report = self.trainer.train_batch(
-            training, self.replay.older(batch.policy_version), epochs=self.passes
-        )
+        report = self._train(training, batch.policy_version)
         if report.problem:
             logger.warning(
                 "Batch of policy version %d skipped: %s", batch.policy_version, report.problem
@@ -234,6 +232,23 @@ class Cycle:
             )
             return CycleReport(report, verdict, problem)
         return CycleReport(report, self._judge(holdout))
+
+    def _train(self, training: RolloutBatch, policy_version: int) -> TrainReport:
+        """The batch, and what is replayed beside it.
+
+        An error in the middle (out of memory, say) may leave half an optimizer step behind. Then
+        training goes on from the serving heads, the last that were judged: a copy of everything
+        before each batch would take as much memory and time again, for what hardly ever happens.
+        """
+        older = self.replay.older(policy_version)
+        try:
+            return self.trainer.train_batch(training, older, epochs=self.passes)
+        except DataError:
+            raise  # Of a batch that doesn't fit: nothing was trained on it.
+        except Exception:
+            self.trainer.reset_to(self.serving.trainable_state(), moments=False)
+            self.evidence.clear()  # It was of a candidate that is gone.
+            raise
 
     def _count(self, batch: RolloutBatch) -> None:
         """Keep up with the engine's draft vocabulary, which follows its responses by the same rule;

@@ -49,7 +49,7 @@ class TrainReport:
         tokens: positions trained on, each counted once however many epochs.
         rows: positions of all passes, those of replayed batches included: the work that was done.
         optimizer_steps: steps taken.
-        problem: why the batch was skipped and everything put back as it was before; empty: it was
+        problem: why the batch was left where it was, after so many optimizer steps; empty: it was
             not.
     """
 
@@ -173,27 +173,23 @@ class HeadsTrainer:
                 whole number; None: as configured.
 
         Returns:
-            A report. When a loss or gradient is not finite, the heads, the optimizer and the
-            generator are as they were before the call.
+            A report. A step whose losses or gradients are not finite is not taken, and none after
+            it: what the steps before it made is sound, and stays.
 
         Raises:
             DataError: the batch does not fit the heads.
         """
         self.check(batch)
-        before = self.state_dict()
+        steps = self.optimizer_steps
         try:
             losses, tokens, rows = self._train(
                 batch, replay, self._config.epochs if epochs is None else epochs
             )
-        except BaseException as error:
-            self.load_state_dict(before)
-            if not isinstance(error, FloatingPointError):
-                raise
+        except FloatingPointError as error:
             self.batches_skipped += 1
-            return TrainReport(problem=str(error))
+            return TrainReport(optimizer_steps=self.optimizer_steps - steps, problem=str(error))
         self.batches_trained += 1
         self.trained_tokens += tokens
-        self.optimizer_steps += len(losses)
         if not losses:
             return TrainReport(
                 problem="No position has a target: all responses are one token long."
@@ -228,7 +224,7 @@ class HeadsTrainer:
             rows = self._config.batch_positions
             steps = -(-picks.shape[0] // rows)
             for start in range(0, rows * (self.team.most(steps) if self.team else steps), rows):
-                step = self.optimizer_steps + len(losses)
+                step = self.optimizer_steps
                 for group in self._optimizer.param_groups:
                     group["lr"] = (
                         self._config.learning_rate
@@ -282,6 +278,10 @@ class HeadsTrainer:
     ) -> torch.Tensor:
         """One optimizer step; returns the loss of each head. Micro-batches add up to the gradient
         of all positions at once.
+
+        Nothing changes before all gradients are there and are finite, so a batch can be left
+        between two steps. Only an error inside the update itself leaves half a step behind; whoever
+        goes on after one needs other heads (`reset_to`).
         """
         total_K = torch.zeros(self.heads.config.num_heads)
         for source, rows_N2 in _by_source(sources, picks_N3):
@@ -323,6 +323,7 @@ class HeadsTrainer:
         self._optimizer.step()
         if self._mean is not None:
             self._mean.add(self._named.values())
+        self.optimizer_steps += 1
         return loss_K
 
     def _losses(

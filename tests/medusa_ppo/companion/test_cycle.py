@@ -564,3 +564,31 @@ def test_a_version_brings_draft_temperatures_that_were_fitted_to_its_holdout(
         initial_state=cycle.serving.trainable_state(),
     )
     assert equal(started.serving, cycle.serving)
+
+
+def test_after_an_error_in_the_middle_training_goes_on_from_the_serving_heads(
+    chain, monkeypatch
+) -> None:
+    """Half an optimizer step is no heads: neither those in training nor their mean keep it."""
+    task = chain()
+    cycle = make(task)
+    for _ in range(6):
+        cycle.run(task.batch())
+    assert cycle.version > 0
+    served = cycle.serving.trainable_state()
+    optimizer = cycle.trainer._optimizer
+
+    def half(*args: object) -> None:
+        for parameter in list(cycle.trainer.heads.parameters())[:1]:
+            parameter.data.fill_(1e3)
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "step", half)
+        with pytest.raises(MemoryError):
+            cycle.run(task.batch())
+    for heads in (cycle.trainer.heads, cycle.candidate, cycle.serving):
+        state = heads.trainable_state()
+        assert all(torch.equal(value, state[name]) for name, value in served.items())
+    assert not cycle.evidence.tokens
+    assert cycle.run(task.batch()).problem == ""

@@ -1,5 +1,5 @@
-"""The trainer learns, repeats itself to the bit, resumes to the bit, and puts everything back when
-numbers go bad.
+"""The trainer learns, repeats itself to the bit, resumes to the bit, and takes no step that is
+not finite.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from heads.errors import CheckpointError, DataError
 from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, reference_head_loss
 from heads.modules import SHARED_PREFIXES, MedusaHeads, clip_per_head
+from heads.tensorfile import is_finite
+from medusa_ppo.companion import trainer as trainer_module
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.positions import look_up
 from medusa_ppo.companion.trainer import HeadsTrainer
@@ -274,42 +276,60 @@ def test_killed_and_resumed_is_the_same_to_the_bit(
     assert_same(straight.state_dict(), second.state_dict())
 
 
-def test_not_finite_puts_everything_back(chain) -> None:
+def test_a_step_that_is_not_finite_is_not_taken(chain) -> None:
+    """Those before it stay, and the mean of the heads never hears of it."""
     task = chain()
     trainer = make(task, epochs=3, batch_positions=16)
     trainer.train_batch(task.batch())
-    before = trainer.state_dict()
+    before = trainer.optimizer_steps
     batch = task.batch()
     hidden_MD = batch.hidden_MD.clone()
     hidden_MD[-2] = 1e38  # finite, but its logits are not; only some of the steps meet this row
     report = trainer.train_batch(dataclasses.replace(batch, hidden_MD=hidden_MD))
-    assert "Not finite" in report.problem and report.optimizer_steps == 0
-    assert trainer.batches_skipped == 1
-    after = trainer.state_dict()
-    before["counters"][1] += 1
-    assert_same(before, after)
+    assert "Not finite" in report.problem and report.optimizer_steps > 0
+    assert trainer.optimizer_steps == before + report.optimizer_steps
+    assert trainer.batches_skipped == 1 and trainer.batches_trained == 1
+    assert all(is_finite(value) for value in trainer.state_dict().values())
     assert trainer.train_batch(batch).problem == ""
 
 
-def test_an_exception_half_way_puts_everything_back(chain, monkeypatch) -> None:
+def test_an_exception_half_way_leaves_the_steps_before_it(chain, monkeypatch) -> None:
+    """The same heads as after the batch's first three steps alone."""
     task = chain()
-    trainer = make(task, batch_positions=16)
-    trainer.train_batch(task.batch())
-    before = trainer.state_dict()
-    step = trainer._step
-    calls = []
+    first = task.batch()
+    second = task.batch()
+    states = []
+    for stop in ("before the backward pass", "behind it"):
+        trainer = make(task, batch_positions=16)
+        trainer.train_batch(first)
+        clip = trainer_module.clip_per_head
+        calls = []
 
-    def failing(*args):
-        calls.append(1)
-        if len(calls) == 4:
-            raise MemoryError("no more")
-        return step(*args)
+        def failing(*args, calls=calls, clip=clip, **how):
+            calls.append(1)
+            if len(calls) == 4:
+                raise MemoryError("no more")
+            return clip(*args, **how)
 
-    monkeypatch.setattr(trainer, "_step", failing)
-    with pytest.raises(MemoryError):
-        trainer.train_batch(task.batch())
-    assert len(calls) == 4
-    assert_same(before, trainer.state_dict())
+        step = trainer._step
+
+        def not_begun(*args, calls=calls, step=step):
+            calls.append(1)
+            if len(calls) == 4:
+                raise MemoryError("no more")
+            return step(*args)
+
+        with monkeypatch.context() as patch:
+            if stop == "behind it":
+                patch.setattr(trainer_module, "clip_per_head", failing)
+            else:
+                patch.setattr(trainer, "_step", not_begun)
+            steps = trainer.optimizer_steps
+            with pytest.raises(MemoryError):
+                trainer.train_batch(second)
+        assert trainer.optimizer_steps == steps + 3
+        states.append(trainer.state_dict())
+    assert_same(*states)
 
 
 def test_actors_tables_are_never_changed_and_bfloat16_is_taken(chain) -> None:
