@@ -24,7 +24,7 @@ from medusa_ppo.companion.gate import (
     Served,
     Verdict,
     equal,
-    extra_tokens,
+    extra_over_prompts,
     find_fault,
     fit_temperatures,
     judge,
@@ -319,7 +319,7 @@ class Cycle:
                 self.followed += 1
                 self.fell_back += self.after.difference(CERTAIN).high < 0
                 self.before = None
-        now = extra_tokens(of_serving, holdout, self._config.gate_confidence)
+        now = extra_over_prompts(of_serving, holdout, self._config.gate_confidence)
         if now.high < (1 - LAG) * self._level:
             self.trainer.rate = 1.0
             self._level = now.value

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -26,9 +25,11 @@ from heads.acceptance import (
     better_temperatures,
     draft_ids_for_rows,
     draft_logprobs_for_rows,
+    extra_tokens,
     one_hot_acceptance,
     replay_probabilities,
     sampled_acceptance,
+    student_interval,
 )
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
@@ -302,13 +303,11 @@ class Evidence:
     def difference(self, confidence: float) -> Interval:
         """Mean acceptance length of the first heads minus that of the second; `confidence` is for
         each of the interval's ends by itself.
-
-        The linear form of a ratio of sums, with Student's quantile: a bootstrap over few prompts is
-        too narrow.
         """
         _, *columns = self.counts_G5.unbind(1)
-        (first, first_G), (second, second_G) = _extra(*columns[:2]), _extra(*columns[2:])
-        return _interval(first - second, first_G - second_G, confidence)
+        first, first_G = extra_tokens(*columns[:2])
+        second, second_G = extra_tokens(*columns[2:])
+        return student_interval(first - second, first_G - second_G, _tail(confidence))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All of it, tensors only."""
@@ -325,12 +324,17 @@ class Evidence:
             self.tokens = dict(state["tokens"].tolist())
 
 
-def extra_tokens(result: ReplayResult, holdout: RolloutBatch, confidence: float) -> Interval:
+def extra_over_prompts(result: ReplayResult, holdout: RolloutBatch, confidence: float) -> Interval:
     """Accepted drafts a step (mean acceptance length less 1), with an interval over prompts as in
     `Evidence.difference`.
     """
     counts = result.by_group(_prompts(holdout))
-    return _interval(*_extra(counts.accepted_SK.sum(1), counts.drafts_S), confidence)
+    value, pull_G = extra_tokens(counts.accepted_SK.sum(1), counts.drafts_S)
+    return student_interval(value, pull_G, _tail(confidence))
+
+
+def _tail(confidence: float) -> float:
+    return STRICTER * (1 - confidence)
 
 
 def _prompts(holdout: RolloutBatch) -> torch.Tensor:
@@ -341,37 +345,8 @@ def _prompts(holdout: RolloutBatch) -> torch.Tensor:
     return prompts_S.unique(return_inverse=True)[1]
 
 
-def _extra(accepted_G: torch.Tensor, drafts_G: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Accepted drafts a step, and by how much each prompt pulls at it."""
-    drafts = drafts_G.sum().clamp(min=1e-12)
-    value = accepted_G.sum() / drafts
-    return float(value), (accepted_G - value * drafts_G) / drafts
-
-
-def _interval(value: float, pull_G: torch.Tensor, confidence: float) -> Interval:
-    count = pull_G.numel()
-    if count < 2:
-        return Interval(value, -math.inf, math.inf)
-    error = math.sqrt(float(pull_G.square().sum()) * count / (count - 1))
-    reach = student_quantile(1 - STRICTER * (1 - confidence), count - 1) * error
-    return Interval(value, value - reach, value + reach)
-
-
 def _enough(prompts: int, tokens: int) -> bool:
     return prompts >= LEAST_PROMPTS and tokens >= LEAST_TOKENS
-
-
-def student_quantile(share: float, freedom: int) -> float:
-    """Student's t below which this share lies: the expansion of Abramowitz and Stegun 26.7.5, right
-    to 1 % from 4 degrees of freedom on.
-    """
-    z = NormalDist().inv_cdf(share)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
 
 
 def judge(

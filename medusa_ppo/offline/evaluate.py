@@ -50,8 +50,8 @@ from medusa_ppo.offline.scene import (
 from medusa_ppo.runtime.console import OfflineProgress
 from medusa_ppo.runtime.data import require_column
 
-BOOTSTRAP_GROUPS = 16
-"""Groups of prompts that the interval of an engine's counters is drawn from."""
+INTERVAL_GROUPS = 16
+"""Groups of prompts that the interval of an engine's counters is taken over."""
 LEAST_GROUPS = 4
 """Groups of a small category."""
 # More values are texts or numbers rather than categories, and make a table that nobody reads.
@@ -80,7 +80,7 @@ class MeasuredHeads:
     """One set of heads at one temperature.
 
     Attributes:
-        result: counts of each unit that a bootstrap draws: a prompt (replay) or a group of prompts
+        result: counts of each observation of an interval: a prompt (replay) or a group of prompts
             (an engine's counters).
         categories: of each unit.
         parts: what else is known of where drafts are accepted, by replay: titles of tables, and
@@ -179,7 +179,7 @@ def _groups(options: EvalOptions, scene: Scene) -> list[PromptGroup]:
         size = PROMPTS_PER_ROUND
         if options.engine == "vllm":
             size = min(
-                size, -(-len(scene.prompts) // BOOTSTRAP_GROUPS), -(-len(prompts) // LEAST_GROUPS)
+                size, -(-len(scene.prompts) // INTERVAL_GROUPS), -(-len(prompts) // LEAST_GROUPS)
             )
         groups += [
             PromptGroup(category, prompts[start : start + size])

@@ -163,11 +163,11 @@ def method(result: Figures) -> str:
     """How the figures came about."""
     if result["settings"]["engine"] == "vllm":
         return (
-            "Acceptance is vLLM's own count; intervals are a bootstrap over groups of prompts, each"
+            "Acceptance is vLLM's own count; intervals are Student's over groups of prompts, each"
             " answered in a call of its own."
         )
     return (
-        "Acceptance is the replay estimate on the model's own responses; intervals are a bootstrap"
+        "Acceptance is the replay estimate on the model's own responses; intervals are Student's"
         " over prompts."
     )
 

@@ -22,7 +22,6 @@ from medusa_ppo.companion.gate import (
     fit_temperatures,
     judge,
     replay,
-    student_quantile,
 )
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import CompanionConfig
@@ -283,15 +282,6 @@ def test_one_prompt_says_nothing_however_many_answers_it_has() -> None:
     evidence.add(1, first, second, holdout)
     assert not evidence.enough and evidence.difference(0.9).low == -float("inf")
     assert "1 prompts" in judge(first, second, second, evidence).reason
-
-
-def test_quantiles_are_students() -> None:
-    from scipy import stats
-
-    for freedom in (5, 8, 30, 1000):
-        assert student_quantile(0.91, freedom) == pytest.approx(
-            stats.t.ppf(0.91, freedom), rel=5e-3
-        )
 
 
 def test_a_large_holdout_is_replayed_in_pieces(chain, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_figures_by_category_and_against_other_heads(
     twice = [
         *groups,
         PromptGroup("odd", groups[1].prompts),
-    ]  # Two answers to each odd prompt: one unit of the bootstrap.
+    ]  # Two answers to each odd prompt: one observation.
     rounds = [answered(group, seed) for seed, group in enumerate(twice)]
     sampled = replace(options, draft="sampled")
     found = evaluate._replayed(
@@ -124,7 +124,7 @@ def test_an_engines_counters_make_the_same_figures() -> None:
     assert figures["mean_acceptance_length"] == 1 + 15 / 16
 
 
-def test_a_bootstrap_over_prompts_is_wider_than_one_over_their_responses() -> None:
+def test_an_interval_over_prompts_is_wider_than_one_over_their_responses() -> None:
     """Sixteen answers to each of 12 prompts, alike within a prompt: taken one by one, they look far
     surer than they are.
     """
