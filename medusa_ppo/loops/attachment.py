@@ -126,6 +126,7 @@ class Attachment:
 
         heads = self.ranks.share(self._led(write))
         self._plan = plan_launch(model.name_or_path, heads, self.config.engine, self.config.seed)
+        # The trainer says everything else itself: length, memory, dtype and sampling are its own.
         return {name: self._plan.engine_args[name] for name in OURS} | self.config.engine.extra
 
     def attach_llm(self, llm: Any, *, counts: bool = True) -> None:
@@ -151,6 +152,7 @@ class Attachment:
                 lambda method, args: every("workers", method, args),
                 self._kept_state,
                 counters=lambda: sum(every("counters"), Counters()),
+                # vLLM answers False where requests still hold what would be forgotten.
                 forget_prompts=lambda: False not in every("forget"),
                 drafting=drafting,
             )
@@ -165,6 +167,8 @@ class Attachment:
             ConfigError: no heads are named: the server must have been started with the same.
             EngineError: the server does not answer, or does not draft with native heads.
         """
+        # The server chooses its heads at its start; without a name nobody here knows which they
+        # are.
         if not self.config.heads.path:
             raise ConfigError(
                 "A server is started before the trainer, so its heads must be named.",
@@ -186,10 +190,9 @@ class Attachment:
         work. Every process walks its weights.
         """
         own: dict[str, torch.Tensor] = {}
-        for (
-            name,
-            tensor,
-        ) in weights:  # Where they are cut over processes each is put together as it is walked to.
+        for name, tensor in weights:
+            # Every process walks to the end: a tensor that is cut over processes is put together
+            # as it is walked to, by all of them, and is gone at the next step.
             if self.ranks.leads:
                 own[name] = tensor.detach().to("cpu", copy=True).contiguous()
         path = self._home.path / "actor.safetensors"
@@ -200,6 +203,7 @@ class Attachment:
             try:
                 self.engine.sync_actor(path, self._policy_version)
             finally:
+                # In shared memory, as large as the actor.
                 path.unlink(missing_ok=True)
 
         self._led(carry)
@@ -212,6 +216,7 @@ class Attachment:
         """
 
         def tell() -> None:
+            # First: what is said of the new actor goes to the heads that are there.
             if isinstance(self.engine, AttachedEngine) and lost_heads:
                 self.engine.feed_again()
             if isinstance(self.engine, WorkerEngine):
@@ -225,6 +230,7 @@ class Attachment:
         plugin.
         """
         generated: list[Generated] = []
+        # Before the training or behind it, as in an evaluation: nobody learns from these.
         if self._tap is None:
             yield generated
             return
@@ -232,10 +238,15 @@ class Attachment:
         began = time.perf_counter()
         yield generated
         seconds = time.perf_counter() - began
+        # Every process builds the same rollouts, to find its own rows among them.
         facts = self.ranks.share(self._led(lambda: self._facts(before or Counters(), seconds)))
         every = [Generated.join(own) for own in self.ranks.all(generated)]
+        # An evaluation in the middle of the training, or prompts with images: the block has put
+        # nothing in.
         if not any(part.prompts for part in every) or facts is None:
             return
+        # Responses are numbered over all processes, in their order, without the rows that are left
+        # out.
         first = sum(part.known for part in every[: self.ranks.rank])
         self._rollouts = rollouts = replace(as_rollouts(Generated.join(every), sampling), **facts)
         wanted = self.ranks.share(self._led(lambda: self._sample_of(rollouts)))
@@ -252,7 +263,8 @@ class Attachment:
 
     def _before_generation(self) -> Counters:
         assert self.engine is not None, "between begin() and end()"
-        counters = self.engine.counters()  # First: a server that was started again needs its heads.
+        # First: asking shows whether a server was started again, and so needs its heads.
+        counters = self.engine.counters()
         self.plugin.before_generation()
         return counters
 
@@ -300,11 +312,12 @@ class Attachment:
         if self._actor is None or self._tap is None:
             return
         actor = self._actor
-        gathered = self._actor.gathered_bytes
+        before = actor.gathered_bytes
+        # On every process: tables that are cut over processes are gathered.
         changed = actor.refresh()
-        self._more[names.TABLE_BYTES] = (
-            self._more.get(names.TABLE_BYTES, 0) + actor.gathered_bytes - gathered
-        )
+        gathered = actor.gathered_bytes - before
+        self._more[names.TABLE_BYTES] = self._more.get(names.TABLE_BYTES, 0) + gathered
+        # On every process too, and before `led`, in which the others only serve.
         parts = self.ranks.first_gets(self._share.take()) if self._share else []
         self._led(lambda: self._tell(actor if changed else None, version, parts or []))
 
@@ -344,8 +357,11 @@ class Attachment:
         """Training is over: the heads are saved, the report is written, and what was started in
         `begin` is closed.
         """
+        # `RemoteAttachment` has a writer and no tap, processes behind the first a tap and no
+        # writer.
         if self._tap is None and self._writer is None:
             return
+        # All go on with the first one's heads, should there be another training.
         heads = self.ranks.share(self._led(self._finish))
         self._stack.close()
         atexit.unregister(self._stack.close)
@@ -366,6 +382,8 @@ class Attachment:
 
     def _view(self, model: nn.Module) -> HFActor:
         """The actor with its tables gathered, if they are cut over processes."""
+        # What kind a folder's heads are is not known before they are read; gathering a table in
+        # vain is cheaper than to come without it.
         needs_embedding = self.config.heads.kind == "hydra" or bool(self.config.heads.path)
         actor = HFActor(model, reports=self.ranks.leads, with_embedding=needs_embedding)
         actor.refresh()
@@ -406,6 +424,8 @@ class DraftingEngine:
         self._actor = actor
         self._folder = Path(run_dir)
         self._tap: ForwardTap | None = None
+        # Whatever fails on the way ends what was started before it; `pop_all` keeps everything when
+        # nothing has failed.
         with contextlib.ExitStack() as stack:
             stack.enter_context(local_ray(queue_bytes=config.companion.queue_bytes))
             wanted = as_config(config) is not None
@@ -462,6 +482,7 @@ class DraftingEngine:
 
     def close(self) -> None:
         """Save the heads, and end what was started here."""
+        # First: the newest heads are with the companion, which the stack ends.
         self.plugin.save_heads(self._folder / FINAL_HEADS)
         self.plugin = NoPlugin()  # close() may be called again.
         self._stack.close()

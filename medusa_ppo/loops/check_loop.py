@@ -103,6 +103,8 @@ class Watch:
         before: Callable[..., Any] | None = None,
         after: Callable[..., Any] | None = None,
     ) -> None:
+        # Replaced on the class, since the loop makes its own objects of it, wherever and whenever
+        # it likes.
         whole = getattr(kind, name)
 
         @functools.wraps(whole)
@@ -128,10 +130,12 @@ class Watch:
 
     def _rollouts(self, plugin: Any, rollouts: Rollouts) -> None:
         self.calls.append("rollout_ready")
+        # A copy: the states that come later belong to this table, and the loop updates it in place.
         self._table = plugin._tables[0].detach().clone()
         counters = rollouts.counters
         responses = rollouts.responses
         known = sum(
+            # A sampled token's log-prob may stand a rounding above 0.
             len(r.logprobs) == len(r.token_ids) and all(p <= 1e-4 for p in r.logprobs)
             for r in responses
         )
@@ -154,18 +158,17 @@ class Watch:
         logits_MV = batch.hidden_MD[rows[here]].float() @ self._table.float().cpu().T
         ids_M = batch.response_ids_M[here]
         known_M = batch.logprobs_M[here]
+        # top_k=1 samples greedily too; vLLM says so by log-probs of 0.
         greedy = batch.temperature <= 0 or bool((known_M > -1e-4).all())
         if greedy:
             good = float((logits_MV.argmax(-1) == ids_M).float().mean())
         else:
-            given_M = (
-                (logits_MV / batch.temperature).log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
-            )
-            cut = (
-                batch.top_k > 0 or batch.top_p < 1
-            )  # Behaviour log-probs are then higher than the whole distribution's.
-            off_M = (known_M - given_M).clamp(max=0).abs() if cut else (known_M - given_M).abs()
-            good = float((off_M < NEAR_NATS).float().mean())
+            logprobs_MV = (logits_MV / batch.temperature).log_softmax(-1)
+            off_M = known_M - logprobs_MV.gather(1, ids_M[:, None])[:, 0]
+            # Behaviour log-probs are then higher than the whole distribution's.
+            if batch.top_k > 0 or batch.top_p < 1:
+                off_M = off_M.clamp(max=0)
+            good = float((off_M.abs() < NEAR_NATS).float().mean())
         self.fits.append({"responses": batch.lengths_S.numel(), "good": good})
 
     def _updated(self, plugin: Any, tables: Any, version: int) -> None:
@@ -191,11 +194,10 @@ def run_arm(spec: str, medusa: Any, out: Path) -> None:
     watch._model = getattr(trainer, "model", None)
     trainer.train()
     digest = hashlib.sha256()
+    # As bytes: numpy knows no bfloat16.
     for key, tensor in sorted(plain_model(trainer.model).state_dict().items()):
-        digest.update(
-            key.encode()
-            + tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(key.encode() + flat.view(torch.uint8).numpy().tobytes())
     seen = {
         name: getattr(watch, name)
         for name in ("calls", "batches", "versions", "fits", "wrong_tables", "swapped")
@@ -218,9 +220,12 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
+        # Errors last: the end is what is shown.
         end = (done.stdout + done.stderr)[-1500:]
     except subprocess.TimeoutExpired:
         end = f"no end after {TIMEOUT_S:.0f} s"
+    # Written last: where it is there, the training came to its end, however the process ended after
+    # it.
     if not out.is_file():
         raise ConfigError(
             "The loop does not run.",
@@ -229,7 +234,7 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
                 "make_trainer(medusa).train() comes to its end, and the trainer's `model` is a"
                 " transformers causal LM"
             ),
-            do="Run it by itself first.",
+            do="Run it by itself first, without check-loop, until it trains to its end.",
         )
     return json.loads(out.read_text(encoding="utf-8"))
 
@@ -251,13 +256,15 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
         raise ConfigError(
             "This names no function.",
             given=spec,
-            expected="module:function",
-            do="Write my_module:make_trainer.",
+            expected="module:function, as my_module:make_trainer",
+            do="Give the module and the function that makes the trainer, with one colon between.",
         )
     with tempfile.TemporaryDirectory() as name:
         seen = train_apart(spec, medusa or SETTINGS, Path(name))
         yield from judge(seen)
         without = train_apart(spec, None, Path(name))
+        # Only where the weights differ: whether the plugin is the reason shows in a second run
+        # without it.
         again = (
             without
             if without["weights"] == seen["weights"]
@@ -265,24 +272,16 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
         )
     steady = without["weights"] == again["weights"]
     same = without["weights"] == seen["weights"]
-    yield LoopCheck(
-        "gradients",
-        same,
-        (
-            "the actor's weights are the same to the bit with and without the plugin"
-            if same
-            else (
-                "other weights with the plugin"
-                if steady
-                else "the loop learns something else at each call, without the plugin too"
-            )
-        ),
-        (
-            "Look for hooks that change what the loop computes or draws."
-            if steady
-            else "Sample greedily, and seed everything."
-        ),
-    )
+    if same:
+        found = "the actor's weights are the same to the bit with and without the plugin"
+    elif steady:
+        found = "other weights with the plugin"
+    else:
+        found = "the loop learns something else at each call, without the plugin too"
+    do = "Look for hooks that change what the loop computes or draws."
+    if not steady:
+        do = "Sample greedily, and seed everything."
+    yield LoopCheck("gradients", same, found, do)
 
 
 def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
@@ -295,6 +294,7 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
     ends = calls.count("close")
     yield LoopCheck(
         "one plugin",
+        # `close` may be called again; it does nothing then.
         starts == 1 <= ends,
         f"{starts} started, closed {ends} times",
         "Make one for a job, and close it at the end.",
@@ -308,6 +308,7 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
         )
         return
     hooks = [call for call in calls if call not in ("start", "close")]
+    # After policy_updated anything may come: a loop may update more often than it generates.
     after = {"before_generation": "rollout_ready", "rollout_ready": "policy_updated"}
     wrong = [f"{a}, {b}" for a, b in pairwise(hooks) if a in after and b != after[a]]
     yield LoopCheck(
@@ -358,6 +359,7 @@ def _versions(batches: list[dict[str, Any]], versions: list[int]) -> LoopCheck:
     ok = (
         rising
         and follow[-1] > follow[0]
+        # The engine's first version is the one it started with, which nobody told.
         and set(follow[1:]) <= {*versions, follow[0]}
         and follow == sorted(follow)
     )
@@ -384,6 +386,7 @@ def _drafts(batches: list[dict[str, Any]], swapped: list[Any]) -> Iterator[LoopC
     drafts = sum(batch["drafts"] for batch in batches)
     yield LoopCheck(
         "drafts",
+        # The first batch is drafted by heads that have not learned anything.
         drafts > 0 and max(lengths[1:], default=0) > lengths[0],
         f"{drafts} draft steps, tokens a step {lengths[:8]}",
         "Start the engine with our arguments, and let its counters of each generate call reach the"

@@ -28,6 +28,7 @@ def require_loop(name: str) -> str:
     Raises:
         UnsupportedVersionError: it is missing, or of a version that was never checked.
     """
+    # A part of a distribution has a list of its own: TRL's PPO is there up to 1.12 only.
     package = name.split(".")[0]
     install = f"pip install '{package}=={CHECKED[name][-1]}.*'"
     expected = " or ".join(f"{package} {version}.x" for version in CHECKED[name])

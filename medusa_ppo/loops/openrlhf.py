@@ -52,6 +52,7 @@ def __getattr__(name: str) -> type[Any]:
     """`MedusaOpenRLHFWorker`, when vLLM's workers look for it: OpenRLHF's extension and ours in one
     class, because vLLM takes only one.
     """
+    # Not a class of this file: it needs OpenRLHF's extension and vLLM, which only a worker has.
     if name != "MedusaOpenRLHFWorker":
         raise AttributeError(name)
     from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
@@ -67,6 +68,8 @@ def __getattr__(name: str) -> type[Any]:
 
 def plain_class(actor_class: Any) -> type[Any]:
     """The class under Ray's decorator, to inherit from."""
+    # Ray decorates a subclass that it makes; what derived from that would pass for decorated
+    # already.
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
@@ -74,6 +77,8 @@ def rollout_actor(arguments: dict[str, Any]) -> Any:
     """OpenRLHF's vLLM actor, with our arguments for the engine and two more methods, as a Ray actor
     class.
     """
+    # OpenRLHF is imported where it is used: vLLM's workers import this file for their extension
+    # alone.
     from openrlhf.trainer.ray import vllm_engine
 
     from medusa_ppo.engines.colocated import process_counters
@@ -102,8 +107,11 @@ def policy_actor() -> Any:
         def forward(
             self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any
         ) -> Any:
+            # One rank's rows are plenty for heads; gathering all would cost the loop bandwidth.
             if self.strategy.get_rank() != 0:
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
+            # Made at the first pass: the model is loaded by a call of its own, after the
+            # constructor.
             if self._medusa_tap is None:
                 rollout = self.strategy.args.rollout
                 sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p)
@@ -154,10 +162,13 @@ def trainer_actor() -> Any:
                 )
                 return experiences
 
+            # On the object: OpenRLHF makes it in its own constructor, and has no seam for another
+            # class.
             self.experience_maker.make_experience_batch = make_and_take
             self._medusa_version = 0
 
         def fit(self, global_step: int = 0) -> None:
+            # Not zero where a checkpoint is continued.
             self._medusa_version = global_step
             engines = self.vllm_engines
             with engines_awake(self.args, engines):
@@ -222,6 +233,7 @@ def rows_of(
         actions = action_mask[row].bool().nonzero()[:, 0].tolist()
         if not actions or actions[-1] - actions[0] + 1 != len(actions):
             continue
+        # Rows may be padded on the left.
         start = int(attention_mask[row].bool().nonzero()[0, 0])
         tokens = sequences[row].tolist()
         first = actions[0] + offset
@@ -257,6 +269,7 @@ def install(config: RunConfig) -> None:
         num_engines: int, tensor_parallel_size: int, pretrain: str, *args: Any, **kwargs: Any
     ) -> Any:
         attachment = RemoteAttachment(config, pretrain, config.run_dir)
+        # The arguments name its folder, which is removed with it.
         kept.append(attachment)
         vllm_engine.RolloutRayActor = rollout_actor(
             {**attachment.arguments(WORKER_EXTENSION), "max_logprobs": 1}
@@ -265,6 +278,7 @@ def install(config: RunConfig) -> None:
 
     def strategy_with_heads(args: Any) -> Any:
         refuse("OpenRLHF", unsupported(args))
+        # The arguments travel with the strategy to every actor, and the settings with them.
         args.medusa = config
         return get_strategy(args)
 
@@ -285,7 +299,9 @@ def main(arguments: list[str] | None = None) -> None:
     config = as_config(load_config(given.medusa)) if given.medusa else None
     if config is not None:
         install(config)
+    # OpenRLHF reads the command line by itself, and would refuse our flag.
     sys.argv = [CLI, *rest]
+    # The command imports the names as it runs, after `install` has replaced them.
     runpy.run_module(CLI, run_name="__main__")
 
 

@@ -74,6 +74,7 @@ def as_rollouts(part: Generated, sampling: Sampling) -> Rollouts:
             expected="as many of each",
             do="Report this with its version.",
         )
+    # Trainers repeat a prompt for each of its responses; what is held out is held out by prompt.
     prompts = list(dict.fromkeys(tuple(prompt) for prompt in part.prompts))
     index = {prompt: i for i, prompt in enumerate(prompts)}
     responses = []
@@ -97,6 +98,8 @@ class RowFinder:
         for index, response in enumerate(rollouts.responses):
             if response.token_ids and (own is None or index in own):
                 row = (*rollouts.prompts[response.prompt_index], *response.token_ids)
+                # Equal responses to one prompt are not rare at low temperatures: each row takes one
+                # of them.
                 self._waiting.setdefault(row, deque()).append(index)
 
     @property
@@ -114,6 +117,7 @@ class RowFinder:
             ids_BT: prompt and response of each row, with any padding.
             attention_BT: true on prompt and response.
         """
+        # One copy of the whole; row by row the device would be waited for each time.
         ids = ids_BT.to("cpu")
         attention = attention_BT.to("cpu", torch.bool)
         mask_BT = torch.zeros(ids.shape, dtype=torch.bool)
@@ -121,6 +125,7 @@ class RowFinder:
         for row in range(ids.shape[0]):
             index = self._take(tuple(ids[row][attention[row]].tolist()))
             if index is not None:
+                # Wherever the padding stands, the response is the last of what is read.
                 response = attention[row].nonzero()[-self._lengths[index] :, 0]
                 if int(response[-1] - response[0]) + 1 == len(response):
                     mask_BT[row, response] = True
@@ -156,6 +161,7 @@ class ForwardTap:
         """
         self._model = model
         self._plugin = plugin
+        # The policy's: those that are on when the training begins.
         self._adapters = adapters_in_use(model)
         self._finder: RowFinder | None = None
         self._open: contextlib.AbstractContextManager[None] | None = None
@@ -191,6 +197,7 @@ class ForwardTap:
             return  # A decoding step, or a layout of the caller's own.
         mask_BT, found = self._finder.find(ids, attention)
         if any(index is not None for index in found):
+            # A `with` can't reach from one hook into the other.
             self._open = self._plugin.actor_forward(self._model, mask_BT, found)
             self._open.__enter__()
 
@@ -205,6 +212,8 @@ class ForwardTap:
         opened = self._open
         self._open = None
         if opened is not None:
+            # It ends the context where it stands, before it takes states in, and is nothing that it
+            # reports.
             error = GeneratorExit()
             opened.__exit__(GeneratorExit, error, None)
 
@@ -231,6 +240,7 @@ class RowShare:
         if self._collector is None:
             yield
             return
+        # The states are taken in after the block, so a pass that fails leaves nothing behind.
         with as_view(model).tap() as tap:
             yield
         self._collector.add(tap.hidden_BTD, response_mask_BT, sequences)
@@ -281,8 +291,12 @@ class RowTap(ABC):
             ConfigError: tokens went through the model, but not whole rows: sequence parallelism
                 cuts them up.
         """
+        # Ranks without rows go through the same passes: states of cut models are gathered from all
+        # of them.
         rows = rows if self.reports else ()
         responses = tuple(
+            # Log-probs are what the pass computes; `add_logprobs` puts them in the place of the
+            # zeros.
             Response(self._prompt(prompt), tuple(answer), (0.0,) * len(answer), "stop")
             for prompt, answer in rows
         )
@@ -312,6 +326,8 @@ class RowTap(ABC):
         if collector is None or not collector.seen:
             return
         batch = collector.batch()
+        # Log-probs come for all rows: with the states of only some they could not be put side by
+        # side.
         if collector.complete:
             batch = replace(
                 batch,
@@ -362,6 +378,7 @@ class PassTap(RowTap):
             sampling, max_bytes: as of RowTap.
         """
         super().__init__(sampling, max_bytes)
+        # Below lm_head: its output is the state that heads read, and logits need not be there.
         self._base: Any = plain_model(model).base_model
 
     @contextlib.contextmanager
@@ -378,6 +395,7 @@ class PassTap(RowTap):
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not self._waiting or not isinstance(ids, torch.Tensor):
             return
+        # Some models give tuples.
         hidden_BTD = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
         for row, first, last in spans(
             ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -397,6 +415,7 @@ def spans(ids: torch.Tensor, attention: Any, positions: Any) -> list[tuple[int, 
                 found.append((row, int(at[0]), int(at[-1]) + 1))
         return found
     if ids.shape[0] == 1 and isinstance(positions, torch.Tensor) and positions.shape == ids.shape:
+        # Packed rows say where they begin by their positions alone.
         starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
         return [(0, first, last) for first, last in itertools.pairwise(starts)]
     return [(row, 0, ids.shape[1]) for row in range(ids.shape[0])]

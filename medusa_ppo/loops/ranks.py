@@ -80,6 +80,8 @@ class Ranks:
         if self.size == 1:
             return
         try:
+            # A group of our own, over the host: the trainer's may be NCCL's, with a timeout for its
+            # collectives.
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_S))
             found: list[Any] = [None] * self.size
             dist.all_gather_object(found, (what, socket.gethostname()), group=group)
@@ -95,6 +97,7 @@ class Ranks:
                 ),
                 do="Run the same script in every process.",
             ) from error
+        # Compared as text: settings are nested mappings, which have no hash.
         for name, values in zip(("medusa settings", "node"), zip(*found, strict=True), strict=True):
             if len({repr(value) for value in values}) > 1:
                 raise ConfigError(
@@ -107,6 +110,7 @@ class Ranks:
                     ),
                     do="Give every process the same settings, and train on one node.",
                 )
+        # A group's timeout is set when it is made.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LED_S))
 
     # ---- calls from the first process to all
@@ -127,6 +131,7 @@ class Ranks:
         problem = ""
         try:
             return action()
+        # Ctrl-C too: the others would wait for the rest of LED_S.
         except BaseException as error:
             problem = f"{type(error).__name__}: {error}"
             raise
@@ -154,6 +159,7 @@ class Ranks:
                         do="Read its own message.",
                     )
                 return
+            # An error is gathered as any answer is; the first process raises it for all.
             found, problem = _tried(serve, method, arguments)
             self._gather((found, problem))
 
@@ -214,6 +220,7 @@ def serve_llm(llm: Any, counts: bool, method: str, arguments: tuple[Any, ...]) -
     """What the first process asks of each one's vLLM."""
     if method == "workers":
         return llm.collective_rpc(arguments[0], args=arguments[1])
+    # Of a tensor-parallel engine every process sees the same counters; one of them counts.
     if method == "counters":
         return [read_counters(llm.get_metrics())] if counts else []
     return [llm.reset_prefix_cache()]

@@ -66,6 +66,8 @@ class RemoteAttachment(Attachment):
         """
         super().__init__(config)
         self.folder = folder
+        # From files: the actor is in other processes, and none of them is up yet when the engines
+        # start.
         self._tables = read_tables(model_path)
         self._heads = heads_for_table(config, self._tables[0])
         save_heads(
@@ -103,6 +105,8 @@ class RemoteAttachment(Attachment):
         )
         self._stack.callback(self.plugin.close)
         self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
+        # Engines may have generated already (warming up, validation): that is no rollout of this
+        # training.
         self._before = self.engine.counters()
 
     def scored(self, batch: RolloutBatch | None, sampling: Sampling) -> None:
@@ -111,6 +115,8 @@ class RemoteAttachment(Attachment):
         if engine is None:
             return
         now = engine.counters()
+        # Tokens stay with the workers that scored them; of the generation the driver knows the
+        # counters.
         rollouts = Rollouts(
             (),
             (),
@@ -154,12 +160,13 @@ class WorkerTables:
 
     def changed(self) -> Tables | None:
         """The tables, on the rank that reports, if they may have changed since the last call."""
+        # On every rank: tables that are cut over ranks are gathered.
         changed = self._actor.refresh()
         if not (changed and self._actor.reports):
             return None
-        return self._actor.lm_head_VD.detach().to(
-            "cpu", copy=True
-        ), self._actor.embedding_VD.detach().to("cpu", copy=True)
+        lm_head_VD = self._actor.lm_head_VD.detach().to("cpu", copy=True)
+        embedding_VD = self._actor.embedding_VD.detach().to("cpu", copy=True)
+        return lm_head_VD, embedding_VD
 
 
 def read_tables(model_path: str) -> Tables:
@@ -168,6 +175,7 @@ def read_tables(model_path: str) -> Tables:
     """
     folder = Path(model_path)
     found: dict[str, torch.Tensor] = {}
+    # Two tensors of a checkpoint, where loading the actor would take its whole size in memory.
     names = table_names(model_path) if folder.is_dir() else None
     for path in sorted(folder.glob("*.safetensors")) if names else []:
         with safe_open(path, "pt") as file:
@@ -194,6 +202,7 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
             expected=f"{TOKEN}, the same for the server and the trainer",
             do=f"export {TOKEN}=$(openssl rand -hex 32) for both, or leave --host out.",
         )
+    # Existing heads are served as they are: a restart must not begin with fresh ones.
     if not (Path(heads) / "config.json").is_file():
         MedusaPlugin.prepare_heads(config, load_actor(model), heads)
     # The address that was checked comes last, so that it counts: vLLM takes the last one, and
@@ -211,6 +220,7 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
         for name, value in os.environ.items()
         if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
     }
+    # In the place of this process: signals and the exit code are vLLM's own.
     os.execvpe(
         sys.executable,
         [sys.executable, "-m", SERVER_MODULE, *flags],

@@ -48,33 +48,30 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
     def __init__(
         self, attachment: Attachment, *, model: Any, mode: str = "colocate", **arguments: Any
     ) -> None:
+        # Before vLLM is started, which takes its time.
         _refuse(arguments)
         self.attachment = attachment
         # vLLM's CPU build packs its weights; TRL's sync, one parameter at a time, can't refill
         # them.
         self.packed_weights = is_cpu_build()
         if mode == "server":
-            with replaced(
-                vllm_generation,
-                "VLLMClient",
-                _WithoutCommunicator if self.packed_weights else _Client,
-            ):
+            client = _WithoutCommunicator if self.packed_weights else _Client
+            with replaced(vllm_generation, "VLLMClient", client):
                 super().__init__(model=model, mode=mode, **arguments)
             attachment.attach_server(model, lambda: self.vllm_client.base_url)
         else:
             extra = attachment.engine_arguments(model)
-            with replaced(
-                vllm_generation, "LLM", functools.partial(_start, vllm_generation.LLM, extra)
-            ):
+            start = functools.partial(_start, vllm_generation.LLM, extra)
+            with replaced(vllm_generation, "LLM", start):
                 super().__init__(model=model, mode=mode, **arguments)
             tensor_parallel = self.tensor_parallel_size
             attachment.attach_llm(
                 self.llm, counts=self.accelerator.process_index % tensor_parallel == 0
             )
         if self.logprobs is None:
-            self.logprobs = (
-                0  # RLOO doesn't ask for the sampled tokens' log-probs, and passes over them.
-            )
+            # RLOO doesn't ask for the sampled tokens' log-probs, and passes over them. More than 0
+            # would put the likeliest token's first, and not the sampled one's (see `_sampled`).
+            self.logprobs = 0
 
     def sync_weights(self) -> None:
         """The actor's weights into vLLM, and what hangs on them."""
@@ -97,7 +94,8 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
     ) -> tuple[Any, ...]:
         """As TRL's; newer heads go in before, and training rollouts come out to the plugin."""
         if self.mode == "colocate" and self._llm_weights_sleeping:
-            self.sync_weights()  # TRL would do so a moment later; the heads need awake weights.
+            # TRL would do so a moment later; the heads need awake weights.
+            self.sync_weights()
         training = bool(self.model.training)
         with self.attachment.generation(self.sampling(num_generations)) as generated:
             answer = super().generate(prompts, images, num_generations, profiler)
@@ -110,6 +108,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
+            # TRL and vLLM write "no top-k" as None, 0 or -1.
             top_k=max(self.top_k or 0, 0),
             max_new_tokens=self.max_completion_length,
             responses_per_prompt=num_generations,
@@ -125,6 +124,7 @@ class MedusaCallback(TrainerCallback):
         self.attachment = attachment
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Not earlier: before this event the model is not yet wrapped and spread over devices.
         self.attachment.begin(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -159,9 +159,8 @@ class MedusaMixin:
         named = [
             name for name in ("tools", "rollout_func", "environment_factory") if kwargs.get(name)
         ]
-        named += (
-            ["torch_compile=True"] if getattr(kwargs.get("args"), "torch_compile", False) else []
-        )
+        if getattr(kwargs.get("args"), "torch_compile", False):
+            named.append("torch_compile=True")
         if named:
             raise ConfigError(
                 "Draft heads can't learn from this kind of rollout yet.",
@@ -170,6 +169,7 @@ class MedusaMixin:
                 do="Leave `medusa` or these arguments out.",
             )
         attachment = Attachment(config, ranks)
+        # GRPO and RLOO each import the name into a module of their own.
         module = next(
             sys.modules[kind.__module__]
             for kind in type(self).__mro__
@@ -177,6 +177,7 @@ class MedusaMixin:
         )
         with replaced(module, "VLLMGeneration", functools.partial(MedusaGeneration, attachment)):
             super().__init__(*args, **kwargs)
+        # Known only now: it is a field of the arguments, and TRL fills in the arguments itself.
         if not getattr(self, "use_vllm", False):
             raise ConfigError(
                 "Draft heads need vLLM.",
@@ -213,6 +214,7 @@ def _refuse(arguments: dict[str, Any]) -> None:
 
 
 def _start(llm: Any, extra: dict[str, Any], **arguments: Any) -> Any:
+    # Ours last: engine.extra is there to have its way over what TRL says.
     return llm(**{**arguments, **extra})
 
 

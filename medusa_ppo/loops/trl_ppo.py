@@ -18,9 +18,8 @@ from typing import Any
 from heads.errors import ConfigError
 from medusa_ppo.loops.loop_versions import replaced, require_loop
 
-require_loop(
-    "trl.experimental.ppo"
-)  # First: another version may not even have what is imported next.
+# First: another version may not even have what is imported next.
+require_loop("trl.experimental.ppo")
 
 import torch  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
@@ -40,6 +39,7 @@ class _Events(TrainerCallback):
         self.attachment = attachment
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # accelerate wraps the pair on several devices.
         self.attachment.begin(getattr(kwargs["model"], "module", kwargs["model"]).policy)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -79,6 +79,7 @@ class MedusaPPOTrainer(PPOTrainer):
             )
         self.medusa = Attachment(config, ranks)
         self.medusa.folder = Path(self.args.output_dir) / "medusa"
+        # There is no vLLM, but the plugin wants an engine to ask for counters and to swap into.
         self.medusa.engine = NoEngine() if ranks.leads else None
         self.add_callback(_Events(self.medusa))
 
@@ -87,6 +88,7 @@ class MedusaPPOTrainer(PPOTrainer):
         if self.medusa is None:
             super().train()
             return
+        # TRL calls it by this name in its module, and has no method to override.
         with replaced(ppo_trainer, "batch_generation", self._generate_and_tell):
             super().train()
 
@@ -115,6 +117,7 @@ class MedusaPPOTrainer(PPOTrainer):
         return query_responses, logits
 
 
+# Held before it is ever replaced, or ours would call itself.
 _generate = ppo_trainer.batch_generation
 
 
@@ -130,6 +133,7 @@ def rows_of(
     width = queries_BQ.shape[1]
     responses_BR = query_responses_BT[:, width:]
     logprobs_BR = logits_BRV.float().log_softmax(-1).gather(2, responses_BR[..., None])[..., 0]
+    # The trainer masks every padding token, also one that was sampled in the middle.
     kept_BR = responses_BR != pad_token_id
     return Generated(
         [row[row != pad_token_id].tolist() for row in queries_BQ],

@@ -34,6 +34,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != self._module:
             return None
+        # Once is enough, and the search below would find this finder again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:

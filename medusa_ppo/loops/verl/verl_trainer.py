@@ -76,13 +76,16 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: Any) -> Any:
+        # One replica's rows are plenty for heads; gathering all would cost the loop bandwidth.
         if self.actor.engine.get_data_parallel_rank() != 0:
             return super().compute_log_prob(data)
+        # Made at the first pass: the engine is built by a call of its own, after the constructor.
         if self._medusa_tap is None:
             self._medusa_tap = engine_tap(self.actor.engine, self.config)
         rows, kept = rows_of(data)
         with self._medusa_tap.watch(rows):
             output = super().compute_log_prob(data)
+        # Ranks that do not report have no output.
         if output is not None:
             logprobs = response_logprobs(output["log_probs"], data["response_mask"])
             self._medusa_tap.add_logprobs([logprobs[i] for i in kept])
@@ -99,9 +102,8 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
         reports only.
         """
         if self.config.actor.strategy == MEGATRON:
-            tap: Any = (
-                self._medusa_tap
-            )  # Other replicas have none: nothing crosses between replicas.
+            # Other replicas have none: nothing crosses between replicas.
+            tap: Any = self._medusa_tap
             return tap.tables() if tap is not None else None
         engine = self.actor.engine
         if self._medusa_tables is None:
@@ -153,9 +155,8 @@ class MegatronEngineTap(RowTap):
             ConfigError: the rows are cut for context parallelism in a way that the tap doesn't
                 know.
         """
-        from medusa_ppo.actors.megatron import (
-            MegatronActor,
-        )  # Megatron is only there where it is used.
+        # Megatron is only there where it is used.
+        from medusa_ppo.actors.megatron import MegatronActor
 
         super().__init__(sampling, max_bytes)
         self._engine = engine
@@ -192,6 +193,7 @@ class MegatronEngineTap(RowTap):
                 for ids_T, hidden_TD in zip(
                     micro_batch["input_ids"].unbind(), tap.hidden_BTD, strict=True
                 ):
+                    # Megatron pads rows so that they can be cut; the padding stands behind.
                     self._see(ids_T, hidden_TD[: ids_T.numel()])
             return answer
 
@@ -220,6 +222,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
     """verl's trainer, with the heads' companion beside it."""
 
     def __init__(self, config: Any) -> None:
+        # Here rather than at the import: verl imports this module whoever trains.
         require_loop("verl")
         medusa = as_config(
             OmegaConf.to_container(config.get("medusa") or OmegaConf.create({}), resolve=True)
@@ -240,6 +243,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
         super()._init_resource_pool_mgr()
         if self.medusa is not None:
             for role in self.role_worker_mapping:
+                # verl names the role by what shares its processes.
                 if str(role) in ACTOR_ROLES:
                     self.role_worker_mapping[role] = ray.remote(MedusaActorRolloutRefWorker)
 
@@ -255,6 +259,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
                 lambda method, args: call_all(servers, method, args), lambda: sum_counters(servers)
             )
             self.medusa.start()
+            # They had slept before, and verl's sleep throws the heads away with the weights.
             self.medusa.synced(lost_heads=True)
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -262,7 +267,9 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
         if self.medusa is not None:
             sampling = sampling_of(self.config.actor_rollout_ref.rollout)
             self.medusa.scored(
-                _first(self.actor_rollout_wg.medusa_take(self.global_steps - 1)), sampling
+                # verl counts steps from 1, and a step's rollouts are written before its update.
+                _first(self.actor_rollout_wg.medusa_take(self.global_steps - 1)),
+                sampling,
             )
         return batch
 
@@ -284,7 +291,8 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
     def fit(self, agent_loop_manager: Any) -> None:
         try:
             super().fit(agent_loop_manager)
-        finally:  # verl leaves by more than one door.
+        finally:
+            # verl returns from several places.
             if self.medusa is not None:
                 self.medusa.end()
 
@@ -375,9 +383,8 @@ def response_logprobs(log_probs: torch.Tensor, response_mask: torch.Tensor) -> l
 
 
 def _load_replica() -> type[Any]:
-    from medusa_ppo.loops.verl.verl_server import (
-        MedusaReplica,
-    )  # Imports vLLM, which the driver only needs when it starts servers.
+    # It imports vLLM, which the driver only needs when it starts servers.
+    from medusa_ppo.loops.verl.verl_server import MedusaReplica
 
     return MedusaReplica
 
