@@ -50,6 +50,8 @@ class BroadcastPool(EnginePool):
         self._members: list[base.RolloutEngine | None] = []
         self._stream: ActorStream | None = None
         self._sent = ""
+        # Several engines may catch up at once, each in a thread of the pool's: one of them writes
+        # the file.
         self._writing = threading.Lock()
         super().__init__(*args, **kwargs)
 
@@ -63,6 +65,7 @@ class BroadcastPool(EnginePool):
         """
         started = time.perf_counter()
         header = stream.header()
+        # First of all: an engine that refuses does so before the others have parts of it.
         seats, devices = self._check(header)
         group = self._meet(seats, devices)
         checksum, answers = self._together(
@@ -84,16 +87,19 @@ class BroadcastPool(EnginePool):
                 do="Sync a file.",
             )
         for seat in took:
+            # Others are brought up to date by a file, before their next piece.
             seat.versions["actor"] = version
         self._stream = stream
         self._sent = checksum
         self.policy_version = version
+        # The pool's file is older now; a new one is written when an engine asks for it.
         self._forget("actor")
         return SwapReceipt(version, checksum, time.perf_counter() - started)
 
     def sync_actor(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
+        # The pool keeps the file, so the stream need not be written for those that come late.
         receipt = super().sync_actor(path, version, checked)
         self._stream = None
         return receipt
@@ -119,6 +125,8 @@ class BroadcastPool(EnginePool):
         file = self._new_file(f"actor-{self.policy_version}")
         stream.write(file)
         found = base.check_state(file, "the actor's weights", tensorwise_checksum)
+        # The loop's actor may have been stepped since; an engine with those weights would be a
+        # version ahead.
         if found.checksum != self._sent:
             given = f"{found.checksum[:16]} instead of {self._sent[:16]}"
             raise RunError(
@@ -127,9 +135,8 @@ class BroadcastPool(EnginePool):
                 expected="the same until the next sync",
                 do="Sync it.",
             )
-        self._kept = self._kept | {
-            "actor": (file, self.policy_version, found)
-        }  # Others may be reading it.
+        # A new mapping: others may be walking through the old one.
+        self._kept = self._kept | {"actor": (file, self.policy_version, found)}
 
     def _check(self, header: dict[str, Any]) -> tuple[list[Seat], list[list[str]]]:
         """The engines that can take it, and where their ranks have their weights. SwapError when
@@ -138,6 +145,7 @@ class BroadcastPool(EnginePool):
         answers = self._ask_all(
             self._seated(), lambda engine: engine.check_actor(header), patience_s=self.timeout_s
         )
+        # All together or by a file: a rank that does not come would keep the others waiting.
         for _, answer in answers:
             if isinstance(answer, Exception):
                 raise answer if isinstance(answer, SwapError) else _lost(answer)
@@ -146,9 +154,12 @@ class BroadcastPool(EnginePool):
     def _meet(self, seats: list[Seat], devices: list[list[str]]) -> Group:
         """The group of these engines."""
         members = [seat.engine for seat in seats]
+        # The same engines: an engine that was started again is another one, and has no connections.
         if self._group is not None and self._members == members:
             return self._group
         self._part()
+        # NCCL needs a GPU of its own for each process; where two share one, or one has none, gloo
+        # carries it.
         own = transfer.device_id(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         backend = transfer.choose_backend([own, *(device for ranks in devices for device in ranks)])
         host = (
@@ -187,6 +198,7 @@ class BroadcastPool(EnginePool):
         def meanwhile() -> None:
             try:
                 found.append(own())
+            # Kept for later: the engines' answers have to be awaited first, whatever happened here.
             except BaseException as error:
                 errors.append(error)
                 self._part()
@@ -255,6 +267,7 @@ class ActorSync:
             SwapError: the engine did not take them.
         """
         stream = actor_stream(actor, self._dtype, self._bucket_bytes)
+        # From names and shapes: nothing has been gathered yet.
         self.nbytes = sum(
             dtype.itemsize * math.prod(shape) for dtype, shape in stream.entries.values()
         )
@@ -329,6 +342,7 @@ def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
     """
     output = actor.get_output_embeddings()
     tied = lm_head_weight(actor) is embedding_weight(actor)
+    # A tied lm_head has a name of its own in state_dict, but none in a tied model's files.
     alias = {
         f"{name}.weight" for name, module in actor.named_modules() if tied and module is output
     }
@@ -337,10 +351,8 @@ def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
     if tower_of(actor) is None:
         return state
-    from transformers.core_model_loading import (
-        revert_weight_conversion,
-    )  # Private to save_pretrained in all but name; needed here alone.
+    # Private to save_pretrained in all but name; needed here alone.
+    from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(
-        actor, state
-    )  # These models have other names in files than in memory.
+    # These models have other names in files than in memory.
+    return revert_weight_conversion(actor, state)

@@ -77,6 +77,7 @@ class ColocatedEngine(base.WorkerEngine):
         def answer() -> list[Response]:
             with _engine_errors("generating"):
                 outputs = llm.generate(requests, params, use_tqdm=False)
+            # vLLM resizes and cuts images by its own reading of the processor's settings.
             _check_images(prompts, [output.prompt_token_ids for output in outputs[::repeat]])
             return [_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs)]
 
@@ -105,8 +106,10 @@ class ColocatedEngine(base.WorkerEngine):
         with _engine_errors("generating"):
             try:
                 for place, settings in enumerate(params):
+                    # Otherwise every step would hand out all that a response has so far.
                     settings.output_kind = RequestOutputKind.FINAL_ONLY
                     request: Any = {
+                        # What vLLM makes itself of a prompt of ids, one layer above this call.
                         "type": "token",
                         "prompt_token_ids": list(prompts[place // repeat]),
                     }
@@ -121,6 +124,8 @@ class ColocatedEngine(base.WorkerEngine):
                     if ended:
                         yield ended
             finally:
+                # The caller may leave at any yield; what runs on would take slots from the next
+                # call.
                 if len(found) < len(params):
                     engine.abort_request(
                         [str(place) for place in range(len(params)) if place not in found]
@@ -154,6 +159,7 @@ class ColocatedEngine(base.WorkerEngine):
                 for place in open_places:
                     text = texts[place]
                     settings = params[place]
+                    # Tokens of unfinished responses count too, and each is to come once.
                     settings.output_kind = RequestOutputKind.DELTA
                     settings.max_tokens = sampling.max_new_tokens - len(text.ids)
                     request: Any = {
@@ -176,6 +182,7 @@ class ColocatedEngine(base.WorkerEngine):
             base.checked_response(place // repeat, text.ids, text.logprobs, text.ended)
             for place, text in enumerate(texts)
         ]
+        # What was begun in earlier calls was counted there.
         written = sum(len(text.ids) for text in texts) - sum(
             len(response.token_ids) for response in partly.begun
         )
@@ -202,7 +209,10 @@ class ColocatedEngine(base.WorkerEngine):
         ]
         arguments = [base.sampling_arguments(sampling, self.plan.stop_ids, seed) for seed in seeds]
         return [
-            SamplingParams(**given, detokenize=False, flat_logprobs=True) for given in arguments
+            # Without flat_logprobs vLLM makes a dictionary and an object for each token's one
+            # log-prob.
+            SamplingParams(**given, detokenize=False, flat_logprobs=True)
+            for given in arguments
         ]
 
     def check_actor(self, entries: Header) -> list[str]:
@@ -216,6 +226,8 @@ class ColocatedEngine(base.WorkerEngine):
         try:
             answer = self._call("medusa_receive_actor", entries, version)
         except EngineError:
+            # A refusal leaves the old actor whole; only a broadcast that broke off half-way does
+            # not.
             self._actor_lost = int(self._call("medusa_checksums")["actor_version"]) < 0
             raise
         return self._has_actor(SwapReceipt(version, answer["checksum"], answer["seconds"]), started)
@@ -243,14 +255,17 @@ class ColocatedEngine(base.WorkerEngine):
     def wake(self) -> None:
         if not self._asleep:
             return
+        # First: `_running` refuses an engine that sleeps.
         self._asleep = False
         with _engine_errors("waking up"):
             self._running().wake_up()
+        # A deep sleep leaves the tensors in place, with other memory behind them.
         self._look_at_heads()
 
     def counters(self) -> Counters:
         llm = self._running()
         return (
+            # Without speculation vLLM counts nothing, and has no such metrics.
             read_counters(llm.get_metrics())
             if self.plan.engine_args.get("speculative_config")
             else Counters()
@@ -260,6 +275,8 @@ class ColocatedEngine(base.WorkerEngine):
         llm = self._llm
         self._llm = None
         if llm is not None:
+            # `LLM` has no close of its own; waiting for the garbage collector would keep its
+            # memory.
             llm.llm_engine.engine_core.shutdown()
 
     def _running(self) -> LLM:
@@ -363,6 +380,7 @@ class AttachedEngine(base.WorkerEngine):
         receipt = super().swap_heads(path, version, checked)
         fresh = self._kept_state.with_suffix(".new")
         shutil.copyfile(path, fresh)
+        # By a rename: whoever is interrupted here still has the heads of before.
         fresh.replace(self._kept_state)
         return receipt
 
@@ -392,6 +410,7 @@ class AttachedEngine(base.WorkerEngine):
 
 def _start(plan: LaunchPlan) -> LLM:
     for name, value in ENVIRONMENT.items():
+        # Before vLLM is imported, which sets up its logging then.
         os.environ.setdefault(name, value)
     os.environ.update(plan.environment)
     with _engine_errors("starting"):

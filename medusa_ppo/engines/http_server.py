@@ -76,6 +76,7 @@ class ServerEngine(base.WorkerEngine):
         """
         self.plan = plan_launch(model_path, heads_path, config, seed)
         self._process: subprocess.Popen[bytes] | None = None
+        # Stands for no log, where the server is somebody else's.
         self._log = Path(os.devnull)
         # On a node with other users loopback is no door: a server that is started here answers
         # nobody else.
@@ -88,6 +89,7 @@ class ServerEngine(base.WorkerEngine):
             # A proxy of the environment has no business on loopback, and would be told the token.
             trust_env=not token,
         )
+        # Twice the engine's slots, so that requests wait there and no slot waits for a request.
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
             self._wait_until_healthy(started_here=not config.addresses)
@@ -149,6 +151,7 @@ class ServerEngine(base.WorkerEngine):
         try:
             return super().sync_actor(file, version, checked)
         finally:
+            # In any case: a server that stays paused answers nobody.
             self._post("/resume")
 
     def _forget_prompts(self) -> bool:
@@ -189,6 +192,7 @@ class ServerEngine(base.WorkerEngine):
                 folder.
         """
         process, version = self._who_answers()
+        # Process numbers alone can come again; the worker's name for itself does not.
         if process == self._met:
             return
         if version != self.policy_version:
@@ -212,6 +216,7 @@ class ServerEngine(base.WorkerEngine):
         if process is None:
             return
         atexit.unregister(self.close)
+        # SIGKILL in any case: the group's first process may have ended before its workers.
         for sign in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(process.pid, sign)
@@ -250,9 +255,12 @@ class ServerEngine(base.WorkerEngine):
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                # Not a pipe: nobody would read it, and a full one stops the server.
                 stdout=handle,
                 stderr=subprocess.STDOUT,
                 env=env,
+                # A group of its own, to be ended as a whole; and Ctrl-C in the terminal is for the
+                # loop, which ends it in order.
                 start_new_session=True,
             )
         finally:
@@ -263,6 +271,7 @@ class ServerEngine(base.WorkerEngine):
     def _wait_until_healthy(self, *, started_here: bool) -> None:
         deadline = time.monotonic() + (START_TIMEOUT_S if started_here else ATTACH_TIMEOUT_S)
         while time.monotonic() < deadline:
+            # No use in waiting for ten minutes for a process that has gone.
             if self._process is not None and self._process.poll() is not None:
                 raise EngineError(
                     "The vLLM server ended while starting.",
@@ -308,6 +317,7 @@ class ServerEngine(base.WorkerEngine):
             "model": self._model_name,
             "prompt": prompt,
             "return_token_ids": True,
+            # The server has no tokenizer to write tokens as text.
             "return_tokens_as_token_ids": True,
         }
         given = {name: value for name, value in body.items() if value is not None}
@@ -319,6 +329,7 @@ class ServerEngine(base.WorkerEngine):
             strange = [
                 token
                 for token in token_ids
+                # `true` is an int to isinstance.
                 if type(token) is not int or not 0 <= token < (self.plan.vocab_size or 1 << 31)
             ]
             if strange or len(token_ids) > sampling.max_new_tokens:
@@ -381,11 +392,13 @@ class ServerEngine(base.WorkerEngine):
         """The whole answer, within so many seconds and within MOST_ANSWER_BYTES, however it comes;
         httpx's error where there is none.
         """
+        # httpx's timeout is for each read: an answer that comes drop by drop would never end.
         deadline = time.monotonic() + within_s
         content = bytearray()
         with self._client.stream(verb, path, timeout=within_s, **kwargs) as stream:
             for part in stream.iter_bytes():
                 content += part
+                # A server that never stops sending would fill the memory.
                 if len(content) > MOST_ANSWER_BYTES or time.monotonic() > deadline:
                     raise httpx.ReadTimeout(f"{len(content)} bytes in {within_s:.0f} s and no end")
             return httpx.Response(stream.status_code, content=bytes(content))
@@ -431,6 +444,7 @@ def parse_counters(text: str) -> Counters:
     drafts, drafted, accepted = (
         totals[f"{COUNTER}{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
+    # A label is text from outside: a tuple up to a huge position would fill the memory.
     if any(not 0 <= position < MOST_POSITIONS for position in positions):
         raise ValueError(f"position {max(positions)}")
     return Counters(

@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
-LARGE_VOCABULARY, DRAFT_VOCABULARY = 32_768, 8_192
+LARGE_VOCABULARY = 32_768
+DRAFT_VOCABULARY = 8_192
 """From so many tokens on drafts come from the most frequent ones alone, where nobody says
 otherwise; and so many of them.
 """
@@ -55,7 +56,9 @@ HOST = "127.0.0.1"  # Of a server that is started here: only this process asks i
 ENVIRONMENT = {
     # The engine in this process: swaps are direct calls, and there is one process less.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Its notes would come between the lines of the progress display.
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # vLLM would report each start to its makers.
     "VLLM_NO_USAGE_STATS": "1",
 }
 # The `vllm` command of the CPU wheel does not start; the module does.
@@ -131,7 +134,10 @@ def plan_launch(
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,
         "worker_extension_cls": WORKER_EXTENSION,
+        # Prompts and responses are token ids.
         "skip_tokenizer_init": True,
+        # Otherwise vLLM takes sampling settings that a request leaves out from the model's own
+        # file.
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
     }
@@ -162,6 +168,7 @@ def plan_launch(
             )
         args |= speculation(str(heads_path), max_drafts, sampled=config.draft_temperature > 0)
         _refuse_with_heads(config.extra, runner)
+    # See cache_bytes: a share of the memory can come out negative there.
     if is_cpu_build() and "gpu_memory_utilization" not in config.extra:
         args["kv_cache_memory_bytes"] = cache_bytes(text, config)
     if config.sleep_level:
@@ -172,6 +179,7 @@ def plan_launch(
             )
         else:
             args["enable_sleep_mode"] = True
+    # Last, so that the user's word counts; what must not be changed has been refused by name.
     args.update(config.extra)
     drafting = _drafting(config, heads, runner)
     return LaunchPlan(
@@ -250,6 +258,7 @@ def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None, runner: st
     """
     if config.draft_vocab is not None:
         return config.draft_vocab
+    # It is cut from the actor's lm_head, which heads with their own don't read; V2 has none.
     large = heads is not None and heads.vocab_size >= LARGE_VOCABULARY and heads.lm_head == "shared"
     return DRAFT_VOCABULARY if large and runner != "v2" else None
 
@@ -268,7 +277,9 @@ def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:
     kv_heads = int(text_config.get("num_key_value_heads") or heads)
     config = settled_engine(config)
     per_token = 2 * layers * kv_heads * head_dim * (4 if config.dtype == "float32" else 2)
+    # Whole blocks for each sequence.
     blocks = config.max_num_seqs * -(-(config.max_model_len or 0) // CACHE_BLOCK_TOKENS)
+    # vLLM keeps one block for itself, as the place of none.
     return max(MIN_CACHE_BYTES, (blocks + 1) * CACHE_BLOCK_TOKENS * per_token)
 
 
@@ -288,6 +299,7 @@ def read_model_config(model_path: str | Path) -> dict[str, Any]:
             )
         return _read_json(path)
     name = str(model_path)
+    # A mistyped path would otherwise be looked for on the hub, and the network blamed.
     if name.count("/") != 1 or name.startswith((".", "~", os.sep)):
         raise ModelError(
             "The model folder does not exist.",
@@ -387,6 +399,7 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
                 "combined with draft heads in this version; use tensor parallelism",
                 1,
             )
+    # vLLM goes by the variable, whatever was checked here.
     if v2_asked() and runner != "v2":
         do = "Unset the variable, or set engine.runner=v2."
         raise ConfigError(
@@ -417,6 +430,7 @@ def _tokenizer_end(folder: Path) -> list[int]:
     )
     end = settings.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
+    # Older tokenizers have the list in the one file, newer ones in the other.
     listed = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
     listed |= {int(token["id"]): token for token in tokens.get("added_tokens", [])}
     return [i for i, token in listed.items() if end is not None and token.get("content") == end]
@@ -432,6 +446,7 @@ def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str
         return env
     env |= {
         "OMP_NUM_THREADS": str(settled_engine(config).threads),
+        # vLLM would pin its threads to cores, and PPO and the companion use the same ones.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
@@ -441,6 +456,7 @@ def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str
         # process, and with both it does not start.
         others = [
             part
+            # The loader takes both as separators.
             for part in re.split("[: ]", os.environ.get("LD_PRELOAD", ""))
             if part and not OPENMP.search(part)
         ]

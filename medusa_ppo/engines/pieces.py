@@ -91,6 +91,7 @@ def cut(
     """
     if engines <= 1:
         return [tuple(range(len(prompts)))]
+    # Long prompts first, so that the last pieces are short ones.
     order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
     weights = [expected_tokens(prompts[index], sampling) for index in order]
     left = sum(weights)
@@ -115,6 +116,7 @@ def in_call(finished: Finished, piece: Piece, repeat: int) -> Finished:
     """
 
     def told(place: int, response: Response) -> None:
+        # An engine numbers prompts and responses within its piece.
         index = piece[response.prompt_index]
         finished(index * repeat + place % repeat, replace(response, prompt_index=index))
 
@@ -146,6 +148,7 @@ class SharedMemory(ResponseMemory):
     def __init__(self, most_bytes: int) -> None:
         super().__init__(most_bytes)
         self.news: list[tuple[object, list[Row]]] = []
+        # Engines that start again ask for rows in threads of their own.
         self._lock = threading.RLock()
 
     def hear(self, author: object, rollouts: Rollouts, version: int) -> None:
@@ -156,6 +159,7 @@ class SharedMemory(ResponseMemory):
         numbered = [
             (index, one)
             for index, one in enumerate(rollouts.responses)
+            # It goes on in a later call, and comes as a whole then.
             if one.finish_reason != UNFINISHED
         ]
         rows = [

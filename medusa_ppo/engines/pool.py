@@ -106,6 +106,7 @@ class EnginePool(base.RolloutEngine):
         self._factory = factory
         self._smallest = smallest_piece
         self._on_close = on_close
+        # For each engine one call, and beside it the start of another one that was lost.
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: OwnedFolder | None = None
@@ -114,6 +115,7 @@ class EnginePool(base.RolloutEngine):
         self.restarts = 0
         self._closing = False
         starts = [self._threads.submit(factory, index) for index in range(count)]
+        # All of them, also where one has failed: those that came up have to be closed.
         wait(starts)
         self._seats = [
             Seat(index, None if start.exception() else start.result())
@@ -124,11 +126,14 @@ class EnginePool(base.RolloutEngine):
             self.close()
             raise failed
         engines = self._engines()
+        # Servers that were started by hand may have heads of different numbers.
         self.max_drafts = min(engine.max_drafts for engine in engines)
         self.num_drafts = min(engine.num_drafts for engine in engines)
         self.heads_version = engines[0].heads_version
         self.policy_version = engines[0].policy_version
         for seat in self._seats:
+            # Engines that were just started have the same, and no file of it is kept; nobody is
+            # behind.
             seat.versions = {"heads": self.heads_version, "actor": self.policy_version}
 
     @property
@@ -185,6 +190,8 @@ class EnginePool(base.RolloutEngine):
         try:
             while waiting or running:
                 self._hand_out(waiting, running, prompts, sampling, ask)
+                # Only where pieces wait: otherwise a start in the background is nothing to wait
+                # for.
                 starting = [
                     seat.starting for seat in self._seats if seat.starting is not None and waiting
                 ]
@@ -197,15 +204,18 @@ class EnginePool(base.RolloutEngine):
                     error = job.exception()
                     if error is not None:
                         self._lost(seat, error)
+                        # Its turn has come already, and it keeps its number, which its seed depends
+                        # on.
                         waiting.insert(0, (index, piece))
                     else:
                         answers.append((piece, job.result()))
                         self.memory.hear(seat.engine, job.result(), self.policy_version)
                         seat.share = seat.share.plus(job.result())
+                        # It answers again: MAX_RESTARTS is for engines that never do.
                         seat.restarts = 0
         except Exception:
-            wait(running)
             # No engine is left busy behind an error; close() ends one that an interrupt left busy.
+            wait(running)
             raise
         self._spread_news()
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
@@ -225,6 +235,8 @@ class EnginePool(base.RolloutEngine):
             if waiting and seat.index not in busy:
                 index, piece = waiting.pop(0)
                 seeded = (
+                    # One engine keeps the call's own seed, and samples what it would without a
+                    # pool.
                     replace(sampling, seed=piece_seed(sampling, index))
                     if len(self._seats) > 1
                     else sampling
@@ -255,6 +267,7 @@ class EnginePool(base.RolloutEngine):
         count = self._possible(settings)
         self._settings |= settings
         if settings.get("memory_bytes", self.memory.most_bytes) != self.memory.most_bytes:
+            # Only when the size changes: whoever says the same again does not mean to forget.
             self.memory = SharedMemory(settings["memory_bytes"])
         self._everywhere(lambda engine: engine.configure(**settings))
         for seat in self._ready():
@@ -323,9 +336,8 @@ class EnginePool(base.RolloutEngine):
                 self.heads_version = self.heads_version if "heads" in self._kept else -1
 
     def close(self) -> None:
-        self._closing = (
-            True  # A call in another thread loses its engine now, and none is started for it.
-        )
+        # A call in another thread loses its engine now, and none is started for it.
+        self._closing = True
         # What is being started is waited for: it would outlive the run.
         for seat in self._seats:
             if seat.starting is not None:
@@ -406,6 +418,7 @@ class EnginePool(base.RolloutEngine):
         here, once, and not by each engine.
         """
         started = time.perf_counter()
+        # Kept before it is read, so that what is checked is what the engines read.
         file = self._keep(base.check_file(path, NAMES[what]), f"{what}-{version}")
         try:
             found = checked or base.check_state(file, NAMES[what], SUMS[what])
@@ -454,6 +467,7 @@ class EnginePool(base.RolloutEngine):
 
     def _new_file(self, name: str) -> Path:
         self._folder = self._folder or OwnedFolder("medusa-ppo-pool-", shared_memory=True)
+        # A version can come twice, while an engine still reads its first file.
         return self._folder.path / f"{name}-{time.monotonic_ns()}.safetensors"
 
     def _forget(self, what: str) -> None:
@@ -502,7 +516,12 @@ class EnginePool(base.RolloutEngine):
             error = (
                 job.exception()
                 if job in done
-                else EngineError("The engine does not answer.", given=f"nothing for {patience_s} s")
+                else EngineError(
+                    "The engine does not answer.",
+                    given=f"nothing for {patience_s} s",
+                    expected="an answer",
+                    do="Read the engine's log; it is started again.",
+                )
             )
             if isinstance(error, SwapError):
                 logger.warning("Engine %d did not take the new weights. %s", seat.index, error)
@@ -517,6 +536,7 @@ class EnginePool(base.RolloutEngine):
         """Start a lost engine again in the background. An error that isn't the engine's is
         raised.
         """
+        # A wrong request would be as wrong for the next engine.
         if not isinstance(error, EngineError) or self._closing:
             raise error
         logger.warning("Engine %d is lost. %s", seat.index, error)
@@ -526,11 +546,13 @@ class EnginePool(base.RolloutEngine):
             seat.restarts += 1
             self.restarts += 1
             seat.starting = self._threads.submit(self._start_again, seat.index, engine)
+        # In the background, as it may hang.
         elif engine is not None:
             self._threads.submit(engine.close)
 
     def _start_again(self, index: int, old: base.RolloutEngine | None) -> base.RolloutEngine:
         if old is not None:
+            # First: the new one needs its memory.
             old.close()
         return self._factory(index)
 
@@ -548,6 +570,7 @@ class EnginePool(base.RolloutEngine):
                 seat.engine = start.result()
                 seat.versions = {}
                 seat.settings = Drafting()
+                # With nothing to remember there is nothing to catch up with.
                 seat.remembers = not self.memory.most_bytes
 
     def _ready(self) -> list[Seat]:

@@ -42,6 +42,7 @@ LEAST_P = 0.001
 MOST_Z = 3.0
 SERIES_TERMS = 100
 TEMPERATURE = 0.7
+# Wider than MOST_Z: one run of CI in thousands may fail by chance, and a fault shows at 50.
 LIMIT = 4.0
 VOCAB, HIDDEN, HEADS = 128, 64, 3
 PROMPTS, NEW_TOKENS = 64, 32
@@ -86,6 +87,7 @@ class Uniformity:
         uniform_M = torch.rand(len(ids_M), generator=self._generator, dtype=torch.float64)
         self._u.append((below_M + uniform_M.to(mass_M.device) * mass_M)[inside_M].cpu())
         self.outside += int((~inside_M).sum())
+        # 0 times -inf would be NaN.
         finite_MV = torch.where(p_MV > 0, logp_MV, 0.0)
         mean_M = (p_MV * finite_MV).sum(-1)
         seen_M = finite_MV.gather(1, ids_M[:, None])[:, 0]
@@ -120,21 +122,11 @@ class Uniformity:
         steps = torch.arange(len(u) + 1, dtype=torch.float64) / len(u)
         distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
         t = distance * math.sqrt(len(u))
-        if (
-            t < 0.2
-        ):  # The series alternates there without falling; the law is 1 to more than ten digits.
+        # The series alternates there without falling; the law is 1 to more than ten digits.
+        if t < 0.2:
             return 1.0
-        return min(
-            1.0,
-            max(
-                0.0,
-                2
-                * sum(
-                    (-1) ** (j - 1) * math.exp(-2 * (j * t) ** 2)
-                    for j in range(1, SERIES_TERMS + 1)
-                ),
-            ),
-        )
+        terms = ((-1) ** (j - 1) * math.exp(-2 * (j * t) ** 2) for j in range(1, SERIES_TERMS + 1))
+        return min(1.0, max(0.0, 2 * sum(terms)))
 
     @property
     def z(self) -> float:
@@ -295,6 +287,7 @@ def run_probe() -> dict[str, Any]:
         folder = Path(temporary)
         model = tiny_model(folder / "model")
         heads = MedusaHeads(HeadsConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_heads=HEADS))
+        # Heads that learned nothing draft nothing.
         stir(heads)
         save_heads(folder / "heads", heads, lm_head_VD=model.lm_head.weight)
         config = EngineConfig(max_num_seqs=16, max_model_len=64, threads=1)

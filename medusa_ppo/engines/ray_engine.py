@@ -103,6 +103,7 @@ def gpus_asked(config: EngineConfig, ranks: int) -> float:
     return (settled_engine(config).memory_fraction or 0.0) if ranks == 1 else float(ranks)
 
 
+# lru_cache lets two threads compute the same value at once: the file would be put twice.
 _store_lock = threading.Lock()
 
 
@@ -150,6 +151,8 @@ class RayEngine(base.RolloutEngine):
             where: options of Ray that give the actor its place (`runtime.processes.place`);
                 None: Ray finds one.
         """
+        # Planned here only to refuse before anything starts; the actor plans by what its own node
+        # has.
         given = plan
         plan = plan or plan_launch(model_path, heads_path, config, seed)
         if not ray.is_initialized():
@@ -166,11 +169,13 @@ class RayEngine(base.RolloutEngine):
             "num_cpus": 0,
             "num_gpus": gpus,
             "runtime_env": {"env_vars": process_environment(config, has_gpu=gpus > 0)},
+            # Ray would start it without heads and actor; the pool starts it again with both.
             "max_restarts": 0,
             "resources": {config.resource: TOKEN} if config.resource else None,
             **(where or {}),
         }
         heads = str(Path(heads_path).resolve()) if heads_path else None
+        # The actor's working directory is another one.
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
         actor: Any = ray.remote(**options)(EngineHost)
         self._host: Any = actor.remote(model, heads, config, seed, given)
@@ -260,8 +265,10 @@ class RayEngine(base.RolloutEngine):
             return
         try:
             ray.get(host.call.remote("close"), timeout=CLOSE_TIMEOUT_S)
+        # AttributeError: vLLM never came up, so there is no engine to close.
         except (RayError, AttributeError):
             base.logger.debug("the engine's actor was gone or busy at close", exc_info=True)
+        # It may hang in a call, and the GPU is free only when the process is gone.
         ray.kill(host, no_restart=True)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +280,9 @@ class RayEngine(base.RolloutEngine):
         """Call a method that reads a file, wherever the engine is."""
         if not self.elsewhere:
             return self._call(method, path, version, checked)
+        # Part of the key: a file of the same name may be a newer one.
         status = os.stat(path)
+        # References end with their session of Ray.
         session = ray.get_runtime_context().get_job_id()
         content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))
         timeout_s = http_server.CALL_TIMEOUT_S
@@ -321,6 +330,7 @@ class RayEngine(base.RolloutEngine):
     def _understood(self, given: Answer) -> Any:
         """The value of an answer, or the error that is one; the engine's numbers are kept."""
         answer, state = given
+        # As attributes that cost no call; STATE names them.
         vars(self).update(state)
         if isinstance(answer, MedusaError):
             raise answer
@@ -358,10 +368,9 @@ def make_engine(
         group = reserve([bundle(gpus, config.resource)] * config.replicas, "engines")
 
     def start(index: int) -> base.RolloutEngine:
-        section, own_seed = (
-            replica(config, index),
-            seed + index,
-        )  # Engines of one seed would answer the same prompt in two pieces alike.
+        section = replica(config, index)
+        # Engines of one seed would answer the same prompt in two pieces alike.
+        own_seed = seed + index
         if group is None:
             return kind(model_path, heads_path, section, own_seed)
         return RayEngine(model_path, heads_path, section, own_seed, where=in_bundle(group, index))

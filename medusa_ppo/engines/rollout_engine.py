@@ -218,6 +218,7 @@ class WorkerEngine(RolloutEngine):
                 "medusa_swap_heads", check_file(path, "new heads"), version, checked
             )
         except SwapError:
+            # Most refusals leave the old heads; some leave none, and only the workers know.
             self._look_at_heads()
             raise
         self.heads_version = version
@@ -279,6 +280,7 @@ class WorkerEngine(RolloutEngine):
 
     def configure(self, **settings: Unpack[Drafting]) -> None:
         count = self._possible(settings)
+        # An engine without heads has nobody to tell that it drafts nothing.
         if self.max_drafts or settings != {"num_drafts": 0}:
             self._call("medusa_configure", settings)
         self.num_drafts = count
@@ -374,6 +376,8 @@ def understood(take: Callable[[], Found], answer: object) -> Found:
     """What `take` finds in an answer. EngineError when it is not there."""
     try:
         return take()
+    # Everything that a JSON of a foreign server can do: infinite numbers, lists in the place of
+    # mappings, nesting without end.
     except (
         ValueError,
         LookupError,
@@ -404,6 +408,7 @@ def check_request(
             expected="at least one prompt",
             do="Check the dataset and its filters.",
         )
+    # vLLM takes a prompt that leaves too little room, and cuts the response short without a word.
     limit = max_model_len - sampling.max_new_tokens
     for index, prompt in enumerate(prompts):
         if not prompt or len(prompt) > limit:
@@ -416,6 +421,7 @@ def check_request(
                 ),
                 do="Raise engine.max_model_len or shorten prompts or responses.",
             )
+        # Without a tokenizer vLLM does not look: the id would be read past the embedding's end.
         if vocab_size and not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise DataError(
                 "A prompt has a token id outside the vocabulary.",
@@ -466,6 +472,7 @@ def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None
         "seed": seed,
         "ignore_eos": sampling.ignore_eos,
         "stop_token_ids": [] if sampling.ignore_eos else list(stop),
+        # The sampled token's alone, without the likeliest ones beside it.
         "logprobs": 0,
     }
 
