@@ -71,6 +71,7 @@ def adapters_in_use(model: nn.Module) -> tuple[Any, ...]:
         for part in model.modules()
         if isinstance(getattr(part, "disable_adapters", None), bool)
     ]
+    # PEFT switches all its layers together; the first one speaks for them.
     return (layers[0].disable_adapters, tuple(layers[0].active_adapters)) if layers else ()
 
 
@@ -98,15 +99,18 @@ class Table:
         self._what = "an output embedding (lm_head)" if name == "output" else "an input embedding"
         self._model_name = type(inner).__name__
         self._module = module = self._chosen(found)
+        # PEFT puts a layer of its own over one that it adapts.
         base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
         if not isinstance(getattr(base, "weight", None), torch.Tensor):
             raise self._unusable("none")
         self._adapters = _lora_adapters(module) if base is not module else []
+        # Only an adapter that says what it adds to the weight makes a table.
         if base is not module and not hasattr(module, "get_delta_weight"):
             raise self._unusable(
                 f"{type(module).__name__}, an adapter whose product is not a table"
             )
         self._base = base
+        # FSDP1 keeps flat pieces in wrappers, FSDP2 changes the module's own class.
         self._unit = _unit_of(base, FSDP, model)
         self._sharding = _unit_of(base, FSDPModule, model)
         self.whole = (
@@ -167,9 +171,11 @@ class Table:
     def _together(self) -> Iterator[None]:
         cut = [part for part in self.parameters if _by_zero(part)]
         if self._unit is not None:
+            # recurse: the unit's own parameters are enough; whole layers below it may not fit.
             with FSDP.summon_full_params(self._unit, recurse=False, writeback=False):
                 yield
         elif cut:
+            # Only there where ZeRO-3 has cut something.
             import deepspeed
 
             with deepspeed.zero.GatheredParameters(cut):
@@ -179,6 +185,7 @@ class Table:
 
     def _merged(self) -> torch.Tensor:
         weight_VD = _full(self._base.weight)
+        # A merged adapter is in the weight already.
         if self._adapters and not self._module.merged and not self._module.disable_adapters:
             return weight_VD + sum(
                 _full(self._module.get_delta_weight(adapter)) for adapter in self._adapters
@@ -196,6 +203,7 @@ class Table:
         )
 
     def _checked(self, weight: torch.Tensor) -> torch.Tensor:
+        # Some quantized layers pack several numbers into one, and their weight has other rows.
         rows = getattr(self._base, "out_features", None) or getattr(
             self._base, "num_embeddings", None
         )
@@ -268,6 +276,7 @@ def _unit_of(module: nn.Module, kind: type[Any], model: nn.Module) -> Any:
         for unit in model.modules()
         if isinstance(unit, kind) and any(part is module for part in unit.modules())
     ]
+    # `modules()` goes from the outside in.
     return units[-1] if units else None
 
 
@@ -284,6 +293,7 @@ def _by_zero(part: torch.Tensor) -> bool:
 
 
 def _local(part: torch.Tensor) -> torch.Tensor:
+    # Between passes ZeRO-3 leaves an empty tensor in the parameter's place.
     shard = part.ds_tensor if _by_zero(part) else part  # type: ignore[attr-defined]
     return (shard.to_local() if isinstance(shard, DTensor) else shard).detach()
 
@@ -291,9 +301,8 @@ def _local(part: torch.Tensor) -> torch.Tensor:
 def _full(weight: torch.Tensor) -> torch.Tensor:
     if not isinstance(weight, DTensor):
         return weight
-    here: Any = weight.to(
-        weight.device_mesh.device_type
-    )  # Weights may wait on the CPU; ranks meet on their GPUs all the same.
+    # Weights may wait on the CPU; ranks meet on their GPUs all the same.
+    here: Any = weight.to(weight.device_mesh.device_type)
     return here.full_tensor()
 
 
@@ -301,4 +310,6 @@ def _bits(values: torch.Tensor) -> int:
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
         values.element_size()
     ]
+    # Bits, not values: a sum of floats may round a small update away, and whole numbers add in any
+    # order.
     return int(values.contiguous().view(whole_numbers).sum(dtype=torch.int64))

@@ -90,6 +90,7 @@ def load_actor(
         logger.warning(
             "The actor's lm_head has a bias, which draft heads with a shared lm_head leave out."
         )
+    # No dropout: log-probs are compared with the engine's.
     return model.eval()
 
 
@@ -104,6 +105,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     with _loading(name, "The tokenizer can't be loaded."):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if tokenizer.pad_token is None:
+        # Rows are padded behind a mask, so any token will do.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -116,6 +118,7 @@ def table_names(path: str | os.PathLike[str]) -> tuple[str, str]:
         ModelError: no causal LM of transformers.
     """
     config = actor_config(path)
+    # Shapes and names alone; no memory is taken.
     with torch.device("meta"):
         model = _auto_class(config).from_config(config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -159,6 +162,8 @@ class HiddenTap:
         """
         inner = plain_model(model)
         base = inner.base_model
+        # transformers gives the model itself where it knows of no base: its output are logits, not
+        # states.
         if base is inner and inner.get_output_embeddings() is not None:
             raise ModelError(
                 "The model's final hidden states can't be tapped.",
@@ -215,6 +220,7 @@ class HiddenTap:
                 expected="1",
                 do="Open one context for each micro-batch, around the actor's own forward call.",
             )
+        # With tensor parallelism whole states may come as a DTensor that every rank has.
         if isinstance(hidden_BTD, DTensor):
             if not all(placement.is_replicate() for placement in hidden_BTD.placements):
                 raise ModelError(
@@ -318,10 +324,13 @@ class HFActor(ActorView):
         tables = {"output": Table(self._model, "output")}
         if self._with_embedding:
             tables["input"] = Table(self._model, "input")
+        # Nothing to look at or to gather: as on every other rank, since `frozen` is the same on
+        # all.
         if self._bits and all(table.frozen for table in tables.values()):
             return False
         if all(table.whole for table in tables.values()):
             return self._changed_here(tables)
+        # A rank sees its piece alone; all gather, or none.
         changed = torch.tensor(
             [int(self._changed_here(tables))],
             device="cuda" if dist.get_backend(self._group) == "nccl" else "cpu",
@@ -443,6 +452,8 @@ def actor_config(path: str | os.PathLike[str]) -> Any:
     _check_exists(name)
     with _loading(name, "The model's configuration can't be read."):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    # transformers has causal classes for BERT and its like, which read both sides unless told
+    # otherwise.
     masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
         config, "is_decoder", False
     )
@@ -490,6 +501,7 @@ def _loading(name: str, problem: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # transformers' errors run over many lines; the first says what.
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         do = "Check the spelling and the network, or download the model first and give its folder."
         if _is_folder_like(name):

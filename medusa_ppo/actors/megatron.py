@@ -74,6 +74,8 @@ class MegatronActor(ActorView):
             ModelError: not a GPTModel.
         """
         stages = [_unwrap(stage) for stage in ([model] if isinstance(model, nn.Module) else model)]
+        # With virtual pipeline stages a rank has several models; the output layer is in one at
+        # most.
         self.model = next((stage for stage in stages if stage.post_process), stages[-1])
         self._first = next((stage for stage in stages if stage.pre_process), stages[0])
         self.groups = groups or groups_of(self.model)
@@ -88,6 +90,7 @@ class MegatronActor(ActorView):
     @property
     def output_weight(self) -> torch.Tensor:
         """This rank's rows of the output layer, padding included; live, not a copy."""
+        # A tied output layer has no weight of its own: it is given one at each call.
         tied = self.model.share_embeddings_and_output_weights
         return cast(
             torch.Tensor,
@@ -142,6 +145,7 @@ class MegatronActor(ActorView):
         """Carry a table from the first pipeline stage to the last, between the ranks that lead."""
         group = self.groups.pipeline
         stages = size_of(self.groups.pipeline)
+        # Between the leading ranks alone: they have the whole, and no other rank needs it.
         if stages == 1 or not self.groups.leads or group is None:
             return table_VD
         device = next(self.model.parameters()).device
@@ -179,6 +183,7 @@ class MegatronTap:
         self._passes = []
         self._rows = None
         if self._model.post_process:
+            # The layer's own hook sees the states before it copies them for its product.
             self._handles = [
                 self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
                 self._model.output_layer.register_forward_pre_hook(self._see, with_kwargs=True),
@@ -195,6 +200,7 @@ class MegatronTap:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        # Where the pass failed other ranks may have, too; a gather would wait for them.
         if kind is None:
             self._rows = self._put_together()
 
@@ -216,6 +222,8 @@ class MegatronTap:
                 do="Tap the log-prob or update pass.",
             )
         spread = self._groups.tensor if self._model.config.sequence_parallel else None
+        # Without sequence parallelism each tensor rank has whole states: the first one's are
+        # enough.
         if spread is not None or rank_of(self._groups.tensor) == 0:
             self._passes.append((Gathering(self._latest, spread), self._packing))
         self._latest = None

@@ -44,6 +44,7 @@ TRACKER, INDEX, CONFIG, SOURCE = (
     "config.json",
     "megatron_source.txt",
 )
+# Unpickling takes several times the file's size.
 MAX_INDEX_BYTES = 256 << 20
 OF_TRANSFORMERS = ("*.json", "*.txt", "*.model", "*.jinja")
 NOT_OF_TRANSFORMERS = (TRACKER, "metadata.json")
@@ -80,6 +81,7 @@ def folder_of(path: str) -> Path | None:
         return folder
     if not (folder / TRACKER).is_file():
         return None
+    # Megatron writes the iteration's number, or `release` for weights that were converted.
     word = (folder / TRACKER).read_text(encoding="utf-8").strip()[:40]
     inside = folder / (f"iter_{int(word):07d}" if word.isdigit() else "release")
     if not (inside / INDEX).is_file():
@@ -121,6 +123,7 @@ def as_transformers(path: str, out: Path) -> str:
     if folder is None:
         return path
     home = Path(described_by(path))
+    # A checkpoint may be written anew in its folder, under the same name.
     source = f"{folder.resolve()} {(folder / INDEX).stat().st_mtime_ns}\n"
     note = out / SOURCE
     if note.is_file() and note.read_text(encoding="utf-8") == source:
@@ -128,6 +131,7 @@ def as_transformers(path: str, out: Path) -> str:
     sizes = LlamaSizes.read(home)
     stored = Stored(folder)
     out.mkdir(parents=True, exist_ok=True)
+    # Until everything is written, what stands there belongs to no checkpoint.
     note.unlink(missing_ok=True)
     dtype = stored.dtype("embedding.word_embeddings.weight")
     entries = {name: (dtype, shape) for name, shape in checkpoint_shapes(sizes).items()}
@@ -144,6 +148,7 @@ def as_transformers(path: str, out: Path) -> str:
         for file in home.glob(pattern):
             if file.name not in NOT_OF_TRANSFORMERS:
                 shutil.copyfile(file, out / file.name)
+    # Last: whoever finds it finds a whole folder.
     write_atomic(note, source)
     return str(out)
 
@@ -163,6 +168,7 @@ class Stored:
         try:
             with index.open("rb") as file:
                 found: Any = _Records(file).load()
+            # Of a hostile index anything may stand there; `dict` and what follows refuse it.
             self._tensors = dict(found.state_dict_metadata)
             self._places = dict(found.storage_data)
         except (
@@ -187,9 +193,8 @@ class Stored:
     def whole(self, name: str) -> torch.Tensor:
         """One tensor, put together from its parts. ModelError when one lacks."""
         about, key, layer = self._find(name)
-        skipped = (
-            0 if layer is None else 1
-        )  # Layers that are alike stand in one tensor, one behind the other.
+        # Layers that are alike stand in one tensor, one behind the other.
+        skipped = 0 if layer is None else 1
         whole = torch.empty(tuple(about.size)[skipped:], dtype=about.properties.dtype)
         filled = 0
         for chunk in about.chunks:
@@ -206,6 +211,7 @@ class Stored:
                     for start, size in zip(offsets[skipped:], sizes[skipped:], strict=True)
                 )
             ] = part
+            # `torch.empty` holds what was in memory: a part that lacks must not go unseen.
             filled += part.numel()
         if filled != whole.numel():
             raise _unusable(
@@ -239,14 +245,14 @@ class Stored:
                 "parts as they are",
                 "Save it without extensions.",
             )
+        # The name comes from the file, which may be anybody's.
         with file_inside(self._folder, str(place.relative_path)).open("rb") as file:
             file.seek(place.offset)
             data = file.read(place.length)
         try:
             part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (
-            Exception
-        ) as error:  # torch raises RuntimeError, UnpicklingError, ... for what it can't read
+        # torch raises RuntimeError, UnpicklingError, ... for what it can't read.
+        except Exception as error:
             raise _unusable(
                 f"{place.relative_path}: {type(error).__name__} at {key}",
                 "a part of a tensor",
@@ -300,6 +306,7 @@ def _names_in_file(name: str) -> Iterator[tuple[str, int | None]]:
     if layer is None:
         yield name, None
         return
+    # Layers that are alike in one tensor, or each by itself, as the checkpoint was saved.
     for rest in (NORMS.get(layer[2], layer[2]), layer[2]):
         yield f"decoder.layers.{rest}", int(layer[1])
         yield f"decoder.layers.{layer[1]}.{rest}", None

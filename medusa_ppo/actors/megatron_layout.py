@@ -229,11 +229,13 @@ class Cutter:
     def merge(self, entry: Entry, pieces: list[torch.Tensor]) -> torch.Tensor:
         """This rank's shard from its slices of the entry's sources."""
         if entry.how == "qkv":
+            # Megatron keeps each query group together: its queries, then its key, then its value.
             groups = self.sizes.groups // self.ranks
             return torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], dim=1).flatten(
                 0, 1
             )
         if entry.how == "vocabulary":
+            # The padding is never drawn, and `own_rows` leaves its logits out.
             missing = self.sizes.vocab_rows(self.ranks) - pieces[0].shape[0]
             return F.pad(pieces[0], (0, 0, 0, missing))
         return torch.cat(pieces)
@@ -246,6 +248,7 @@ class Cutter:
         dim = int(entry.how == "columns")
         joined = [torch.cat(pieces, dim=dim) for pieces in zip(*parts, strict=True)]
         return {
+            # Without the padding of the vocabulary.
             name: tensor[: shape[0]]
             for name, shape, tensor in zip(entry.sources, entry.shapes, joined, strict=True)
         }
@@ -353,6 +356,7 @@ def context_positions(
                 expected=f"a multiple of {2 * ranks} (twice the context-parallel ranks)",
                 do="Pad each sequence to it.",
             )
+        # One early and one late piece each, so that causal attention costs all ranks the same.
         for index in (rank, 2 * ranks - 1 - rank):
             pieces.append(torch.arange(start + index * piece, start + (index + 1) * piece))
     return torch.cat(pieces)
@@ -364,6 +368,7 @@ class Gathering:
     """
 
     def __init__(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        # Collectives want it; and held here it outlives the pass while it is sent.
         self._values = values.contiguous()
         self._parts: list[torch.Tensor] = [self._values]
         self._work: Any = None

@@ -59,6 +59,7 @@ def start_parallel(meeting: Meeting, section: ActorConfig) -> None:
     """
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     place = meeting.place
+    # Megatron knows no other: its groups are made of torch's global one.
     dist.init_process_group(
         backend, store=meeting.store, rank=place.rank, world_size=place.size, timeout=place.timeout
     )
@@ -135,9 +136,8 @@ class RankModel:
         # Dropout is 0: train mode only lets Megatron recompute.
         self.model = model.to(device).requires_grad_(trained).train(trained)
         for name, parameter in self.parameters().items():
-            parameter.tensor_model_parallel = (
-                self._table[name].how != "whole"
-            )  # Who counts it in the norm; Megatron says so as it draws.
+            # Who counts it in the norm; Megatron says so as it draws, which it is not asked to do.
+            parameter.tensor_model_parallel = self._table[name].how != "whole"
         self.load(path)
         shared = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed_optimizer
@@ -170,6 +170,7 @@ class RankModel:
             suffix: follows the checkpoint's names in the file.
         """
         folder = Path(path)
+        # A state file of a run is one file, a checkpoint a folder of shards.
         files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors")) or [folder]]
         where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         for name in names:
@@ -208,6 +209,7 @@ class RankModel:
         parameters = self.given_out()
         for bucket in _buckets(parameters, dtype, bucket_bytes):
             values = [value(parameters[name]).detach().reshape(-1).to(dtype) for name in bucket]
+            # It has done its part in `value`.
             if not self.first:
                 continue
             parts = Gathering(torch.cat(values), self._group).wait()
@@ -275,6 +277,7 @@ class RankModel:
         """All micro-batches through the pipeline; `on_output` is called on the last stage, for one
         after the other.
         """
+        # Megatron's schedules can't run zero micro-batches; every rank of a replica has as many.
         if not micros:
             return
 
@@ -298,9 +301,12 @@ class RankModel:
             data_iterator=iter(range(len(micros))),
             model=[self.ddp or self.model],
             num_microbatches=len(micros),
+            # Megatron divides it by the context-parallel ranks itself.
             seq_length=width * dist.get_world_size(self._context),
             micro_batch_size=rows,
             forward_only=not backward,
+            # In a pass without gradients `on_output` gives no loss, which Megatron would otherwise
+            # ask for.
             collect_non_loss_data=not backward,
         )
 
@@ -340,9 +346,8 @@ def _settings(
 ) -> TransformerConfig:
     again: dict[str, Any] = {}
     if recompute:
-        again = {
-            "recompute_granularity": "selective"
-        }  # Of Megatron's modules the attention's core.
+        # Of Megatron's modules the attention's core.
+        again = {"recompute_granularity": "selective"}
         if recompute != ATTENTION:
             again = {
                 "recompute_granularity": "full",
@@ -368,6 +373,7 @@ def _settings(
         # The checkpoint's numbers follow; Megatron would draw whole tensors on every rank first.
         use_cpu_initialization=True,
         perform_initialization=False,
+        # Fused kernels need CUDA, Apex or TransformerEngine.
         persist_layer_norm=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -381,6 +387,7 @@ def _settings(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        # Micro-batches have different widths: stages tell each other the shape first.
         variable_seq_lengths=section.pipeline_parallel > 1,
         # Not used; the default refuses sequences of several lengths.
         moe_token_dispatcher_type="alltoall",
@@ -441,10 +448,12 @@ class ContextAttention(nn.Module):
         ranks = dist.get_world_size(self._group)
         share = query_PBNW.shape[0]
         places = [context_positions(rank, ranks, ranks * share) for rank in range(ranks)]
+        # Keys come in the order of ranks, not of positions.
         allowed = torch.cat(places) <= places[dist.get_rank(self._group)][:, None]
         repeats = query_PBNW.shape[2] // key.shape[2]
         keys, values = (
             _AllTokens.apply(part, self._group)
+            # A query group shares one key and value; this attention wants one for each head.
             .repeat_interleave(repeats, dim=2)
             .permute(1, 2, 0, 3)
             for part in (key, value)

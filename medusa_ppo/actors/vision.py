@@ -76,6 +76,7 @@ def copy_without_tower(model: PreTrainedModel, part: nn.Module) -> Any:
     own.
     """
     tower = tower_of(model)
+    # deepcopy takes what stands in its memo for copied already.
     return copy.deepcopy(part, {} if tower is None else {id(tower): nn.Identity()})
 
 
@@ -147,9 +148,8 @@ class ImageReader:
             )
         try:
             processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
-        except (
-            Exception
-        ) as error:  # OSError, ValueError, ImportError, KeyError, ...: one sentence for all
+        # OSError, ValueError, ImportError, KeyError, ...: one sentence for all.
+        except Exception as error:
             reason = (str(error).strip().splitlines() or ["no message"])[0]
             raise ModelError(
                 "The actor's image processor can't be loaded.",
@@ -198,6 +198,7 @@ class ImageReader:
         """As a user's message behind its images; a text that has places for images already is left
         as it is.
         """
+        # The template of the data may place them itself.
         if self.image_token in text:
             return text
         content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
@@ -303,6 +304,7 @@ def spread(
     )
     dist.all_reduce(width_failed, dist.ReduceOp.MAX, group=group)
     width, failed = width_failed.tolist()
+    # After the reduction: the other ranks are in it.
     if failure is not None:
         raise failure
     if failed:
@@ -318,12 +320,11 @@ def spread(
     for place, part in own.items():
         parts_NX[place].copy_(part.rows_NX)
         grids_I3[place] = part.grid_3.to(device)
-    for shared in (
-        rows_NX,
-        grids_I3,
-    ):  # Only one rank has more than zeros of an image: the sum is exact.
+    # Only one rank has more than zeros of an image: the sum is exact.
+    for shared in (rows_NX, grids_I3):
         dist.all_reduce(shared, group=group)
     return [
+        # A view would keep the features of all images alive.
         Features(part_NX.cpu().clone(), grid_3.cpu())
         for part_NX, grid_3 in zip(parts_NX, grids_I3, strict=True)
     ]
@@ -368,6 +369,8 @@ class FeatureStore:
         self._most_bytes = most_bytes
         self._group = group
         # torch's number of threads is one of each thread's own.
+        # One thread alone: images are computed in the order in which they were asked for, on all
+        # ranks.
         self._thread = ThreadPoolExecutor(
             1, "medusa-ppo-vision", torch.set_num_threads, (torch.get_num_threads(),)
         )
@@ -394,10 +397,12 @@ class FeatureStore:
         found = self._thread.submit(self._fill, different).result()
         self._asked.update(found)
         keys = {image: key for key, image in different.items()}
+        # One image may stand in many rows.
         features = [found[keys[image]] for image in images]
         prompt_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=input_ids_BT.device)
         token_BT = input_ids_BT == self.reader.image_id
         columns_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
+        # Its embedding is never read: `forward` looks up the id that was written.
         other_id = 0 if self.reader.image_id else 1
         return ImageFeatures(
             features,
@@ -434,6 +439,7 @@ class FeatureStore:
         self._seconds += time.perf_counter() - began
         self._runs += len(missing)
         while (
+            # An image larger than the budget is kept until the next one.
             len(self._kept) > 1
             and sum(part.rows_NX.nbytes for part in self._kept.values()) > self._most_bytes
         ):
@@ -504,6 +510,7 @@ def forward(model: Any, input_ids_BT: Tensor, seen: ImageFeatures | None, **more
     table = model.get_input_embeddings()
     hidden_BT = input_ids_BT.masked_fill(seen.written_BT, seen.other_id)
     handle = (
+        # Only this lookup sees the id as it was written.
         table.register_forward_pre_hook(lambda module, given: (input_ids_BT,))
         if bool(seen.written_BT.any())
         else None
