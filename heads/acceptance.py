@@ -258,7 +258,9 @@ def better_temperatures(
     groups = int(group_M.max()) + 1
     reached_M = accept_QMK.new_ones(len(group_M))
     chosen = list(now_K)
+    # The spread of one group is not known, so nothing can exceed it.
     for k, now in enumerate(now_K if groups > 1 else ()):
+        # Head k's draft counts only where all drafts before it were accepted.
         accept_QM = accept_QMK[:, :, k] * reached_M
         gain_QG = accept_QM.new_zeros(len(accept_QM), groups).index_add_(
             1, group_M, accept_QM - accept_QM[now]
@@ -285,24 +287,29 @@ def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> Re
     column_M = torch.arange(accept_MK.shape[0]) - (lengths_S.cumsum(0) - lengths_S)[segment_M]
     accept_STK = torch.zeros(count, longest, heads, dtype=torch.float64)
     accept_STK[segment_M, column_M] = accept_MK.double().cpu()
+    # Runs may lead behind the longest response; what arrives there is read no more.
     visits_ST = torch.zeros(count, longest + heads + 1, dtype=torch.float64)
     visits_ST[:, 0] = 1.0
     drafts_S = torch.zeros(count, dtype=torch.float64)
     unseen_S = torch.zeros(count, dtype=torch.float64)
     accepted_SK = torch.zeros(count, heads, dtype=torch.float64)
     rows_ST2 = torch.zeros(count, longest, 2, dtype=torch.float64)
+    # Row by row in order: a row's visits are complete only when all rows before have been left.
     for t in range(longest - 1):
         left_S = lengths_S - 1 - t
         reached_S = visits_ST[:, t] * (left_S > 0)
         drafts_S += reached_S
         rows_ST2[:, t, 0] = reached_S
         for k in range(1, heads + 1):
+            # The run has passed the response's end: what was drafted behind it is not seen.
             unseen_S += reached_S * (left_S == k - 1) * (heads - left_S)
             longer_S = reached_S * accept_STK[:, t, k - 1] * (k <= left_S)
             accepted_SK[:, k - 1] += longer_S
             rows_ST2[:, t, 1] += longer_S
+            # Draft k was refused, and the corrected token stands in its place.
             visits_ST[:, t + k] += reached_S - longer_S
             reached_S = longer_S
+        # All were accepted, and the target model adds one more.
         visits_ST[:, t + heads + 1] += reached_S
     return ReplayResult(drafts_S, accepted_SK, unseen_S, rows_ST2[segment_M, column_M])
 
@@ -424,14 +431,14 @@ def _logits(
     )
     table_VD = table_VD if ids_W is None else table_VD[ids_W]
     rows = chunk_rows or heads.vocabulary.chunk_rows(table_VD)
+    # Once: on a GPU each look would wait for the device.
     temperatures = heads.temperatures_K.tolist()
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)
         condition_CK = None if condition_MK is None else condition_MK[part]
         context = None
-        if (
-            context_Mn is not None and condition_MK is not None
-        ):  # The first token since h_t is the one of the row's own pair.
+        # The first token since h_t is the one of the row's own pair.
+        if context_Mn is not None and condition_MK is not None:
             context = Context.of(context_Mn[part], hidden_MD, condition_MK[:, 0])
         text = None
         if texts is not None:

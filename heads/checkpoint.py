@@ -65,6 +65,7 @@ LM_HEAD_KEY = "lm_head.weight"
 OWN_SECTION = "medusa_ppo"
 DAMAGED = "The heads' configuration is damaged."
 MAX_CONFIG_BYTES = 1 << 20
+# Far beyond what anybody trains; sizes in a file decide what is allocated.
 MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 64, 64, 1 << 17, 1 << 24
 MORE_BOUNDS = {
     "mlp_ratio": 64,
@@ -174,9 +175,11 @@ def new_directory(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it: a rename needs one file system.
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
     try:
         yield temporary
+        # mkdtemp makes a private folder, and heads are read by others.
         temporary.chmod(0o755)
         _replace_directory(temporary, path)
     finally:
@@ -290,6 +293,7 @@ def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str,
             f"a folder with {CONFIG_NAME} and {WEIGHTS_NAME}",
             "Check the path.",
         )
+    # The small file first: it bounds what the large one may hold.
     config, metadata, version = _read_config(file_inside(path, CONFIG_NAME))
     weights = file_inside(path, WEIGHTS_NAME)
     names: Container[str] = (TEMPERATURES,) if version == WITH_TEMPERATURES else ()
@@ -373,6 +377,7 @@ def _check_config(
         for name, bound in bounds.items()
         if getattr(config, name) > bound
     ]
+    # `true` is an int to isinstance.
     if type(metadata.version) is not int or metadata.version < 0:
         faults.append(f"version {metadata.version!r}")
     for name, digest, lengths in (

@@ -152,6 +152,7 @@ class HeadsConfig:
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
+        # `true` is an int to isinstance.
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(
                 f"{name} must be a whole number.",
@@ -224,6 +225,7 @@ class HeadsConfig:
             if self.kind == "hydra" and not self.context:
                 shapes[f"mlps.{k}.in.weight"] = (H, D * (k + 2))
                 shapes[f"mlps.{k}.out.weight"] = (D, H)
+        # Without a context heads have nothing in common.
         if not self.context:
             return shapes
         F = D * self.feed_forward
@@ -258,6 +260,7 @@ class HeadsConfig:
         values = dataclasses.asdict(self)
         if not self.has_new_parts:
             for name in SINCE_COPYING:
+                # Earlier readers refuse keys that they don't know.
                 del values[name]
         return values
 

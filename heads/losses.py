@@ -27,8 +27,10 @@ from heads.errors import ConfigError
 from heads.factored import FactoredLogits, head_logits
 from heads.vocabulary import WHOLE, Vocabulary
 
-WARM_UP_STEPS = 60  # Of a named loss without a part that pulls from afar.
+# Of a named loss without a part that pulls from afar.
+WARM_UP_STEPS = 60
 
+# Cross-entropy or KL in the mixed ones pulls where total variation has no gradient yet.
 # (ce, tv, kl, exact_tv)
 NAMED_LOSSES = {
     "ce": (1.0, 0.0, 0.0, 0.0),
@@ -139,6 +141,7 @@ class Teacher(NamedTuple):
         """
         rows_CK = self.rows_NK[rows]
         used_U, places_CK = rows_CK.unique(return_inverse=True)
+        # Little is shared: head by head no table of them all has to be held.
         if 2 * used_U.numel() > rows_CK.numel():
             return lambda head: self.logprobs(rows_CK[:, head], vocabulary)
         logp_UV = self.logprobs(used_U, vocabulary)
@@ -214,6 +217,7 @@ def reference_head_loss(
     if config.tv and logprobs_NK is not None:
         loss_NK = loss_NK + config.tv * (1 - (logq_NK - logprobs_NK.float()).clamp(max=0).exp())
     if config.kl and teacher_logits_NKV is not None:
+        # Tokens that were cut have log p = -inf: 0 times that would be NaN.
         logp_NKV = F.log_softmax(teacher_logits_NKV.float(), dim=-1)
         loss_NK = loss_NK + config.kl * torch.where(
             logp_NKV > -torch.inf, logp_NKV.exp() * (logp_NKV - logq_NKV), 0.0
@@ -304,6 +308,7 @@ class _Gradients:
             self.features_NKD[rows, head] = dfeatures_CD.to(self.features_NKD.dtype)
         if self.weight_KVD is not None:
             features_CD = factored.features_NKD[rows, head].to(dlow_CV.dtype)
+            # In 16 bits the sum over many chunks would lose the later ones.
             self.weight_KVD[head] += (dlow_CV.T @ features_CD).float()
 
 
@@ -327,6 +332,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 else None
             )
             for head in range(heads):
+                # In place: the product is this chunk's own.
                 logits_CV = head_logits(factored, head, chunk).div_(job.temperature)
                 weight_C = job.mask_NK[chunk, head].float()
                 logp_CV = None if teach is None else teach(head)
@@ -336,8 +342,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 loss_K[head] += (loss_C * weight_C).sum()
                 total_K[head] += weight_C.sum()
                 if dlogits_CV is not None:
+                    # The logits were divided by it, and so is their gradient.
                     gradients.add(factored, head, chunk, dlogits_CV.div_(job.temperature))
         gradients.features_NKD = job.vocabulary.sum_gradient(gradients.features_NKD)
+        # A head without a position has a loss of 0, not 0 / 0.
         ctx.inverse_K = 1.0 / torch.where(total_K > 0, total_K, 1.0)
         ctx.gradients = gradients
         ctx.dtypes = tuple(None if t is None else t.dtype for t in tensors)
@@ -357,6 +365,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 ctx.gradients.in_order(), shapes, ctx.dtypes, strict=True
             )
         ]
+        # They were scaled in place; held any longer they would take their memory beside the
+        # optimizer's.
         ctx.gradients = None
         return None, *scaled
 
@@ -387,6 +397,7 @@ def _row_losses(
         ratio_C = log_ratio_C.clamp(max=0).exp()
         loss_C = loss_C + config.tv * (1 - ratio_C)
         pull_C = pull_C + config.tv * ratio_C * (log_ratio_C < 0)
+    # Here and below in place: a chunk's logits are the largest tensors of a training step.
     logq_CV = logits_CV.sub_(lse_C1)
     if logp_CV is None:
         if weight_C is None:
@@ -397,18 +408,18 @@ def _row_losses(
     p_CV = logp_CV.exp()
     if config.kl:
         kl_CV = p_CV * (logp_CV - logq_CV)
-        loss_C = loss_C + config.kl * vocabulary.total(
-            kl_CV.masked_fill_(p_CV == 0, 0.0)
-        )  # For tokens that were cut, 0 x -inf is 0.
+        # For tokens that were cut, 0 x -inf is 0.
+        kl_CV = kl_CV.masked_fill_(p_CV == 0, 0.0)
+        loss_C = loss_C + config.kl * vocabulary.total(kl_CV)
     below_CV = logq_CV < logp_CV
     q_CV = logq_CV.exp_()
-    below_CV = (
-        q_CV * below_CV
-    )  # q where it is below p, else 0: the part of sum min(p, q) that moves with q.
+    # q where it is below p, else 0: the part of sum min(p, q) that moves with q.
+    below_CV = q_CV * below_CV
     loss_C = loss_C + config.exact_tv * (1 - vocabulary.total(torch.minimum(p_CV, q_CV)))
     if weight_C is None:
         return loss_C, None
     whole = job.teacher is None or job.teacher.lse_M is None
+    # KL's gradient is q times the mass of p less p, and of some tokens alone that mass is below 1.
     mass_C: torch.Tensor | float = 1.0 if whole else vocabulary.total(p_CV)
     push_C1 = (
         (pull_C + config.kl * mass_C + config.exact_tv * vocabulary.total(below_CV)) * weight_C

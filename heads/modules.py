@@ -129,6 +129,7 @@ class MedusaHeads(nn.Module):
         K = config.num_heads
         D = config.hidden_size
         V = config.vocab_size
+        # Not in state_dict: files have them only where they are not all 1 (`trainable_state`).
         self.register_buffer("temperatures_K", torch.ones(K), persistent=False)
         self.blocks = nn.ParameterList(
             [nn.Parameter(torch.zeros(K, D, D)) for _ in range(config.num_layers)]
@@ -145,6 +146,8 @@ class MedusaHeads(nn.Module):
             self.cell_step = _random(H, H)
             self.cell_out = nn.Parameter(torch.zeros(D, H))
         elif config.kind == "hydra":
+            # Head k reads k tokens more than h_t: the widths differ, so these can't be one stacked
+            # tensor.
             self.mlp_in = nn.ParameterList([_random(H, D * (k + 2)) for k in range(K)])
             self.mlp_out = nn.Parameter(torch.zeros(K, D, H))
 
@@ -253,6 +256,7 @@ class MedusaHeads(nn.Module):
             ]
             features_NKD = features_NKD + torch.stack(mlps, dim=1)
         for block_KDD in self.blocks:
+            # One batched product for all heads.
             features_NKD = features_NKD + F.silu(
                 torch.einsum("nki,koi->nko", features_NKD, block_KDD)
             )
@@ -311,6 +315,8 @@ class MedusaHeads(nn.Module):
             text, places: what heads that copy search; with `next_ids_BT` the row's own sequence.
         """
         if condition is None and next_ids_BT is not None and self.config.conditioned:
+            # Every row of `next_ids_BT` is one sequence, so segments need not be told apart within
+            # it.
             condition = condition_ids(
                 next_ids_BT, torch.zeros_like(next_ids_BT), self.config.num_heads
             )
@@ -351,6 +357,7 @@ class MedusaHeads(nn.Module):
     ) -> torch.Tensor:
         """`base` and what the pairs before it say, by one layer of the context."""
         name = context_prefix(layer).replace(".", "_")
+        # Queries, keys and values lie in one tensor, D rows each.
         weight_in = self.get_parameter(f"{name}_in")
         D = self.config.hidden_size
         parts = self.config.context_parts
@@ -365,6 +372,7 @@ class MedusaHeads(nn.Module):
         key_NnAw, value_NnAw = kept_Nn2D.unflatten(-1, (2, parts, -1)).unbind(2)
         score_NAn = torch.einsum("naw,nmaw->nam", query_NAw, key_NnAw) / query_NAw.shape[-1] ** 0.5
         score_NAn = score_NAn.masked_fill((context.places_Nn == MISSING).unsqueeze(1), -torch.inf)
+        # Every row has its own pair at least, so no softmax is over nothing.
         mixed_NAw = torch.einsum("nam,nmaw->naw", score_NAn.softmax(-1), value_NnAw)
         base_ND = base_ND + F.linear(mixed_NAw.flatten(1), self.get_parameter(f"{name}_out"))
         if not self.config.feed_forward:
@@ -449,6 +457,8 @@ class MedusaHeads(nn.Module):
                 do=f"Pass the actor's {name}.",
             )
         self.check_table(table_VD, name)
+        # The actor's tables belong to the loop's optimizer; heads must not send gradients into
+        # them.
         return table_VD.detach()
 
     def _checked_condition(
@@ -520,6 +530,7 @@ class MedusaHeads(nn.Module):
         views = self.trainable_views() | (
             {TEMPERATURES: self.temperatures_K} if TEMPERATURES in state else {}
         )
+        # Everything is looked at before anything is copied: an engine goes on with the old heads.
         wrong = sorted(set(views) ^ set(state)) or [
             name
             for name, view in views.items()
@@ -534,6 +545,7 @@ class MedusaHeads(nn.Module):
             problem = f"The tensor {name} does not fit these heads ({len(wrong)} do not)."
             do = "Load a state of the same kind, size and dtype."
             raise CheckpointError(problem, given=given, expected=expected, do=do)
+        # NaN is refused by this, too.
         if not bool((state.get(TEMPERATURES, self.temperatures_K) > 0).all()):
             given = str(state[TEMPERATURES].tolist())
             raise CheckpointError(
@@ -541,6 +553,7 @@ class MedusaHeads(nn.Module):
             )
         self.temperatures_K.fill_(1.0)
         for name, view in views.items():
+            # In place: optimizers and fused weights of an engine hold these very tensors.
             view.copy_(state[name])
 
 
@@ -566,6 +579,7 @@ def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: flo
         elif name.startswith("mlp_in."):
             by_head[int(name.split(".")[1])].append(parameter.grad)
         else:
+            # Stacked: each head's part is a view, and is scaled through it below.
             for grads, grad in zip(by_head, parameter.grad, strict=True):
                 grads.append(grad)
     by_head += [shared] if shared else []
@@ -574,6 +588,7 @@ def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: flo
         for grads in by_head
     ]
     for norm, grads in zip(norms, by_head, strict=True):
+        # A head without a position in this step has a gradient of zero.
         scale = (clip_norm / (norm + 1e-12)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(scale)

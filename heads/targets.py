@@ -62,6 +62,8 @@ def look_ahead(
         left = rows - (first + index)
         if left <= 0:
             break
+        # Shifted within the whole, and masked where that leaves the sequence: no loop over
+        # sequences.
         here_BT = segment_BT[..., :left]
         there_BT = segment_BT[..., rows - left :]
         same_BT = (here_BT == there_BT) & (here_BT != PADDING)
@@ -128,6 +130,7 @@ def context_rows(segment_M: torch.Tensor, count: int) -> torch.Tensor:
     )
     segment_M1 = segment_M.unsqueeze(1)
     there_Mn = (
+        # A negative index would read from the end.
         (rows_Mn >= 0) & (segment_M[rows_Mn.clamp_min(0)] == segment_M1) & (segment_M1 != PADDING)
     )
     return torch.where(there_Mn, rows_Mn, MISSING)
@@ -139,4 +142,5 @@ def used_rows(rows_Nn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     there_Nn = rows_Nn != MISSING
     used_P = rows_Nn[there_Nn].unique()
+    # `unique` has sorted them, and every row that is there is among them.
     return used_P, torch.where(there_Nn, torch.searchsorted(used_P, rows_Nn), MISSING)

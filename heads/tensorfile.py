@@ -85,6 +85,7 @@ class StateWriter:
                 "data_offsets": [self._starts[name], end],
             }
         text = json.dumps(header, separators=(",", ":")).encode()
+        # As safetensors pads it: the data begin at a multiple of 8, and can be mapped into memory.
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
         self.nbytes = len(self._header) + end
@@ -97,6 +98,7 @@ class StateWriter:
         self._file = os.fdopen(handle, "wb")
         try:
             self._file.write(self._header)
+            # Tensors come in any order, each to its own place.
             self._file.truncate(self.nbytes)
         except OSError:  # No room even for this.
             Path(self._temporary).unlink()
@@ -131,6 +133,7 @@ class StateWriter:
     ) -> None:
         try:
             self._file.flush()
+            # Before the rename, which may otherwise reach the disk before the bytes do.
             os.fsync(self._file.fileno())
             self._file.close()
             if kind is None and self._waiting:
@@ -142,6 +145,7 @@ class StateWriter:
                     do="Report this.",
                 )
             if kind is None:
+                # mkstemp makes a private file, and weights are read by others.
                 os.chmod(self._temporary, 0o644)
                 os.replace(self._temporary, self.path)
         finally:
@@ -232,6 +236,7 @@ def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Ten
 def read_regular(path: Path, limit: int) -> bytes:
     """The whole of a small regular file; a device or pipe is refused unopened."""
     size = regular_size(path)
+    # The size is asked for before the file is opened: reading a pipe or a device need not end.
     if size > limit:
         do = "This is not a heads checkpoint."
         raise _damaged(
@@ -270,6 +275,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Readers differ in which of two equal keys they take: what is checked has to be what is used.
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a key appears twice")
@@ -315,6 +321,7 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
     """
     size = regular_size(path)
     with path.open("rb") as handle:
+        # The first eight bytes say how long the header is, and may say anything.
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > min(limit, size - 8):
             problem = "The file is cut short, no safetensors file, or has a header beyond bounds."
@@ -336,6 +343,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
+    # The last two: sizes beyond what can be had.
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         raise _damaged(
             "The file is cut short or damaged.",

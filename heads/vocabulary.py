@@ -24,8 +24,11 @@ def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0)
         logits_NV = logits_NV.masked_fill(logits_NV < threshold_N1, -torch.inf)
     if top_p >= 1.0:
         return logits_NV
+    # As vLLM's own sampler cuts, comparison and ties included: rollouts were sampled from what it
+    # left.
     ascending_NV, order_NV = logits_NV.sort(dim=-1)
     out_NV = ascending_NV.softmax(-1).cumsum(-1) <= 1 - top_p
+    # At least one token stays, whatever the rounding of the sum.
     out_NV[:, -1] = False
     return logits_NV.masked_fill(torch.zeros_like(out_NV).scatter_(1, order_NV, out_NV), -torch.inf)
 
