@@ -1,7 +1,7 @@
 """An engine on vLLM's V2 model runner, by Triton's interpreter: test_speculator.py runs it by
 itself and reads the JSON that it prints.
 
-    python serve_on_v2.py FOLDER CONTEXT v1|v2
+    python serve_on_v2.py FOLDER CONTEXT COPY_PARTS v1|v2
 
 Shape letters: B prompts, T positions.
 """
@@ -47,13 +47,15 @@ SETTINGS = {
 }
 
 
-def random_heads(seed: int, context: int) -> MedusaHeads:
+def random_heads(seed: int, context: int, copy_parts: int) -> MedusaHeads:
     torch.manual_seed(seed)
     heads = MedusaHeads(
-        HeadsConfig(HIDDEN, VOCAB, HEADS, kind="hydra", context=context)
+        HeadsConfig(HIDDEN, VOCAB, HEADS, kind="hydra", context=context, copy_parts=copy_parts)
     ).requires_grad_(False)
-    for parameter in heads.parameters():
-        parameter.copy_(torch.randn_like(parameter) * 0.1)
+    for name, parameter in heads.named_parameters():
+        # What is copied has to move the drafts, or a fault in it would not show.
+        size = 1.0 if name.startswith("copy") else 0.1
+        parameter.copy_(torch.randn_like(parameter) * size)
     return heads
 
 
@@ -86,10 +88,11 @@ def drafts_noted() -> Iterator[list[list[int]]]:
         yield noted
 
 
-def main(folder: Path, context: int, kind: str) -> None:
+def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
     model = tiny_model(folder / "model")
-    save_heads(folder / "heads", random_heads(1, context), lm_head_VD=model.lm_head.weight)
-    save_state(folder / "new-heads", random_heads(2, context).trainable_state())
+    first = random_heads(1, context, copy_parts)
+    save_heads(folder / "heads", first, lm_head_VD=model.lm_head.weight)
+    save_state(folder / "new-heads", random_heads(2, context, copy_parts).trainable_state())
     asked = torch.randint(VOCAB, (PROMPTS, 8), generator=torch.Generator().manual_seed(0)).tolist()
     config = EngineConfig(
         dtype="float32",
@@ -166,4 +169,4 @@ def tell(**found: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -26,9 +26,9 @@ pytestmark = [
 ]
 
 
-def serve(folder: Path, context: int, runner: str) -> dict[str, Any]:
+def serve(folder: Path, context: int, copy_parts: int, runner: str) -> dict[str, Any]:
     """A process of its own: the interpreter has to be there before vLLM."""
-    command = [sys.executable, str(SCRIPT), str(folder), str(context), runner]
+    command = [sys.executable, str(SCRIPT), str(folder), str(context), str(copy_parts), runner]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=800, check=False, env=os.environ
     )
@@ -39,13 +39,17 @@ def serve(folder: Path, context: int, runner: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[0, 3], ids=["alone", "context"])
+FORMS = {"alone": (0, 0), "context": (3, 0), "copying": (3, 2)}
+"""Pairs of a context, and parts of the attention that copies."""
+
+
+@pytest.fixture(scope="module", params=FORMS.values(), ids=FORMS)
 def seen(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     folders = tmp_path_factory.mktemp("v2"), tmp_path_factory.mktemp("v1")
-    return serve(folders[0], request.param, "v2") | {
-        "v1": serve(folders[1], request.param, "v1")["drafted"]
+    return serve(folders[0], *request.param, "v2") | {
+        "v1": serve(folders[1], *request.param, "v1")["drafted"]
     }
 
 
