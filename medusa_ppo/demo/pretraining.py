@@ -307,7 +307,9 @@ def _load_partial(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Op
     try:
         with safe_open(path, framework="pt") as file:
             steps_done = int((file.metadata() or {})["steps_done"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            # The file is no mapping: iterating over it is not possible.
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
         if any(
             tensors[f"{kind}/{name}"].shape != p.shape
             for name, p in model.named_parameters()

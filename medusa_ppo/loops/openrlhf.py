@@ -84,7 +84,8 @@ def rollout_actor(arguments: dict[str, Any]) -> Any:
     from medusa_ppo.engines.colocated import process_counters
 
     class MedusaRolloutActor(plain_class(vllm_engine.RolloutRayActor)):  # type: ignore[misc]
-        async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # Ray awaits it
+        # Ray awaits it.
+        async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
             await super().__init__(*args, **{**kwargs, **arguments})
 
         async def medusa_call(self, method: str, args: tuple[Any, ...]) -> list[Any]:

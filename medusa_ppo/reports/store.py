@@ -244,7 +244,9 @@ class RunWriter:
             self._write_meta()
             # Without a buffer: what was written is what the file has, also when this process is
             # killed.
-            self._stream = open(self.run_dir / METRICS_FILE, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+            path = self.run_dir / METRICS_FILE
+            # It lives as long as the run.
+            self._stream = open(path, "ab", buffering=0)  # noqa: SIM115
         # A writer that never came to be must not go on listening to the loggers.
         except BaseException:
             self._events.close()

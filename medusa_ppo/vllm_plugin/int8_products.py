@@ -68,5 +68,6 @@ def _onednn_8_bit(weight: torch.Tensor) -> LINEAR:
         multiply(out, eighths, sizes, None, None, None, held)
         return out
 
-    product.held = handler, scales  # type: ignore[attr-defined]  # oneDNN reads the scales where they stand.
+    # oneDNN reads the scales where they stand.
+    product.held = handler, scales  # type: ignore[attr-defined]
     return product

@@ -169,8 +169,9 @@ class MedusaSpeculator(DraftModelSpeculator):
         self._kept_SKV[slot] = -torch.inf
         self._kept_SKV[slot, :, 0] = 0.0
 
+    # Its last parameters differ by release, and only those that are named here are read.
     @torch.inference_mode()
-    def propose(  # type: ignore[override]  # Its last parameters differ by release, and only those that are named here are read.
+    def propose(  # type: ignore[override]
         self,
         input_batch: Any,
         attn_metadata: Any,

@@ -93,7 +93,8 @@ class MedusaWorker:
             {name: (CODES[value.dtype], tuple(value.shape)) for name, value in state.items()}, path
         )
         with torch.inference_mode():
-            self.reload_weights(weights_iterator=((name, state[name]) for name in names))  # type: ignore[attr-defined]
+            weights = ((name, state[name]) for name in names)
+            self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
         lm_head_VD = state.get(LM_HEAD_KEY)
         self._medusa_took_actor(
             version, digest, None if lm_head_VD is None else lm_head_VD[:, :2], path
@@ -133,7 +134,8 @@ class MedusaWorker:
         self._medusa_actor = (-1, "")
         with torch.inference_mode():
             self.start_weight_update()  # type: ignore[attr-defined]
-            self.update_weights({"entries": entries, "tied": self._medusa_tied()})  # type: ignore[attr-defined]
+            update = {"entries": entries, "tied": self._medusa_tied()}
+            self.update_weights(update)  # type: ignore[attr-defined]
             self.finish_weight_update()  # type: ignore[attr-defined]
         came = self.weight_transfer_engine  # type: ignore[attr-defined]
         self._medusa_took_actor(version, came.checksum, came.lm_head_V2, "the broadcast")
@@ -289,7 +291,8 @@ class MedusaWorker:
         return Path(found).parent if found else None
 
     def _medusa_tied(self) -> bool:
-        return bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        return bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
 
     def _medusa_check_lm_head(self, given_V2: torch.Tensor, source: str) -> None:
         """The product that serves must be that of the new lm_head (its first two columns): on the
@@ -303,9 +306,9 @@ class MedusaWorker:
             return
         with torch.inference_mode():
             width = runner.model_config.get_hidden_size()
-            served_2V = model.compute_logits(
-                torch.eye(2, width, dtype=runner.dtype, device=self.device)  # type: ignore[attr-defined]
-            ).float()
+            device = self.device  # type: ignore[attr-defined]
+            ones_2D = torch.eye(2, width, dtype=runner.dtype, device=device)
+            served_2V = model.compute_logits(ones_2D).float()
             expected_2V = given_V2.to(served_2V.device, runner.dtype).T.float()
         if not torch.equal(served_2V, expected_2V[:, : served_2V.shape[1]]):
             raise SwapError(
