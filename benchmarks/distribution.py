@@ -44,7 +44,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from heads.checkpoint import load_heads, save_heads, save_state
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config.engine_section import EngineConfig
@@ -205,11 +204,8 @@ def random_actor(like: Path, folder: Path) -> None:
     actor.save_pretrained(folder / "actor")
     AutoTokenizer.from_pretrained(like).save_pretrained(folder / "actor")
     torch.manual_seed(1)
-    heads = MedusaHeads(
-        HeadsConfig(
-            config.hidden_size, config.vocab_size, 4, kind="hydra", context=HeadsSection().context
-        )
-    ).requires_grad_(False)
+    sizes = HeadsSection(num_heads=4).sizes(config.hidden_size, config.vocab_size)
+    heads = MedusaHeads(sizes).requires_grad_(False)
     for parameter in heads.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.02)
     save_heads(folder / "heads", heads, lm_head_VD=actor.lm_head.weight)

@@ -260,7 +260,7 @@ def _replayed(
             for response in r.responses
             if response.token_ids
         ]
-        # Responses to one prompt are much alike, so the bootstrap draws whole prompts; within one
+        # Responses to one prompt are much alike, so the interval counts whole prompts; within one
         # category, so that its figures have units of their own.
         units: dict[tuple[str, int], int] = {}
         pairs = zip(of_each, [sample.prompt for sample in samples], strict=True)

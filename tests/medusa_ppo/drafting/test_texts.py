@@ -103,6 +103,28 @@ def test_fewer_places_are_enough_where_the_longest_text_is_known() -> None:
     torch.testing.assert_close(scene.copier.find(ring, slots_B, newest_B, longest=100), whole)
 
 
+def test_keys_that_are_one_token_late_find_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Verification is right for any draft, so no test of the distribution sees such a fault: this
+    comparison does.
+    """
+    scene = Scene()
+    ring = scene.ring()
+    ids = repeating(40)
+    made = scene.copier._last_tokens
+
+    def late(
+        ring: TextRing, slots_N: torch.Tensor, positions_N: torch.Tensor, half: int
+    ) -> torch.Tensor:
+        return made(ring, slots_N, (positions_N - half).clamp_min(0), half)
+
+    monkeypatch.setattr(scene.copier, "_last_tokens", late)
+    scene.write(ring, 1, ids, 0, 40)
+    told_BKH = scene.copier.find(ring, torch.tensor([1]), torch.tensor([39]))
+    assert not torch.allclose(told_BKH[0], scene.trained(ids, 39), rtol=1e-2, atol=1e-2)
+
+
 def test_a_text_shorter_than_k_finds_nothing() -> None:
     scene = Scene()
     ring = scene.ring()
