@@ -1,4 +1,9 @@
-"""The queue of rollout batches before the companion, bounded in bytes and in age: nobody waits."""
+"""The queue of rollout batches before the companion, bounded in bytes and in age: nobody waits.
+
+Training may be slower than the loop. The loop must not wait for it, and hidden states must not pile
+up in memory, so batches are dropped: the oldest first, because heads that learn from an old policy
+draft worse for the new one.
+"""
 
 from __future__ import annotations
 

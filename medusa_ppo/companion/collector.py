@@ -1,4 +1,9 @@
-"""Tapped hidden states, put in the places of their response tokens."""
+"""Tapped hidden states, put in the places of their response tokens.
+
+A loop scores responses in micro-batches, in any order and with any padding, and perhaps only some
+of them. Heads are trained on whole responses, one token after the other. This is where the one
+becomes the other, at the price of one copy of each state.
+"""
 
 from __future__ import annotations
 

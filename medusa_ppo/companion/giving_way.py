@@ -1,4 +1,9 @@
-"""How the loop tells the companion that it needs the cores now."""
+"""How the loop tells the companion that it needs the cores now.
+
+While responses are written every second of a shared core is a second of the loop: drafting is to
+save them. A message through Ray would come milliseconds late and wake a thread; a byte in shared
+memory is read between two pieces of work and costs nothing.
+"""
 
 from __future__ import annotations
 

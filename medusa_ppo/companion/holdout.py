@@ -1,4 +1,8 @@
-"""Which responses heads are judged on: whole prompts, few tokens, and always some."""
+"""Which responses heads are judged on: whole prompts, few tokens, and always some.
+
+Heads that were judged on what they were trained on would look better than they draft. Answers to
+one prompt are much alike, so a prompt is held out with all of its answers.
+"""
 
 from __future__ import annotations
 

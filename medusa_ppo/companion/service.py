@@ -33,7 +33,7 @@ from medusa_ppo.companion.wire import Answer, PackedTensor, ServiceArguments, pa
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.runtime.files import write_atomic
-from medusa_ppo.runtime.hardware import companion_threads, cpu_has_bfloat16
+from medusa_ppo.runtime.hardware import companion_threads, cores_wanted_s, cpu_has_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class CompanionService:
         self._idle = threading.Condition()
         self._outstanding = self._received = self._dropped_before = self._unsaved = 0
         self._train_s = self._worked_s = self._cpu_since_s = 0.0
+        self._wanted_since_s = math.nan
         self._busy_since: float | None = None
         self._beat = 0.0  # When the training thread was last seen at work.
         self._error = ""  # What failed with the last batch.
@@ -225,6 +226,7 @@ class CompanionService:
         while (batch := self._queue.get()) is not None:
             self._busy_since = self._beat = time.monotonic()
             self._cpu_since_s = time.process_time()
+            self._wanted_since_s = cores_wanted_s()
             try:
                 with self._state_lock:
                     if self._config.offload:
@@ -266,13 +268,21 @@ class CompanionService:
 
     def _work_s(self, took_s: float) -> float:
         """Of what was taken by the batch in training, what others could have had: on a CPU not the
-        time in which these had the cores.
+        time in which these had the cores, and no more than that in which somebody wanted one.
         """
-        return took_s if self._device.type == "cuda" else time.process_time() - self._cpu_since_s
+        if self._device.type == "cuda":
+            return took_s
+        had_s = time.process_time() - self._cpu_since_s
+        wanted_s = cores_wanted_s() - self._wanted_since_s
+        return had_s if math.isnan(wanted_s) else min(had_s, max(0.0, wanted_s))
 
     def _give_way(self) -> None:
         self._beat = time.monotonic()
-        self._pace.give_way()
+        if self._pace.held:
+            before_s = cores_wanted_s()
+            self._pace.give_way()
+            # Whoever waited for a core meanwhile did not wait for training.
+            self._wanted_since_s += cores_wanted_s() - before_s
         self._beat = time.monotonic()
 
     def _learn(self, batch: Any) -> CycleReport:

@@ -1,4 +1,9 @@
-"""What travels between loop and companion: arguments, answers, and tensors as NumPy arrays."""
+"""What travels between loop and companion: arguments, answers, and tensors as NumPy arrays.
+
+The companion is another process, so that it can train while the loop goes on. Ray pickles what
+passes between the two, torch's tensors with a copy; NumPy arrays it puts into shared memory, where
+the other side reads them in place. A rollout batch has gigabytes of hidden states.
+"""
 
 from __future__ import annotations
 

@@ -44,9 +44,15 @@ class CompanionConfig(Section):
     when batches are small: a batch should give ten steps or more.
     """
     epochs: Count = 2
-    """Most passes over each rollout batch; as many are made as gain more seconds than they lose
-    (all with `wait` or ppo.staleness). Set it higher when the companion has a device of its own
-    and waits for batches.
+    """Most passes over each rollout batch; fewer where `share` has no room for them (all with
+    `wait` or ppo.staleness). Set it higher when the companion has a device of its own and waits
+    for batches.
+    """
+    share: float = Field(0.05, gt=0, le=1)
+    """The most that training may take of the loop's seconds, where it shares cores or a device with
+    it; there is no bound where it shares none, with `wait`, or with ppo.staleness. Set it higher
+    when `companion_reason` is mostly `waiting` and each version gains much, lower when generation
+    is a small part of a step.
     """
     queue_bytes: Count = 2 * 1024**3
     """Bytes of memory for batches on their way, waiting and in training together (twice as much for

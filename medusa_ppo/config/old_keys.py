@@ -36,17 +36,18 @@ OLD_KEYS = {
         " vocabulary."
     ),
     "companion.schedule": (
-        "It trains as much as pays, and companion.epochs passes over each batch with companion.wait"
-        " or ppo.staleness."
+        "It trains within companion.share of the loop's seconds, and companion.epochs passes over"
+        " each batch with companion.wait or ppo.staleness."
     ),
     "companion.min_epochs": (
-        "It trains less than a quarter of a pass only where nothing is gained: then nothing."
+        "It trains at least a whole pass, or nothing: set companion.share, the most that training"
+        " may take of the loop's seconds."
     ),
     "companion.upper_mark_every": (
         "No upper mark is taken any more; replay_mal_frozen, heads that stopped learning, is what"
         " training along the way is compared with. Leave the key out."
     ),
-    "companion.drift_lag": "What pays is counted in seconds.",
+    "companion.drift_lag": "Training that rests wakes when the engine's acceptance falls.",
     "companion.average": (
         "Candidates are a running mean of which 0.97 stays with each optimizer step."
     ),

@@ -79,7 +79,7 @@ class RunConfig(Section):
         return Path(self.out) / self.name
 
     @property
-    def must_pay(self) -> bool:
+    def has_budget(self) -> bool:
         """How much the companion trains follows from measured seconds: not where the loop waits for
         it, since no run repeats them, nor where the engine writes ahead, since they are booked one
         after the other.

@@ -188,7 +188,11 @@ COMPANION_HIDDEN_S = "companion_hidden_s"
 COMPANION_SAVED_S = "companion_saved_s"
 """Seconds of generation less than the same tokens took with the heads that the run began with."""
 COMPANION_LOST_S = "companion_lost_s"
-"""Seconds that the loop lost by the companion: in hooks, and by sharing cores or a device."""
+"""Seconds that the companion took from the loop: in hooks, and on cores or a device of both."""
+COMPANION_TAKEN = "companion_taken_frac"
+"""Share of the loop's seconds that training took so far; companion.share is the most."""
+COMPANION_BUDGET_S = "companion_budget_s"
+"""Seconds of training that are left in the budget; below 0: borrowed."""
 COMPANION_TRAINED_TOKENS = "companion_trained_tokens"
 """Positions trained on so far."""
 COMPANION_STEPS = "companion_optimizer_steps"
@@ -197,7 +201,7 @@ COMPANION_PASSES = "companion_passes"
 """Passes over a step's batch; below 1 a random part of its positions once, 0: it is not trained on.
 """
 COMPANION_REASON = "companion_reason"
-"""Why so many, in a word of the schedule (docs/companion.md explains each)."""
+"""Why so many: the state of the training (docs/companion.md explains each)."""
 COMPANION_POSITIONS = "companion_positions_frac"
 """Share of the last trained batch's training positions that were trained on."""
 COMPANION_RATE = "companion_rate"
@@ -219,21 +223,14 @@ VERSIONS_FOLLOWED = "versions_followed"
 VERSIONS_WORSE = "versions_worse"
 """Of these, surely worse than the one before there (95 % interval over prompts below 0)."""
 
-ACCOUNT = (COMPANION_PASSES, COMPANION_REASON, COMPANION_SAVED_S, COMPANION_LOST_S)
-"""What a companion that must pay books for a step."""
-
 REASONS = {
-    "fixed": "the loop waits for the companion, or the engine writes ahead",
-    "alone": "the companion takes nothing from the loop",
-    "behind": "a batch waits already, because training takes longer than a step",
-    "start": "the run begins, and no version was published yet",
-    "pays": "more training gains more seconds of generation than the loop loses by it",
-    "waning": "the last of the training gained fewer seconds than the loop lost by it",
-    "rest": "nothing is to be gained, so nothing is trained",
-    "fell": "acceptance fell by more than training costs",
-    "probe": "nothing was trained for a while, so a little was tried",
+    "fixed": "the loop waits for the companion, or the engine writes ahead: no budget",
+    "alone": "training takes nothing from the loop: no budget",
+    "training": "new versions still come, and the budget has room",
+    "waiting": "the budget has no room for a whole pass, or a batch waits already",
+    "resting": "many verdicts in a row brought no new version; now and then one pass is tried",
 }
-"""Word of the schedule -> what it means."""
+"""State of the training -> what it means."""
 
 
 def describe() -> dict[str, str]:

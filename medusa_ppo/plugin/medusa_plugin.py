@@ -33,9 +33,10 @@ from heads.errors import DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import Actor, Tap, as_view
+from medusa_ppo.companion.budget import Budget, Decision, StepSeen
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
-from medusa_ppo.companion.schedule import Account, Decision, StepSeen
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import companion_figures, serving_figures
@@ -45,6 +46,7 @@ from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.engines.launch import draft_vocabulary
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.plugin.installer import HeadsInstaller
+from medusa_ppo.plugin.saved_seconds import SavedSeconds
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,7 @@ class MedusaPlugin:
 
     Attributes:
         empty_responses: responses without a token so far; they teach nothing.
-        account: what training costs the loop and saves it, and so how much is trained; None: it is
-            trained on every batch.
+        budget: how much is trained; None: `companion.epochs` passes over every batch.
         installer: what it has installed in the engine, and how often.
     """
 
@@ -85,6 +86,7 @@ class MedusaPlugin:
         on_error: str = "disable",
         heads: MedusaHeads | None = None,
         passes: float | None = None,
+        share: float = CompanionConfig().share,
         choices: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,8 +98,9 @@ class MedusaPlugin:
                 (repeatable runs).
             on_error: `raise` or `disable`: what heads that don't reach the engine do to the loop.
             heads: the heads that the engine started with, for `save_heads`.
-            passes: the most over a batch, where as much is trained as pays; None: what the
-                companion is configured for.
+            passes: the most over a batch, where training has a budget; None: what the companion
+                is configured for, over every batch.
+            share: of the loop's seconds, that training may take then.
             choices: the engine may choose the number of drafts, and is asked what it chose when the
                 rollouts are there.
             clock: seconds.
@@ -112,11 +115,12 @@ class MedusaPlugin:
         self._collector: BatchCollector | None = None
         self._tables: Tables | None = None
         self._tables_sent = True
-        self.account = (
+        self.budget = (
             None
             if passes is None or companion is None
-            else Account(passes, shared=companion.shared)
+            else Budget(share, passes, shared=companion.shared)
         )
+        self._saved = SavedSeconds()
         self._decision = Decision()
         self._step = _Step()
         self._train_s_before = self._worked_s_before = 0.0
@@ -190,7 +194,7 @@ class MedusaPlugin:
                 resume_from=resume_from,
             )
         settings = config.companion
-        passes = float(settings.epochs) if config.must_pay else None
+        passes = float(settings.epochs) if config.has_budget else None
         wait = settings.wait
         on_error = settings.on_error
         choices = config.engine.choose_drafts
@@ -201,6 +205,7 @@ class MedusaPlugin:
             on_error=on_error,
             heads=heads,
             passes=passes,
+            share=settings.share,
             choices=choices,
         )
         plugin._tables = tables_VD
@@ -259,7 +264,7 @@ class MedusaPlugin:
             )
             self.installer.judge(rollouts)
             if self._companion is not None:
-                self._decision = self.account.decide() if self.account else Decision()
+                self._decision = self.budget.decide() if self.budget else Decision()
                 if self._wants_states:
                     self._collector = self._companion.collector(rollouts)
                     self.empty_responses += self._collector.empty_responses
@@ -267,7 +272,7 @@ class MedusaPlugin:
 
     @property
     def _wants_states(self) -> bool:
-        return self.account is None or self._decision.passes > 0
+        return self.budget is None or self._decision.passes > 0
 
     @contextlib.contextmanager
     def actor_forward(
@@ -355,30 +360,38 @@ class MedusaPlugin:
             values[names.SWAP_ALARMS] = self.installer.watch.alarms
             values[names.COMPANION_TRAIN_S] = trained_s
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)
-            if self.account is not None and step.rollouts is not None:
-                values |= self._book(self.account, step, status)
+            if self.budget is not None and step.rollouts is not None:
+                values |= self._book(self.budget, step, step.rollouts, status)
         return values
 
-    def _book(self, account: Account, step: _Step, status: CompanionStatus) -> dict[str, Any]:
-        assert step.rollouts is not None
+    def _book(
+        self, budget: Budget, step: _Step, rollouts: Rollouts, status: CompanionStatus
+    ) -> dict[str, Any]:
+        """Seconds and verdicts of a finished step go to the budget, which says what to report."""
         worked_s = max(0.0, status.worked_s - self._worked_s_before)
         self._worked_s_before = status.worked_s
-        step_s = self._clock() - step.began
-        took_s = step.rollouts.seconds
-        tokens = step.rollouts.generated_tokens
-        length = step.rollouts.counters.mean_acceptance_length
-        versions = status.versions_published, step.rollouts.heads_version
-        took = took_s, max(0.0, step_s - took_s), step.exposed_s, tokens, length, worked_s
-        account.step(
-            StepSeen(*took, status.judged, status.gain, *versions, waiting=status.queue_bytes > 0)
-        )
-        return dict(
-            zip(
-                names.ACCOUNT,
-                (account.last.passes, account.last.reason, account.saved_s, account.lost_s),
-                strict=True,
+        taken_s = worked_s if self._companion is not None and self._companion.shared else 0.0
+        budget.step(
+            StepSeen(
+                step_s=self._clock() - step.began,
+                trained_s=taken_s,
+                length=rollouts.counters.mean_acceptance_length,
+                published=status.versions_published,
+                rejected=status.candidates_rejected,
+                serving=rollouts.heads_version,
+                behind=status.queue_bytes > 0,
             )
         )
+        return {
+            names.COMPANION_PASSES: budget.last.passes,
+            names.COMPANION_REASON: budget.last.reason,
+            names.COMPANION_TAKEN: budget.taken_frac,
+            names.COMPANION_BUDGET_S: budget.left_s,
+            names.COMPANION_SAVED_S: self._saved.of(
+                rollouts.seconds, rollouts.generated_tokens, rollouts.heads_version
+            ),
+            names.COMPANION_LOST_S: step.exposed_s + taken_s,
+        }
 
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
         """Wait until the companion has trained all it was given, outside of any step. False when it
@@ -447,7 +460,7 @@ class MedusaPlugin:
         assert self._companion is not None
         self._send_tables(batch.policy_version)  # Those that stayed here while nothing was trained.
         self._companion.submit(
-            dataclasses.replace(batch, passes=self._decision.passes) if self.account else batch
+            dataclasses.replace(batch, passes=self._decision.passes) if self.budget else batch
         )
 
     def _send_tables(self, policy_version: int) -> None:

@@ -223,9 +223,9 @@ class Panels:
     def passes(self) -> Figure:
         """How much the companion trained on each batch."""
         hint = (
-            "High while training gains more seconds of generation than the loop loses by it,"
-            " nothing while it does not. A line that stays high under a chart of acceptance that"
-            " stays flat is work for nothing."
+            "As many as companion.share pays for while new versions come, nothing while they don't."
+            " A line that stays high under a chart of acceptance that stays flat is work for"
+            " nothing."
         )
         series = self._single("passes over the batch", "hidden", m.COMPANION_PASSES, connect=True)
         return self._lines(

@@ -134,8 +134,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "companion.optimizer_steps": "Optimizer steps it took.",
     "companion.passes": "Passes over a rollout batch, mean over the steps.",
     "companion.reasons": (
-        "Why so many: pairs of a reason of the schedule and the steps that it decided, the most"
-        " frequent first."
+        "Why so many: pairs of a state of the training and its steps, the most frequent first."
     ),
     "companion.versions_published": "Versions of the heads it published.",
     "companion.batches_dropped": (
@@ -149,8 +148,10 @@ SUMMARY_KEYS: dict[str, str] = {
         " with."
     ),
     "companion.lost_s": (
-        "Seconds that the loop lost by the companion: in hooks, and by sharing cores or a device"
-        " (estimated step by step)."
+        "Seconds that the companion took from the loop: in hooks, and on cores or a device of both."
+    ),
+    "companion.taken_frac": (
+        "Share of the loop's seconds that training took; companion.share is the most."
     ),
     "companion.net_s": (
         "Saved less lost. What a loop without the plugin would take is in neither: see step_ratio."
@@ -492,6 +493,7 @@ def _companion(run: Run) -> dict[str, Any]:
         "exposed_s": _sum(run.column(m.PLUGIN_EXPOSED_S)),
         "saved_s": saved_s,
         "lost_s": lost_s,
+        "taken_frac": _last(run.column(m.COMPANION_TAKEN)),
         "net_s": None if saved_s is None or lost_s is None else saved_s - lost_s,
     }
 

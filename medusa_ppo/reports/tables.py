@@ -166,7 +166,12 @@ def _account_rows(companion: dict[str, Any]) -> list[tuple[str, str]]:
     if companion.get("net_s") is None:
         return []
     seconds = " / ".join(w.seconds(companion[name]) for name in ("saved_s", "lost_s", "net_s"))
-    return [("Companion's account: seconds saved / lost / net", seconds)]
+    rows = [("Companion's account: seconds saved / lost / net", seconds)]
+    if companion.get("taken_frac") is not None:
+        rows.append(
+            ("Share of the loop's seconds that training took", w.percent(companion["taken_frac"]))
+        )
+    return rows
 
 
 def _passes(companion: dict[str, Any]) -> str:

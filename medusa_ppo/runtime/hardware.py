@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import math
 import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ stays.
 CPU_MEMORY = 0.1
 MODEL_LEN = 512
 """Longest prompt plus response of an engine whose loop does not say how long they are."""
+PRESSURE = Path("/proc/pressure/cpu")
 COMPANION_SHARE = 0.1
 COMPANION_CORES = 4
 """One core in so many is the companion's, where it shares them with PPO and the engine."""
@@ -240,6 +242,17 @@ def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choi
     if engine.threads is None:
         why = f"{hardware.cores} cores, {engine.replicas} engine{'s' * (engine.replicas > 1)}"
         yield Choice("engine.threads", max(1, hardware.cores // engine.replicas), why)
+
+
+def cores_wanted_s() -> float:
+    """Seconds since this machine's start in which some process waited for a core, by the kernel's
+    own count; NaN where it doesn't tell.
+    """
+    try:
+        some = PRESSURE.read_text(encoding="utf-8").splitlines()[0]
+        return int(some.rpartition("total=")[2]) / 1e6
+    except (OSError, ValueError, IndexError):
+        return math.nan
 
 
 def cpu_has_bfloat16() -> bool:

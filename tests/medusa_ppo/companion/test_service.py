@@ -5,6 +5,7 @@ crash.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import threading
@@ -524,6 +525,7 @@ def test_goes_on_from_what_the_engine_has(chain, tmp_path: Path) -> None:
 def test_waiting_for_a_core_takes_nothing_from_others(
     chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(service_module, "cores_wanted_s", lambda: math.nan)
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     learn = service._learn
@@ -533,6 +535,23 @@ def test_waiting_for_a_core_takes_nothing_from_others(
     run_batches(service, [task.batch(4)])
     status = service.status()
     assert status.train_s > 1.0 and 0 < status.worked_s < status.train_s - 0.5
+    service.close()
+
+
+@pytest.mark.parametrize(("wanted_s", "taken"), [(0.0, False), (1e6, True), (math.nan, True)])
+def test_cores_that_nobody_wanted_are_not_taken_from_the_loop(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted_s: float, taken: bool
+) -> None:
+    """The kernel counts the seconds in which somebody waited for a core; where it doesn't, all
+    count.
+    """
+    clock = iter(range(10**6))
+    monkeypatch.setattr(service_module, "cores_wanted_s", lambda: wanted_s * next(clock))
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    run_batches(service, [task.batch()])
+    status = service.status()
+    assert status.train_s > 0 and (status.worked_s > 0) == taken
     service.close()
 
 

@@ -109,8 +109,8 @@ ALONE = ["ppo.staleness=1", "ppo.importance_bound=2"]
 def test_what_writing_ahead_needs_and_refuses(overrides: list[str], words: str) -> None:
     assert (
         load_config(None, ALONE).ppo.staleness == 1
-        and not load_config(None, ALONE).must_pay
-        and load_config().must_pay
+        and not load_config(None, ALONE).has_budget
+        and load_config().has_budget
     )
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides)

@@ -703,10 +703,10 @@ def test_a_companion_that_does_not_pay_is_handed_nothing(parts) -> None:
         plugin.policy_updated(actor, version)
         return plugin.metrics()
 
-    assert plugin.account is not None
-    decide = plugin.account._decide
+    assert plugin.budget is not None
+    decide = plugin.budget._decide
     passes = [2.0, 0.0, 0.0, 0.5]
-    plugin.account._decide = lambda: dataclasses.replace(decide(), passes=passes.pop(0))
+    plugin.budget._decide = lambda: dataclasses.replace(decide(), passes=passes.pop(0))
     values = [step(version) for version in range(1, 5)]
     assert [batch.passes for batch in companion.batches] == [2.0, 0.5]
     assert [version for _, version in companion.tables] == [1, rollouts.policy_version, 4], (

@@ -140,6 +140,7 @@ ROWS: dict[str, Row] = {
     "companion.dtype": ("bfloat16", "learned", {}),
     "companion.batch_positions": (32, "learned", {}),
     "companion.epochs": (3, "learned", {}),
+    "companion.share": (0.2, "plugin", {}),
     "companion.queue_bytes": (2**28, "plan", {}),
     "companion.wait": (True, "learned", REPLAYED),
     "companion.replay_versions": (2, "learned", {}),
@@ -339,7 +340,7 @@ class KeyEffects:
         table = torch.zeros(16, 32)
         engine: Any = SimpleNamespace(swap_heads=lambda *a: 1 / 0)
         plugin = MedusaPlugin.start_from_tables(config, heads, (table, table), engine, self._folder)
-        return len(started), plugin.installer._on_error, plugin.account is None
+        return len(started), plugin.installer._on_error, plugin.budget and plugin.budget._share
 
     def learned(self, config: RunConfig) -> Any:
         """The companion's whole state after some batches."""

@@ -136,7 +136,7 @@ def _step(
         m.COMPANION_TRAINED_TOKENS: state["trained"],
         m.COMPANION_STEPS: state["trained"] // 512,
         m.COMPANION_PASSES: 2.0 if step < 6 else 0.25,
-        m.COMPANION_REASON: "start" if not step else "behind" if step < 6 else "floor",
+        m.COMPANION_REASON: "training" if not step else "waiting" if step < 6 else "floor",
         m.COMPANION_POSITIONS: 1.0,
         m.COMPANION_LOSS: 3.1 - 0.8 * learned + noise(0, 0.03),
         m.COMPANION_DROPPED: 0,

@@ -274,13 +274,13 @@ def test_the_schedule_stands_with_its_reasons(runs: Path) -> None:
         re.findall(r"<t[hd][^>]*>([^<]*)<", row)
         for row in card.split("<tbody>")[1].split("</tr>")[:3]
     ]
-    assert [row[:2] for row in rows] == [["floor", "10"], ["behind", "5"], ["start", "1"]]
+    assert [row[:2] for row in rows] == [["floor", "10"], ["waiting", "5"], ["training", "1"]]
     assert all(row[2] == REASONS.get(row[0], "") for row in rows) and rows[2][2], (
         "`floor` is of runs before 0.2"
     )
     assert 'id="chart-passes"' in card and metrics.COMPANION_PASSES not in other_metrics(run)
     (row,) = [figure for what, figure in summary_rows(build_summary(run)) if "passes" in what]
-    assert row == "0.906 (floor 10, behind 5, start 1)"
+    assert row == "0.906 (floor 10, waiting 5, training 1)"
     steps = tuple(
         {key: value for key, value in step.items() if "passes" not in key and "reason" not in key}
         for step in run.steps

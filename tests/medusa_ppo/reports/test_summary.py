@@ -82,6 +82,7 @@ HAND = make(
         "pair_plain_tokens_per_s": 100.0,
         "companion_passes": 0.5,
         "companion_reason": "floor",
+        "companion_taken_frac": 0.04,
         "companion_optimizer_steps": 30,
     },
     {
@@ -144,7 +145,7 @@ def test_every_figure_of_a_run_worked_out_by_hand() -> None:
         "trained_tokens": 1000, "versions_published": 3, "batches_dropped": None, "train_s": 3.5,
         "hidden_s": 4.0, "exposed_s": 0.5,
         "optimizer_steps": 30, "passes": 1.25, "reasons": [["behind", 1], ["floor", 1]],
-        "saved_s": None, "lost_s": None, "net_s": None,
+        "saved_s": None, "lost_s": None, "net_s": None, "taken_frac": 0.04,
     }  # fmt: skip
     assert summary["staleness"] == {"last": 2.0, "max": 2.0}
     assert summary["phases_s"]["generate"] == 7.0 and summary["phases_s"]["sync"] is None

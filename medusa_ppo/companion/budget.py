@@ -1,0 +1,195 @@
+"""How much the heads are trained where that takes something from the loop: never more than a share
+of its seconds, and nothing while nothing is gained (no torch).
+
+The bound is a budget in seconds of training. A step of the loop that took s seconds brings in
+`share` x s; what training took from the loop goes out. Training in seconds that nobody else wanted
+(the loop waits for rewards, for weights, for the slowest response) isn't counted: the companion
+doesn't report it as work. So the loop is slower by `share` at most, whatever is gained.
+
+    alone      the companion takes nothing from the loop: the most passes, no bound
+    training   heads still improve, and there is a budget: as many passes as it pays for
+    waiting    the budget has no whole pass, or a batch waits already: none, and the batch isn't
+               even collected
+    resting    PATIENCE verdicts in a row without a new version: none. It ends when acceptance
+               falls, or when a probe of one pass (rarer each time) brings a new version
+
+Before the first version the budget may be overdrawn, by what AHEAD steps bring in: heads that draft
+from the second step on are worth more than any that come later. The debt is paid back from half of
+what comes in, so that training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+AHEAD = 10
+"""Steps whose income may be saved up, or borrowed before the first version: enough for some batches
+at once, and for a pass that takes half of a step at a share of a twentieth.
+"""
+PATIENCE = 8
+"""Verdicts in a row without a new version, after which training rests. One in ten equal candidates
+passes the gate by chance, so good heads rarely wait for so long.
+"""
+PROBE_STEPS = (8, 64)
+"""Steps of rest before a probe: at first, and at most. Twice as many after each."""
+LENGTHS = (8, 32)
+"""Least and most steps that say what acceptance the serving heads had."""
+RECENT = 3
+"""Last steps that are compared with those; one alone may be an odd batch of prompts."""
+ERRORS = 3.0
+"""Standard errors below, that are a fall and not the counters' noise."""
+KEPT = 0.9
+"""Of what earlier steps say about the cost of a pass, with each step."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How much to train on a batch.
+
+    Attributes:
+        passes: over its positions; below 1 a random part of them once; 0: it is not trained on.
+        reason: a key of `metrics.REASONS`; empty before the first batch.
+    """
+
+    passes: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """What a finished step of the loop took, and what the companion had done at its end.
+
+    Attributes:
+        step_s: its seconds.
+        trained_s: seconds of a core (or of the device that is shared) that training took from the
+            loop meanwhile.
+        length: mean acceptance length by the engine's counters.
+        published, rejected: versions that were published so far, and candidates that were judged
+            and were not.
+        serving: version of the heads that the responses were drafted with.
+        behind: a batch waits behind the one in training.
+    """
+
+    step_s: float
+    trained_s: float
+    length: float
+    published: int
+    rejected: int
+    serving: int
+    behind: bool = False
+
+
+class Budget:
+    """`step` after each step of the loop, `decide` before each batch is collected.
+
+    Attributes:
+        left_s: seconds of training that may be taken now; below 0: borrowed.
+        taken_frac: share of the loop's seconds that training took so far.
+        last: decision.
+    """
+
+    def __init__(self, share: float, most: float, *, shared: bool) -> None:
+        """
+        Args:
+            share: of the loop's seconds, that training may take.
+            most: passes over a batch.
+            shared: the companion trains on cores or a device that the loop uses too.
+        """
+        self._share = share
+        self._most = most
+        self._shared = shared
+        self.left_s = self._debt_s = 0.0
+        self._loop_s = self._trained_s = 0.0  # Of all steps.
+        self._income_s = 0.0  # Of the last step.
+        self._recent_s = self._recent_passes = 0.0  # Training of late, and what it was for.
+        self._published = 0
+        self._rejected = self._rejected_so_far = 0  # When training began or woke, and by now.
+        self._resting = self._behind = False
+        self._rested = 0  # Batches since training ended, or since the last probe.
+        self._probe_after = PROBE_STEPS[0]
+        self._serving = 0
+        self._lengths: deque[float] = deque(maxlen=LENGTHS[1])
+        self.last = Decision()
+
+    @property
+    def taken_frac(self) -> float:
+        return self._trained_s / self._loop_s if self._loop_s else 0.0
+
+    def step(self, seen: StepSeen) -> None:
+        """Book a finished step."""
+        self._loop_s += seen.step_s
+        self._trained_s += seen.trained_s
+        self._recent_s = KEPT * self._recent_s + seen.trained_s
+        self._recent_passes = KEPT * self._recent_passes + self.last.passes
+        self._income_s = self._share * seen.step_s
+        repaid_s = min(self._debt_s, self._income_s / 2)
+        self._debt_s -= repaid_s
+        most_s = max(AHEAD * self._income_s, self._pass_s)  # Or a long pass would never come.
+        self.left_s = min(most_s, self.left_s + self._income_s - repaid_s - seen.trained_s)
+        self._behind = seen.behind
+        if seen.serving != self._serving:
+            self._serving = seen.serving
+            self._lengths.clear()
+        self._lengths.append(seen.length)
+        self._rejected_so_far = seen.rejected
+        if seen.published != self._published:
+            if not self._published:
+                self._debt_s = max(0.0, -self.left_s)
+                self.left_s = max(0.0, self.left_s)
+            self._published = seen.published
+            self._wake()
+        elif seen.rejected - self._rejected >= PATIENCE and not self._resting:
+            self._resting = True
+            self._rested = 0
+
+    def decide(self) -> Decision:
+        """Passes over the batch that comes next."""
+        self.last = self._decide()
+        return self.last
+
+    def _decide(self) -> Decision:
+        if not self._shared:
+            return Decision(self._most, "alone")
+        if self._resting and self._fallen:
+            self._wake()
+        most = self._most
+        if self._resting:
+            self._rested += 1
+            if self._rested <= self._probe_after:
+                return Decision(0.0, "resting")
+            most = 1.0
+        allowed_s = self.left_s + (0.0 if self._published else AHEAD * self._income_s)
+        passes = min(most, allowed_s / self._pass_s) if self._pass_s else most
+        if self._behind or passes < 1:
+            return Decision(0.0, "waiting")
+        if not self._resting:
+            return Decision(passes, "training")
+        self._rested = 0
+        self._probe_after = min(PROBE_STEPS[1], 2 * self._probe_after)
+        return Decision(passes, "resting")
+
+    def _wake(self) -> None:
+        """Train again, until as many verdicts in a row were without a new version."""
+        self._resting = False
+        self._rejected = self._rejected_so_far
+        self._probe_after = PROBE_STEPS[0]
+        self._lengths.clear()  # A fall that no training makes good is no reason twice.
+
+    @property
+    def _pass_s(self) -> float:
+        """Seconds that a pass takes from the loop; 0 before one was made."""
+        return self._recent_s / self._recent_passes if self._recent_passes else 0.0
+
+    @property
+    def _fallen(self) -> bool:
+        """The last steps' acceptance is surely below that of the steps before, with the same
+        heads.
+        """
+        lengths = list(self._lengths)
+        before = lengths[:-RECENT]
+        if len(before) < LENGTHS[0]:
+            return False
+        error = stdev(before) * (1 / RECENT + 1 / len(before)) ** 0.5
+        return fmean(lengths[-RECENT:]) < fmean(before) - ERRORS * error
