@@ -425,6 +425,7 @@ def started(setting: Setting, stage: Stage, runner: str | None) -> Iterator[Any]
         memory_fraction=0.05,
         extra=setting.engine,
     )
+    config = launch.with_all_heads(config, stage.heads)
     if runner:
         config = config.model_copy(update={"runner": runner})
     ample = launch.cache_bytes

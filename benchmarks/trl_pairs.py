@@ -155,9 +155,8 @@ def run(options: argparse.Namespace) -> None:
     # The example as a user has it: what is measured is the script that the documents show.
     example = runpy.run_path(str(EXAMPLE))
     began = time.perf_counter()
-    # Without its own section the engine drafts with all heads: the example's asks for a choice of
-    # K.
-    medusa = example["MEDUSA"] | ({"engine": {}} if options.fixed else {})
+    fixed = {"engine": {"num_drafts": example["MEDUSA"]["heads"]["num_heads"]}}
+    medusa = example["MEDUSA"] | (fixed if options.fixed else {})
     for section, values in options.medusa.items():
         medusa[section] = {**medusa.get(section, {}), **values}
     trainer = example["main"](

@@ -21,7 +21,6 @@ from medusa_ppo.ppo.rewards import exact_answer
 
 MEDUSA = {
     "heads": {"num_heads": 3},
-    "engine": {"choose_drafts": True},  # how many drafts pay, 0 included, is measured while it runs
     "companion": {"batch_positions": 256, "epochs": 4},
 }
 

@@ -24,6 +24,7 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.engines.launch import with_all_heads
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
 from medusa_ppo.offline.collect import take_prompts
 from medusa_ppo.offline.scene import read_scene
@@ -253,6 +254,7 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
             max_model_len=64,
             threads=max(1, torch.get_num_threads()),
         )
+        config = with_all_heads(config, bench.heads)
         progress.say("Starting the engine ...")
         with (
             local_ray(),

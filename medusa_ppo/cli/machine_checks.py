@@ -406,8 +406,8 @@ def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
             f" runs/check-setup/heads-final --data {data} --template 'Question:"
             " {question}\\nAnswer:' --dtype bfloat16 --batches 1,16,64",
             ("Ours against no speculation: ",),
-            "Above x1.00 drafting pays; at numbers of sequences where it is below, set"
-            " engine.choose_drafts=true or draft less.",
+            "Above x1.00 drafting pays; where it is below, engine.num_drafts=0 is the plain"
+            " engine.",
         ),
         SetupStep(
             "a run finds its nodes through Ray",

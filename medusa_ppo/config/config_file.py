@@ -256,7 +256,10 @@ def as_config_error(
     given, or of a whole mapping.
     """
     first = error.errors()[0]
-    dotted = key or ".".join(str(part) for part in first["loc"])
+    loc = [str(part) for part in first["loc"]]
+    parts = [".".join(loc[:length]) for length in range(1, len(loc) + 1)]
+    # What follows a key is pydantic's name for one of the kinds of values that it may have.
+    dotted = key or next((part for part in parts if part in keys_of(root)), ".".join(loc))
     given = text if key else first.get("input")
     if first["type"] == "extra_forbidden":
         keys = keys_of(root)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from medusa_ppo.config.section import Contradiction, Count, Section, Text, unknown
 
 COLOCATED, SERVER = "colocated", "server"
+AUTO = "auto"
+
+
+def _auto(given: object) -> object:
+    """Earlier releases wrote `null` where nobody had said a number."""
+    return AUTO if given in (None, "null") else given
+
+
+Drafts = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_auto)]
 
 
 class EngineConfig(Section):
@@ -22,7 +31,7 @@ class EngineConfig(Section):
     """
     runner: Literal["v1", "v2"] = "v1"
     """vLLM's model runner where heads draft. `v2` exists in vLLM 0.29 and 0.32, never ran on a GPU,
-    and takes none of the four keys that say v1 below. Set it only to try it out.
+    and has nothing of what says v1 below. Set it only to try it out.
     """
     replicas: Count = 1
     """Engines that share the prompts of a step; each takes the threads, memory and GPUs that this
@@ -69,19 +78,16 @@ class EngineConfig(Section):
     """CPU threads of each engine (CPU build); null: all cores, divided among the replicas. Set it
     when other programs need cores.
     """
-    num_drafts: int | None = Field(None, ge=0)
-    """Draft tokens in each engine step; 0: no drafting; null: as many as there are heads. Set it
-    lower when late drafts are rarely accepted, to 0 to switch drafting off.
+    num_drafts: Drafts = AUTO
+    """Draft tokens in each engine step. `auto`: chosen for each step, none included and at most one
+    of each head, from what steps take and what is accepted (runner v1; with v2 always one of each
+    head). A number: always so many; 0: no drafting. Set it to a number for runs that must repeat
+    themselves, since a choice follows the clock; to 0 to switch drafting off.
     """
     draft_temperature: float = Field(1.0, ge=0)
     """Factor on the temperature that drafts are sampled at, beside the request's and each head's
     own; 0: drafts are the heads' first choices. Responses have the same distribution either way.
     Set it to 0 for requests with a grammar (structured output), else hardly ever.
-    """
-    choose_drafts: bool = False
-    """Choose the number of drafts, up to `num_drafts`, for each step from what steps cost and what
-    was accepted (runner v1). Set it when many sequences are generated at once, or when few long
-    ones are left at the end of a batch: one number does not suit both.
     """
     draft_vocab: int | None = Field(None, ge=0)
     """Draft only from this many tokens, the most frequent ones seen so far; 0: from all; null:
@@ -95,13 +101,23 @@ class EngineConfig(Section):
     """
     stop_below: float | None = Field(None, gt=0, lt=1)
     """End a request's drafts in a step before the first one whose chance to be accepted is
-    estimated below this (runner v1, sampled drafts); null: never. Set it to 0.05 to 0.08 when the
-    engine verifies more drafts than it has room for.
+    estimated below this (runner v1, sampled drafts, a fixed num_drafts); null: never. Set it to
+    0.05 to 0.08 when the engine verifies more drafts than it has room for.
     """
     extra: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for vLLM's engine, passed on as they are, e.g. `{tensor_parallel_size:
     2}`. Set it when vLLM needs an option that has no key here.
     """
+
+    @property
+    def chooses_drafts(self) -> bool:
+        """The engine chooses the number of drafts of each step; V2 can't."""
+        return self.num_drafts == AUTO and self.runner == "v1"
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Drafts of a step at most; None: one of each head."""
+        return None if self.num_drafts == AUTO else int(self.num_drafts)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -131,12 +147,13 @@ class EngineConfig(Section):
                 "sampled drafts",
                 "Set the last above 0, or the others to null.",
             )
-        if self.stop_below and self.choose_drafts:
+        if self.stop_below and self.chooses_drafts:
             yield Contradiction(
                 "What k drafts cost is not seen where each request has its own number.",
-                ("engine.stop_below", "engine.choose_drafts"),
-                "one of the two",
-                "Leave one out.",
+                ("engine.stop_below", "engine.num_drafts"),
+                "a fixed number of drafts, or no engine.stop_below",
+                "Set engine.num_drafts to a number, e.g. that of the heads, or leave"
+                " engine.stop_below out.",
             )
         if self.sleep_level and self.backend != COLOCATED:
             yield Contradiction(

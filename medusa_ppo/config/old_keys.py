@@ -12,6 +12,9 @@ OLD_KEYS = {
     "actor.bucket_bytes": "It is 256 MiB for everybody.",
     "data.column": "Write data.template='{COLUMN}'.",
     "data.limit": "Write data.split='train[:NUMBER]'.",
+    "engine.choose_drafts": (
+        "engine.num_drafts=auto chooses, and is the default; a number is the same for all steps."
+    ),
     "engine.host": (
         "A server that is started listens on this machine only; start your own and set"
         " engine.backend=http://HOST:PORT."

@@ -99,7 +99,7 @@ class RunConfig(Section):
 def _of_the_engine(config: RunConfig) -> Iterator[Contradiction]:
     """What the engine is asked for, and can't do."""
     engine = config.engine
-    if engine.num_drafts is not None and engine.num_drafts > config.heads.num_heads:
+    if (engine.most_drafts or 0) > config.heads.num_heads:
         yield Contradiction(
             "More draft tokens than heads.",
             ("engine.num_drafts", "heads.num_heads"),
@@ -183,13 +183,6 @@ def _of_older_actors(config: RunConfig) -> Iterator[Contradiction]:
                     "one of the two",
                     f"Set ppo.staleness=0, or {key}=null.",
                 )
-    if ppo.steps_ahead > 1 and engine.choose_drafts:
-        yield Contradiction(
-            "An engine that never rests can't say what it chose.",
-            ("ppo.staleness", "engine.choose_drafts"),
-            "one of the two",
-            "Set ppo.staleness=1, or engine.choose_drafts=false.",
-        )
     alone = engine.backend == COLOCATED and engine.replicas == 1 and not config.data.images
     if ppo.carry_after is not None and not alone:
         yield Contradiction(

@@ -25,7 +25,7 @@ from heads.errors import (
     UnsupportedVersionError,
 )
 from heads.heads_config import HeadsConfig
-from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.engine_section import AUTO, EngineConfig
 from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.runtime.hardware import settled_engine
 from medusa_ppo.vllm_plugin.control_guard import GUARD
@@ -159,7 +159,7 @@ def plan_launch(
         heads = read_heads_config(heads_path, hidden_size, vocab_size)
         runner = checked_runner(config, heads)
         max_drafts = heads.num_heads
-        if (config.num_drafts or 0) > max_drafts:
+        if (config.most_drafts or 0) > max_drafts:
             raise ConfigError(
                 "More drafts than trained heads.",
                 given=f"engine.num_drafts={config.num_drafts}",
@@ -214,7 +214,7 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
                 "a GPU (tests run it on Triton's interpreter)",
             )
         )
-    for name in ("choose_drafts", "draft_vocab", "memory_bytes", "stop_below"):
+    for name in ("draft_vocab", "memory_bytes", "stop_below"):
         if getattr(config, name):
             lacks.append(
                 (
@@ -237,11 +237,13 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
 def _drafting(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> Drafting:
     sampled = config.draft_temperature > 0
     most = heads.num_heads if heads else 0
+    if runner == "v2" and config.num_drafts == AUTO:
+        logger.info("V2 can't choose the number of drafts: each step has %d.", most)
     drafting: Drafting = {
-        "num_drafts": most if config.num_drafts is None else min(config.num_drafts, most),
+        "num_drafts": most if config.most_drafts is None else min(config.most_drafts, most),
         "sampled": sampled,
         "draft_temperature": config.draft_temperature if sampled else 1.0,
-        "choose": config.choose_drafts,
+        "choose": config.chooses_drafts,
     }
     if (size := draft_vocabulary(config, heads, runner)) is not None:
         drafting["draft_vocab"] = size
@@ -250,6 +252,15 @@ def _drafting(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> D
     if config.stop_below:
         drafting["stop_below"] = config.stop_below
     return drafting
+
+
+def with_all_heads(config: EngineConfig, heads_path: str | Path) -> EngineConfig:
+    """One draft of each head in every step, where nobody said a number: for figures by position,
+    which a choice would leave without late positions.
+    """
+    if config.num_drafts != AUTO or not heads_path:
+        return config
+    return config.model_copy(update={"num_drafts": read_heads_config(heads_path, 0, 0).num_heads})
 
 
 def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> int | None:

@@ -290,7 +290,7 @@ def run_probe() -> dict[str, Any]:
         # Heads that learned nothing draft nothing.
         stir(heads)
         save_heads(folder / "heads", heads, lm_head_VD=model.lm_head.weight)
-        config = EngineConfig(max_num_seqs=16, max_model_len=64, threads=1)
+        config = EngineConfig(max_num_seqs=16, max_model_len=64, threads=1, num_drafts=HEADS)
         sampling = Sampling(
             temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=0
         )

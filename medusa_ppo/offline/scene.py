@@ -26,6 +26,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, load_tokenizer
 from medusa_ppo.actors.megatron_checkpoint import described_by
 from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.engines.launch import with_all_heads
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, chat_prompt, check_template, is_chat
@@ -288,6 +289,7 @@ def running_engine(
     """An engine in a Ray actor of a local Ray, for the time of the block. Both are gone afterwards,
     come what may.
     """
+    config = with_all_heads(config, heads_path)
     with local_ray(), make_engine(model, heads_path, config, seed) as engine:
         yield engine
 

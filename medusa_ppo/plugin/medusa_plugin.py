@@ -186,7 +186,7 @@ class MedusaPlugin:
                 tables_VD[0].detach(),
                 seed=config.seed,
                 draft_temperature=config.engine.draft_temperature,
-                num_drafts=config.engine.num_drafts,
+                num_drafts=config.engine.most_drafts,
                 draft_vocab=draft_vocabulary(config.engine, heads.config, config.engine.runner),
                 run_dir=run_dir,
                 initial_state=heads.trainable_state(),
@@ -197,7 +197,8 @@ class MedusaPlugin:
         passes = float(settings.epochs) if config.has_budget else None
         wait = settings.wait
         on_error = settings.on_error
-        choices = config.engine.choose_drafts
+        # An engine that writes several steps ahead never rests, and can't be asked.
+        choices = config.engine.chooses_drafts and config.ppo.steps_ahead <= 1
         plugin = cls(
             engine,
             companion,

@@ -241,8 +241,9 @@ def sampling_of(config: RunConfig, step: int) -> Sampling:
 
 
 def num_drafts(config: RunConfig) -> int:
-    """Draft tokens per step that the configuration asks for."""
-    return config.heads.num_heads if config.engine.num_drafts is None else config.engine.num_drafts
+    """Draft tokens per step at most."""
+    most = config.engine.most_drafts
+    return config.heads.num_heads if most is None else most
 
 
 class SpeedPairs:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
 from medusa_ppo.vllm_plugin.speculation import heads_folder, refuse_lossy_rule, rule_of
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
+logger = logging.getLogger(__name__)
 CUTS_ASK_FOR_V = "vocab_size" in inspect.signature(SamplingStates.get_top_k_top_p).parameters
 """From 0.33 on. Looked up once: `_cuts` runs between two steps."""
 
@@ -107,7 +109,10 @@ class HeldHeads(MedusaProposer):
             self._core.copier.write_again(self._texts)
 
     def configure(self, settings: Drafting) -> Drafting:
-        for name in ("choose", "draft_vocab", "memory_bytes", "stop_below"):
+        if settings.get("choose"):
+            logger.info("V2 can't choose the number of drafts: each step has the same.")
+            settings = settings | {"choose": False}
+        for name in ("draft_vocab", "memory_bytes", "stop_below"):
             if settings.get(name):
                 raise ConfigError(
                     "vLLM's V2 model runner tells a drafter no tokens on the host, and this setting"

@@ -30,6 +30,7 @@ MEDUSA = f"""
 heads: {{num_heads: 2}}
 companion: {{learning_rate: 0.01, epochs: 8, batch_positions: 256, wait: true}}
 engine:
+  num_drafts: 2
   extra: {{kv_cache_memory_bytes: {64 * 1024**2}, max_num_seqs: 16}}
 """
 

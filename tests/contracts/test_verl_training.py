@@ -38,6 +38,7 @@ def settings(actor: Path, out: Path, ranks: int) -> dict[str, Any]:
     return {
         "trainer.v1.trainer_mode": "medusa_sync",
         "+medusa.heads.num_heads": 2,
+        "+medusa.engine.num_drafts": 2,
         "+medusa.companion.learning_rate": 0.01,
         "+medusa.companion.epochs": 8,
         "+medusa.companion.batch_positions": 256,

@@ -140,6 +140,7 @@ def test_a_run_loses_a_node_and_catches_up(
                 "max_model_len": 128,
                 "threads": 1,
                 "memory_fraction": 0.05,
+                "num_drafts": 3,
                 "replicas": 2,
                 "resource": "engines",
             },

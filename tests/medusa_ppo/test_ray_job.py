@@ -64,7 +64,7 @@ def command(chain_actor: Path, tmp_path: Path) -> Callable[[int], str]:
             "model": {"path": str(chain_actor)},
             "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:32]"},
             "sampling": {"max_new_tokens": 16},
-            "engine": {"max_num_seqs": 8, "max_model_len": 128, "threads": 1},
+            "engine": {"max_num_seqs": 8, "max_model_len": 128, "threads": 1, "num_drafts": 2},
             "heads": {"num_heads": 2},
             "companion": {"batch_positions": 256},
             "ppo": {

@@ -98,6 +98,7 @@ class ChaosScene:
                 "threads": 1,
                 "memory_fraction": 0.01,
                 "dtype": "float32",
+                "num_drafts": 3,
             },
             "heads": {"num_heads": 3, "context": 0},
             "companion": {

@@ -452,6 +452,7 @@ def main() -> int:
             max_model_len=256,
             threads=1,
             memory_fraction=0.02,
+            num_drafts=HEADS,
         )
         with ServerEngine(actors.path, folder / "heads", config) as engine:
             engine.configure(num_drafts=0)

@@ -77,7 +77,13 @@ def small_run(model: str, folder: Path, steps: int, seed: int) -> dict[str, Any]
         "sampling": {"max_new_tokens": 24},
         # Little memory for keys and values: it is touched bit by bit, and looks like a leak until
         # all of it was used once.
-        "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "memory_fraction": 0.01},
+        "engine": {
+            "max_num_seqs": 16,
+            "max_model_len": 128,
+            "threads": 1,
+            "memory_fraction": 0.01,
+            "num_drafts": 3,
+        },
         "heads": {"num_heads": 3},
         "companion": {"epochs": 4, "learning_rate": 1e-2, "batch_positions": 256},
         # The tiny actor solves nothing: it is the entropy that moves it.

@@ -54,7 +54,7 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
         ("actor.tensor_parallel=2", "actor.backend=megatron"),
         ("ppo.steps=1e3", "valid integer"),
         ("ppo.checkpoint_every=0", "ppo.checkpoint_every=null"),
-        ("engine.num_drafts=-1", "engine.num_drafts=null"),
+        ("engine.num_drafts=-1", "greater than or equal to 0"),
         ("heads.path=", "heads.path=null"),
         ("engine={draft_vocab: -1}", "engine.draft_vocab=null"),
         ("report.trackers=wandbb", "Did you mean wandb?"),
@@ -94,7 +94,6 @@ ALONE = ["ppo.staleness=1", "ppo.importance_bound=2"]
         ([*ALONE, "engine.sleep_level=1"], "engine.sleep_level=1"),
         ([*ALONE, "report.speed_every=4"], "report.speed_every=4"),
         ([*ALONE, "report.compare_pairs=3"], "report.compare_pairs=3"),
-        ([*ALONE, "ppo.staleness=2", "engine.choose_drafts=true"], "engine.choose_drafts=True"),
         (["ppo.carry_after=0.5"], "begun by an older actor"),
         ([*ALONE, "ppo.carry_after=0.5", "engine.backend=server"], "engine.backend=server"),
         ([*ALONE, "ppo.carry_after=0.5", "engine.replicas=2"], "engine.replicas=2"),
@@ -227,7 +226,7 @@ def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
         ),
         (["engine.memory_bytes=100", "engine.draft_temperature=0"], "Only sampled drafts"),
         (["engine.stop_below=0.1", "engine.draft_temperature=0"], "Only sampled drafts"),
-        (["engine.stop_below=0.1", "engine.choose_drafts=true"], "its own number"),
+        (["engine.stop_below=0.1"], "its own number"),
     ],
 )
 def test_options_of_the_update_that_contradict_each_other(pairs: list[str], words: str) -> None:
@@ -252,6 +251,25 @@ def test_what_can_not_see_images_is_refused(other: str) -> None:
         ConfigError, match=f"(?s)data.images=image, {key}=.*Set {key}=.*data.images=null"
     ):
         load_config(None, ["data.images=image", other])
+
+
+def test_the_number_of_drafts_is_auto_or_a_number() -> None:
+    def found(value: str) -> EngineConfig:
+        return load_config(None, [f"engine.num_drafts={value}"]).engine
+
+    assert load_config(None).engine.num_drafts == "auto"
+    shown = {value: (found(value).most_drafts, found(value).chooses_drafts) for value in "02"}
+    assert shown == {"0": (0, False), "2": (2, False)}
+    for value in ("auto", "null"):
+        assert (found(value).num_drafts, found(value).most_drafts) == ("auto", None)
+        assert found(value).chooses_drafts
+    assert EngineConfig.model_validate({"num_drafts": None}).chooses_drafts
+    assert not load_config(None, ["engine.runner=v2"]).engine.chooses_drafts
+    for wrong in ("many", "1.5", "-1"):
+        with pytest.raises(ConfigError, match=r"engine\.num_drafts"):
+            found(wrong)
+    with pytest.raises(ConfigError, match=r"engine\.num_drafts has a wrong value"):
+        build_config({"engine": {"num_drafts": -1}})
 
 
 def test_cut_responses_is_a_word_or_a_number() -> None:

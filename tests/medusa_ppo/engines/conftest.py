@@ -139,7 +139,12 @@ def actor(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Actor:
 @pytest.fixture(scope="session")
 def engine_config() -> EngineConfig:
     return EngineConfig(
-        dtype="float32", max_num_seqs=64, max_model_len=512, threads=1, memory_fraction=0.05
+        dtype="float32",
+        max_num_seqs=64,
+        max_model_len=512,
+        threads=1,
+        memory_fraction=0.05,
+        num_drafts=HEADS,
     )
 
 

@@ -63,7 +63,9 @@ def engine(
     for parameter in heads.parameters():
         parameter.copy_(torch.randn_like(parameter) * (0.1 if pairs else 0.2))
     save_heads(folder / "heads", heads, lm_head_VD=model.lm_head.weight)
-    config = EngineConfig(max_num_seqs=256, max_model_len=32, threads=1, memory_fraction=0.02)
+    config = EngineConfig(
+        max_num_seqs=256, max_model_len=32, threads=1, memory_fraction=0.02, num_drafts=3
+    )
     with ColocatedEngine(folder / "model", folder / "heads", config) as started:
         yield started
 

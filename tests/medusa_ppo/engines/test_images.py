@@ -57,7 +57,9 @@ def test_engine_and_trainer_see_the_same_images(
         )
         return report[names.LOGPROB_GAP_MAX]
 
-    config = EngineConfig(dtype="float32", max_num_seqs=8, max_model_len=128, threads=1)
+    config = EngineConfig(
+        dtype="float32", max_num_seqs=8, max_model_len=128, threads=1, num_drafts=3
+    )
     with ColocatedEngine(folder, tmp_path / "heads", config) as engine, ActorSync(engine) as sync:
         first = engine.generate(prompts, SAMPLING)
         assert gap(first) < 1e-4 and first.counters.drafts > 0

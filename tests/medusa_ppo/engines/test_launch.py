@@ -218,7 +218,7 @@ def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
         runner(runner="v2")
     monkeypatch.setattr(launch, "is_cpu_build", lambda: False)
     assert (runner(), runner(runner="v2"), runner(context, runner="v2")) == ("v1", "v2", "v2")
-    for key, value in {"choose_drafts": True, "memory_bytes": 1000, "stop_below": 0.1}.items():
+    for key, value in {"draft_vocab": 8, "memory_bytes": 1000, "stop_below": 0.1}.items():
         with pytest.raises(ConfigError, match=key):
             runner(runner="v2", **{key: value})
     monkeypatch.setattr(launch, "vllm_version", lambda: "0.26.0")

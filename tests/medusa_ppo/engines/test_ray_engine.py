@@ -101,7 +101,7 @@ def test_conditioned_heads_draft_step_by_step(
     for parameter in heads.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.05)
     save_heads(tmp_path / "heads", heads, lm_head_VD=actor.lm_head_VD)
-    config = engine_config.model_copy(update={"draft_temperature": 0.8, "choose_drafts": True})
+    config = engine_config.model_copy(update={"draft_temperature": 0.8, "num_drafts": "auto"})
     with RayEngine(actor.path, tmp_path / "heads", config) as engine:
         assert engine.plugin_report()["kind"] == kind
         hidden_BD = torch.randn(5, actor.lm_head_VD.shape[1])

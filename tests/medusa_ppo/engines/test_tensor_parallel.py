@@ -43,7 +43,7 @@ def test_two_ranks_draft_and_sample_as_one(
             "threads": 1,
             "memory_fraction": 0.05,
         }
-        config = EngineConfig(**sizes, choose_drafts=True, extra={"tensor_parallel_size": ranks})
+        config = EngineConfig(**sizes, extra={"tensor_parallel_size": ranks})
         with ColocatedEngine(actor.path, tmp_path / "heads", config) as engine:
             greedy = engine.generate(
                 actor.prompts[:16], Sampling(temperature=0.0, max_new_tokens=32, ignore_eos=True)

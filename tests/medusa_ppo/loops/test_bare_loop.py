@@ -30,7 +30,7 @@ def test_two_steps_of_the_example_feed_the_engine(chain_actor: Path):
     first, second = main(
         str(chain_actor),
         2,
-        engine={"max_num_seqs": 32, "threads": 1},
+        engine={"max_num_seqs": 32, "threads": 1, "num_drafts": 2},
         heads={"num_heads": 2},
         companion={"learning_rate": 1e-2, "wait": True, "epochs": 8, "batch_positions": 256},
     )

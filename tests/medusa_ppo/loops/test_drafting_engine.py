@@ -39,7 +39,7 @@ PROMPTS = [
     [26, 27],
 ]
 """A dozen: of two batches the gate has the six held-out prompts that it asks for."""
-ENGINE = {"max_num_seqs": 32, "threads": 1, "enforce_eager": True}
+ENGINE = {"max_num_seqs": 32, "threads": 1, "enforce_eager": True, "num_drafts": 2}
 
 
 def scored(actor: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:

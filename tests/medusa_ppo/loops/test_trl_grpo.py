@@ -73,6 +73,7 @@ if trainer.accelerator.is_main_process:
     json.dump(trainer.state.log_history, open(out + "/log.json", "w"))
 """
 
+DRAFTS = {"num_drafts": 2}
 COMPANION = {"learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "wait": True}
 VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128}
 
@@ -141,7 +142,7 @@ def test_heads_are_fed_while_the_trainer_runs(kind: str, chain_actor: Path, tmp_
         kind,
         chain_actor,
         tmp_path / "run",
-        {"heads": {"num_heads": 2}, "companion": COMPANION},
+        {"heads": {"num_heads": 2}, "engine": DRAFTS, "companion": COMPANION},
         max_steps=8,
         **VLLM,
     )
@@ -177,7 +178,7 @@ def test_the_actor_learns_the_same_to_the_bit_with_drafts_and_without(
         "grpo",
         chain_actor,
         tmp_path / "with",
-        {"heads": {"num_heads": 2}, "companion": COMPANION},
+        {"heads": {"num_heads": 2}, "engine": DRAFTS, "companion": COMPANION},
         **greedy,
     )
     train("grpo", chain_actor, tmp_path / "without", None, **greedy)
@@ -219,7 +220,8 @@ def test_switched_off_it_is_trls_own_trainer_on_vllm_to_the_bit(chain_actor: Pat
 def test_server_mode_feeds_a_server_that_was_started_before(
     served: ServedLoop, chain_actor: Path, tmp_path: Path
 ):
-    medusa = {"heads": {"num_heads": 2, "path": str(served.heads)}, "companion": COMPANION}
+    heads = {"num_heads": 2, "path": str(served.heads)}
+    medusa = {"heads": heads, "engine": DRAFTS, "companion": COMPANION}
     log = train("grpo", chain_actor, tmp_path / "run", medusa, max_steps=8, **served.settings)
 
     steps = [row for row in log if f"medusa/{names.MAL_SERVING}" in row]

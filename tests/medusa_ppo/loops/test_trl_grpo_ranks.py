@@ -115,7 +115,7 @@ companion = {
     "wait": event != "companion dies",
 }
 heads = {"num_heads": 2} | ({"path": os.environ["HEADS"]} if os.environ.get("HEADS") else {})
-medusa = {"heads": heads, "companion": companion}
+medusa = {"heads": heads, "engine": {"num_drafts": 2}, "companion": companion}
 trainer = (Sharded if form == "fsdp2" else MedusaGRPOTrainer)(
     model=actor,
     reward_funcs=places,

@@ -244,6 +244,34 @@ def test_batch_holds_the_states_that_lm_head_reads(parts) -> None:
     assert len(companion.batches) == 1 and companion.tables[0][1] == 1
 
 
+@pytest.mark.parametrize(
+    ("ppo", "engine_section", "asked"),
+    [
+        ({}, {}, True),
+        ({}, {"num_drafts": 2}, False),
+        ({"staleness": 1, "importance_bound": 2}, {}, True),
+        ({"staleness": 2, "importance_bound": 2}, {}, False),
+    ],
+)
+def test_an_engine_that_chooses_is_asked_when_it_rests(
+    parts, tmp_path: Path, ppo: dict, engine_section: dict, asked: bool
+) -> None:
+    actor, engine, _, _ = parts
+    rows = [{"running": 1, "steps": [1, 0, 0, 0], "speedup": 1.0}]
+    engine.choices = lambda: rows
+    config = build_config(
+        {
+            "heads": {"num_heads": 3, "kind": "medusa"},
+            "companion": {"enabled": False},
+            "engine": engine_section,
+            "ppo": ppo,
+        }
+    )
+    plugin = MedusaPlugin.start(config, actor, engine, tmp_path)
+    plugin.rollout_ready(engine.generate(PROMPTS, Sampling(seed=1)))
+    assert plugin._step.choices == (rows if asked else [])
+
+
 def test_what_check_loop_watches_is_there(parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its whole run on a real engine is a slow test of
     tests/medusa_ppo/loops/test_check_loop.py.

@@ -43,6 +43,7 @@ def settings(actor: Path, out: Path) -> dict[str, Any]:
             "max_model_len": 128,
             "threads": 1,
             "draft_temperature": 1.0,
+            "num_drafts": 3,
         },
         "heads": {"num_heads": 3},
         # Every second batch: the checkpoint must hold the step's own batch all the same.

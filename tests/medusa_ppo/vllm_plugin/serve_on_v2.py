@@ -100,6 +100,7 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         max_model_len=64,
         threads=1,
         memory_fraction=0.02,
+        num_drafts=HEADS,
         runner=kind,
         enforce_eager=True,
     )
