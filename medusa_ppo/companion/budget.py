@@ -40,8 +40,6 @@ RECENT = 3
 """Last steps that are compared with those; one alone may be an odd batch of prompts."""
 ERRORS = 3.0
 """Standard errors below, that are a fall and not the counters' noise."""
-KEPT = 0.9
-"""Of what earlier steps say about the cost of a pass, with each step."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,8 @@ class Budget:
         self._most = most
         self._shared = shared
         self.left_s = self._debt_s = 0.0
-        self._loop_s = self._trained_s = 0.0  # Of all steps.
+        self._loop_s = self._trained_s = self._passes = 0.0  # Of all steps.
         self._income_s = 0.0  # Of the last step.
-        self._recent_s = self._recent_passes = 0.0  # Training of late, and what it was for.
         self._published = 0
         self._rejected = self._rejected_so_far = 0  # When training began or woke, and by now.
         self._resting = self._behind = False
@@ -121,8 +118,7 @@ class Budget:
         """Book a finished step."""
         self._loop_s += seen.step_s
         self._trained_s += seen.trained_s
-        self._recent_s = KEPT * self._recent_s + seen.trained_s
-        self._recent_passes = KEPT * self._recent_passes + self.last.passes
+        self._passes += self.last.passes
         self._income_s = self._share * seen.step_s
         repaid_s = min(self._debt_s, self._income_s / 2)
         self._debt_s -= repaid_s
@@ -180,7 +176,7 @@ class Budget:
     @property
     def _pass_s(self) -> float:
         """Seconds that a pass takes from the loop; 0 before one was made."""
-        return self._recent_s / self._recent_passes if self._recent_passes else 0.0
+        return self._trained_s / self._passes if self._passes else 0.0
 
     @property
     def _fallen(self) -> bool:

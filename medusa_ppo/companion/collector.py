@@ -100,6 +100,7 @@ class BatchCollector:
         row_M, token_M = mask_BT[rows].nonzero(as_tuple=True)
         # Token t is predicted from the state one position before it.
         index_M = rows[row_M] * hidden_BTD.shape[1] + token_M - 1
+        # Picked on the actor's device: only the wanted states cross to the host, in one copy.
         index_M = index_M[torch.cat([self._wanted[s] for s in taken])].to(hidden_BTD.device)
         states_MD = hidden_BTD.detach().flatten(0, 1).index_select(0, index_M)
         on_gpu = states_MD.is_cuda
@@ -136,7 +137,7 @@ class BatchCollector:
                 ),
             )
         if self._copied is not None:
-            self._copied.synchronize()
+            self._copied.synchronize()  # Else the last states would still be on their way.
         responses = self._rollouts.responses
         ids_M = torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64)
         logprobs_M = torch.tensor([p for r in responses for p in r.logprobs], dtype=torch.float32)

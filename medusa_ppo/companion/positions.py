@@ -209,28 +209,25 @@ class EarlySample:
         place_M = row_M - (lengths_S.cumsum(0) - lengths_S)[segment_M]
         left_M = lengths_S[segment_M] - 1 - place_M
         generator = torch.Generator().manual_seed(seed)
-        phase_S = torch.randint(
-            BLOCK, lengths_S.shape, generator=generator
-        )  # Every row is as often at an edge as any other.
-        block_M = (place_M + phase_S[segment_M]) // BLOCK + segment_M * (
-            int(lengths_S.max()) // BLOCK + 2
-        )
+        # Blocks begin at another place in each response, so that every row is as often at an edge,
+        # where it isn't trained on, as any other.
+        phase_S = torch.randint(BLOCK, lengths_S.shape, generator=generator)
+        most_blocks = int(lengths_S.max()) // BLOCK + 2  # Of a response; numbers must not collide.
+        block_M = (place_M + phase_S[segment_M]) // BLOCK + segment_M * most_blocks
         block_M = block_M.unique(return_inverse=True)[1]
         rows_B = torch.bincount(block_M)
+        # Held-out responses are kept whole, so their blocks aren't drawn, and their rows are taken
+        # from what there is room for.
+        held_B = held_S[segment_M][torch.zeros_like(rows_B).scatter_(0, block_M, row_M)]
+        room = self.share * row_M.numel() - float(lengths_S[held_S].sum())
         order_B = torch.randperm(rows_B.numel(), generator=generator)
-        order_B = order_B[
-            ~held_S[segment_M][torch.zeros_like(rows_B).scatter_(0, block_M, row_M)][order_B]
-        ]
-        before_B = rows_B[order_B].cumsum(0) - rows_B[order_B]
+        order_B = order_B[~held_B[order_B]]
+        fits_B = rows_B[order_B].cumsum(0) <= room
         kept_B = torch.zeros(rows_B.numel(), dtype=torch.bool)
-        kept_B[
-            order_B[
-                before_B + rows_B[order_B]
-                <= self.share * row_M.numel() - float(lengths_S[held_S].sum())
-            ]
-        ] = True
+        kept_B[order_B[fits_B]] = True
         kept_B[order_B[:1]] = True  # Something is always there.
         kept_M = kept_B[block_M]
+        # A row whose neighbours lie outside of what is kept serves others and isn't trained on.
         whole_M = (
             kept_M
             & kept_M[row_M + left_M.clamp(max=self.ahead)]

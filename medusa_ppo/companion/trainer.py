@@ -223,6 +223,7 @@ class HeadsTrainer:
             worked += picks.shape[0]
             rows = self._config.batch_positions
             steps = -(-picks.shape[0] // rows)
+            # Each of a team takes as many steps as the one with most: a gradient sum waits for all.
             for start in range(0, rows * (self.team.most(steps) if self.team else steps), rows):
                 step = self.optimizer_steps
                 for group in self._optimizer.param_groups:
