@@ -150,3 +150,27 @@ def test_a_large_vocabulary_has_no_tables() -> None:
     scene = Scene()
     size = scene.heads.config.copy_width * 2 * 3 * V
     assert size <= products.TABLE_ENTRIES and len(scene.copier._shares) == 3
+
+
+def test_tokens_that_stand_for_images_are_never_copied() -> None:
+    """What follows is copied as if the image's token were no follower at all."""
+    scene = Scene()
+    image = 7
+    copier = Copier(scene.heads, lambda ids: F.embedding(ids, scene.table_VD), never=[image])
+    ring = scene.ring()
+    ids = repeating(40)
+    scene.copier.write(ring, torch.zeros(40, dtype=torch.int64), torch.arange(40), ids)
+    slots_B = torch.tensor([0])
+    newest_B = torch.tensor([39])
+    with_images = scene.copier.find(ring, slots_B, newest_B)
+    asked: list[torch.Tensor] = []
+    told = copier._told
+
+    def watched(ids_BKAm: torch.Tensor, share_BKAm: torch.Tensor) -> torch.Tensor:
+        asked.append(share_BKAm[ids_BKAm == image])
+        return told(ids_BKAm, share_BKAm)
+
+    copier._told = watched  # type: ignore[method-assign]
+    without = copier.find(ring, slots_B, newest_B)
+    assert asked[0].numel() and not asked[0].any()
+    assert not torch.allclose(with_images, without)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from heads.copying import SERVED_PLACES, Texts
 from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
@@ -31,6 +32,7 @@ from medusa_ppo.vllm_plugin.proposer import MedusaProposer
 D, V, K, PAIRS = 8, 10, 2, 4
 CPU = torch.device("cpu")
 MANY = 30_000
+MOST_TOKENS = 64
 
 
 class ProposerStep:
@@ -44,9 +46,11 @@ class ProposerStep:
         seeds: list[int | None] | None = None,
         grammar: bool = False,
         pairs: int = 0,
+        copy_parts: int = 0,
     ) -> None:
         torch.manual_seed(0)
-        heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra", context=pairs)).requires_grad_(False)
+        config = HeadsConfig(D, V, K, kind="hydra", context=pairs, copy_parts=copy_parts)
+        heads = MedusaHeads(config).requires_grad_(False)
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
         self.lm_head_VD = torch.randn(V, D) / 6
@@ -56,7 +60,10 @@ class ProposerStep:
         proposer.device = CPU
         proposer.dtype = torch.float32
         proposer.hidden_size = D
-        proposer.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=size))
+        proposer.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=size),
+            model_config=SimpleNamespace(max_model_len=MOST_TOKENS),
+        )
         proposer.num_speculative_tokens = proposer.num_drafts = K
         proposer.sampled = True
         proposer.choose = False
@@ -306,6 +313,12 @@ class EngineRequest:
         self.done = 0
         self.hidden_TD = torch.randn(40, D)
         self.ids_T = torch.randint(V, (40,))
+        self.prompt_ids = torch.randint(V, (prompt,))
+
+    @property
+    def text(self) -> torch.Tensor:
+        """Prompt and response so far."""
+        return torch.cat([self.prompt_ids, self.ids_T[: self.done]])
 
 
 class Contexts:
@@ -313,8 +326,10 @@ class Contexts:
     the responses themselves.
     """
 
-    def __init__(self, prompts: list[int], size: int = 3, pairs: int = PAIRS) -> None:
-        self.step = ProposerStep(size, [None] * len(prompts), pairs=pairs)
+    def __init__(
+        self, prompts: list[int], size: int = 3, pairs: int = PAIRS, copy_parts: int = 0
+    ) -> None:
+        self.step = ProposerStep(size, [None] * len(prompts), pairs=pairs, copy_parts=copy_parts)
         self.pairs = pairs
         self.responses = {str(row): EngineRequest(prompt) for row, prompt in enumerate(prompts)}
         self.first = dict.fromkeys(self.responses, 0)  # Pairs before it are gone.
@@ -336,7 +351,10 @@ class Contexts:
             dtype=np.int32,
         )
         self.step.proposer.seat(
-            list(accepted), {key: self.step.live[key] for key in self.responses}, lengths
+            list(accepted),
+            {key: self.step.live[key] for key in self.responses},
+            lengths,
+            self.token_ids(list(accepted)),
         )
         proposer = self.step.proposer
         proposer.before_step(tokens, [drafted] * len(tokens), 1, torch.cat(rows))
@@ -344,8 +362,35 @@ class Contexts:
         if wanted:
             self.check(accepted)
 
+    def token_ids(self, keys: list[str]) -> np.ndarray:
+        """The tokens of requests as vLLM's input batch has them."""
+        ids = np.zeros((len(keys), MOST_TOKENS), dtype=np.int32)
+        for row, key in enumerate(keys):
+            text = self.responses[key].text
+            ids[row, : len(text)] = text.numpy()
+        return ids
+
+    def check_copies(self, accepted: dict[str, int]) -> None:
+        """What is told of each request is what the heads find that were trained on its text."""
+        proposer = self.step.proposer
+        for row, (key, count) in enumerate(accepted.items()):
+            if not count:
+                continue
+            mine = self.responses[key]
+            lengths_1 = torch.tensor([mine.done])
+            texts = Texts.of(
+                mine.prompt_ids, torch.tensor([mine.prompt]), mine.ids_T[: mine.done], lengths_1
+            )
+            text = texts.of_rows(lengths_1 - 1)
+            wanted = proposer.heads._copied(text, self.step.table_VD, SERVED_PLACES)[0]
+            told = self.seen.told_BKH[row]
+            torch.testing.assert_close(told, wanted, rtol=1e-3, atol=1e-5)
+
     def check(self, accepted: dict[str, int]) -> None:
         proposer = self.step.proposer
+        if self.seen is not None and self.seen.told_BKH is not None:
+            self.check_copies(accepted)
+            return
         last = [max(self.responses[key].done - 1, 0) for key in accepted]
         hidden_BD = torch.stack(
             [self.responses[key].hidden_TD[at] for key, at in zip(accepted, last, strict=True)]
@@ -427,6 +472,71 @@ def test_pairs_are_missing_after_a_swap_and_in_a_slot_that_was_given_on() -> Non
     scene.first["1"] = scene.responses["1"].done
     scene.run({"1": 2, "2": 1})  # And now that of "0".
     scene.run({"1": 3, "2": 3})
+
+
+def test_each_request_copies_from_its_own_text() -> None:
+    """Prompts that take several steps, steps without drafts, requests that join, wait, lose their
+    slot and come back, and other heads in the middle.
+    """
+    scene = Contexts([12, 20, 7], size=2, copy_parts=2)
+    scene.run({"0": 1, "1": 0}, drafted=0)
+    scene.run({"1": 1, "0": 3})
+    scene.run({"0": 1, "1": 3}, wanted=0)
+    scene.run({"0": 2, "1": 1})
+    scene.run({"2": 1, "0": 1})  # Its slot is what "1" had, which waits.
+    scene.run({"1": 3, "2": 2})  # And now that of "0".
+    proposer = scene.step.proposer
+    with torch.no_grad():
+        proposer.heads.copy_key.neg_()
+    proposer._core.load()
+    proposer._forget_pairs()
+    scene.run({"1": 2, "2": 3})
+    scene.run({"0": 1, "2": 1})
+
+
+def test_a_prompt_longer_than_what_is_kept_is_searched_in_its_last_tokens() -> None:
+    """All of its other tokens are never written: a prompt of 100,000 tokens costs what the window
+    costs.
+    """
+    scene = Contexts([12], copy_parts=2)
+    proposer = scene.step.proposer
+    ring = proposer._texts
+    assert ring is not None and ring.places == MOST_TOKENS
+    count = 100_000
+    ids = np.random.default_rng(0).integers(V, size=(1, count)).astype(np.int32)
+    proposer.seat(["0"], scene.step.live, np.array([count], dtype=np.int32), ids)
+    written = []
+    write = proposer._core.copier.write
+
+    def counted(ring: Any, slots_N: torch.Tensor, *more: torch.Tensor) -> None:
+        written.append(len(slots_N))
+        write(ring, slots_N, *more)
+
+    proposer._core.copier.write = counted
+    told_BKH = proposer._look_up_texts(ring)
+    assert sum(written) == MOST_TOKENS
+    last = torch.from_numpy(ids[0, -MOST_TOKENS:]).long()
+    nothing = torch.zeros(1, dtype=torch.int64)
+    texts = Texts.of(last[:0], nothing, last, torch.tensor([MOST_TOKENS]))
+    text = texts.of_rows(torch.tensor([MOST_TOKENS - 1]))
+    wanted = proposer.heads._copied(text, scene.step.table_VD, SERVED_PLACES)[0]
+    torch.testing.assert_close(told_BKH[0], wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_a_draft_vocabulary_without_the_copied_token_has_a_whole_q() -> None:
+    """q is over the map; what it lacks is never drafted, whatever was found."""
+    scene = Contexts([12], copy_parts=2)
+    scene.run({"0": 1}, drafted=0)
+    scene.run({"0": 3})
+    core = scene.step.proposer._core
+    ids_W = torch.tensor([1, 4, 6])
+    core.use_vocabulary(ids_W, lambda features: features @ scene.step.lm_head_VD[ids_W].T)
+    sampling = DraftSampling(torch.ones(1), torch.full((1, K), 0.99, dtype=torch.float64))
+    drafted = core.draft(torch.randn(1, D), torch.tensor([2]), K, sampling, scene.seen)
+    for q_BW in drafted.q:
+        assert q_BW.shape == (1, 3)
+        torch.testing.assert_close(q_BW.sum(), torch.tensor(1.0))
+    assert set(drafted.ids_BK.flatten().tolist()) <= set(ids_W.tolist())
 
 
 def test_heads_with_a_context_need_its_pairs() -> None:
