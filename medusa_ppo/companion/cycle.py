@@ -17,6 +17,7 @@ from heads.errors import CheckpointError, DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.tensorfile import is_finite
+from medusa_ppo.companion.early_stopping import train_while_rising
 from medusa_ppo.companion.gate import (
     WARM,
     Evidence,
@@ -209,7 +210,7 @@ class Cycle:
         verdict = self._judge(batch) if holdout is None and batch.weights_M is None else None
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         self.positions_frac = sampled_share(training)
-        report = self._train(training, batch.policy_version)
+        report = self._train(training, holdout, batch.policy_version)
         if report.problem:
             logger.warning(
                 "Batch of policy version %d skipped: %s", batch.policy_version, report.problem
@@ -233,8 +234,10 @@ class Cycle:
             return CycleReport(report, verdict, problem)
         return CycleReport(report, self._judge(holdout))
 
-    def _train(self, training: RolloutBatch, policy_version: int) -> TrainReport:
-        """The batch, and what is replayed beside it.
+    def _train(
+        self, training: RolloutBatch, holdout: RolloutBatch | None, policy_version: int
+    ) -> TrainReport:
+        """The batch, and what is replayed beside it; a warm-up's for as long as the holdout rises.
 
         An error in the middle (out of memory, say) may leave half an optimizer step behind. Then
         training goes on from the serving heads, the last that were judged: a copy of everything
@@ -242,6 +245,8 @@ class Cycle:
         """
         older = self.replay.older(policy_version)
         try:
+            if training.rising_s is not None and holdout is not None:
+                return self._train_while_rising(training, holdout, training.rising_s)
             return self.trainer.train_batch(training, older, epochs=self.passes)
         except DataError:
             raise  # Of a batch that doesn't fit: nothing was trained on it.
@@ -249,6 +254,20 @@ class Cycle:
             self.trainer.reset_to(self.serving.trainable_state(), moments=False)
             self.evidence.clear()  # It was of a candidate that is gone.
             raise
+
+    def _train_while_rising(
+        self, training: RolloutBatch, holdout: RolloutBatch, seconds: float
+    ) -> TrainReport:
+        """Of a warm-up: heads that begin at nothing need far more passes than those of a run."""
+        report, self.passes = train_while_rising(
+            self.trainer,
+            training,
+            lambda: self._measure(self.candidate, holdout).mean_acceptance_length - 1,
+            self.candidate.trainable_state,
+            self._config.batch_positions,
+            seconds,
+        )
+        return report
 
     def _count(self, batch: RolloutBatch) -> None:
         """Keep up with the engine's draft vocabulary, which follows its responses by the same rule;

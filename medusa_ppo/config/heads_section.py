@@ -54,6 +54,15 @@ class HeadsSection(Section):
     """`shared`: the actor's lm_head, frozen; `own`: a trainable lm_head for each head, as large as
     the actor's. Set it to own only for programs that expect heads of this form.
     """
+    warm_up_tokens: int = Field(12_288, ge=0)
+    """Response tokens that the engine writes to the run's first prompts before step 0. The heads
+    are trained on them until their acceptance on held-out prompts stops rising, and step 0 drafts
+    with them. Without effect where a `path` is given. Set it to 0 for runs of a few steps.
+    """
+    warm_up_s: float = Field(300.0, gt=0)
+    """Most seconds of the warm-up, half of them for writing. Set it lower when a run's first step
+    must not wait so long.
+    """
 
     def sizes(self, hidden: int, vocab: int) -> HeadsConfig:
         """What new heads for an actor of this width and vocabulary are."""

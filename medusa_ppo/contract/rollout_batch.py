@@ -48,6 +48,8 @@ class RolloutBatch:
         passes: how often to train on it; None: as the companion is configured.
         lm_head_VD, embedding_VD: the tables of the actor that wrote it, where these are no longer
             the newest.
+        rising_s: train on it for as long as acceptance on its held-out part rises, at most so many
+            seconds, whatever `passes` says; None: it is an ordinary batch.
     """
 
     hidden_MD: torch.Tensor
@@ -66,6 +68,7 @@ class RolloutBatch:
     passes: float | None = None
     lm_head_VD: torch.Tensor | None = None
     embedding_VD: torch.Tensor | None = None
+    rising_s: float | None = None
 
     def __post_init__(self) -> None:
         rows = self.response_ids_M.shape[0]

@@ -46,6 +46,8 @@ from medusa_ppo.loops.passes import ForwardTap, Generated, RowShare, as_rollouts
 from medusa_ppo.loops.ranks import Found, Ranks, Serve, no_engine, serve_llm
 from medusa_ppo.plugin import AnyPlugin, MedusaPlugin, NoPlugin
 from medusa_ppo.plugin.medusa_plugin import initial_heads
+from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
+from medusa_ppo.plugin.warm_up import WarmUpReport
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import local_ray
@@ -53,6 +55,8 @@ from medusa_ppo.runtime.processes import local_ray
 OURS = ("speculative_config", "worker_extension_cls", "disable_log_stats")
 """Of the arguments that our own engines start with, those that a foreign engine needs as well."""
 FINAL_HEADS = "heads-final"
+READ_ROWS = 8
+"""Responses of a warm-up that the actor reads at once."""
 
 
 def as_config(
@@ -421,6 +425,7 @@ class DraftingEngine:
         """
         Ranks.refuse_several("DraftingEngine")
         self.plugin: AnyPlugin = NoPlugin()
+        self._config = config
         self._actor = actor
         self._folder = Path(run_dir)
         self._tap: ForwardTap | None = None
@@ -444,6 +449,53 @@ class DraftingEngine:
                 self._tap = ForwardTap(actor, plugin)
                 stack.callback(self._tap.close)
             self._stack = stack.pop_all()
+
+    def warm_up(self, prompts: Prompts, sampling: Sampling) -> WarmUpReport:
+        """Before the first step: train heads that begin at nothing on responses to these prompts,
+        so that the first step drafts with them (`heads.warm_up_tokens`, `heads.warm_up_s`).
+
+        Args:
+            prompts: of the coming steps, in their order; without images.
+            sampling: as the loop samples.
+        """
+        section = self._config.heads
+        if section.path:
+            return WarmUpReport(problem="heads.path names trained heads")
+        return self.plugin.warm_up(
+            prompts,
+            sampling,
+            self._read,
+            tokens=section.warm_up_tokens,
+            seconds=section.warm_up_s,
+            folder=self._folder / WARM_UP_FOLDER,
+        )
+
+    def _read(self, rollouts: Rollouts) -> None:
+        """The actor's passes over responses that the loop never sees."""
+        trained = self._actor.training
+        self._actor.eval()
+        rows = [
+            (rollouts.prompts[response.prompt_index], response.token_ids)
+            for response in rollouts.responses
+        ]
+        device = next(self._actor.parameters()).device
+        try:
+            for first in range(0, len(rows), READ_ROWS):
+                part = rows[first : first + READ_ROWS]
+                width = max(len(prompt) + len(response) for prompt, response in part)
+                ids_BT = torch.zeros(len(part), width, dtype=torch.int64)
+                attention_BT = torch.zeros_like(ids_BT)
+                mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+                for row, (prompt, response) in enumerate(part):
+                    whole = len(prompt) + len(response)
+                    ids_BT[row, :whole] = torch.tensor([*prompt, *response])
+                    attention_BT[row, :whole] = 1
+                    mask_BT[row, len(prompt) : whole] = True
+                places = range(first, first + len(part))
+                with torch.no_grad(), self.plugin.actor_forward(self._actor, mask_BT, places):
+                    self._actor(input_ids=ids_BT.to(device), attention_mask=attention_BT.to(device))
+        finally:
+            self._actor.train(trained)
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         """As of RolloutEngine; newer heads go in before, if there are any."""

@@ -1,6 +1,8 @@
 """MedusaPlugin: the few hooks that a PPO loop calls. They read; the loop's own tensors and random
 numbers stay what they are.
 
+    plugin.warm_up(prompts, sampling, score)                    before the first step: heads that
+                                                                begin at nothing are trained
     plugin.before_generation()                                  installs newer heads in the engine
     plugin.rollout_ready(rollouts)                              remembers tokens and behaviour log-
                                                                 probs
@@ -22,6 +24,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,21 +39,29 @@ from medusa_ppo.actors.hf import Actor, Tap, as_view
 from medusa_ppo.companion.budget import Budget, Decision, StepSeen
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
-from medusa_ppo.config.companion_section import CompanionConfig
+from medusa_ppo.companion.holdout import held_out
+from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import companion_figures, serving_figures
 from medusa_ppo.contract.rollout_batch import RolloutBatch
-from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.engines.launch import draft_vocabulary
 from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.plugin import warm_up as warming
 from medusa_ppo.plugin.installer import HeadsInstaller
 from medusa_ppo.plugin.saved_seconds import SavedSeconds
+from medusa_ppo.plugin.warm_up import WarmUpReport, warm_up_figures
 
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 600.0
+WAIT_SLICE_S = 1.0
+TRAINED_AFTER_S = 60.0
+"""What the companion may take beyond the seconds of a warm-up: it looks at the clock between
+passes.
+"""
 Tables = tuple[torch.Tensor, torch.Tensor | None]
 """The actor's lm_head, and its embedding for heads that read it."""
 
@@ -123,6 +134,8 @@ class MedusaPlugin:
         self._saved = SavedSeconds()
         self._decision = Decision()
         self._step = _Step()
+        self._hands_over = True
+        self._warm_up: dict[str, float] = {}
         self._train_s_before = self._worked_s_before = 0.0
         self.empty_responses = 0
 
@@ -211,6 +224,129 @@ class MedusaPlugin:
         )
         plugin._tables = tables_VD
         return plugin
+
+    # ---- before the first step
+
+    def warm_up(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        score: Callable[[Rollouts], None],
+        *,
+        tokens: int = warming.TOKENS,
+        seconds: float = warming.SECONDS,
+        folder: str | Path | None = None,
+        advance: warming.Advance = warming.silent,
+    ) -> WarmUpReport:
+        """Before the first step: let the engine answer prompts, train the heads on that until their
+        acceptance on held-out prompts stops rising, and install them. The engine must be idle.
+
+        Nothing of the loop is touched: no random number of its own is drawn, no weight changes.
+
+        Args:
+            prompts: of the coming steps, in their order.
+            sampling: as the loop's responses are sampled.
+            score: makes the loop's log-prob pass over these rollouts, inside `actor_forward`.
+            tokens: response tokens to train and judge on; 0: none, and nothing happens.
+            seconds: most of them.
+            folder: where responses are kept until the run is done, so that an interrupted warm-up
+                goes on; None: nowhere.
+            advance: hears how far it is.
+
+        Raises:
+            SwapError: the engine did not take the heads, and `on_error` is `raise`.
+        """
+        companion = self._companion
+        if companion is None or not tokens:
+            return WarmUpReport(problem="nothing is trained here")
+        began = self._clock()
+        own = warming.different(prompts)
+        if len(own) < warming.LEAST_PROMPTS:
+            problem = (
+                f"{len(own)} different prompts are too few to train and to judge on; given at least"
+                f" {warming.LEAST_PROMPTS} there is one. The heads begin untrained."
+            )
+            return WarmUpReport(prompts=len(own), problem=problem)
+        rollouts = warming.write_responses(
+            self._engine,
+            own,
+            sampling,
+            tokens,
+            warming.WRITING_SHARE * seconds,
+            None if folder is None else Path(folder),
+            self._table_sum(),
+            advance,
+            self._clock,
+        )
+        batch = self._states_of(companion, rollouts, score)
+        if batch is None:
+            problem = "no response of it was scored inside plugin.actor_forward"
+            return WarmUpReport(seconds=self._clock() - began, problem=problem)
+        if batch.held_S is None:
+            held_S = held_out(batch.lengths_S, batch.prompts_S, HOLDOUT_SHARE, sampling.seed or 0)
+            batch = dataclasses.replace(batch, held_S=held_S)
+        left_s = max(0.0, seconds - (self._clock() - began))
+        published = self._trained(companion, batch, left_s, advance)
+        status = companion.status()
+        self._train_s_before = status.train_s
+        self._worked_s_before = status.worked_s
+        if published is not None:
+            self.installer.install(published)
+        self._step = _Step()  # All of it was before the first one.
+        installed = published is not None and self.installer.installed is published
+        report = WarmUpReport(
+            tokens=batch.response_ids_M.numel(),
+            prompts=len({response.prompt_index for response in rollouts.responses}),
+            seconds=self._clock() - began,
+            before=status.serving.mean_acceptance_length if status.serving else None,
+            after=status.candidate.mean_acceptance_length if status.candidate else None,
+            problem="" if installed else _why_none(status, seconds),
+        )
+        self._warm_up = warm_up_figures(report)
+        return report
+
+    def _states_of(
+        self,
+        companion: CompanionClient,
+        rollouts: Rollouts,
+        score: Callable[[Rollouts], None],
+    ) -> RolloutBatch | None:
+        """The batch of rollouts that a loop scores for nobody else; None: it has scored nothing."""
+        collector = companion.collector(rollouts)
+        self._collector = collector
+        self._hands_over = False
+        try:
+            score(rollouts)
+        finally:
+            self._collector = None
+            self._hands_over = True
+        return collector.batch() if collector.seen else None
+
+    def _trained(
+        self,
+        companion: CompanionClient,
+        batch: RolloutBatch,
+        seconds: float,
+        advance: warming.Advance,
+    ) -> PublishedHeads | None:
+        """What the companion publishes after training on a batch for as long as its hold-out rises;
+        None: nothing.
+        """
+        companion.submit(dataclasses.replace(batch, rising_s=seconds))
+        began = self._clock()
+        ends = began + seconds + TRAINED_AFTER_S
+        while not companion.drain(WAIT_SLICE_S):
+            now = self._clock()
+            if now >= ends or not companion.status().alive:
+                break
+            advance(min(now - began, seconds), seconds, "training")
+        return companion.newest(self.installer.known_version, DRAIN_TIMEOUT_S)
+
+    def _table_sum(self) -> int:
+        """Tells one actor from another, of a few rows of its lm_head."""
+        if self._tables is None:
+            return 0
+        return zlib.crc32(self._tables[0][:8].detach().float().cpu().numpy().tobytes())
 
     # ---- the hooks
 
@@ -305,7 +441,7 @@ class MedusaPlugin:
             yield
         with self._exposed():
             collector.add(tap.hidden_BTD, response_mask_BT, sequences)
-            if collector.complete:
+            if collector.complete and self._hands_over:
                 self._flush()
 
     def batch_ready(self, batch: RolloutBatch) -> None:
@@ -351,7 +487,9 @@ class MedusaPlugin:
         values: dict[str, Any] = {
             names.PLUGIN_EXPOSED_S: step.exposed_s,
             names.SWAP_S: self.installer.take_seconds(),
+            **self._warm_up,
         }
+        self._warm_up = {}
         if step.rollouts is not None:
             values |= serving_figures(step.rollouts, step.serving, step.choices)
         if status is not None:
@@ -488,6 +626,16 @@ class MedusaPlugin:
             yield
         finally:
             self._step.exposed_s += self._clock() - began
+
+
+def _why_none(status: CompanionStatus, seconds: float) -> str:
+    if not status.alive:
+        return f"the companion does not answer: {status.error}"
+    if status.error:
+        return status.error
+    if status.last_policy_version < 0:
+        return f"the companion had not trained after {seconds:.0f} s (heads.warm_up_s)"
+    return "the trained heads were not surely better than those before"
 
 
 def initial_heads(config: RunConfig, model: Actor) -> MedusaHeads:

@@ -5,7 +5,7 @@ and without one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 
 from medusa_ppo.actors.hf import Actor
 from medusa_ppo.contract.rollout_batch import RolloutBatch
-from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.plugin import warm_up as warming
 from medusa_ppo.plugin.medusa_plugin import DRAIN_TIMEOUT_S, MedusaPlugin, Tables
+from medusa_ppo.plugin.warm_up import WarmUpReport
 
 
 class NoPlugin:
@@ -25,6 +27,20 @@ class NoPlugin:
     """
 
     tap: None = None
+
+    def warm_up(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        score: Callable[[Rollouts], None],
+        *,
+        tokens: int = warming.TOKENS,
+        seconds: float = warming.SECONDS,
+        folder: str | Path | None = None,
+        advance: warming.Advance = warming.silent,
+    ) -> WarmUpReport:
+        """There are no heads to train."""
+        return WarmUpReport(problem="nothing is trained here")
 
     def before_generation(self) -> None:
         """No heads to install."""

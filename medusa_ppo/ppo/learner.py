@@ -141,6 +141,12 @@ class PPOLearner(ABC):
         """Forget what was kept of the rollouts before; new ones will be measured."""
 
     @torch.no_grad()
+    def read(self, batch: PPOBatch, sampling: Sampling, tap: Tap) -> None:
+        """The actor's passes over a batch that it learns nothing from, for whoever taps them."""
+        self.begin_batch(sampling)
+        self._begin_scoring(batch, sampling, tap, Timeline())()
+
+    @torch.no_grad()
     def measure(
         self,
         batch: PPOBatch,
@@ -412,6 +418,13 @@ class Learner(PPOLearner):
 
     def begin_batch(self, sampling: Sampling) -> None:
         self._support = Support(sampling)
+
+    @torch.no_grad()
+    def read(self, batch: PPOBatch, sampling: Sampling, tap: Tap) -> None:
+        with self.turns.on(ACTOR):  # The reference, which others compute as well, is spared.
+            for micro in self._micros(batch, range(len(batch))):
+                with _tapped(tap, self.actor, micro):
+                    token_stats(self.actor, micro, sampling, autocast=self.autocast)
 
     def _begin_scoring(
         self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline

@@ -32,6 +32,7 @@ from medusa_ppo.ppo.rewards import earned_by_steps
 from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.run_progress import PeakMemory, ProgressSink
 from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, keep_best, try_save
+from medusa_ppo.ppo.run_warm_up import warm_up  # medusa
 from medusa_ppo.ppo.scores import Scores
 from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.findings import LOGPROB_GAP_NATS
@@ -115,6 +116,7 @@ class PPOLoop:
         """
         config = self.config
         began = time.monotonic() - self.position.wall_s
+        warm_up(config, self.parts, self.progress, self.position)  # medusa
         self.progress.run_started(config.name, self.position.next_step, config.ppo.steps)
         for step in range(self.position.next_step, config.ppo.steps):
             values = self.step(step)

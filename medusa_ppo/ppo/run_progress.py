@@ -30,6 +30,7 @@ RAY, ACTOR, RANKS, ENGINE = (
     "start the actor's ranks",
     "start vLLM",
 )
+WARM_UP = "warm up the heads"
 GENERATE, SCORE, UPDATE, SYNC, EVALUATE = "generate", "score", "update", "sync", "evaluate"
 SAVE, COMPARE, FINISH = "save", "compare", "write the report"
 """Names of the phases: of the preparation, of a step, of the end."""

@@ -50,6 +50,7 @@ from medusa_ppo.config.config_file import merged
 from medusa_ppo.config.run_config import RunConfig, known_keys
 from medusa_ppo.config.section import unknown
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.ppo.learner import PPOLearner
 from medusa_ppo.ppo.long_tail import Carried, read_carried, save_carried
 from medusa_ppo.reports.run_files import BEST_FOLDER, KEPT_FOLDER, METRICS_FILE
@@ -326,6 +327,13 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
 def _within(key: str, name: str) -> bool:
     """A dotted key is `name`, or stands in a section of that name."""
     return key == name or key.startswith(f"{name}.")
+
+
+def only_warmed_up(run_dir: Path) -> bool:
+    """The run was stopped in its warm-up, or after it and before its first save."""
+    saves = (run_dir / FOLDER, run_dir / f".{FOLDER}.old", run_dir / KEPT_FOLDER)
+    written = any((run_dir / WARM_UP_FOLDER).glob("round-*.json"))
+    return written and not any(path.exists() for path in saves)
 
 
 def saved_folder(run_dir: Path) -> Path:

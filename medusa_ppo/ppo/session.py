@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from heads.checkpoint import remove_directory
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import DTYPES, Actor, load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader
@@ -29,6 +30,7 @@ from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.plugin import AnyPlugin, MedusaPlugin, NoPlugin
+from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo import run_state
 from medusa_ppo.ppo.critic import Critic
@@ -97,6 +99,14 @@ class RunSession:
         config = self._config
         check_trackers(config.report.trackers)
         torch.set_num_threads(config.ppo.threads or 1)
+        warmed_up = False
+        if resume and run_state.only_warmed_up(config.run_dir):
+            self._progress.note(
+                "The run was stopped before its first save. It begins anew, with what its warm-up"
+                " had written."
+            )
+            resume = False
+            warmed_up = True
         position = (
             run_state.read_position(config.run_dir, config, allow) if resume else RunPosition()
         )
@@ -121,6 +131,8 @@ class RunSession:
         self._writer = RunWriter(
             config.run_dir, config.model_dump(mode="json"), resume_step=next_step, copy=lines
         )
+        if not resume and not warmed_up:  # Of an earlier run in this folder.
+            remove_directory(config.run_dir / WARM_UP_FOLDER)
         if config.model.path in RECIPES:
             self._writer.add(actor_note=actor_note(Path(actor_path)))
         self._start_ray()

@@ -156,6 +156,12 @@ SUMMARY_KEYS: dict[str, str] = {
     "companion.net_s": (
         "Saved less lost. What a loop without the plugin would take is in neither: see step_ratio."
     ),
+    "warm_up.seconds": "Seconds of the warm-up before the first step; null: there was none.",
+    "warm_up.tokens": "Response tokens that heads were trained and judged on in it.",
+    "warm_up.before": (
+        "Replay estimate of the heads before it, on its held-out prompts: tokens per engine step."
+    ),
+    "warm_up.after": "The same of the heads that it gave the engine.",
     "staleness.last": (
         "Policy updates between the serving heads' last training batch and the last step's"
         " rollouts."
@@ -250,6 +256,12 @@ def build_summary(run: Run) -> dict[str, Any]:
         "reward": first_last(run.column(m.REWARD_MEAN), window),
         "correct_frac": first_last(run.column(m.CORRECT_FRAC), window),
         "companion": _companion(run),
+        "warm_up": {
+            "seconds": _sum(run.column(m.WARM_UP_S)),
+            "tokens": _whole(_sum(run.column(m.WARM_UP_TOKENS))),
+            "before": _last(run.column(m.WARM_UP_BEFORE)),
+            "after": _last(run.column(m.WARM_UP_AFTER)),
+        },
         "staleness": {
             "last": _last(run.column(m.STALENESS)),
             "max": max(_present(run.column(m.STALENESS)), default=None),

@@ -102,11 +102,21 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}",
         ),
         *_account_rows(companion),
+        *_warm_up_rows(summary.get("warm_up") or {}),
         *_generate_score_rows(summary.get("generate_score")),
         *_memory_rows(summary.get("memory_peak_gib") or {}),
         *ledger_rows(summary.get("ledger")),
         *_sync_rows(summary.get("actor_sync")),
     ]
+
+
+def _warm_up_rows(warm_up: dict[str, Any]) -> list[tuple[str, str]]:
+    """What it cost beside what it brought; none for runs without one."""
+    if warm_up.get("seconds") is None:
+        return []
+    brought = f"{w.length(warm_up['before'])} -> {w.length(warm_up['after'])} by replay"
+    cost = f"{w.seconds(warm_up['seconds'])}, {w.whole(warm_up['tokens'])} tokens"
+    return [("Warm-up of the heads: cost; tokens per engine step", f"{cost}; {brought}")]
 
 
 def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

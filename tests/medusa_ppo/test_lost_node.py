@@ -144,7 +144,7 @@ def test_a_run_loses_a_node_and_catches_up(
                 "replicas": 2,
                 "resource": "engines",
             },
-            "heads": {"num_heads": 3},
+            "heads": {"num_heads": 3, "warm_up_tokens": 0},
             "companion": {
                 "wait": True,
                 "learning_rate": 3e-3,  # Not too quick: versions have to go on after the loss.

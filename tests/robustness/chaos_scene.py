@@ -100,7 +100,7 @@ class ChaosScene:
                 "dtype": "float32",
                 "num_drafts": 3,
             },
-            "heads": {"num_heads": 3, "context": 0},
+            "heads": {"num_heads": 3, "context": 0, "warm_up_tokens": 0},
             "companion": {
                 "wait": True,
                 "epochs": 2,

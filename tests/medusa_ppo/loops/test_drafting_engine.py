@@ -16,13 +16,14 @@ from heads.errors import ConfigError
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
-from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorStream, ActorSync, BroadcastPool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.loops.attachment import Attachment, DraftingEngine
-from medusa_ppo.plugin import NoPlugin
+from medusa_ppo.plugin import MedusaPlugin, NoPlugin
 from medusa_ppo.runtime.processes import local_ray
+from tests.medusa_ppo.conftest import RecordingCompanion
 
 PROMPTS = [
     [5, 6, 7],
@@ -138,6 +139,41 @@ class Pool(BroadcastPool):
     def stream_actor(self, stream: ActorStream, version: int) -> SwapReceipt:
         self.sent.append((sorted(stream.entries), version))
         return SwapReceipt(version, "", 0.0)
+
+
+def test_the_warm_up_reads_the_actor_itself_and_leaves_it_as_it_was(
+    chain_actor: Path, tmp_path: Path
+) -> None:
+    """In the engine's place the actor's own log-probs: those of the states that were tapped."""
+
+    class Echo:
+        policy_version = heads_version = num_drafts = 0
+
+        def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
+            responses = tuple(
+                Response(n, tuple(range(5, 8 + n % 4)), (-1.0,) * (3 + n % 4), "stop")
+                for n in range(len(prompts))
+            )
+            return Rollouts(tuple(map(tuple, prompts)), responses, Counters(), 1.0, sampling)
+
+    prompts = [(1 + n, *range(2, 4 + n % 3)) for n in range(20)]
+    companion = RecordingCompanion()
+    engine: Any = DraftingEngine.__new__(DraftingEngine)
+    actor = engine._actor = load_actor(chain_actor).train()
+    engine._config = build_config({"heads": {"warm_up_tokens": 100}})
+    engine._folder = tmp_path
+    engine.plugin = MedusaPlugin(Echo(), companion)  # type: ignore[arg-type]
+    engine.warm_up(prompts, Sampling(max_new_tokens=24))
+    (batch,) = companion.batches
+    assert batch.response_ids_M.numel() >= 100 and actor.training
+    first = torch.tensor([[*prompts[0], 5, 6, 7]])
+    with torch.no_grad():
+        hidden_TD = actor.eval().model(first).last_hidden_state[0]
+    states_MD = hidden_TD[len(prompts[0]) - 1 : -1]
+    torch.testing.assert_close(batch.hidden_MD[:3], states_MD, rtol=1e-4, atol=1e-5)
+    trained = build_config({"heads": {"path": "heads"}})
+    engine._config = trained
+    assert "heads.path" in engine.warm_up(prompts, Sampling()).problem
 
 
 def test_a_broadcast_actor_reaches_the_pool_behind_it_and_other_loops_refuse_one(chain_actor: Path):

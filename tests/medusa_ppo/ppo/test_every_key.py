@@ -37,11 +37,13 @@ from medusa_ppo.engines.launch import plan_launch, process_environment
 from medusa_ppo.engines.pieces import Partly
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
 from medusa_ppo.plugin.no_plugin import NoPlugin
+from medusa_ppo.plugin.warm_up import WarmUpReport
 from medusa_ppo.ppo import loop as loop_file
+from medusa_ppo.ppo import run_warm_up
 from medusa_ppo.ppo import session as session_file
 from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.critic import Critic
-from medusa_ppo.ppo.generation import PromptStream, RolloutFiles, SpeedPairs, sampling_of
+from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.megatron import megatron_rank
 from medusa_ppo.ppo.placement import Turns
@@ -132,6 +134,8 @@ ROWS: dict[str, Row] = {
     "heads.cell": (2, "first_heads", {}),
     "heads.copy_parts": (2, "first_heads", {}),
     "heads.lm_head": ("own", "first_heads", {}),
+    "heads.warm_up_tokens": (0, "warmed", {}),
+    "heads.warm_up_s": (5.0, "warmed", {}),
     "companion.enabled": (False, "plugin", {}),
     "companion.on_error": ("raise", "plugin", {}),
     "companion.loss": ("ce", "learned", {}),
@@ -585,6 +589,23 @@ class KeyEffects:
         with pytest.raises(_Enough):
             session_file.RunSession(settled(config, NODE), ProgressSink()).prepare(resume=False)
         return seen
+
+    def warmed(self, config: RunConfig) -> Any:
+        """Of how many tokens and seconds there is a warm-up."""
+        asked: list[tuple[int, float]] = []
+
+        def warm_up(*_: Any, tokens: int, seconds: float, **__: Any) -> WarmUpReport:
+            asked.append((tokens, seconds))
+            return WarmUpReport()
+
+        parts: Any = SimpleNamespace(
+            plugin=SimpleNamespace(warm_up=warm_up),
+            prompts=PromptStream([Prompt("a", (1,), {})], seed=0),
+            learner=SimpleNamespace(turns=Turns()),
+            tokenizer=None,
+        )
+        run_warm_up.warm_up(config, parts, ProgressSink(), RunPosition())
+        return asked
 
     def pairs(self, config: RunConfig) -> Any:
         asked: list[int] = []

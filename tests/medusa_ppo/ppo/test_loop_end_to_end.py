@@ -50,7 +50,8 @@ def settings(actor: Path, out: Path, steps: int, compare_pairs: int | None = Non
             "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:64]"},
             "sampling": {"max_new_tokens": 24, "responses_per_prompt": 4},
             "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "num_drafts": 3},
-            "heads": {"num_heads": 3},
+            # Without a warm-up the first steps show what heads learn in the run.
+            "heads": {"num_heads": 3, "warm_up_tokens": 0},
             # Waiting makes the number of published versions certain; that PPO never waits otherwise
             # is the plugin's own test.
             "companion": {"wait": True, "epochs": 8, "learning_rate": 1e-2},
@@ -347,3 +348,18 @@ def test_a_signal_leaves_a_partial_report_and_nothing_else(
         json.loads((config.run_dir / "summary.json").read_text())["status"] == "interrupted"
         and (config.run_dir / "report.html").is_file()
     )
+
+
+def test_step_0_drafts_with_heads_that_a_warm_up_trained(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "even_reward.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    config = settings(chain_actor, tmp_path, steps=1)
+    heads = config.heads.model_copy(update={"warm_up_tokens": 1500, "warm_up_s": 120.0})
+    progress = Phases()
+    summary = run_ppo(config.model_copy(update={"heads": heads}), progress)
+    (step,) = read_run(config.run_dir).steps
+    assert "warm up the heads" in progress.seen and step[names.HEADS_VERSION] == 1
+    assert step[names.WARM_UP_TOKENS] >= 1500 and step[names.MAL_SERVING] > 1.2
+    assert summary["warm_up"]["after"] > summary["warm_up"]["before"] + 0.2

@@ -279,3 +279,25 @@ def test_nothing_to_resume_is_said_before_anything_starts(
     with pytest.raises(MedusaError, match="nothing to resume"):
         run_ppo(settings(tmp_path, actor_folder), resume=True)
     assert not scene.events
+
+
+def test_a_run_that_was_stopped_before_its_first_save_begins_anew_with_its_warm_up(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene
+):
+    config = settings(tmp_path, actor_folder)
+    with pytest.raises(CheckpointError):
+        run_ppo(config, resume=True)
+    kept = config.run_dir / "warm-up" / "round-0000.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+
+    class Notes(ProgressSink):
+        said = ""
+
+        def note(self, text: str) -> None:
+            self.said += text
+
+    progress = Notes()
+    assert run_ppo(config, progress, resume=True)["steps"] == STEPS
+    assert "begins anew" in progress.said and kept.is_file()
+    assert run_ppo(config)["steps"] == STEPS and not kept.parent.exists(), "of an earlier run"

@@ -152,6 +152,22 @@ def test_every_figure_of_a_run_worked_out_by_hand() -> None:
     assert summary["versions"] == {"torch": "2.13.0"}
 
 
+def test_the_warm_up_has_a_line_with_its_cost_beside_what_it_brought() -> None:
+    step = {
+        "step": 0,
+        "warm_up_s": 41.5,
+        "warm_up_tokens": 12300,
+        "warm_up_mal_before": 1.02,
+        "warm_up_mal_after": 1.85,
+    }
+    summary = build_summary(make(step, {"step": 1}))
+    assert summary["warm_up"] == {"seconds": 41.5, "tokens": 12300, "before": 1.02, "after": 1.85}
+    (row,) = [row for row in summary_rows(summary) if row[0].startswith("Warm-up")]
+    assert "12,300 tokens" in row[1] and "1.02 -> 1.85" in row[1], row
+    without = summary_rows(build_summary(make({"step": 0})))
+    assert not [row for row in without if row[0].startswith("Warm-up")]
+
+
 COMPARISON = {
     "rollouts": [
         {

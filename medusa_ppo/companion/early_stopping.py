@@ -1,0 +1,78 @@
+"""Training on one batch for as long as acceptance on its held-out part rises: the warm-up before a
+run's first step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+
+LOOK_STEPS = 16
+"""Optimizer steps between two looks at the held-out part, at least."""
+RISE = 0.01
+"""Share of the extra tokens per engine step by which a look must beat the best one before."""
+PATIENCE = 3
+"""Looks in a row that don't."""
+
+
+def train_while_rising(
+    trainer: HeadsTrainer,
+    training: RolloutBatch,
+    extra_tokens: Callable[[], float],
+    judged_state: Callable[[], dict[str, torch.Tensor]],
+    positions: int,
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[TrainReport, float]:
+    """Passes over a batch until its held-out part stops rising or the time is up; the heads are
+    those of the best look then.
+
+    Args:
+        extra_tokens: what an engine step accepts beyond the first token, on the held-out part.
+        judged_state: trainable tensors of the heads that this is said of.
+        positions: of one optimizer step.
+        seconds: most of them. With several workers the time of all is up when one's is.
+
+    Returns:
+        What all passes did, and how many they were.
+    """
+    ends = clock() + seconds
+    rows = training.hidden_MD.shape[0]
+    passes = max(1, math.ceil(LOOK_STEPS * positions / max(1, rows)))
+    total = TrainReport()
+    best = -math.inf
+    best_state: dict[str, torch.Tensor] = {}
+    done = without_rise = 0
+    while without_rise < PATIENCE:
+        report = trainer.train_batch(training, epochs=passes)
+        if report.problem:
+            # What earlier looks found is kept; without any the batch was of no use.
+            total = total if best_state else report
+            break
+        done += passes
+        total = replace(
+            report,
+            optimizer_steps=total.optimizer_steps + report.optimizer_steps,
+            rows=total.rows + report.rows,
+        )
+        extra = extra_tokens()
+        without_rise = 0 if extra > best * (1 + RISE) or not best_state else without_rise + 1
+        if extra > best or not best_state:
+            best = extra
+            best_state = {name: tensor.clone() for name, tensor in judged_state().items()}
+        if _time_is_up(trainer, clock() >= ends):
+            break
+    if best_state and without_rise:
+        trainer.reset_to(best_state)
+    return total, float(done)
+
+
+def _time_is_up(trainer: HeadsTrainer, here: bool) -> bool:
+    return bool(trainer.team.most(int(here))) if trainer.team else here

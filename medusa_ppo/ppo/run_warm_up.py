@@ -1,0 +1,79 @@
+"""The warm-up of the heads as a run makes it: before step 0, with its own prompts, sampling and
+actor.
+
+What the policy learns is not touched: prompts and seeds of a step are functions of its number, and
+the actor is only read.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.plugin.warm_up import FOLDER, LEAST_PROMPTS
+from medusa_ppo.ppo import run_progress as phases
+from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.generation import num_drafts, sampling_of
+from medusa_ppo.ppo.placement import ACTOR
+from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.ppo.run_state import RunPosition
+from medusa_ppo.ppo.session import Parts
+
+logger = logging.getLogger(__name__)
+
+TOKENS_PER_PROMPT = 16
+"""So many of the tokens ask for one more prompt: short responses come from many of them."""
+
+
+def wanted(config: RunConfig, position: RunPosition) -> bool:
+    """Heads that begin at nothing, in a run that has not begun, with an engine that will draft."""
+    return bool(
+        config.heads.warm_up_tokens
+        and not config.heads.path
+        and config.companion.enabled
+        and num_drafts(config)
+        and not position.next_step
+        and config.data.images is None
+    )
+
+
+def warm_up(config: RunConfig, parts: Parts, progress: ProgressSink, position: RunPosition) -> None:
+    """Train the heads before step 0, where that is `wanted`; says what it took and brought.
+
+    The engine is awake before and after it, with the actor's weights of now.
+    """
+    if not wanted(config, position):
+        return
+    section = config.heads
+    level = config.engine.sleep_level
+    turns = parts.learner.turns
+    pad_id = getattr(parts.tokenizer, "pad_token_id", None) or 0
+    most = max(LEAST_PROMPTS, section.warm_up_tokens // TOKENS_PER_PROMPT)
+    prompts = parts.prompts.batch(0, min(most, len(parts.prompts.prompts)))
+
+    def score(rollouts: Rollouts) -> None:
+        turns.sleep(parts.engine, level)
+        batch = PPOBatch(rollouts, parts.learner.device, pad_id)
+        tap: Any = parts.plugin.tap
+        parts.learner.read(batch, rollouts.sampling, tap)
+        if level:
+            with turns.aside(ACTOR):
+                turns.wake(parts.engine, level)
+                parts.sync(parts.learner.actor, position.policy_version)
+
+    with progress.phase(phases.WARM_UP):
+        turns.clear()
+        report = parts.plugin.warm_up(
+            [prompt.token_ids for prompt in prompts],
+            sampling_of(config, 0),
+            score,
+            tokens=section.warm_up_tokens,
+            seconds=section.warm_up_s,
+            folder=config.run_dir / FOLDER,
+            advance=progress.phase_advanced,
+        )
+    if report.problem:
+        logger.warning("%s", report)
+    progress.note(str(report))
