@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from heads.errors import CheckpointError, SwapError
-from heads.heads_config import TEMPERATURES, HeadsConfig
+from heads.heads_config import TEMPERATURES, HeadsConfig, context_prefix
 from heads.modules import rms_normalise
 from heads.tensorfile import crc, is_finite, load_state
 from medusa_ppo.contract.status import Checked
@@ -267,19 +267,28 @@ def _with_context(
     tensor: Callable[[str], torch.Tensor],
     embedded: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """h_t and what its pairs say `[B, D]`."""
-    into = tensor("context.in.weight")
-    hidden_BnD = fixed.hidden_BnD.to(into.dtype)
-    both_Bnx = torch.cat([rms_normalise(hidden_BnD), embedded(fixed.ids_Bn)], dim=-1) @ into.T
-    query_BnAw, key_BnAw, value_BnAw = (
-        part.unflatten(-1, (config.context_parts, -1)) for part in both_Bnx.chunk(3, dim=-1)
-    )
-    score_BAn = (query_BnAw[:, -1:] * key_BnAw).sum(-1).transpose(1, 2) / query_BnAw.shape[
-        -1
-    ] ** 0.5
-    share_BAn = score_BAn.masked_fill(~fixed.there_Bn.unsqueeze(1), -math.inf).softmax(-1)
-    mixed_BAw = (share_BAn.unsqueeze(-1) * value_BnAw.transpose(1, 2)).sum(2)
-    return hidden_BnD[:, -1] + mixed_BAw.flatten(1) @ tensor("context.out.weight").T
+    """h_t and what the layers of its context say `[B, D]`."""
+    hidden_BnD = fixed.hidden_BnD.to(tensor("cell.start.weight").dtype)
+    base_BD = hidden_BnD[:, -1]
+    last_BD = embedded(fixed.ids_Bn[:, -1])
+    pairs_Bnx = torch.cat([rms_normalise(hidden_BnD), embedded(fixed.ids_Bn)], dim=-1)
+    for layer in range(config.context_layers):
+        name = context_prefix(layer)
+        query, key, value = tensor(f"{name}.in.weight").chunk(3)
+        asked_Bx = torch.cat([rms_normalise(base_BD), last_BD], dim=-1)
+        query_BAw, key_BnAw, value_BnAw = (
+            part.unflatten(-1, (config.context_parts, -1))
+            for part in (asked_Bx @ query.T, pairs_Bnx @ key.T, pairs_Bnx @ value.T)
+        )
+        score_BnA = (query_BAw.unsqueeze(1) * key_BnAw).sum(-1) / query_BAw.shape[-1] ** 0.5
+        score_BAn = score_BnA.transpose(1, 2)
+        share_BAn = score_BAn.masked_fill(~fixed.there_Bn.unsqueeze(1), -math.inf).softmax(-1)
+        mixed_BAw = (share_BAn.unsqueeze(-1) * value_BnAw.transpose(1, 2)).sum(2)
+        base_BD = base_BD + mixed_BAw.flatten(1) @ tensor(f"{name}.out.weight").T
+        if config.feed_forward:
+            inner_BF = F.silu(rms_normalise(base_BD) @ tensor(f"{name}.feed_in.weight").T)
+            base_BD = base_BD + inner_BF @ tensor(f"{name}.feed_out.weight").T
+    return base_BD
 
 
 def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:

@@ -28,7 +28,9 @@ class ConfirmScene:
         layers: int = 1,
     ) -> None:
         torch.manual_seed(0)
-        pairs = 6 if kind == "context" else 0
+        # "deep" is what new heads of a run are, but for a second layer.
+        pairs = 6 if kind in ("context", "deep") else 0
+        deep = {"context_layers": 2, "feed_forward": 2, "copy_parts": 4} if kind == "deep" else {}
         self.config = HeadsConfig(
             D,
             V,
@@ -37,6 +39,7 @@ class ConfirmScene:
             lm_head=lm_head,
             num_layers=layers,
             context=pairs,
+            **deep,
         )
         self.dtype = dtype
         self.lm_head_VD = torch.randn(V, D).to(dtype)
@@ -80,7 +83,7 @@ class ConfirmScene:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "context", "deep"])
 def test_it_knows_the_heads_of_the_file(kind: str, dtype: torch.dtype) -> None:
     scene = ConfirmScene(kind, dtype, layers=2)
     state = scene.heads.trainable_state()
@@ -109,10 +112,13 @@ def test_a_small_difference_in_one_head_is_named(kind: str) -> None:
         "cell.start.weight",
         "cell.token.weight",
         "cell.step.weight",
+        "context.feed_in.weight",
+        "context.1.in.weight",
+        "context.1.feed_out.weight",
     ],
 )
 def test_a_small_difference_in_what_heads_share_is_found(name: str) -> None:
-    scene = ConfirmScene("context")
+    scene = ConfirmScene("deep" if "feed" in name or ".1." in name else "context")
     scene.heads = scene.random(1, scale=0.4)
     state = scene.heads.trainable_state()
     assert scene.verdict(state) == "" != scene.verdict(state | {name: state[name] * 1.05})
