@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 from medusa_ppo.demo.pretraining import DEFAULT_RECIPE, PretrainProgress, Recipe, grow, train_actor
 from medusa_ppo.demo.task import build_tokenizer, document, problem
+from medusa_ppo.runtime.files import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,7 @@ def actor_note(folder: Path) -> str | None:
 
 def default_cache_dir() -> Path:
     """`<cache>/medusa-ppo/actors` of this user."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "medusa-ppo" / "actors"
+    return cache_folder("actors")
 
 
 def is_whole(folder: Path) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,15 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, ImagePrompt, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base
+from medusa_ppo.engines.calibration import (
+    StepBench,
+    Timed,
+    batch_sizes,
+    in_words,
+    measure,
+    rows_of,
+)
+from medusa_ppo.engines.kept_tables import keep_table
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
 from medusa_ppo.engines.pieces import UNFINISHED, Ended, Finished, Partly, request_seed, tell
 from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of, raise_reported
@@ -32,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 COUNTER = "vllm:spec_decode_num_"
 Call = Callable[[str, tuple[Any, ...]], list[Any]]
+PROMPT_TOKENS, LONGEST = 8, 256
+"""Of requests that steps are timed with: tokens of their prompts, and of their responses at
+most.
+"""
 DEEP_SLEEP = 2
 """vLLM's level from which on weights are thrown away."""
 
@@ -60,11 +74,47 @@ class ColocatedEngine(base.WorkerEngine):
         self.plan = plan or plan_launch(model_path, heads_path, config, seed)
         self._llm: LLM | None = _start(self.plan)
         self._asleep = self._actor_lost = False
+        self._uncounted = Counters()
         try:
             self._take_stock(self.plan.drafting, needs_heads=self.plan.max_drafts > 0)
         except MedusaError:
             self.close()
             raise
+
+    def _begin_to_choose(self) -> None:
+        """Kept step times, or else a calibration."""
+        answer = self._learn_kept_times()
+        # Random tokens may stand for images, which nobody has.
+        if self.note or "limit_mm_per_prompt" in self.plan.engine_args:
+            return
+        started = time.perf_counter()
+        key, choices = base.understood(
+            lambda: (dict(answer["key"]), list(answer["choices"])), answer
+        )
+        rows = rows_of(self._calibrate(choices))
+        self._call("medusa_step_times", rows)
+        keep_table(key, rows)
+        self.note = (
+            f"Timed {len(rows)} kinds of steps in {time.perf_counter() - started:.1f} s:"
+            f" {in_words(rows)}."
+        )
+        logger.info("%s", self.note)
+
+    def _calibrate(self, choices: Sequence[int]) -> list[Timed]:
+        """Time steps of requests that are nobody's; nothing of them stays."""
+        llm = self._running()
+        bench = _Bench(self, llm)
+        before = self.counters()
+        try:
+            with _engine_errors("timing its steps"):
+                return measure(
+                    bench, batch_sizes(int(self.plan.engine_args["max_num_seqs"])), choices
+                )
+        finally:
+            bench.abort()
+            self._call("medusa_calibrate", None)
+            self._forget_prompts()
+            self._uncounted += self.counters() - before
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         params = self._params(prompts, sampling)
@@ -266,7 +316,7 @@ class ColocatedEngine(base.WorkerEngine):
         llm = self._running()
         return (
             # Without speculation vLLM counts nothing, and has no such metrics.
-            read_counters(llm.get_metrics())
+            read_counters(llm.get_metrics()) - self._uncounted
             if self.plan.engine_args.get("speculative_config")
             else Counters()
         )
@@ -306,6 +356,66 @@ class ColocatedEngine(base.WorkerEngine):
                 raise_reported(answer)
                 for answer in self._running().collective_rpc(method, args=args)
             ]
+
+
+class _Bench(StepBench):
+    """Requests with short random prompts, that are begun anew whenever one of them ends: the batch
+    is always full.
+    """
+
+    def __init__(self, engine: ColocatedEngine, llm: LLM) -> None:
+        self._engine = engine
+        self._llm_engine = llm.llm_engine
+        self._random = random.Random(0)
+        self._begun = 0
+        self._live: list[str] = []
+
+    def begin(self, running: int) -> None:
+        self.abort()
+        self._size = running
+
+    def draft(self, drafts: int) -> list[Timed]:
+        return self._engine._asked(
+            "medusa_calibrate",
+            lambda answer: [Timed(int(n), int(k), float(s)) for n, k, s in answer["steps"]],
+            drafts,
+        )
+
+    def step(self) -> None:
+        if not self._live:
+            self._add()
+        if any(output.finished for output in self._llm_engine.step()):
+            self.abort()
+
+    def abort(self) -> None:
+        """End what still runs."""
+        self._llm_engine.abort_request(self._live)
+        self._live = []
+
+    def _add(self) -> None:
+        """New requests, up to the first token of each."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        plan = self._engine.plan
+        length = min(PROMPT_TOKENS, plan.max_model_len // 2)
+        sampling = Sampling(
+            max_new_tokens=min(LONGEST, plan.max_model_len - length), ignore_eos=True
+        )
+        for place in range(self._size):
+            name = f"calibration-{self._begun}"
+            given = base.sampling_arguments(sampling, plan.stop_ids, place)
+            params = SamplingParams(**given, detokenize=False, flat_logprobs=True)
+            params.output_kind = RequestOutputKind.DELTA
+            prompt = [self._random.randrange(plan.vocab_size) for _ in range(length)]
+            request: Any = {"type": "token", "prompt_token_ids": prompt}
+            self._llm_engine.add_request(name, request, params)
+            self._live.append(name)
+            self._begun += 1
+        silent = set(self._live)
+        while silent and self._llm_engine.has_unfinished_requests():
+            outputs: list[Any] = list(self._llm_engine.step())
+            silent -= {output.request_id for output in outputs}
 
 
 @dataclass

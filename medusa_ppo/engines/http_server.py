@@ -206,6 +206,8 @@ class ServerEngine(base.WorkerEngine):
         logger.warning("The vLLM server was started again; it has the actor, and gets its heads.")
         self._met = process
         self.configure(**self._settings)
+        if self._settings.get("choose") and self.max_drafts:
+            self._begin_to_choose()
         self.heads_version = -1 if self.max_drafts else self.heads_version
 
     def close(self) -> None:

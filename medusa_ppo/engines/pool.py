@@ -129,6 +129,7 @@ class EnginePool(base.RolloutEngine):
         # Servers that were started by hand may have heads of different numbers.
         self.max_drafts = min(engine.max_drafts for engine in engines)
         self.num_drafts = min(engine.num_drafts for engine in engines)
+        self.note = engines[0].note
         self.heads_version = engines[0].heads_version
         self.policy_version = engines[0].policy_version
         for seat in self._seats:

@@ -39,8 +39,8 @@ from medusa_ppo.runtime.processes import TOKEN, bundle, in_bundle, ray_errors, r
 
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
-STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version")
-Answer = tuple[Any, dict[str, int]]
+STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version", "note")
+Answer = tuple[Any, dict[str, Any]]
 
 
 class EngineHost:
@@ -90,7 +90,7 @@ class EngineHost:
             content.tofile(folder.path / "state.safetensors")
             return self.call(method, str(folder.path / "state.safetensors"), version, checked)
 
-    def _state(self) -> dict[str, int]:
+    def _state(self) -> dict[str, Any]:
         return {name: getattr(self._engine, name) for name in STATE}
 
 

@@ -20,6 +20,8 @@ from heads.tensorfile import Header, crc
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.drafting.memory import Row
+from medusa_ppo.engines.calibration import in_words
+from medusa_ppo.engines.kept_tables import read_table, table_file
 from medusa_ppo.engines.pieces import Finished, Partly
 from medusa_ppo.vllm_plugin.confirm import read_state
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
@@ -38,6 +40,7 @@ class RolloutEngine(ABC):
         num_drafts: drafts per step now.
         policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost
             its heads, and drafts nothing until some are swapped in.
+        note: what its start has to say to people; empty: nothing.
         restarts: times that it was lost and started again.
         elsewhere: it runs on another node.
         streams: it takes a broadcast actor too (`stream_actor` of
@@ -48,6 +51,7 @@ class RolloutEngine(ABC):
     num_drafts: int = 0
     policy_version: int = 0
     heads_version: int = 0
+    note: str = ""
     restarts: int = 0
     elsewhere: bool = False
     streams: bool = False
@@ -321,6 +325,20 @@ class WorkerEngine(RolloutEngine):
         """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
         return self._asked("medusa_probe", lambda answer: list(answer["drafts"]), hidden, last_ids)
 
+    def _learn_kept_times(self) -> dict[str, Any]:
+        """Give the workers the step times that an earlier start has kept, if there are any. Their
+        answer: what the times hold for (`key`), the numbers of drafts to choose from (`choices`),
+        and the `rows` that they have now.
+        """
+        answer = self._call("medusa_step_times")
+        key = understood(lambda: dict(answer["key"]), answer)
+        rows = read_table(key, self.max_drafts)
+        if not rows:
+            return answer
+        self.note = f"Step times of an earlier start: {in_words(rows)} ({table_file(key)})."
+        logger.info("%s", self.note)
+        return self._call("medusa_step_times", rows)
+
     def _take_stock(self, drafting: Drafting, *, needs_heads: bool = True) -> None:
         """See what was started: our plugin, and heads where they are needed; and say how to draft.
 
@@ -346,6 +364,14 @@ class WorkerEngine(RolloutEngine):
                 **drafting
                 | {"num_drafts": min(drafting.get("num_drafts", self.max_drafts), self.max_drafts)}
             )
+        if self.max_drafts and drafting.get("choose"):
+            self._begin_to_choose()
+
+    def _begin_to_choose(self) -> None:
+        """What is to be known of this machine before drafts are chosen. Where nobody has kept
+        anything, it is learned in service.
+        """
+        self._learn_kept_times()
 
     def _look_at_heads(self) -> None:
         """Ask the workers which heads they really hold."""

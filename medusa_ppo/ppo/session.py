@@ -421,6 +421,8 @@ class RunSession:
                 actor_path, heads_path, config.engine, config.seed, supervised=True
             )
             self._stack.callback(engine.close)
+            if engine.note:
+                self._progress.note(engine.note)
             if not heads_path:
                 return engine, NoPlugin()
             resume_from = run_state.companion_state(config.run_dir) if resume else ""

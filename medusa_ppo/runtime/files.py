@@ -40,6 +40,12 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
+def cache_folder(name: str) -> Path:
+    """`<cache>/medusa-ppo/NAME` of this user; nobody makes it before something is written."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "medusa-ppo" / name
+
+
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import math
 import os
+import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -260,14 +261,23 @@ def cpu_has_bfloat16() -> bool:
     return bool(BFLOAT16_FLAGS & _cpu_flags())
 
 
-def _cpu_flags() -> set[str]:
+def processor_name() -> str:
+    """The CPU's model, as Linux gives it."""
+    names = [line for line in _cpu_lines() if line.lower().startswith(("model name", "cpu part"))]
+    return names[0].partition(":")[2].strip() if names else platform.machine()
+
+
+def _cpu_lines() -> list[str]:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return set()
+        return []
+
+
+def _cpu_flags() -> set[str]:
     return {
         word
-        for line in lines
+        for line in _cpu_lines()
         if line.lower().startswith(("flags", "features"))
         for word in line.partition(":")[2].split()
     }

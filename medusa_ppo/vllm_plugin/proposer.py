@@ -35,6 +35,7 @@ from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Seats, Trait
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.texts import TextRing, WrittenTexts
 from medusa_ppo.drafting.verify import Proposed
+from medusa_ppo.vllm_plugin.calibrating import Calibrating
 from medusa_ppo.vllm_plugin.confirm import (
     Plain,
     check_finite,
@@ -83,6 +84,7 @@ class MedusaProposer(Drafter):
     _came: tuple[torch.Tensor, Sequence[Sequence[int]], Sequence[int]] | None = None
     memory: RunningMemory | None = None
     stopping: Stopping | None = None
+    _calibrating: Calibrating | None = None
     _running: tuple[Sequence[str], Mapping[str, Any]] = ((), {})
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -146,9 +148,9 @@ class MedusaProposer(Drafter):
     @property
     def drafting(self) -> bool:
         """Heads are there, and have learned something: before, each says what lm_head says, and
-        costs as much as a good one.
+        costs as much as a good one. So they are timed all the same.
         """
-        return self.fed and not self._untrained
+        return self.fed and (self._calibrating is not None or not self._untrained)
 
     def _make_ring(self) -> None:
         config = self.heads.config
@@ -216,7 +218,9 @@ class MedusaProposer(Drafter):
         """
         hidden_BD = target_hidden_states  # vLLM's own name for it, should it call.
         count = min(num_speculative_tokens, self.num_drafts) if self.drafting else 0
-        if self.choose and count:
+        if self._calibrating is not None:
+            count = min(count, self._calibrating.drafts)
+        elif self.choose and count:
             # Each rank learns by its own clock, and all must draft the same: the first one decides.
             count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
         seen = self._look_back(count)
@@ -288,7 +292,8 @@ class MedusaProposer(Drafter):
     def _meet(self, request: Any) -> Traits:
         """Of vLLM's state of a request that is new here."""
         asked = request.sampling_params
-        self.draft_vocabulary.observe([request.prompt_token_ids or ()])
+        if self._calibrating is None:
+            self.draft_vocabulary.observe([request.prompt_token_ids or ()])
         return (
             Traits() if asked is None else Traits(asked.seed, asked.structured_outputs is not None)
         )
@@ -341,10 +346,11 @@ class MedusaProposer(Drafter):
                 where nothing was drafted one.
         """
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
-        self.draft_vocabulary.observe(sampled_token_ids)
-        if self.draft_vocabulary.due:
-            self._refresh_vocabulary()
-        if self.choose:
+        if self._calibrating is None:
+            self.draft_vocabulary.observe(sampled_token_ids)
+            if self.draft_vocabulary.due:
+                self._refresh_vocabulary()
+        if self.choose or self._calibrating is not None:
             self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
         accepted = [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
         if self.memory is not None:
@@ -402,12 +408,18 @@ class MedusaProposer(Drafter):
         now = time.perf_counter()
         began = self._step_began
         self._step_began = now
-        self.chooser.observe_acceptance(
-            drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
-        )
+        calibrating = self._calibrating
+        if calibrating is None:
+            self.chooser.observe_acceptance(
+                drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
+            )
         only_decodes = scheduled_tokens == len(drafted) + sum(drafted) and all(sampled_token_ids)
-        if began is not None and only_decodes and min(drafted) == max(drafted):
+        if began is None or not only_decodes or min(drafted) != max(drafted):
+            return
+        if calibrating is None:
             self.chooser.observe_step(len(drafted), drafted[0], now - began)
+        else:
+            calibrating.steps.append([len(drafted), drafted[0], now - began])
 
     @torch.inference_mode()
     def probe(self, hidden: Sequence[Sequence[float]], last_ids: Sequence[int]) -> list[list[int]]:
@@ -417,6 +429,30 @@ class MedusaProposer(Drafter):
         return self._core.draft(hidden_BD, last_ids_B, self.num_speculative_tokens).ids_BK.tolist()
 
     # ---- changes while serving
+
+    def calibrate(self, drafts: int | None) -> list[list[float]]:
+        """Time steps of so many drafts each, of heads trained or not; None: serve as before. The
+        requests meanwhile are nobody's, so nothing is learned from them, and random numbers are
+        drawn afterwards as if they had never been.
+
+        Returns:
+            What was timed since the last call: sequences, drafts and seconds of each pure decode
+            step.
+        """
+        before = self._calibrating
+        if drafts is None:
+            self._calibrating = None
+            if before is not None:
+                self.memory = before.end(self.device)
+        elif before is None:
+            self._calibrating = Calibrating.begin(drafts, self.memory, self.device)
+            if self.memory is not None:
+                self.memory = self._new_memory(self._memory_bytes)
+        else:
+            before.drafts = drafts
+        # What an RPC takes is no part of a step.
+        self._step_began = None
+        return before.take() if before is not None else []
 
     def configure(self, settings: Drafting) -> Drafting:
         """Change how drafts are made from the next step on; returns what holds now. ConfigError

@@ -24,6 +24,7 @@ from heads.tensorfile import CODES, Header, read_header, tensorwise_checksum
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.runtime.files import forget_registration
 from medusa_ppo.vllm_plugin.confirm import read_state
+from medusa_ppo.vllm_plugin.cost_key import cost_key
 from medusa_ppo.vllm_plugin.drafter import drafter_of
 from medusa_ppo.vllm_plugin.patches import pack_tied_lm_head
 from medusa_ppo.vllm_plugin.registration import activate, require_active
@@ -187,6 +188,25 @@ class MedusaWorker:
     def medusa_choices(self) -> dict[str, Any]:
         """How many drafts the steps since the last call had; see `DraftChooser.take_report`."""
         return {"rows": self._medusa_require_drafter().chooser.take_report()}
+
+    @reports_errors
+    def medusa_calibrate(self, drafts: int | None) -> dict[str, Any]:
+        """Time steps with so many drafts; see `MedusaProposer.calibrate`."""
+        return {"steps": self._medusa_require_drafter().calibrate(drafts)}
+
+    @reports_errors
+    def medusa_step_times(self, rows: list[dict[str, float]] | None = None) -> dict[str, Any]:
+        """The table that the number of drafts is chosen by, after it has learned `rows`; what it
+        holds for, and the numbers to choose from.
+        """
+        drafter = self._medusa_require_drafter()
+        chooser = drafter.chooser
+        chooser.table.learn(rows or ())
+        return {
+            "key": cost_key(drafter),
+            "choices": chooser.allowed,
+            "rows": chooser.table.rows(),
+        }
 
     @reports_errors
     def medusa_probe(self, hidden: list[list[float]], last_ids: list[int]) -> dict[str, Any]:

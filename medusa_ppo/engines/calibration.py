@@ -1,0 +1,144 @@
+"""What steps take when an engine starts: each number of drafts is timed at each size of the batch.
+
+A choice of drafts needs these seconds before it can say anything. Learned in service alone, each
+size of the batch would begin without drafts and try the others one by one, in every run anew.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+CALIBRATION_S = 10.0
+"""Longest calibration: a start of vLLM takes longer by itself."""
+ROUNDS = 2
+"""Times that each number of drafts has its turn, so that a machine that is slow for a while is not
+taken for a slow number of drafts.
+"""
+TIMED_STEPS = 4
+"""Steps in each turn: `choice.LEAST_STEPS` of them, so that one turn is enough to be chosen."""
+WARM_STEPS = 2
+"""Steps before those that count: the first still verifies the drafts of the turn before, and what
+is made on first use (products, kernels, memory) is made then.
+"""
+LEAST_GAP = 1.25
+"""A largest batch that is no power of two is timed too where it is so much larger than the power
+below: the table stands at powers of two, and a line through two near ones says nothing beyond them.
+"""
+
+
+class Timed(NamedTuple):
+    """One pure decode step."""
+
+    running: int
+    drafts: int
+    seconds: float
+
+
+class StepBench(ABC):
+    """An engine whose steps are timed."""
+
+    @abstractmethod
+    def begin(self, running: int) -> None:
+        """From now on a step has so many sequences."""
+
+    @abstractmethod
+    def draft(self, drafts: int) -> list[Timed]:
+        """From the step after the next one on each has so many drafts; what was timed since the
+        last call.
+        """
+
+    @abstractmethod
+    def step(self) -> None:
+        """One step of the engine."""
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Sequences to time steps of: one, then the largest batch and ever smaller ones, so that a
+    bound in seconds cuts off what lies between others.
+    """
+    largest = 2 ** int(math.log2(max_num_seqs))
+    sizes = [largest >> shift for shift in range(int(math.log2(largest)))]
+    if max_num_seqs >= LEAST_GAP * largest:
+        sizes.insert(0, max_num_seqs)
+    return [1, *sizes]
+
+
+def measure(
+    bench: StepBench,
+    sizes: Sequence[int],
+    choices: Sequence[int],
+    *,
+    longest_s: float = CALIBRATION_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Timed]:
+    """Time steps of each size with each number of drafts, for `longest_s` seconds at most."""
+    found: list[Timed] = []
+    began = clock()
+    for running in sizes:
+        bench.begin(running)
+        for _ in range(ROUNDS):
+            for drafts in choices:
+                if clock() - began > longest_s:
+                    return found
+                bench.draft(drafts)
+                for _ in range(WARM_STEPS):
+                    bench.step()
+                bench.draft(drafts)
+                for _ in range(TIMED_STEPS):
+                    bench.step()
+                timed = bench.draft(drafts)
+                found += [step for step in timed if step[:2] == (running, drafts)]
+    return found
+
+
+def rows_of(steps: Iterable[Timed]) -> list[dict[str, float]]:
+    """The median of each kind of step, as rows of a `StepTable`, which stands at powers of two."""
+    seconds: dict[tuple[int, int], list[float]] = {}
+    for step in steps:
+        if step.seconds > 0:
+            seconds.setdefault((step.running, step.drafts), []).append(step.seconds)
+    medians = {kind: statistics.median(found) for kind, found in seconds.items()}
+    rows = []
+    for running, drafts in sorted(medians):
+        median = medians[running, drafts]
+        below = 2 ** int(math.log2(running))
+        at: float = running
+        if running != below:
+            # On along the line to the power of two above it.
+            if (below, drafts) not in medians:
+                continue
+            first = medians[below, drafts]
+            median = first + max(median - first, 0.0) * below / (running - below)
+            at = 2 * below
+        rows.append(
+            {
+                "running": at,
+                "drafts": drafts,
+                "seconds": median,
+                "steps": len(seconds[running, drafts]),
+            }
+        )
+    return rows
+
+
+def in_words(rows: Sequence[dict[str, float]]) -> str:
+    """What drafts cost at the smallest and the largest batch, for people."""
+    seconds = {(row["running"], row["drafts"]): row["seconds"] for row in rows}
+    sizes = sorted({running for running, drafts in seconds if (running, 0) in seconds})
+    most = max((drafts for _, drafts in seconds), default=0)
+    parts = []
+    for running in sorted({sizes[0], sizes[-1]} if sizes else ()):
+        if (running, most) in seconds and most:
+            ratio = seconds[running, most] / seconds[running, 0]
+            parts.append(f"x{ratio:.2f} at {running:.0f}")
+    found = ", ".join(parts)
+    return (
+        f"a step with {most:.0f} drafts against one without takes {found} sequences"
+        if found
+        else "too few to compare"
+    )

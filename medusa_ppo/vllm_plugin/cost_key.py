@@ -1,0 +1,60 @@
+"""What decides how long an engine's steps take: seconds that were measured hold where all of it is
+the same.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from medusa_ppo.runtime.hardware import processor_name
+from medusa_ppo.vllm_plugin.vllm_versions import vllm_version
+
+SIZES = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+)
+"""Of a model's config.json: weights change, and steps take what they took."""
+
+
+def cost_key(proposer: Any) -> dict[str, Any]:
+    """Of an engine as it is set now; JSON."""
+    config = proposer.vllm_config
+    model = config.model_config
+    text = model.hf_text_config
+    return {
+        "machine": _machine(proposer.device),
+        "vllm": vllm_version(),
+        "torch": str(torch.__version__),
+        "runner": "v1",
+        "model": {
+            name: value for name in SIZES if (value := getattr(text, name, None)) is not None
+        },
+        "quantization": str(getattr(model, "quantization", None)),
+        "dtype": str(proposer.dtype),
+        "heads": proposer.heads.config.to_dict(),
+        "max_drafts": proposer.num_speculative_tokens,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "eager": bool(model.enforce_eager),
+        "tensor_parallel": config.parallel_config.tensor_parallel_size,
+        "sampled": proposer.sampled,
+        "draft_vocab": proposer.draft_vocabulary.size,
+    }
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cores = len(os.sched_getaffinity(0))
+    return f"{processor_name()}, {cores} cores, {torch.get_num_threads()} threads"
