@@ -354,3 +354,44 @@ def test_between_two_measured_sizes_seconds_are_a_line() -> None:
     assert table.seconds(6, 0) == pytest.approx(0.006)
     assert table.seconds(3, 0) == pytest.approx(0.004), "nothing is known below"
     assert table.seconds(6, 1) is None
+
+
+@pytest.mark.parametrize("keep", [0.4, 0.7])
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_machine_whose_speed_changes_by_half_is_followed(
+    machine: str, keep: float, factor: float
+) -> None:
+    """All steps take half or twice as long from the middle of a run on. What is best stays best:
+    it is taken again soon, and meanwhile nothing is slower than no drafts.
+    """
+    found = []
+
+    def changed(batch: int, k: int) -> float:
+        return factor * MACHINES[machine](batch, k)
+
+    best = max(
+        sum(keep**j for j in range(k + 1)) * changed(8, 0) / changed(8, k) for k in range(K + 1)
+    )
+    for seed in range(8):
+        chooser = DraftChooser(K)
+        chooser.table.learn(calibration(MACHINES[machine], np.random.default_rng(100 + seed)))
+        served(MACHINES[machine], keep, 8, chooser, seed)
+        found.append([served(changed, keep, 8, chooser, turn + seed) for turn in (50, 150)])
+    soon, later = np.mean(found, axis=0)
+    assert soon * best >= 0.98 and later >= 0.97
+
+
+def test_drafts_that_a_slower_machine_no_longer_pays_for_are_taken_back() -> None:
+    """Rows cost twice what they did, from the middle of a run on (a neighbour takes the cores that
+    verified drafts for nothing); a step by itself costs what it did.
+    """
+    costs = (8.0, 0.1, 0.02)
+    slower = (8.0, 2.4, 0.02)
+    chooser = DraftChooser(K)
+    assert usual(run(chooser, 16, 0.6, costs, 400)[0]) >= 2
+    choices, tokens, seconds = run(chooser, 16, 0.6, slower, 1000)
+    assert usual(choices[300:]) == 0
+    assert tokens / seconds > 0.9 * 16 / cost_of(16, 0, slower), "what finding it out costs, too"
+    choices, _, _ = run(chooser, 16, 0.6, costs, 1000)
+    assert usual(choices[300:]) >= 2, "and given again"
