@@ -330,10 +330,11 @@ def _within(key: str, name: str) -> bool:
 
 
 def only_warmed_up(run_dir: Path) -> bool:
-    """The run was stopped in its warm-up, or after it and before its first save."""
+    """The run was stopped in its warm-up, or in its first step: there is nothing else to lose."""
     saves = (run_dir / FOLDER, run_dir / f".{FOLDER}.old", run_dir / KEPT_FOLDER)
-    written = any((run_dir / WARM_UP_FOLDER).glob("round-*.json"))
-    return written and not any(path.exists() for path in saves)
+    steps = run_dir / METRICS_FILE
+    begun = any(path.exists() for path in saves) or (steps.is_file() and steps.stat().st_size)
+    return any((run_dir / WARM_UP_FOLDER).glob("round-*.json")) and not begun
 
 
 def saved_folder(run_dir: Path) -> Path:

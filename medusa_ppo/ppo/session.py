@@ -102,8 +102,8 @@ class RunSession:
         warmed_up = False
         if resume and run_state.only_warmed_up(config.run_dir):
             self._progress.note(
-                "The run was stopped before its first save. It begins anew, with what its warm-up"
-                " had written."
+                "The run was stopped in its warm-up. It begins anew, with the responses that are"
+                " there already."
             )
             resume = False
             warmed_up = True

@@ -19,6 +19,7 @@ from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import FOLDER as CHECKPOINT
 from medusa_ppo.ppo.run_state import RunPosition, only_warmed_up
 from medusa_ppo.ppo.run_warm_up import wanted, warm_up
+from medusa_ppo.reports.run_files import METRICS_FILE
 from tests.medusa_ppo.conftest import RecordingCompanion
 from tests.medusa_ppo.ppo.test_loop import LoopScene, settings
 
@@ -126,6 +127,11 @@ def test_one_that_was_stopped_goes_on(tmp_path: Path, tiny_actor, sampling_engin
     rest.engine.generate = None
     warm_up(config, rest.parts, ProgressSink(), RunPosition())
     assert rest.companion.batches[0].response_ids_M.numel() >= 200
+    steps = config.run_dir / METRICS_FILE
+    steps.write_text('{"step": 0}')
+    assert not only_warmed_up(config.run_dir), "a run that has made a step is not thrown away"
+    steps.write_text("")
+    assert only_warmed_up(config.run_dir)
     (config.run_dir / CHECKPOINT).mkdir()
     assert not only_warmed_up(config.run_dir), "from then on the checkpoint is gone on from"
 

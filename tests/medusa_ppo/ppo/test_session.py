@@ -281,7 +281,7 @@ def test_nothing_to_resume_is_said_before_anything_starts(
     assert not scene.events
 
 
-def test_a_run_that_was_stopped_before_its_first_save_begins_anew_with_its_warm_up(
+def test_a_run_that_was_stopped_in_its_warm_up_begins_anew_with_what_is_there(
     tmp_path: Path, actor_folder: Path, scene: SessionScene
 ):
     config = settings(tmp_path, actor_folder)
