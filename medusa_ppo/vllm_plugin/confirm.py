@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,13 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from heads.copying import SERVED_PLACES, Text, copied
 from heads.errors import CheckpointError, SwapError
 from heads.heads_config import TEMPERATURES, HeadsConfig, context_prefix
 from heads.modules import rms_normalise
 from heads.tensorfile import crc, is_finite, load_state
 from medusa_ppo.contract.status import Checked
-from medusa_ppo.drafting.core import Drafted, DraftSampling
+from medusa_ppo.drafting.context import ContextHeads, Seen
+from medusa_ppo.drafting.core import Drafted, DraftingCore, DraftSampling
 from medusa_ppo.drafting.products import spread
+from medusa_ppo.drafting.texts import TextRing
 
 ROWS = 4
 TOLERANCE, TOLERANCE_16_BIT, TOLERANCE_8_BIT = 1e-3, 3e-2, 1e-1
@@ -141,11 +144,15 @@ class FixedInputs(NamedTuple):
     Attributes:
         hidden_BnD, ids_Bn: states and tokens, oldest first.
         there_Bn: bool, row b lacks its b oldest pairs.
+        text_BL: the text of each row, for heads that copy; it ends with the row's own token. So
+            short that no more places are searched than count: which ones are the best may differ by
+            a rounding, and that would be no fault.
     """
 
     hidden_BnD: torch.Tensor
     ids_Bn: torch.Tensor
     there_Bn: torch.Tensor
+    text_BL: torch.Tensor
 
 
 def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) -> FixedInputs:
@@ -156,7 +163,33 @@ def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) 
     ids_Bn = torch.randint(config.vocab_size, (ROWS, pairs), generator=generator)
     missing_B = torch.arange(ROWS).clamp_max(pairs - 1)
     there_Bn = torch.arange(pairs) >= missing_B.unsqueeze(1)
-    return FixedInputs(hidden_BnD.to(device, dtype), ids_Bn.to(device), there_Bn.to(device))
+    length = config.num_heads + SERVED_PLACES
+    text_BL = torch.randint(config.vocab_size, (ROWS, length), generator=generator)
+    text_BL[:, -1] = ids_Bn[:, -1]
+    return FixedInputs(
+        hidden_BnD.to(device, dtype), ids_Bn.to(device), there_Bn.to(device), text_BL.to(device)
+    )
+
+
+def what_is_seen(core: DraftingCore, fixed: FixedInputs) -> Seen | None:
+    """What the served heads attend to and find in their text; None for heads without a context."""
+    if not isinstance(core.fused, ContextHeads):
+        return None
+    seen = core.fused.seen(fixed.hidden_BnD, fixed.ids_Bn, fixed.there_Bn)
+    copier = core.copier
+    if copier is None:
+        return seen
+    rows, length = fixed.text_BL.shape
+    parts = core.config.copy_parts
+    device = fixed.text_BL.device
+    width = core.config.copy_width // parts
+    ring = TextRing(rows, length, parts, width, copier.dtype, device)
+    slots_N = torch.arange(rows, device=device).repeat_interleave(length)
+    positions_N = torch.arange(length, device=device).repeat(rows)
+    copier.write(ring, slots_N, positions_N, fixed.text_BL.flatten())
+    newest_B = torch.full((rows,), length - 1, device=device)
+    told_BKH = copier.find(ring, torch.arange(rows, device=device), newest_B)
+    return replace(seen, told_BKH=told_BKH)
 
 
 def fixed_sampling(count: int, device: torch.device) -> DraftSampling:
@@ -233,10 +266,13 @@ def _logprobs(
     if config.context:
         features_BD = _with_context(config, fixed, tensor, embedded)
         inner_BH = rms_normalise(features_BD) @ tensor("cell.start.weight").T
+        told_BKH = _told(config, fixed, tensor, embedded) if config.copies else None
         for place, ids_B in enumerate(given_ids):
             if place:
                 inner_BH = rms_normalise(F.silu(inner_BH)) @ tensor("cell.step.weight").T
             inner_BH = inner_BH + embedded(ids_B) @ tensor("cell.token.weight").T
+            if told_BKH is not None:
+                inner_BH = inner_BH + told_BKH[:, place]
         features_BD = features_BD + rms_normalise(F.silu(inner_BH)) @ tensor("cell.out.weight").T
     elif config.kind == "hydra":
         inputs = [rms_normalise(features_BD), *map(embedded, given_ids)]
@@ -289,6 +325,32 @@ def _with_context(
             inner_BF = F.silu(rms_normalise(base_BD) @ tensor(f"{name}.feed_in.weight").T)
             base_BD = base_BD + inner_BF @ tensor(f"{name}.feed_out.weight").T
     return base_BD
+
+
+def _told(
+    config: HeadsConfig,
+    fixed: FixedInputs,
+    tensor: Callable[[str], torch.Tensor],
+    embedded: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What the cell is told of what stands in the text, `[B, K, H]`."""
+    rows, length = fixed.text_BL.shape
+    rows_B = torch.arange(rows, device=fixed.text_BL.device)
+    text = Text.of(
+        fixed.text_BL,
+        torch.zeros_like(fixed.text_BL),
+        rows_B,
+        torch.full_like(rows_B, length - 1),
+    )
+    found_BKC = copied(
+        text,
+        embedded,
+        tensor("copy.query.weight"),
+        tensor("copy.key.weight"),
+        tensor("copy.none.weight"),
+        config.num_heads,
+    )
+    return found_BKC @ tensor("copy.value.weight").T @ tensor("copy.out.weight").T
 
 
 def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:

@@ -46,6 +46,7 @@ from medusa_ppo.vllm_plugin.confirm import (
     fixed_sampling,
     read_state,
     sums_of_bits,
+    what_is_seen,
 )
 from medusa_ppo.vllm_plugin.drafter import Drafter
 from medusa_ppo.vllm_plugin.int8_products import packed_linear, packs_8_bit
@@ -616,8 +617,7 @@ class MedusaProposer(Drafter):
         """Why what drafts now are not the heads of `state`; empty when they are."""
         config = self.heads.config
         fixed = fixed_inputs(self.heads.config, self.dtype, self.device)
-        fused = self._core.fused
-        seen = fused.seen(*fixed) if isinstance(fused, ContextHeads) else None
+        seen = what_is_seen(self._core, fixed)
         how = fixed_sampling(config.num_heads, self.device)
         eighths = packs_8_bit(self.dtype, self.device)
         draft = self._core.draft(

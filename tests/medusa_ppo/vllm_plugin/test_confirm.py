@@ -11,7 +11,13 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.products import DraftVocabulary, plain_linear
-from medusa_ppo.vllm_plugin.confirm import Plain, find_difference, fixed_inputs, fixed_sampling
+from medusa_ppo.vllm_plugin.confirm import (
+    Plain,
+    find_difference,
+    fixed_inputs,
+    fixed_sampling,
+    what_is_seen,
+)
 
 D, V, K = 32, 60, 3
 CPU = torch.device("cpu")
@@ -74,7 +80,7 @@ class ConfirmScene:
         core.use_temperature(temperature)
         ids_W = self.draft_vocabulary.ids_W if self.draft_vocabulary else None
         core.use_vocabulary(ids_W, self.draft_vocabulary.product if self.draft_vocabulary else None)
-        seen = core.fused.seen(*fixed) if self.config.context else None
+        seen = what_is_seen(core, fixed)
         draft = core.draft(
             fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1], K, fixed_sampling(K, CPU), seen
         )
@@ -115,10 +121,16 @@ def test_a_small_difference_in_one_head_is_named(kind: str) -> None:
         "context.feed_in.weight",
         "context.1.in.weight",
         "context.1.feed_out.weight",
+        "copy.query.weight",
+        "copy.key.weight",
+        "copy.none.weight",
+        "copy.value.weight",
+        "copy.out.weight",
     ],
 )
 def test_a_small_difference_in_what_heads_share_is_found(name: str) -> None:
-    scene = ConfirmScene("deep" if "feed" in name or ".1." in name else "context")
+    deep = any(word in name for word in ("feed", ".1.", "copy"))
+    scene = ConfirmScene("deep" if deep else "context")
     scene.heads = scene.random(1, scale=0.4)
     state = scene.heads.trainable_state()
     assert scene.verdict(state) == "" != scene.verdict(state | {name: state[name] * 1.05})
