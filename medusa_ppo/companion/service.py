@@ -11,13 +11,14 @@ and, on the same node, the last published version.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,8 @@ class CompanionService:
 
     def _learn(self, batch: Any) -> CycleReport:
         """A batch as it lay in the queue."""
-        return self._cycle.run(batch)
+        with all_cores(batch.rising_s is not None):
+            return self._cycle.run(batch)
 
     def _start_again(self, why: str) -> None:
         """End this process: Ray starts it again, and it goes on from the last saved state."""
@@ -513,6 +515,20 @@ def forget_oldest(newest: Path, pattern: str) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def all_cores(wanted: bool) -> Iterator[None]:
+    """In the block this thread computes on every core of the process: a warm-up is waited for, and
+    nobody else wants them.
+    """
+    before = torch.get_num_threads()
+    if wanted:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def settle(config: CompanionConfig) -> None:

@@ -661,3 +661,23 @@ def test_the_newest_heads_stay_when_the_clock_was_put_back(tmp_path: Path) -> No
         os.utime(file, (10**9 + later + number, 10**9 + later + number))
         forget_oldest(file, "heads-*.safetensors")
     assert sorted(tmp_path.iterdir()) == files[3:]
+
+
+def test_a_warm_up_has_every_core_and_ordinary_batches_have_their_own(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for before the first step, when nobody else computes."""
+    task = chain()
+    seen: list[int] = []
+    run = Cycle.run
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
+    monkeypatch.setattr(
+        Cycle, "run", lambda *given: seen.append(torch.get_num_threads()) or run(*given)
+    )
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    warm = dataclasses.replace(task.batch(), rising_s=5.0)
+    for batch in (task.batch(), warm, task.batch()):
+        service.submit(pack(batch))
+        assert service.drain(60.0)
+    service.close()
+    assert seen[1] == 3 and seen[0] == seen[2] != 3, seen
