@@ -300,7 +300,7 @@ class MedusaPlugin:
             seconds=self._clock() - began,
             before=status.serving.mean_acceptance_length if status.serving else None,
             after=status.candidate.mean_acceptance_length if status.candidate else None,
-            problem="" if installed else _why_none(status, seconds),
+            problem="" if installed else _why_none(status, published is not None),
         )
         self._warm_up = warm_up_figures(report)
         return report
@@ -628,13 +628,17 @@ class MedusaPlugin:
             self._step.exposed_s += self._clock() - began
 
 
-def _why_none(status: CompanionStatus, seconds: float) -> str:
+def _why_none(status: CompanionStatus, published: bool) -> str:
+    if published:
+        return "the engine did not take the trained heads (the log says why)"
     if not status.alive:
         return f"the companion does not answer: {status.error}"
     if status.error:
         return status.error
+    if status.restarts:
+        return "the companion was ended in the middle of it, and started again"
     if status.last_policy_version < 0:
-        return f"the companion had not trained after {seconds:.0f} s (heads.warm_up_s)"
+        return "the companion had trained nothing when the time was up (heads.warm_up_s)"
     return "the trained heads were not surely better than those before"
 
 
