@@ -143,7 +143,15 @@ class TrainingWorker:
                 ((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63
             )
         batch = self._states.batch(dealt[self._rank])
-        return self._trainer.train_batch(batch), int(batch.response_ids_M.numel())
+        before = self._trainer.state_dict()
+        try:
+            report = self._trainer.train_batch(batch)
+        except BaseException:
+            # Stopped by a signal, maybe between two steps: what is saved now must stand at the
+            # beginning of the part, where the training will go on.
+            self._trainer.load_state_dict(before)
+            raise
+        return report, int(batch.response_ids_M.numel())
 
     def judge(self) -> ReplayResult:
         """Replay of the heads on the holdout, with the drafts that their loss aims at."""
