@@ -12,6 +12,7 @@ from typing import Any
 
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.plugin.no_plugin import NoPlugin
 from medusa_ppo.plugin.warm_up import FOLDER, LEAST_PROMPTS
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import PPOBatch
@@ -44,7 +45,7 @@ def warm_up(config: RunConfig, parts: Parts, progress: ProgressSink, position: R
 
     The engine is awake before and after it, with the actor's weights of now.
     """
-    if not wanted(config, position):
+    if isinstance(parts.plugin, NoPlugin) or not wanted(config, position):
         return
     section = config.heads
     level = config.engine.sleep_level

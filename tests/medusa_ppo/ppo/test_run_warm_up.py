@@ -168,4 +168,6 @@ def test_without_a_plugin_nothing_is_asked(tmp_path: Path, tiny_actor, sampling_
     scene = WarmScene(config_of(tmp_path), tiny_actor(), sampling_engine)
     scene.parts.plugin = NoPlugin()
     scene.engine.generate = None
-    warm_up(scene.config, scene.parts, ProgressSink(), RunPosition())
+    progress = Notes()
+    warm_up(scene.config, scene.parts, progress, RunPosition())
+    assert not progress.notes, "who wants no plugin is not told that it did nothing"
