@@ -61,8 +61,9 @@ class CompanionConfig(Section):
     `companion_positions_left_out` is above 0 and memory is free.
     """
     wait: bool = False
-    """Wait for the companion before each generation: repeatable, also after --resume, but its time
-    is no longer hidden. Set it when two runs must give the same numbers.
+    """Wait for the companion before each generation: repeatable, also after --resume, where
+    engine.num_drafts is a number; but its time is no longer hidden. Set it when two runs must give
+    the same numbers.
     """
     replay_versions: int = Field(0, ge=0)
     """Policy versions for which a batch is trained on again beside newer ones, by half as much with

@@ -14,6 +14,9 @@ from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import EngineError, SwapError
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.colocated import AttachedEngine
+from medusa_ppo.engines.kept_tables import keep_table
+
+KEY = {"machine": "one", "max_num_seqs": 2}
 
 
 class AttachedWorkers:
@@ -28,6 +31,8 @@ class AttachedWorkers:
         self.calls.append((method, args))
         if method == "medusa_plugin_report":
             return [{"kind": self.kind, "drafter": "MedusaProposer", "max_drafts": 3}] * 2
+        if method == "medusa_step_times":
+            return [{"key": KEY, "choices": [0, 1, 3], "rows": list(*args)}] * 2
         if method == "medusa_checksums":
             return [{"heads": "", "heads_version": 0, "actor": ""}] * 2
         if method == "medusa_swap_heads":
@@ -99,6 +104,26 @@ def test_the_number_of_drafts_and_the_loops_own_sync_reach_the_workers(states: t
     ) in workers.calls
     assert engine.num_drafts == 2
     assert workers.calls[-1] == ("medusa_target_changed", (7,)) and engine.policy_version == 7
+
+
+def test_step_times_that_were_kept_reach_the_workers_of_an_engine_that_chooses(
+    states: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows = [{"running": 1, "drafts": 0, "seconds": 0.01, "steps": 8}]
+
+    def told(**drafting: Any) -> tuple[list[tuple[Any, ...]], str]:
+        workers = AttachedWorkers()
+        engine = AttachedEngine(workers, states[0], drafting={"num_drafts": 3, **drafting})
+        return [
+            args for method, args in workers.calls if method == "medusa_step_times"
+        ], engine.note
+
+    assert told(choose=True) == ([()], ""), "nothing was kept: it learns in service"
+    keep_table(KEY, rows)
+    found, note = told(choose=True)
+    assert found == [(), (rows,)] and "earlier start" in note
+    assert told() == told(choose=False) == ([], "")
 
 
 def test_an_engine_without_our_heads_and_a_call_to_generate_are_refused(states: tuple[Path, Path]):

@@ -4,6 +4,7 @@ no trace of it in what is served.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -16,6 +17,8 @@ from heads.checkpoint import save_heads
 from heads.modules import MedusaHeads
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Sampling
+from medusa_ppo.engines import colocated
+from medusa_ppo.engines.calibration import measure
 from medusa_ppo.engines.colocated import ColocatedEngine
 from tests.medusa_ppo.engines.conftest import HEADS
 
@@ -30,6 +33,8 @@ SEEDED = Sampling(1.0, max_new_tokens=24, ignore_eos=True, seed=5)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # However slow the machine is.
+    monkeypatch.setattr(colocated, "measure", functools.partial(measure, longest_s=1e9))
     return tmp_path / "cache" / "medusa-ppo" / "step-times"
 
 

@@ -104,6 +104,7 @@ def test_conditioned_heads_draft_step_by_step(
     config = engine_config.model_copy(update={"draft_temperature": 0.8, "num_drafts": "auto"})
     with RayEngine(actor.path, tmp_path / "heads", config) as engine:
         assert engine.plugin_report()["kind"] == kind
+        assert engine.note, "its steps were timed, now or by an earlier start"
         hidden_BD = torch.randn(5, actor.lm_head_VD.shape[1])
         last_B = torch.tensor([5, 900, 17, 3, 1999])
         table_VD = actor.model.get_input_embeddings().weight.detach()

@@ -157,8 +157,9 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
             synced=[list(response.token_ids) for response in rollouts.responses]
             == greedy(model, asked[:4])
         )
+        tell(chooses=engine._call("medusa_configure", {"choose": True})["choose"])
         try:
-            engine.configure(choose=True)
+            engine.configure(memory_bytes=1000)
         except ConfigError as error:
             tell(refused=str(error))
 

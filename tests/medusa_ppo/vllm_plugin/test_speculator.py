@@ -84,3 +84,4 @@ def test_swaps_and_syncs_reach_what_drafts_and_what_samples(seen: dict[str, Any]
 
 def test_what_v2_cannot_have_is_refused(seen: dict[str, Any]) -> None:
     assert "engine.runner=v1" in seen["refused"]
+    assert seen["chooses"] is False, "what is asked for by default is a fixed number there"
