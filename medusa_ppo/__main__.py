@@ -1,0 +1,8 @@
+"""`python -m medusa_ppo`: the command line, where its script is not on the path."""
+
+from __future__ import annotations
+
+from medusa_ppo.cli.app import main
+
+if __name__ == "__main__":
+    main()
