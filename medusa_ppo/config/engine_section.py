@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from medusa_ppo.config.section import Contradiction, Count, Section, Text, unknown
 
 COLOCATED, SERVER = "colocated", "server"
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 
 
 def _auto(given: object) -> object:
