@@ -42,6 +42,11 @@ TRIAL_SHARE = 0.005
 """Share of the steps' time that trials may lose."""
 TRIAL_STEPS = 5
 """Steps between two trials of the same number of drafts, at least."""
+OTHER_PACE = 0.15
+"""Change of the pace (log) since the last step without drafts that calls for another one, and by
+how much that one must be quicker than expected to call for more: the pace would hide that drafts
+alone became slower.
+"""
 NEW_MAY_LOSE = 0.85
 """A number of drafts that was never measured at about so many sequences is tried for a few steps
 where it promises so much of the best so far.
@@ -98,10 +103,13 @@ class StepTable:
         self.pace = 0.0
         self.noise = 0.1
 
-    def observe(self, batch: int, drafts: int, seconds: float) -> None:
-        """One step of `batch` sequences that had `drafts` drafts each."""
+    def observe(self, batch: int, drafts: int, seconds: float) -> float:
+        """One step of `batch` sequences that had `drafts` drafts each. Returns how much longer (log)
+        it took than was expected at the pace of now.
+        """
         log_seconds = math.log(seconds) - self.pace
         expected = self.seconds(batch, drafts)
+        surprise = 0.0
         nearest = round(math.log2(batch))
         if expected is not None:
             surprise = log_seconds - math.log(expected)
@@ -114,6 +122,7 @@ class StepTable:
             # What the step says of the power of two that it is nearest to.
             log_seconds += kind.median - math.log(here)
         kind.add(log_seconds)
+        return surprise
 
     def seconds(self, batch: int, drafts: int) -> float | None:
         """What such a step takes at the machine's usual pace; None: not known.
@@ -239,6 +248,8 @@ class DraftChooser:
         self.table = StepTable()
         self.acceptance = Acceptance(max_drafts)
         self._held = (0, 0, 0)
+        self._pace_of_none = 0.0
+        self._surprise_of_none = 0.0
         self._savings_s = dict.fromkeys(self.allowed, 0.0)
         self._seen: dict[tuple[int, int], int] = {}
 
@@ -248,11 +259,14 @@ class DraftChooser:
 
     def observe_step(self, batch: int, drafts: int, seconds: float) -> None:
         """One pure decode step."""
-        self.table.observe(batch, drafts, seconds)
+        surprise = self.table.observe(batch, drafts, seconds)
         # A pause is not time in which trials could be afforded.
         usual_s = self.table.seconds(batch, drafts)
         for k in self.allowed:
             self._savings_s[k] += self._share_of(k) * min(seconds, usual_s or seconds)
+        if not drafts:
+            self._pace_of_none = self.table.pace
+            self._surprise_of_none = surprise
         key = (batch.bit_length(), drafts)
         self._seen[key] = self._seen.get(key, 0) + 1
 
@@ -271,6 +285,10 @@ class DraftChooser:
             return 0
         rates = self.tokens_per_second(batch)
         best = self._best(batch, rates)
+        pace_changed = abs(self.table.pace - self._pace_of_none) > OTHER_PACE
+        if best and (pace_changed or self._surprise_of_none < -OTHER_PACE):
+            # Is it the machine that is slower, or are drafts alone? Steps without any tell.
+            return 0
         trial = self._trial(batch, rates, best)
         if trial is not None:
             return trial
