@@ -104,8 +104,9 @@ class StepTable:
         self.noise = 0.1
 
     def observe(self, batch: int, drafts: int, seconds: float) -> float:
-        """One step of `batch` sequences that had `drafts` drafts each. Returns how much longer (log)
-        it took than was expected at the pace of now.
+        """One step of `batch` sequences that had `drafts` drafts each.
+
+        Returns how much longer (log) it took than was expected at the pace of now.
         """
         log_seconds = math.log(seconds) - self.pace
         expected = self.seconds(batch, drafts)
