@@ -82,9 +82,8 @@ def test_what_is_imported_and_called_exists(page: str) -> None:
                 }
                 assert name in names or f'"{name}"' in source(module), line
             elif run:
-                assert f'"{run[2]}"' in source(run[1]) and '__name__ == "__main__"' in source(
-                    run[1]
-                ), line
+                script = source(run[1], "__main__.py")
+                assert f'"{run[2]}"' in script and '__name__ == "__main__"' in script, line
             elif re.match(r"\+?medusa\.|trainer\.", line):
                 for option in line.rstrip("\\").split():
                     key = option.lstrip("+").partition("=")[0]
@@ -125,9 +124,10 @@ def test_settings_that_a_page_names_exist(page: str) -> None:
     assert not named - set(known_keys()) - calls, "a setting that does not exist (any more)"
 
 
-def source(module: str) -> str:
+def source(module: str, of_package: str = "__init__.py") -> str:
+    """The file of a module; of a package the one that is asked for."""
     path = ROOT / module.replace(".", "/")
-    files = (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py")
+    files = (path.with_suffix(".py"), path / of_package)
     return next(file for file in files if file.is_file()).read_text(encoding="utf-8")
 
 
