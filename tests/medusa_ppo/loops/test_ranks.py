@@ -224,6 +224,8 @@ class RankEngine:
             "drafter": "MedusaProposer",
             "max_drafts": 2,
             "rows": [],
+            "key": {"what": "times of nobody's machine"},
+            "choices": [0, 1, 2],
             "seconds": 0.0,
         }
         return [

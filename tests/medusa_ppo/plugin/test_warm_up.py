@@ -29,7 +29,7 @@ PROMPTS = [(1 + n % 3, 1 + n % 5, 4 + n) for n in range(20)]
 SAMPLING = Sampling(max_new_tokens=400, responses_per_prompt=8, seed=5)
 
 
-class Writer:
+class WarmUpWriter:
     """An engine of which only `generate` is asked: responses of a length that is known."""
 
     policy_version = heads_version = num_drafts = 0
@@ -65,7 +65,7 @@ def write(engine: Any, folder: Path | None = None, **changes: Any) -> Rollouts:
 
 
 def test_as_many_tokens_are_written_as_are_asked_for_to_all_prompts_in_turn() -> None:
-    engine = Writer()
+    engine = WarmUpWriter()
     told: list[float] = []
     rollouts = write(engine, advance=lambda done, total, note: told.append(done / total))
     counts = [sum(r.prompt_index == n for r in rollouts.responses) for n in range(len(PROMPTS))]
@@ -78,30 +78,30 @@ def test_as_many_tokens_are_written_as_are_asked_for_to_all_prompts_in_turn() ->
 
 
 def test_few_long_responses_do_not_take_all_the_tokens() -> None:
-    engine = Writer()
+    engine = WarmUpWriter()
     write(engine, tokens=2400)
     assert {sampling.max_new_tokens for _, sampling in engine.asked} == {2400 // LEAST_PROMPTS}
-    engine = Writer()
+    engine = WarmUpWriter()
     write(engine, tokens=10)
     assert {sampling.max_new_tokens for _, sampling in engine.asked} == {SHORTEST}
 
 
 def test_responses_that_are_too_short_for_so_many_tokens_come_to_an_end() -> None:
-    rollouts = write(Writer(length=1), tokens=100_000)
+    rollouts = write(WarmUpWriter(length=1), tokens=100_000)
     assert len(rollouts.responses) == MOST_ANSWERS * len(PROMPTS)
-    assert write(Writer(length=0), tokens=100_000).responses == ()
+    assert write(WarmUpWriter(length=0), tokens=100_000).responses == ()
 
 
 def test_no_round_is_begun_when_the_time_is_up() -> None:
-    engine = Writer()
+    engine = WarmUpWriter()
     write(engine, tokens=100_000, seconds=2.0)
     assert len(engine.asked) == 2
 
 
 def test_what_was_written_before_it_was_killed_is_not_written_again(tmp_path: Path) -> None:
-    whole = write(Writer(), tmp_path / "whole")
+    whole = write(WarmUpWriter(), tmp_path / "whole")
 
-    class Dies(Writer):
+    class Dies(WarmUpWriter):
         def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
             if len(self.asked) == 2:
                 raise KeyboardInterrupt
@@ -109,7 +109,7 @@ def test_what_was_written_before_it_was_killed_is_not_written_again(tmp_path: Pa
 
     with pytest.raises(KeyboardInterrupt):
         write(Dies(), tmp_path / "cut")
-    rest = Writer()
+    rest = WarmUpWriter()
     rest.asked += [(0, SAMPLING)] * 2
     found = write(rest, tmp_path / "cut")
     assert found.responses == whole.responses and len(rest.asked) > 2
@@ -120,13 +120,13 @@ def test_what_was_written_before_it_was_killed_is_not_written_again(tmp_path: Pa
 def test_rounds_of_something_else_are_said_and_written_anew(
     tmp_path: Path, changed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(Writer(), tmp_path)
+    write(WarmUpWriter(), tmp_path)
     other = {
         "actor": {"actor": 8},
         "sampling": {"sampling": replace(SAMPLING, temperature=0.5)},
         "prompts": {"prompts": [*PROMPTS[1:], (1,)]},
     }
-    engine = Writer()
+    engine = WarmUpWriter()
     write(engine, tmp_path, **other[changed])
     assert engine.asked and "written anew" in caplog.text
 
@@ -135,11 +135,11 @@ def test_rounds_of_something_else_are_said_and_written_anew(
 def test_a_damaged_round_is_said_and_written_anew(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = write(Writer(), tmp_path)
+    expected = write(WarmUpWriter(), tmp_path)
     file = tmp_path / "round-0000.json"
     text = file.read_text()
     file.write_text(text[: len(text) // 2] if damage == "torn" else damage)
-    engine = Writer()
+    engine = WarmUpWriter()
     assert write(engine, tmp_path).responses == expected.responses and engine.asked
     assert "written anew" in caplog.text and json.loads(file.read_text())["responses"]
 
@@ -151,7 +151,7 @@ def test_a_full_disk_ends_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("medusa_ppo.plugin.warm_up.write_atomic", full)
-    assert write(Writer(), tmp_path).generated_tokens >= 600 and "No space" in caplog.text
+    assert write(WarmUpWriter(), tmp_path).generated_tokens >= 600 and "No space" in caplog.text
 
 
 # ---- the hook

@@ -108,7 +108,7 @@ def test_the_first_step_tells_what_it_took(tmp_path: Path, tiny_actor, sampling_
     assert not any(names.WARM_UP_S in step for step in steps[1:])
 
 
-class Stops(ProgressSink):
+class StopsWarmUp(ProgressSink):
     """Ctrl-C while the responses are scored: all of them were written before."""
 
     def phase_advanced(self, done: float, total: float, note: str = "") -> None:
@@ -121,7 +121,7 @@ def test_one_that_was_stopped_goes_on(tmp_path: Path, tiny_actor, sampling_engin
     assert not only_warmed_up(config.run_dir)
     scene = WarmScene(config, tiny_actor(), sampling_engine)
     with pytest.raises(KeyboardInterrupt):
-        warm_up(config, scene.parts, Stops(), RunPosition())
+        warm_up(config, scene.parts, StopsWarmUp(), RunPosition())
     assert only_warmed_up(config.run_dir) and not scene.companion.batches
     rest = WarmScene(config, tiny_actor(), sampling_engine)
     rest.engine.generate = None
