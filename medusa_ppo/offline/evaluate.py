@@ -201,8 +201,10 @@ def _generate(
     with running_engine(
         options.model, heads, engine_config(prompts, options.max_new_tokens), options.seed
     ) as engine:
-        if heads and options.draft == "sampled":
-            engine.configure(sampled=True, draft_temperature=options.draft_temperature)
+        if heads:
+            # An engine's own default is to sample drafts: one-hot ones have to be asked for, too.
+            sampled = options.draft == "sampled"
+            engine.configure(sampled=sampled, draft_temperature=options.draft_temperature)
         for temperature in options.every_temperature:
             sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens)
             if heads and options.earlier_responses:

@@ -208,8 +208,9 @@ class EvalOptions:
         Option(help="`replay`: from rollouts alone; `vllm`: the engine's own counters."),
     ] = "replay"
     draft: Annotated[Literal["one-hot", "sampled"], Option(help="How drafts are drawn.")] = (
-        "one-hot"
+        "sampled"
     )
+    """As in a run, whose requests are sampled."""
     draft_temperature: Annotated[float, Option(help="Temperature of sampled drafts.")] = 1.0
     temperature: Annotated[float, Option(help="Sampling temperature.")] = 1.0
     temperatures: Annotated[

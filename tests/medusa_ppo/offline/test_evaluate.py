@@ -190,4 +190,5 @@ def test_a_memory_in_a_replay_knows_what_followed() -> None:
 
 def test_one_hot_drafts_have_no_memory(options: EvalOptions) -> None:
     with pytest.raises(ConfigError, match="--draft sampled"):
-        evaluate.evaluate_heads(replace(options, earlier_responses=2), OfflineProgress(quiet=True))
+        one_hot = replace(options, draft="one-hot", earlier_responses=2)
+        evaluate.evaluate_heads(one_hot, OfflineProgress(quiet=True))
