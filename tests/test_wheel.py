@@ -100,8 +100,12 @@ def test_its_commands_run_outside_of_a_checkout(wheel: Path, tmp_path: Path) -> 
 
 
 def test_the_version_stands_in_the_changelog() -> None:
-    versions = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert versions[0] == __version__ and versions == sorted(versions, reverse=True)
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)", text, re.MULTILINE)
+    assert versions == sorted(versions, reverse=True)
+    # The section above the newest release collects what is not released yet.
+    released = re.findall(r"^## (\d+\.\d+\.\d+) - \d{4}-\d{2}-\d{2}$", text, re.MULTILINE)
+    assert released[0] == __version__
 
 
 def test_the_audit_reads_each_packages_licence(tmp_path: Path) -> None:

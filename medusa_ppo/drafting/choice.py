@@ -102,6 +102,8 @@ class StepTable:
         self.kinds: dict[tuple[int, int], StepKind] = {}
         self.pace = 0.0
         self.noise = 0.1
+        self._last_drafts = 0
+        self._alike = 0
 
     def observe(self, batch: int, drafts: int, seconds: float) -> float:
         """One step of `batch` sequences that had `drafts` drafts each.
@@ -122,7 +124,13 @@ class StepTable:
         if here is not None and kind.steps:
             # What the step says of the power of two that it is nearest to.
             log_seconds += kind.median - math.log(here)
-        kind.add(log_seconds)
+        self._alike = self._alike + 1 if drafts == self._last_drafts else 1
+        self._last_drafts = drafts
+        # Of one number of drafts alone nobody can tell the machine's pace from its own seconds.
+        # Both would drift, pace up and seconds down where slow steps are the exception, until
+        # nothing could be compared with them any more.
+        if self._alike <= KEPT_STEPS or kind.steps < LEAST_STEPS:
+            kind.add(log_seconds)
         return surprise
 
     def seconds(self, batch: int, drafts: int) -> float | None:

@@ -393,3 +393,17 @@ def test_drafts_that_a_slower_machine_no_longer_pays_for_are_taken_back() -> Non
     choices, tokens, seconds = run(chooser, 16, 0.6, slower, 1000)
     assert usual(choices[250:]) == 0
     assert tokens / seconds > 0.93 * 16 / cost_of(16, 0, slower), "what finding it out costs, too"
+
+
+def test_thousands_of_steps_without_drafts_do_not_make_them_look_fast() -> None:
+    """While heads know nothing (a warm-up) no step has drafts, and a busy machine has slow steps
+    now and then. What the calibration said of drafts still holds afterwards.
+    """
+    chooser = DraftChooser(K)
+    chooser.table.learn(calibration(MACHINES["cache"], RNG))
+    for step in range(4000):
+        slow = 3.0 if step % 4 == 0 else 1.0
+        chooser.observe_step(4, 0, MACHINES["cache"](4, 0) * slow * RNG.uniform(0.95, 1.05))
+    ratio = chooser.table.seconds(4, 4) / chooser.table.seconds(4, 0)
+    true = MACHINES["cache"](4, 4) / MACHINES["cache"](4, 0)
+    assert ratio == pytest.approx(true, rel=0.25)
