@@ -7,15 +7,15 @@ The bound is a budget in seconds of training. A step of the loop that took s sec
 doesn't report it as work. So the loop is slower by `share` at most, whatever is gained.
 
     alone      the companion takes nothing from the loop: the most passes, no bound
-    training   heads still improve, and there is a budget: as many passes as it pays for
-    waiting    the budget has no whole pass, or a batch waits already: none, and the batch isn't
-               even collected
+    training   heads still improve, and there is a budget: as many passes as it pays for, mostly a
+               part of one, so that every policy is learned from while it is new
+    waiting    the budget has no room for LEAST of a pass, or a batch waits already: none, and the
+               batch isn't even collected
     resting    PATIENCE verdicts in a row without a new version: none. It ends when acceptance
                falls, or when a probe of one pass (rarer each time) brings a new version
 
-Before the first version the budget may be overdrawn, by what AHEAD steps bring in: heads that draft
-from the second step on are worth more than any that come later. The debt is paid back from half of
-what comes in, so that training goes on meanwhile.
+Heads that begin at nothing get what AHEAD steps bring in, once: heads that draft from the second
+step on are worth more than any that come later. After a warm-up there is no such gift.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 AHEAD = 10
-"""Steps whose income may be saved up, or borrowed before the first version: enough for some batches
-at once, and for a pass that takes half of a step at a share of a twentieth.
+"""Steps whose income may be saved up, and is given in advance before the first version."""
+LEAST = 0.25
+"""The smallest part of a pass: of less, judging takes longer than training. It is also what is made
+where nobody knows yet how long a pass takes.
 """
-PATIENCE = 8
+PATIENCE = 12
 """Verdicts in a row without a new version, after which training rests. One in ten equal candidates
 passes the gate by chance, so good heads rarely wait for so long.
 """
@@ -83,7 +85,8 @@ class Budget:
     """`step` after each step of the loop, `decide` before each batch is collected.
 
     Attributes:
-        left_s: seconds of training that may be taken now; below 0: borrowed.
+        left_s: seconds of training that may be taken now; below 0: the last pass took longer than
+            was expected.
         taken_frac: share of the loop's seconds that training took so far.
         last: decision.
     """
@@ -98,11 +101,10 @@ class Budget:
         self._share = share
         self._most = most
         self._shared = shared
-        self.left_s = self._debt_s = 0.0
+        self.left_s = 0.0
         self._loop_s = self._trained_s = self._passes = 0.0  # Of all steps.
-        self._income_s = 0.0  # Of the last step.
-        self._published = 0
-        self._rejected = self._rejected_so_far = 0  # When training began or woke, and by now.
+        self._published = self._rejected = 0  # When training began or woke.
+        self._rejected_so_far = 0
         self._resting = self._behind = False
         self._rested = 0  # Batches since training ended, or since the last probe.
         self._probe_after = PROBE_STEPS[0]
@@ -110,20 +112,25 @@ class Budget:
         self._lengths: deque[float] = deque(maxlen=LENGTHS[1])
         self.last = Decision()
 
+    def begin(self, published: int, rejected: int) -> None:
+        """A warm-up made so many versions, and so many candidates that were none."""
+        self._published = published
+        self._rejected = self._rejected_so_far = rejected
+
     @property
     def taken_frac(self) -> float:
         return self._trained_s / self._loop_s if self._loop_s else 0.0
 
     def step(self, seen: StepSeen) -> None:
         """Book a finished step."""
+        income_s = self._share * seen.step_s
+        if not self._loop_s and not self._published:
+            self.left_s += AHEAD * income_s
         self._loop_s += seen.step_s
         self._trained_s += seen.trained_s
         self._passes += self.last.passes
-        self._income_s = self._share * seen.step_s
-        repaid_s = min(self._debt_s, self._income_s / 2)
-        self._debt_s -= repaid_s
-        most_s = max(AHEAD * self._income_s, self._pass_s)  # Or a long pass would never come.
-        self.left_s = min(most_s, self.left_s + self._income_s - repaid_s - seen.trained_s)
+        most_s = max(AHEAD * income_s, LEAST * self._pass_s)  # Or a long pass would never come.
+        self.left_s = min(most_s, self.left_s + income_s - seen.trained_s)
         self._behind = seen.behind
         if seen.serving != self._serving:
             self._serving = seen.serving
@@ -131,9 +138,6 @@ class Budget:
         self._lengths.append(seen.length)
         self._rejected_so_far = seen.rejected
         if seen.published != self._published:
-            if not self._published:
-                self._debt_s = max(0.0, -self.left_s)
-                self.left_s = max(0.0, self.left_s)
             self._published = seen.published
             self._wake()
         elif seen.rejected - self._rejected >= PATIENCE and not self._resting:
@@ -156,9 +160,9 @@ class Budget:
             if self._rested <= self._probe_after:
                 return Decision(0.0, "resting")
             most = 1.0
-        allowed_s = self.left_s + (0.0 if self._published else AHEAD * self._income_s)
-        passes = min(most, allowed_s / self._pass_s) if self._pass_s else most
-        if self._behind or passes < 1:
+        first = LEAST if self._published else most
+        passes = min(most, self.left_s / self._pass_s) if self._pass_s else first
+        if self._behind or passes < LEAST:
             return Decision(0.0, "waiting")
         if not self._resting:
             return Decision(passes, "training")

@@ -156,7 +156,7 @@ def _checksum(path: Path) -> str:
 def _key(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of all that the actor depends on."""
     sample = [
-        document(problem(index, recipe.seed, "pretrain", recipe.slip_rate))
+        document(problem(index, recipe.seed, "pretrain", recipe.slip_rate, recipe.checked_rate))
         for index in range(_SAMPLE)
     ]
     text = json.dumps([asdict(recipe), tokenizer.get_vocab(), sample], sort_keys=True)

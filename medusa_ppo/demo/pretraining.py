@@ -47,6 +47,7 @@ class Recipe:
         learning_rate: largest AdamW step size, after `warmup_steps`; a cosine brings it down to
             zero.
         slip_rate: share of the solutions that answer with the result before the last, see task.py.
+        checked_rate: share of the steps of a solution that can be checked, see task.py.
         slips_from: share of the training that sees right solutions only. With slips from the start,
             copying is learned half as fast.
         init_range: standard deviation of the initial weights.
@@ -60,6 +61,7 @@ class Recipe:
     learning_rate: float = 2e-3
     warmup_steps: int = 50
     slip_rate: float = 0.6
+    checked_rate: float = 0.1
     slips_from: float = 0.75
     hidden_size: int = 256
     intermediate_size: int = 1024
@@ -218,7 +220,9 @@ def _encode_pool(
     # A pool has one rate: where slips begin is rounded to whole pools, also on resume.
     slip_rate = recipe.slip_rate if pool * _POOL >= recipe.slips_from * recipe.steps else 0.0
     texts = [
-        document(problem(pool * count + i, recipe.seed, "pretrain", slip_rate))
+        document(
+            problem(pool * count + i, recipe.seed, "pretrain", slip_rate, recipe.checked_rate)
+        )
         for i in range(count)
     ]
     prompts = tokenizer([prompt for prompt, _ in texts], add_special_tokens=False)["input_ids"]

@@ -9,6 +9,12 @@ The text to pretrain on may hold *slips*: a solution that is worked out well and
 result before the last step as its answer, as people do who forget the last sentence. A model
 trained on it can solve the problems and answers wrongly at the rate of the slips, which is what PPO
 then removes.
+
+It also holds two ways to write a step. Most steps bury their sum in the sentence; a few state it
+behind a mark, where a program finds it (`CHECK_MARK`). The reward (`graded`) pays for right answers
+and for steps that can be checked, as people reward real actors for a format that their checks can
+read. So PPO changes the wording of most of a response, and heads that were trained on the old
+wording go stale.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import itertools
 import random
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -29,6 +36,15 @@ TEMPLATE = "Question: {question}\nAnswer:"
 
 ANSWER_MARK = "####"
 """Stands before the final answer, as in GSM8K."""
+
+CHECK_MARK = "To check:"
+"""Stands before the sum of a step that can be checked."""
+
+CHECKED_WORTH = 0.5
+"""What a response is paid for steps that can all be checked; a right answer is worth 1."""
+
+_SUM = re.compile(rf"{re.escape(CHECK_MARK)} (\d+) ([-+]) (\d+) = (\d+)\b")
+"""The sum of a step that can be checked."""
 
 SPLITS = ("pretrain", "train", "eval")
 """The text that the actor was trained on from nothing, the questions of PPO, and those that nothing
@@ -100,6 +116,8 @@ _THEREFORE = "which means that from this moment on there are in all exactly"
 """Stands before each sum. As in most text that people write, much of a solution says nothing new:
 that is what drafting lives from.
 """
+_GOING_ON = "and that is the number that we take with us into the next part:"
+"""Stands behind the sum of a step that can be checked."""
 _ORDER = ("First", "Then", "Finally")
 """Opens the clauses, in the question and in the solution."""
 
@@ -114,8 +132,14 @@ class _ProblemStep:
     result: int
 
 
-def problem(index: int, seed: int, split: str = "train", slip_rate: float = 0.0) -> Problem:
-    """The index-th problem of a stream; question and split do not depend on the slip rate.
+def problem(
+    index: int,
+    seed: int,
+    split: str = "train",
+    slip_rate: float = 0.0,
+    checked_rate: float = 0.0,
+) -> Problem:
+    """The index-th problem of a stream; question and split do not depend on the two rates.
 
     Args:
         index: position in the stream, from 0.
@@ -123,6 +147,7 @@ def problem(index: int, seed: int, split: str = "train", slip_rate: float = 0.0)
         split: one of SPLITS; they have no question in common, whatever the seeds.
         slip_rate: share of the solutions that give the result before the last step as their answer
             (0: all are right).
+        checked_rate: share of the steps that can be checked.
     """
     if split not in SPLITS:
         raise DataError(
@@ -135,9 +160,10 @@ def problem(index: int, seed: int, split: str = "train", slip_rate: float = 0.0)
     while True:
         found = _draw(
             random.Random(f"{seed}/{index}/{attempt}"),
-            # A generator of its own: questions and splits stay the same at every slip rate.
-            random.Random(f"slips/{seed}/{index}"),
-            slip_rate,
+            # Generators of their own: questions and splits stay the same at every rate.
+            random.Random(f"slips/{seed}/{index}").random() < slip_rate,
+            random.Random(f"wording/{seed}/{index}"),
+            checked_rate,
         )
         if split_of(found.question) == split:
             return found
@@ -175,7 +201,32 @@ def demo_rows(split: str = "train", seed: int = 0, limit: int = 1024) -> list[di
     ]
 
 
-def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem:
+def graded(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """The demo's reward: 1 for a right answer, and up to CHECKED_WORTH for steps that can be
+    checked.
+
+    A step is a line before the answer. It can be checked when the mark stands in it and the sum
+    behind the mark is right.
+    """
+    worked, _, answer = response.partition(ANSWER_MARK)
+    steps = worked.strip().splitlines()
+    right = answer.strip() == row["answer"]
+    checked = sum(map(_can_be_checked, steps))
+    return float(right) + (CHECKED_WORTH * checked / len(steps) if steps else 0.0)
+
+
+def _can_be_checked(step: str) -> bool:
+    found = _SUM.search(step)
+    if found is None:
+        return False
+    left, sign, right, result = found.groups()
+    signed = int(right) if sign == "+" else -int(right)
+    return int(left) + signed == int(result)
+
+
+def _draw(
+    rng: random.Random, slipped: bool, wording: random.Random, checked_rate: float
+) -> Problem:
     """One problem: a start (two colours, or old and new), then one or two changes."""
     (name, pronoun), (friend, _) = rng.sample(NAMES, 2)
     words = {"name": name, "pronoun": pronoun, "friend": friend, "things": rng.choice(OBJECTS)}
@@ -190,8 +241,11 @@ def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem
         for order, step in zip(_ORDER, steps, strict=False)
     ]
     clauses.append("How many {things} does {name} have now?".format(**words))
-    lines = [_line(_ORDER[number], step, words) for number, step in enumerate(steps)]
-    answer = steps[-2].result if slips.random() < slip_rate else steps[-1].result
+    lines = [
+        _line(_ORDER[number], step, words, checked=wording.random() < checked_rate)
+        for number, step in enumerate(steps)
+    ]
+    answer = steps[-2].result if slipped else steps[-1].result
     lines.append(f"{ANSWER_MARK} {answer}")
     return Problem(" ".join(clauses), " " + "\n".join(lines), str(answer))
 
@@ -206,13 +260,13 @@ def _draw_step(rng: random.Random, clauses: tuple[_Clause, ...], left: int) -> _
             return _ProblemStep(clause, left, operand, result)
 
 
-def _line(order: str, step: _ProblemStep, words: dict[str, str]) -> str:
+def _line(order: str, step: _ProblemStep, words: dict[str, str], *, checked: bool) -> str:
     """A line of the solution: the clause, word for word, and the sum it asks for."""
     clause = step.clause.text.format(**words, n=step.operand)
-    return (
-        f"{order} {clause}, {_THEREFORE} {step.left} {step.clause.sign} {step.operand} ="
-        f" {step.result} {words['things']}."
-    )
+    total = f"{step.left} {step.clause.sign} {step.operand} = {step.result} {words['things']}"
+    if checked:
+        return f"{order} {clause}. {CHECK_MARK} {total}, {_GOING_ON} {step.result}."
+    return f"{order} {clause}, {_THEREFORE} {total}."
 
 
 END = "<|endoftext|>"
@@ -254,7 +308,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def _words() -> list[str]:
     """All pieces of the task's text longer than one byte, sorted."""
-    texts = (text for index in range(_WORDS_FROM) for text in document(problem(index, seed=0)))
+    texts = (
+        text
+        for index in range(_WORDS_FROM)
+        for text in document(problem(index, seed=0, checked_rate=0.5))
+    )
     seen = {piece for text in texts for piece, _ in _SPLITTER.pre_tokenize_str(text)}
     words = {piece for piece in seen if len(piece) > 1 and not re.search(r"\d", piece)}
     # Sorted: a set's order is another in every process, and ids must not be.

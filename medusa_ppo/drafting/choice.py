@@ -60,7 +60,9 @@ have, or a first wrong draft would keep them from being tried.
 NEW_HEADS_RUNS = 4.0
 """What all runs before a swap count for after it."""
 REVIEW_STEPS = 4
-"""Steps between two looks at the table: it hardly moves in between, and a look takes 20 us."""
+"""Steps between two looks at the table, and between two steps that it learns from where all are
+alike: it hardly moves in between, and each takes 20 us.
+"""
 FINE = 4
 """Up to so many, every number of drafts is a choice; beyond, fewer and fewer are."""
 
@@ -261,6 +263,8 @@ class DraftChooser:
         self._surprise_of_none = 0.0
         self._savings_s = dict.fromkeys(self.allowed, 0.0)
         self._seen: dict[tuple[int, int], int] = {}
+        self._last_key = (0, 0)
+        self._alike = 0
 
     def observe_acceptance(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Drafts and accepted drafts of each request in one step."""
@@ -268,16 +272,22 @@ class DraftChooser:
 
     def observe_step(self, batch: int, drafts: int, seconds: float) -> None:
         """One pure decode step."""
+        key = (batch.bit_length(), drafts)
+        self._seen[key] = self._seen.get(key, 0) + 1
+        self._alike = self._alike + 1 if key == self._last_key else 0
+        self._last_key = key
+        often = self._alike <= KEPT_STEPS
+        if not often and self._alike % REVIEW_STEPS:
+            return
         surprise = self.table.observe(batch, drafts, seconds)
         # A pause is not time in which trials could be afforded.
         usual_s = self.table.seconds(batch, drafts)
+        afforded_s = min(seconds, usual_s or seconds) * (1 if often else REVIEW_STEPS)
         for k in self.allowed:
-            self._savings_s[k] += self._share_of(k) * min(seconds, usual_s or seconds)
+            self._savings_s[k] += self._share_of(k) * afforded_s
         if not drafts:
             self._pace_of_none = self.table.pace
             self._surprise_of_none = surprise
-        key = (batch.bit_length(), drafts)
-        self._seen[key] = self._seen.get(key, 0) + 1
 
     def heads_changed(self) -> None:
         """New heads or a new actor: acceptance is to be learned anew."""

@@ -12,6 +12,7 @@ layer), V vocabulary.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,9 +40,6 @@ class PairRing:
     A pair stands at its position modulo n, beside that position: a pair that is missing (of the
     prompt, of a request that lost its slot, of heads that were swapped) is seen to be missing,
     because what stands in its place is of another position or another request.
-
-    While nothing is drafted nobody reads keys, so none are made: a pair's state and token wait in
-    its place, under a stamp of their own, until drafts are wanted again.
     """
 
     def __init__(
@@ -50,44 +48,12 @@ class PairRing:
         self.pairs = pairs
         self.spare = slots
         self.kept_NR = torch.zeros((slots + 1) * pairs, width, dtype=dtype, device=device)
-        self.ids_N = torch.zeros((slots + 1) * pairs, dtype=torch.int64, device=device)
         self.stamps_N = torch.full(((slots + 1) * pairs,), NOTHING, device=device)
-        self.some_wait = False
         self._back_n = torch.arange(1 - pairs, 1, device=device)
 
     def forget(self) -> None:
         """All pairs are missing from here on: other heads have other keys."""
         self.stamps_N.fill_(NOTHING)
-        self.some_wait = False
-
-    def let_wait(self, arrived: Arrived) -> None:
-        """Pairs whose keys nobody needs now."""
-        place_N = arrived.slots_N * self.pairs + arrived.positions_N % self.pairs
-        width = arrived.hidden_ND.shape[1]
-        self.kept_NR[place_N, :width] = arrived.hidden_ND.to(self.kept_NR.dtype)
-        self.ids_N[place_N] = arrived.ids_N
-        self.stamps_N[place_N] = _waiting(stamps(arrived.requests_N, arrived.positions_N))
-        self.some_wait = True
-
-    def waiting(self, at: Standing, width: int) -> Arrived:
-        """The pairs before those that requests stand at, with their states `[N, width]`, that wait
-        for their keys; the spare slot takes the others.
-        """
-        self.some_wait = False
-        positions_Bn = at.positions_B.unsqueeze(1) + self._back_n[:-1]
-        place_Bn = at.slots_B.unsqueeze(1) * self.pairs + positions_Bn % self.pairs
-        requests_Bn = at.requests_B.unsqueeze(1).expand_as(positions_Bn)
-        waits_Bn = self.stamps_N[place_Bn] == _waiting(stamps(requests_Bn, positions_Bn))
-        waits_Bn = waits_Bn & (positions_Bn >= 0)
-        slots_Bn = torch.where(waits_Bn, at.slots_B.unsqueeze(1), self.spare)
-        return Arrived(
-            self.kept_NR[place_Bn.flatten(), :width],
-            self.ids_N[place_Bn.flatten()],
-            slots_Bn.flatten(),
-            requests_Bn.flatten(),
-            positions_Bn.clamp_min(0).flatten(),
-            torch.arange(len(at.slots_B), device=place_Bn.device),
-        )
 
     def write(
         self,
@@ -117,11 +83,6 @@ class PairRing:
         # The stamp of a position below 0 is no stamp of this request: that of request 0 at
         # position -1 is NOTHING, which every empty place bears.
         return self.kept_NR[place_Bn], same_Bn & (wanted_Bn >= 0)
-
-
-def _waiting(stamps_N: torch.Tensor) -> torch.Tensor:
-    """The stamp of a pair whose state and token stand where its keys will: below NOTHING."""
-    return NOTHING - 1 - stamps_N
 
 
 @dataclass(frozen=True)
@@ -244,6 +205,65 @@ class Arrived:
             positions_N,
             own_B,
         )
+
+    def after(self, before: Sequence[Arrived], at: Standing, ring: PairRing) -> Arrived:
+        """These pairs, and those of steps before them that nobody needed then: of the requests that
+        have the same slots still, and as many as a context has room for.
+        """
+        if not before:
+            return self
+        slots_N = torch.cat([part.slots_N for part in before])
+        requests_N = torch.cat([part.requests_N for part in before])
+        positions_N = torch.cat([part.positions_N for part in before])
+        holder_2S = torch.full((2, ring.spare + 1), NOTHING, device=slots_N.device)
+        holder_2S[:, at.slots_B] = torch.stack([at.requests_B, at.positions_B])
+        holder_N, newest_N = holder_2S[:, slots_N].unbind(0)
+        # What is too old would stand in the place of a pair that a request attends to.
+        seen_N = (holder_N == requests_N) & (positions_N > newest_N - ring.pairs)
+        slots_N = torch.where(seen_N, slots_N, ring.spare)
+        return Arrived(
+            torch.cat([*(part.hidden_ND for part in before), self.hidden_ND]),
+            torch.cat([*(part.ids_N for part in before), self.ids_N]),
+            torch.cat([slots_N, self.slots_N]),
+            torch.cat([requests_N, self.requests_N]),
+            torch.cat([positions_N, self.positions_N]),
+            self.own_B + len(slots_N),
+        )
+
+
+class UnreadSteps:
+    """Steps after which nothing was drafted. Nobody reads their pairs, so nothing is computed of
+    them: what the steps left is only held, until drafts are wanted again.
+    """
+
+    def __init__(self, pairs: int) -> None:
+        """
+        Args:
+            pairs: of a context; the pair that drafts are wanted at is one of them.
+        """
+        self._steps: deque[tuple[torch.Tensor, Sequence[Sequence[int]], Sequence[int], Standing]]
+        self._steps = deque(maxlen=max(pairs - 1, 1))
+        self._pairs = pairs
+
+    def hold(
+        self,
+        hidden_TD: torch.Tensor,
+        sampled_token_ids: Sequence[Sequence[int]],
+        drafted: Sequence[int],
+        at: Standing,
+    ) -> None:
+        """A step; arguments as of `Arrived.of_lists`. None of the tensors may change afterwards."""
+        self._steps.append((hidden_TD, sampled_token_ids, drafted, at))
+
+    def take(self) -> list[Arrived]:
+        """The pairs of the steps that are held, oldest first; none is held afterwards."""
+        found = [Arrived.of_lists(*step, self._pairs) for step in self._steps if any(step[1])]
+        self._steps.clear()
+        return found
+
+    def forget(self) -> None:
+        """Other heads, or another actor, have other pairs."""
+        self._steps.clear()
 
 
 @dataclass(frozen=True)
@@ -402,10 +422,6 @@ class ContextHeads:
     def look_back(self, ring: PairRing, arrived: Arrived, at: Standing) -> Seen:
         """Put a step's pairs into the ring, and look up what each request attends to."""
         D = self.config.hidden_size
-        if ring.some_wait:
-            waited = ring.waiting(at, D)
-            waited_NR = self.pairs(waited.hidden_ND, waited.ids_N)[:, D:]
-            ring.write(waited.slots_N, waited.requests_N, waited.positions_N, waited_NR)
         pairs_NX = self.pairs(arrived.hidden_ND, arrived.ids_N)
         ring.write(arrived.slots_N, arrived.requests_N, arrived.positions_N, pairs_NX[:, D:])
         kept_BnR, there_Bn = ring.read(at.slots_B, at.requests_B, at.positions_B)

@@ -290,6 +290,8 @@ class MedusaPlugin:
         status = companion.status()
         self._train_s_before = status.train_s
         self._worked_s_before = status.worked_s
+        if self.budget is not None:
+            self.budget.begin(status.versions_published, status.candidates_rejected)
         if published is not None:
             self.installer.install(published)
         self._step = _Step()  # All of it was before the first one.

@@ -164,6 +164,12 @@ HOOKS: tuple[Hook, ...] = (
         ("logits", "spec_decode_metadata"),
     ),
     Hook(
+        "it counts no drafts",
+        _RUNNER,
+        "GPUModelRunner._calc_spec_decode_metadata",
+        ("num_draft_tokens", "cu_num_scheduled_tokens"),
+    ),
+    Hook(
         "the same for seeded requests",
         "vllm.v1.spec_decode.metadata",
         "SpecDecodeMetadata.make_dummy",

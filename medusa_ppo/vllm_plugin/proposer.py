@@ -26,7 +26,14 @@ from heads.heads_config import COPY_WINDOW
 from heads.modules import MedusaHeads
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.choice import DraftChooser
-from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
+from medusa_ppo.drafting.context import (
+    Arrived,
+    ContextHeads,
+    PairRing,
+    Seen,
+    Standing,
+    UnreadSteps,
+)
 from medusa_ppo.drafting.core import Drafted, DraftingCore, DraftSampling
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
 from medusa_ppo.drafting.products import DraftVocabulary
@@ -80,6 +87,7 @@ class MedusaProposer(Drafter):
     _positions_B: torch.Tensor
     _target: nn.Module
     _ring: PairRing | None = None
+    _unread: UnreadSteps | None = None
     _texts: TextRing | None = None
     _written: WrittenTexts | None = None
     _came: tuple[torch.Tensor, Sequence[Sequence[int]], Sequence[int]] | None = None
@@ -164,6 +172,7 @@ class MedusaProposer(Drafter):
                 fused.dtype,
                 self.device,
             )
+            self._unread = UnreadSteps(config.context)
         if config.copies:
             self._texts = TextRing(
                 self.vllm_config.scheduler_config.max_num_seqs,
@@ -226,7 +235,8 @@ class MedusaProposer(Drafter):
             count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
         seen = self._look_back(count)
         if count == 0:
-            return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
+            # Lists, which vLLM takes as they are; a tensor it would copy to the host first.
+            return [[] for _ in range(hidden_BD.shape[0])]
         last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64).to(
             self.device, non_blocking=True
         )
@@ -287,7 +297,9 @@ class MedusaProposer(Drafter):
         self._seats = self._seating.seat(
             request_ids, lambda key: self._meet(live_requests[key]), live_requests
         )
-        self._positions_B = torch.from_numpy(tokens).to(self.device, torch.int64)
+        # A copy: vLLM goes on counting in its own array.
+        positions_B = torch.from_numpy(tokens.astype(np.int64))
+        self._positions_B = positions_B.to(self.device, non_blocking=True)
         self._running = request_ids, live_requests
 
     def _meet(self, request: Any) -> Traits:
@@ -351,7 +363,7 @@ class MedusaProposer(Drafter):
             self.draft_vocabulary.observe(sampled_token_ids)
             if self.draft_vocabulary.due:
                 self._refresh_vocabulary()
-        if self.choose or self._calibrating is not None:
+        if (self.choose and self.num_drafts) or self._calibrating is not None:
             self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
         accepted = [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
         if self.memory is not None:
@@ -367,18 +379,19 @@ class MedusaProposer(Drafter):
         """What requests attend to that are to have `count` drafts. Where that is none, what came is
         only kept: a step without drafts must cost next to nothing.
         """
-        ring = self._ring
-        if ring is None or self._came is None or not self.drafting:
+        ring, unread = self._ring, self._unread
+        if ring is None or unread is None or self._came is None or not self.drafting:
             return None
-        hidden_TD, sampled_token_ids, drafted = self._came
+        came = self._came
         self._came = None
-        if not any(sampled_token_ids):
-            return None
         at = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B)
-        arrived = Arrived.of_lists(hidden_TD, sampled_token_ids, drafted, at, ring.pairs)
         if not count:
-            ring.let_wait(arrived)
+            unread.hold(*came, at)
             return None
+        if not any(came[1]):
+            return None
+        now = Arrived.of_lists(*came, at, ring.pairs)
+        arrived = now.after(unread.take(), at, ring)
         fused = self._core.fused
         assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
         seen = fused.look_back(ring, arrived, at)
@@ -410,7 +423,7 @@ class MedusaProposer(Drafter):
         began = self._step_began
         self._step_began = now
         calibrating = self._calibrating
-        if calibrating is None:
+        if calibrating is None and any(drafted):
             self.chooser.observe_acceptance(
                 drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
             )
@@ -543,8 +556,9 @@ class MedusaProposer(Drafter):
 
     def _forget_pairs(self) -> None:
         """Keys and values of other heads, or of another actor."""
-        if self._ring is not None:
+        if self._ring is not None and self._unread is not None:
             self._ring.forget()
+            self._unread.forget()
         if self._written is not None:
             self._written.forget()
 

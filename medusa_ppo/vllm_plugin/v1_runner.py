@@ -191,6 +191,34 @@ def plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     return _sample
 
 
+def few_indices_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where each request's row of logits lies in a step in which nobody has a draft: vLLM counts
+    and copies seven arrays for that, and all but one are of the drafts.
+    """
+
+    @functools.wraps(original)
+    def _calc_spec_decode_metadata(
+        self: Any, num_draft_tokens: Any, cu_num_scheduled_tokens: Any
+    ) -> Any:
+        if not _is_ours(self) or num_draft_tokens.any():
+            return original(self, num_draft_tokens, cu_num_scheduled_tokens)
+        count = len(num_draft_tokens)
+        none = torch.empty(0, dtype=torch.int32, device=self.device)
+        rows_B = torch.arange(count, dtype=torch.int32, device=self.device)
+        last_B = torch.from_numpy(cu_num_scheduled_tokens - 1)
+        return SpecDecodeMetadata(
+            draft_token_ids=none,
+            num_draft_tokens=[0] * count,
+            cu_num_draft_tokens=torch.zeros_like(rows_B),
+            cu_num_sampled_tokens=rows_B + 1,
+            target_logits_indices=none,
+            bonus_logits_indices=rows_B,
+            logits_indices=last_B.to(self.device, non_blocking=True),
+        )
+
+    return _calc_spec_decode_metadata
+
+
 def with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
     """Whoever wakes the engine: heads that a deep sleep threw away are noticed before it drafts.
     (The CPU's worker never really sleeps.)
@@ -211,6 +239,7 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (model_runner.GPUModelRunner, "propose_draft_token_ids", with_draft_context),
     (model_runner.GPUModelRunner, "_get_spec_decode_draft_probs", with_kept_draft_probs),
     (model_runner.GPUModelRunner, "_input_fits_in_drafter", drafting_to_the_end),
+    (model_runner.GPUModelRunner, "_calc_spec_decode_metadata", few_indices_without_drafts),
     (model_runner.GPUModelRunner, "_sample", plain_without_drafts),
     (gpu_worker.Worker, "wake_up", with_heads_looked_at),
 )

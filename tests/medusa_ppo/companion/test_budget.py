@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.budget import AHEAD, PATIENCE, PROBE_STEPS, Budget, StepSeen
+from medusa_ppo.companion.budget import AHEAD, LEAST, PATIENCE, PROBE_STEPS, Budget, StepSeen
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.config.companion_section import CompanionConfig
@@ -107,26 +107,37 @@ def test_what_is_always_gained_is_always_trained_for_where_it_costs_little() -> 
     assert set(here.steps(60)) == {(MOST, "training")}
 
 
-def test_the_first_batches_are_borrowed_for_and_paid_back_while_training_goes_on() -> None:
+def test_heads_that_begin_at_nothing_are_given_the_income_of_some_steps_once() -> None:
     here = world(reach=ENDLESS)
-    here.candidate = -1.0  # Nothing comes of the first batches.
     seen = here.steps(4)
-    assert seen[:3] == [(MOST, "training")] * 3 and here.budget.left_s < -3
-    assert here.budget.left_s >= -AHEAD * SHARE * 10.0 - MOST * here.pass_s
-    here.candidate = here.serving
-    while not here.published:
-        here.step()
-    assert here.budget.left_s >= 0, "the debt stands apart"
-    after = here.steps(12)
-    trained = sum(passes for passes, _ in after) * here.pass_s
-    assert 0.2 * SHARE * 120.0 < trained < 0.7 * SHARE * 120.0, "half of what comes in"
+    assert seen[0] == (MOST, "training"), "nobody knows yet how long a pass takes"
+    early_s = sum(passes for passes, _ in seen) * here.pass_s
+    assert early_s > 2 * SHARE * 40.0, "more than these four steps bring in"
+    here.steps(200)
+    assert here.trained_s <= SHARE * (here.loop_s + AHEAD * 10.0) + MOST * here.pass_s
 
 
-def test_it_waits_for_a_whole_pass() -> None:
-    here = world(reach=ENDLESS, pass_s=3.0)
+def test_after_a_warm_up_a_small_part_of_a_pass_says_how_long_one_takes() -> None:
+    here = world(reach=ENDLESS)
+    here.budget.begin(published=1, rejected=0)
+    here.published = 1
+    assert here.step() == (LEAST, "training")
+    here.steps(20)
+    assert here.trained_s <= SHARE * here.loop_s + LEAST * here.pass_s
+
+
+def test_a_part_of_every_batch_is_trained_on_where_a_whole_pass_is_too_much() -> None:
+    """Each policy is learned from while it is new, in the place of one in ten at once."""
+    here = world(reach=ENDLESS, pass_s=1.5)
+    seen = here.steps(60)[30:]
+    assert all(reason == "training" and LEAST <= passes < 1 for passes, reason in seen), seen
+
+
+def test_it_waits_for_the_least_part_of_a_pass() -> None:
+    here = world(reach=ENDLESS, pass_s=5.0)
     seen = here.steps(60)[20:]
     assert {reason for _, reason in seen} == {"training", "waiting"}
-    assert all(passes >= 1 for passes, reason in seen if reason == "training")
+    assert all(passes >= LEAST for passes, reason in seen if reason == "training")
     assert all(passes == 0 for passes, reason in seen if reason == "waiting")
 
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
@@ -24,3 +30,26 @@ def test_drafts_start_where_a_request_s_last_token_was_sampled(
     """
     hidden_TD = torch.arange(sum(drafted) + len(drafted)).unsqueeze(1).expand(-1, 4)
     assert v1_runner._last_states(hidden_TD, sampled, drafted)[:, 0].tolist() == rows
+
+
+def test_rows_of_a_step_without_drafts_are_those_that_vllm_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's own method as the reference, on the little of its runner that it reads."""
+    runner_class = v1_runner.model_runner.GPUModelRunner
+    original = inspect.unwrap(runner_class._calc_spec_decode_metadata)
+    runner = SimpleNamespace(
+        device=torch.device("cpu"),
+        _arange_scratch=np.arange(64),
+        input_ids=SimpleNamespace(gpu=torch.arange(64, dtype=torch.int32)),
+    )
+    runner._get_cumsum_and_arange = partial(runner_class._get_cumsum_and_arange, runner)
+    counts = np.zeros(4, dtype=np.int32)
+    ends = np.array([1, 8, 9, 13], dtype=np.int32)
+    monkeypatch.setattr(v1_runner, "_is_ours", lambda _: True)
+    ours = v1_runner.few_indices_without_drafts(lambda *_: pytest.fail("there are no drafts"))
+    found, expected = ours(runner, counts, ends), original(runner, counts, ends)
+    for field in dataclasses.fields(expected):
+        value, wanted = getattr(found, field.name), getattr(expected, field.name)
+        assert list(value) == list(wanted), field.name
+    assert found.max_spec_len == expected.max_spec_len == 0
