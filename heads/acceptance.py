@@ -284,34 +284,43 @@ def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> Re
     heads = accept_MK.shape[1]
     longest = int(lengths_S.max())
     segment_M = segments_from_lengths(lengths_S)
-    column_M = torch.arange(accept_MK.shape[0]) - (lengths_S.cumsum(0) - lengths_S)[segment_M]
-    accept_STK = torch.zeros(count, longest, heads, dtype=torch.float64)
-    accept_STK[segment_M, column_M] = accept_MK.double().cpu()
+    place_M = torch.arange(accept_MK.shape[0]) - (lengths_S.cumsum(0) - lengths_S)[segment_M]
+    left_M = lengths_S[segment_M] - 1 - place_M  # Tokens of the response after a row.
+    # The probability that all of the first k drafts are accepted, none behind the response's end.
+    within_MK = torch.arange(1, heads + 1) <= left_M.unsqueeze(1)
+    runs_MK = (accept_MK.double().cpu() * within_MK).cumprod(1)
+    # A run of j drafts leads j + 1 rows ahead: the refused one is corrected, or the target model
+    # adds one. Rows behind the end, and the last one of a response, lead nowhere.
+    moves_MJ = torch.cat([torch.ones_like(runs_MK[:, :1]), runs_MK], dim=1)
+    moves_MJ[:, :-1] -= runs_MK
+    moves_MJ *= (left_M > 0).unsqueeze(1)
+    moves_TJS = torch.zeros(longest, heads + 1, count, dtype=torch.float64)
+    moves_TJS[place_M, :, segment_M] = moves_MJ
     # Runs may lead behind the longest response; what arrives there is read no more.
-    visits_ST = torch.zeros(count, longest + heads + 1, dtype=torch.float64)
-    visits_ST[:, 0] = 1.0
-    drafts_S = torch.zeros(count, dtype=torch.float64)
-    unseen_S = torch.zeros(count, dtype=torch.float64)
-    accepted_SK = torch.zeros(count, heads, dtype=torch.float64)
-    rows_ST2 = torch.zeros(count, longest, 2, dtype=torch.float64)
+    visits_TS = torch.zeros(longest + heads + 1, count, dtype=torch.float64)
+    visits_TS[0] = 1.0
     # Row by row in order: a row's visits are complete only when all rows before have been left.
-    for t in range(longest - 1):
-        left_S = lengths_S - 1 - t
-        reached_S = visits_ST[:, t] * (left_S > 0)
-        drafts_S += reached_S
-        rows_ST2[:, t, 0] = reached_S
-        for k in range(1, heads + 1):
-            # The run has passed the response's end: what was drafted behind it is not seen.
-            unseen_S += reached_S * (left_S == k - 1) * (heads - left_S)
-            longer_S = reached_S * accept_STK[:, t, k - 1] * (k <= left_S)
-            accepted_SK[:, k - 1] += longer_S
-            rows_ST2[:, t, 1] += longer_S
-            # Draft k was refused, and the corrected token stands in its place.
-            visits_ST[:, t + k] += reached_S - longer_S
-            reached_S = longer_S
-        # All were accepted, and the target model adds one more.
-        visits_ST[:, t + heads + 1] += reached_S
-    return ReplayResult(drafts_S, accepted_SK, unseen_S, rows_ST2[segment_M, column_M])
+    # All responses at once, and one operation a row: of 8,192 rows each operation counts.
+    for visits_S, moves_JS, ahead_JS in zip(
+        visits_TS, moves_TJS, visits_TS[1:].unfold(0, heads + 1, 1).transpose(1, 2), strict=False
+    ):
+        ahead_JS.addcmul_(visits_S, moves_JS)
+    visits_M = visits_TS[place_M, segment_M] * (left_M > 0)
+    accepted_MK = visits_M.unsqueeze(1) * runs_MK
+    # The run has passed the response's end: what was drafted behind it is not seen.
+    ends_M = (left_M > 0) & (left_M < heads)
+    run_M = runs_MK.gather(1, (left_M.clamp(1, heads) - 1).unsqueeze(1)).squeeze(1)
+    unseen_M = visits_M * run_M * (heads - left_M) * ends_M
+
+    def by_response(values_M: torch.Tensor) -> torch.Tensor:
+        return values_M.new_zeros(count, *values_M.shape[1:]).index_add_(0, segment_M, values_M)
+
+    return ReplayResult(
+        by_response(visits_M),
+        by_response(accepted_MK),
+        by_response(unseen_M),
+        torch.stack([visits_M, accepted_MK.sum(1)], dim=1),
+    )
 
 
 @torch.no_grad()

@@ -127,11 +127,12 @@ class Teacher(NamedTuple):
         hidden_CD = self.hidden_MD[rows_C].to(self.lm_head_VD.dtype)
         logits_CV = F.linear(hidden_CD, self.lm_head_VD).float() / self.temperature
         logits_CV = vocabulary.truncate(logits_CV, self.top_k, self.top_p)
-        return (
-            vocabulary.log_softmax(logits_CV)
-            if self.lse_M is None
-            else logits_CV.sub_(self.lse_M[rows_C].unsqueeze(1))
-        )
+        if self.lse_M is None:
+            return vocabulary.log_softmax(logits_CV)
+        # The log-prob that it follows from is the engine's, the logits are not: where the two
+        # differ (rounding, an older policy), the sum over some tokens must not exceed that of all.
+        lse_C1 = torch.maximum(self.lse_M[rows_C].unsqueeze(1), vocabulary.logsumexp(logits_CV))
+        return logits_CV.sub_(lse_C1)
 
     def of_chunk(
         self, rows: slice, vocabulary: Vocabulary = WHOLE

@@ -35,6 +35,8 @@ into the module; it holds trainable tensors only.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -126,6 +128,7 @@ class MedusaHeads(nn.Module):
         """
         super().__init__()
         self.config = config
+        self._table_rows: int | None = None  # `tables_of`
         K = config.num_heads
         D = config.hidden_size
         V = config.vocab_size
@@ -435,11 +438,22 @@ class MedusaHeads(nn.Module):
             raise ConfigError(problem, given=f"width {given}", expected=width, do=do)
         return hidden.reshape(-1, width).to(self.dtype)
 
+    @contextlib.contextmanager
+    def tables_of(self, tokens: int | None) -> Iterator[None]:
+        """In the block tables have the rows of so many tokens alone, and ids count these; None: of
+        the whole vocabulary.
+        """
+        self._table_rows = tokens
+        try:
+            yield
+        finally:
+            self._table_rows = None
+
     def check_table(self, table_VD: torch.Tensor, name: str) -> None:
         """ConfigError when a table of the actor's is not of the size that the heads were made
         for.
         """
-        expected = (self.config.vocab_size, self.config.hidden_size)
+        expected = (self._table_rows or self.config.vocab_size, self.config.hidden_size)
         if tuple(table_VD.shape) != expected:
             problem = f"The {name} does not fit the heads."
             do = "Use heads of this actor."
@@ -511,16 +525,15 @@ class MedusaHeads(nn.Module):
             name: getattr(self, attribute).detach() for name, attribute in shared.items()
         }
 
-    def trainable_state(self) -> dict[str, torch.Tensor]:
+    def trainable_state(self, *, copied: bool = True) -> dict[str, torch.Tensor]:
         """A copy of all trainable tensors under the file's key names (stock vLLM's for kind
-        medusa), and of temperatures that are not 1.
+        medusa), and of temperatures that are not 1. With `copied=False` the tensors themselves, for
+        whoever reads them at once.
         """
-        state = {name: view.clone() for name, view in self.trainable_views().items()}
-        return state | (
-            {TEMPERATURES: self.temperatures_K.clone()}
-            if bool((self.temperatures_K != 1).any())
-            else {}
-        )
+        state = dict(self.trainable_views())
+        if bool((self.temperatures_K != 1).any()):
+            state[TEMPERATURES] = self.temperatures_K
+        return {name: value.detach().clone() for name, value in state.items()} if copied else state
 
     @torch.no_grad()
     def load_trainable_state(self, state: dict[str, torch.Tensor]) -> None:

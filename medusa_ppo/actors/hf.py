@@ -11,6 +11,7 @@ family, so the tap is one hook on the base model's output.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import weakref
@@ -32,6 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from heads.errors import ConfigError, DataError, ModelError
 from medusa_ppo.actors.actor_tables import Table, plain_model
@@ -126,6 +128,33 @@ def table_names(path: str | os.PathLike[str]) -> tuple[str, str]:
         names[id(model.get_output_embeddings().weight)],
         names[id(model.get_input_embeddings().weight)],
     )
+
+
+def table_files(model_path: str, names: tuple[str, str]) -> list[Path]:
+    """Files of a folder, or of a hub name, that may hold these tensors; of the latter no others are
+    fetched. Empty where there is none.
+    """
+    folder = Path(model_path)
+    if folder.is_dir():
+        return sorted(folder.glob("*.safetensors"))
+    index = _fetched(model_path, SAFE_WEIGHTS_INDEX_NAME)
+    wanted = {SAFE_WEIGHTS_NAME}
+    if index is not None:
+        places = json.loads(index.read_text())["weight_map"]
+        wanted = {places[name] for name in names if name in places}
+    files = [_fetched(model_path, name) for name in sorted(wanted)]
+    return [file for file in files if file is not None]
+
+
+def _fetched(model: str, name: str) -> Path | None:
+    """A file of a hub name, from transformers' cache or the hub; None where the model has none."""
+    path = cached_file(
+        model,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if path is None else Path(path)
 
 
 def lm_head_weight(model: nn.Module) -> torch.Tensor:

@@ -19,7 +19,7 @@ hands in its own share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, cast
 
@@ -41,6 +41,9 @@ from medusa_ppo.actors.megatron_layout import (
     rank_of,
     size_of,
 )
+
+Pick = Callable[[int, torch.Tensor], torch.Tensor]
+"""Of a forward pass's number and its states `BTD`: what is kept of them."""
 
 
 class MegatronActor(ActorView):
@@ -84,8 +87,8 @@ class MegatronActor(ActorView):
         self._with_embedding = with_embedding
         self._tables: dict[str, torch.Tensor] = {}
 
-    def tap(self) -> MegatronTap:
-        return MegatronTap(self.model, self.groups)
+    def tap(self, pick: Pick | None = None) -> MegatronTap:
+        return MegatronTap(self.model, self.groups, pick)
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -168,11 +171,22 @@ class MegatronTap:
 
     The hooks only read: they return nothing, and what they keep is detached. Every rank of a
     replica must enter it, or none.
+
+    Attributes:
+        picked: what `pick` has made of each forward pass, in their order.
     """
 
-    def __init__(self, model: GPTModel, groups: Groups) -> None:
+    def __init__(self, model: GPTModel, groups: Groups, pick: Pick | None = None) -> None:
+        """
+        Args:
+            pick: called with each pass's number and its states as soon as these are together, while
+                the next passes go on; what it returns is kept in their place. None: all states
+                are kept, on the actor's device.
+        """
         self._model = model
         self._groups = groups
+        self._pick = pick
+        self.picked: list[torch.Tensor] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._passes: list[tuple[Gathering, Packing | None]] = []
         self._latest: torch.Tensor | None = None
@@ -182,6 +196,7 @@ class MegatronTap:
     def __enter__(self) -> MegatronTap:
         self._passes = []
         self._rows = None
+        self.picked = []
         if self._model.post_process:
             # The layer's own hook sees the states before it copies them for its product.
             self._handles = [
@@ -226,21 +241,38 @@ class MegatronTap:
         # enough.
         if spread is not None or rank_of(self._groups.tensor) == 0:
             self._passes.append((Gathering(self._latest, spread), self._packing))
+            # One behind: it was gathered beside the pass that has just ended.
+            if self._pick is not None and len(self._passes) > 1:
+                self._take(self._passes.pop(0))
         self._latest = None
 
+    def _take(self, one: tuple[Gathering, Packing | None]) -> None:
+        hidden_BTD = self._whole(*one)
+        if hidden_BTD is not None:
+            assert self._pick is not None, "asked for"
+            self.picked.append(self._pick(len(self.picked), hidden_BTD))
+
+    def _whole(self, gathering: Gathering, packing: Packing | None) -> torch.Tensor | None:
+        """Whole rows of a micro-batch, on the rank that reports."""
+        parts = gathering.wait()
+        if not parts:
+            return None
+        hidden_TBD = join_context(
+            torch.cat(parts) if len(parts) > 1 else parts[0], self._groups, packing
+        )
+        if hidden_TBD is None:
+            return None
+        return packing.unpack(hidden_TBD) if packing else hidden_TBD.transpose(0, 1)
+
     def _put_together(self) -> list[torch.Tensor]:
-        rows = []
-        for gathering, packing in self._passes:
-            parts = gathering.wait()
-            if not parts:
-                continue
-            hidden_TBD = join_context(
-                torch.cat(parts) if len(parts) > 1 else parts[0], self._groups, packing
-            )
-            if hidden_TBD is not None:
-                rows.append(packing.unpack(hidden_TBD) if packing else hidden_TBD.transpose(0, 1))
+        passes = self._passes
         self._passes = []
-        return rows
+        if self._pick is not None:
+            for one in passes:
+                self._take(one)
+            return []
+        found = (self._whole(*one) for one in passes)
+        return [rows for rows in found if rows is not None]
 
     @property
     def hidden_BTD(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
 from medusa_ppo.config.engine_section import SERVER
 from medusa_ppo.config.model_section import EMBEDDED_ACTORS
 from medusa_ppo.config.run_config import RunConfig
-from medusa_ppo.engines.launch import cache_bytes, read_model_config
+from medusa_ppo.engines.launch import cache_bytes, draft_vocabulary, read_model_config
 from medusa_ppo.reports.store import without_secrets
 from medusa_ppo.runtime.hardware import (
     BFLOAT16,
@@ -30,9 +30,13 @@ from medusa_ppo.runtime.hardware import (
 
 # Weights, gradients and two moments, all float32.
 ADAM_COPIES = 4
-# The companion keeps the running mean, the serving heads and the frozen control beside those that
-# it trains.
-HEADS_COPIES = 4
+# The companion keeps the running mean, the serving heads, those before them and the frozen control
+# beside those that it trains.
+OTHER_HEADS = 4
+# What AdamW makes of all parameters together on a GPU; on a CPU it goes tensor by tensor.
+STEP_COPIES = 1
+ON_HOST = ", on the host"
+"""Ends the name of a part that is in the host's memory, also where the process has a GPU."""
 # An id (int64) and a log-prob (float32).
 TOKEN_BYTES = 8 + 4
 
@@ -42,12 +46,29 @@ def heads_parameters(config: HeadsConfig) -> int:
     return sum(math.prod(shape) for shape in config.tensor_shapes().values())
 
 
-def companion_bytes(config: HeadsConfig, model: ModelSizes) -> int:
-    """Memory of the companion without its queue: heads with their optimizer, the versions beside
-    them, and the actor's tables.
-    """
-    tables = (1 + int(config.needs_embedding)) * model.vocab * model.hidden
-    return FLOAT32 * ((ADAM_COPIES + HEADS_COPIES - 1) * heads_parameters(config) + tables)
+def companion_parts(
+    config: RunConfig, heads: HeadsConfig, model: ModelSizes, gpus: bool
+) -> dict[str, int]:
+    """Memory of each process of the companion: every worker holds all of it."""
+    section = config.companion
+    copies = ADAM_COPIES + OTHER_HEADS + STEP_COPIES * gpus
+    drafted = draft_vocabulary(config.engine, heads, config.engine.runner) or model.vocab
+    chunk = GPU_CHUNK if gpus else CPU_CHUNK
+    parts = {
+        f"heads, {copies} copies with optimizer and versions": (
+            copies * FLOAT32 * heads_parameters(heads)
+        ),
+        "the actor's tables": (
+            FLOAT32 * (1 + int(heads.needs_embedding)) * model.vocab * model.hidden
+        ),
+        # In the dtype of the products, and of a draft vocabulary in any case, they are a copy.
+        "rows of lm_head that are multiplied by": BFLOAT16 * drafted * model.hidden,
+        "logits of a chunk, and what is made of them": 4 * FLOAT32 * max(chunk, drafted),
+        f"waiting batches, at most{ON_HOST}": section.queue_bytes,
+    }
+    if section.replay_versions:
+        parts[f"batches kept for replay, at most{ON_HOST}"] = section.replay_bytes
+    return parts
 
 
 def hidden_bytes(model: ModelSizes, tokens: int, element: int = FLOAT32) -> int:
@@ -86,6 +107,11 @@ class Process:
     def memory(self) -> int:
         """Bytes of each."""
         return sum(self.parts.values())
+
+    @property
+    def gpu_memory(self) -> int:
+        """Bytes of each that are on its GPU, where it has one."""
+        return sum(size for what, size in self.parts.items() if not what.endswith(ON_HOST))
 
 
 @dataclass(frozen=True)
@@ -160,7 +186,7 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
         * config.sampling.max_new_tokens
     )
     moves = tuple(_moves(config, model, heads, tokens))
-    warnings = tuple(_warnings(config, model, tokens))
+    warnings = (*_warnings(config, model, tokens), *_too_large(processes, hardware.gpu_bytes))
     return Plan(
         model,
         heads,
@@ -206,7 +232,7 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
         parts["what a micro-batch keeps for its backward pass"] = kept_bytes(config, model)
         parts["logits of a chunk, and what is made of them"] = _chunk_bytes(config, model, gpus)
     # Pools and late engines read it after the call, so it stays until the next sync.
-    parts["actor's file in shared memory, for engines that come late or again"] = (
+    parts[f"actor's file, for engines that come late or again{ON_HOST}"] = (
         _element(config) * model.parameters
     )
     return Process(
@@ -378,7 +404,7 @@ def _engines(
 def _remembered(config: RunConfig) -> dict[str, int]:
     """Each engine has all of it, and the loop once more, to be saved."""
     return (
-        {"earlier responses, on the host": config.engine.memory_bytes}
+        {f"earlier responses{ON_HOST}": config.engine.memory_bytes}
         if config.engine.memory_bytes
         else {}
     )
@@ -387,12 +413,7 @@ def _remembered(config: RunConfig) -> dict[str, int]:
 def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: bool) -> Process:
     section = config.companion
     workers = section.workers
-    parts = {
-        "heads, optimizer, tables": companion_bytes(heads, model),
-        "waiting batches, at most": section.queue_bytes // workers,
-    }
-    if section.replay_versions:
-        parts["batches kept for replay, at most"] = section.replay_bytes // workers
+    parts = companion_parts(config, heads, model, gpus)
     where = f"a Ray actor, {_place(section.resource, workers)}"
     where += ", on the GPU only while it trains" if section.offload and gpus else ""
     name = "companion" if workers == 1 else "companion worker"
@@ -423,7 +444,9 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
         moves.append(Move("actor weights", "actor ranks to PPO loop", weights))
         if config.companion.enabled:
             moves.append(
-                Move("hidden states", "actor ranks to PPO loop", hidden_bytes(model, tokens))
+                Move(
+                    "hidden states", "actor ranks to PPO loop", _batch_bytes(config, model, tokens)
+                )
             )
     if config.companion.enabled:
         workers = config.companion.workers
@@ -435,12 +458,7 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
             * model.hidden
         )
         moves += [
-            Move(
-                "hidden states" + " of its part" * (workers > 1),
-                to,
-                _batch_bytes(config, model, tokens) // workers,
-                workers,
-            ),
+            Move("hidden states", to, _batch_bytes(config, model, tokens), workers),
             Move(
                 "lm_head" + " and embedding" * heads.needs_embedding, to, FLOAT32 * tables, workers
             ),
@@ -509,6 +527,18 @@ def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
         if config.companion.enabled and batch > room
         else []
     )
+
+
+def _too_large(processes: list[Process], gpu_bytes: int) -> list[str]:
+    """What a GPU of so many bytes can't hold; 0: not known."""
+    return [
+        (
+            f"Each {process.name} takes {size_text(process.gpu_memory)} on its GPU, which has"
+            f" {size_text(gpu_bytes)}: it will run out of memory."
+        )
+        for process in processes
+        if gpu_bytes and process.gpus and process.gpu_memory > gpu_bytes * max(1.0, process.gpus)
+    ]
 
 
 def size_text(count: float) -> str:

@@ -26,10 +26,17 @@ from heads.errors import CompanionError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.giving_way import Pace
-from medusa_ppo.companion.positions import EarlySample
+from medusa_ppo.companion.positions import ROW_BYTES, EarlySample
 from medusa_ppo.companion.service import CompanionService, settle
 from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options
-from medusa_ppo.companion.wire import HANG_S, Answer, ServiceArguments, pack, unpack
+from medusa_ppo.companion.wire import (
+    HANG_S,
+    Answer,
+    ServiceArguments,
+    pack,
+    pack_tables,
+    unpack,
+)
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts
@@ -94,8 +101,8 @@ class CompanionClient:
         self._config = config = _with_gpus(config)
         self._seed = seed
         self._hang_s = hang_s
-        self._reach = (heads.num_heads, max(heads.context - 1, 0))
-        self._row_bytes = heads.hidden_size * lm_head_VD.element_size() + 24
+        self._ahead = heads.num_heads
+        self._row_bytes = heads.hidden_size * lm_head_VD.element_size() + ROW_BYTES
         self._step_s = 0.0
         self._last_came = time.monotonic()
         self._position_s = 0.0
@@ -119,7 +126,7 @@ class CompanionClient:
             hang_s=hang_s,
             **served,
         )
-        self._tables = ray.put(pack((lm_head_VD, embedding_VD)))
+        self._tables = ray.put(pack_tables(lm_head_VD, embedding_VD))
         # A companion that is started again is built from it; Ray frees what nobody holds.
         self._first = ray.put((arguments, self._tables))
         self._actor = _remote_actor(config, self._first, self._group)
@@ -166,16 +173,16 @@ class CompanionClient:
         return collector
 
     def _sample(self, tokens: int) -> EarlySample | None:
-        """Which share of so many tokens is handed over: what has room beside the batch before, and
-        what the companion has time for. None: all.
+        """Which of so many tokens are handed over: what has room beside the batch before, and what
+        the companion has time for. None: all.
         """
         config = self._config
-        shares = [config.queue_bytes / 2 / max(1, tokens * self._row_bytes)]
+        rows = config.queue_bytes // 2 // self._row_bytes
         if self._position_s and self._step_s and not self.shared and not config.wait:
-            shares.append(self._step_s / (tokens * self._position_s))
-        if min(shares) >= 1:
+            rows = min(rows, int(self._step_s / self._position_s))
+        if rows >= tokens:
             return None
-        return EarlySample(min(shares), HOLDOUT_SHARE, self._seed, *self._reach)
+        return EarlySample(max(1, rows), HOLDOUT_SHARE, self._seed, self._ahead)
 
     def give_way(self, wanted: bool) -> None:
         """Ask the companion to stand still, or to go on, where it shares what it trains on with the
@@ -230,7 +237,7 @@ class CompanionClient:
         logger.debug("Tables of policy version %d.", policy_version)
         if self._usable():
             with self._guard("could not take the lm_head"):
-                self._tables = ray.put(pack((lm_head_VD, embedding_VD)))
+                self._tables = ray.put(pack_tables(lm_head_VD, embedding_VD))
 
     def newest(
         self, after_version: int, timeout_s: float = POLL_TIMEOUT_S
@@ -513,6 +520,11 @@ def _reason(error: RayError) -> str:
     if isinstance(error, GetTimeoutError):
         return "no answer in time"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    own = [n for n, line in enumerate(lines) if line.startswith("heads.errors.")]
+    if own:  # One of ours: what it is, and what was found.
+        _, _, problem = lines[own[-1]].partition(": ")
+        found = [line for line in lines[own[-1] :] if line.startswith("given:")]
+        return " ".join([problem, *(line.removeprefix("given:").strip() for line in found[:1])])
     return (
         f"{type(error).__name__}:"
         f" {lines[-1] if 'Traceback' in str(error) and lines else (lines or ['no message'])[0]}"

@@ -8,6 +8,7 @@ becomes the other, at the price of one copy of each state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -28,11 +29,15 @@ class BatchCollector:
         left_out: response tokens whose states the `sample` leaves out.
     """
 
-    def __init__(self, rollouts: Rollouts, sample: EarlySample | None = None) -> None:
+    def __init__(
+        self, rollouts: Rollouts, sample: EarlySample | None = None, own: range | None = None
+    ) -> None:
         """
         Args:
             rollouts: whose states are coming.
             sample: which of them are wanted; None: all.
+            own: indices of the responses that may come here, where other processes score the rest;
+                None: all.
         """
         self._rollouts = rollouts
         self.sample = sample
@@ -50,11 +55,14 @@ class BatchCollector:
         self._wanted = wanted_M.split(
             self._lengths
         )  # Rows of each response whose states are wanted.
-        self._counts = [int(wanted.sum()) for wanted in self._wanted]
+        self._own = range(len(self._lengths)) if own is None else own
+        self._counts = [
+            int(wanted.sum()) if s in self._own else 0 for s, wanted in enumerate(self._wanted)
+        ]
         self._hidden_MD: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self.empty_responses = sum(self._seen)
-        self.left_out = sum(self._lengths) - sum(self._counts)
+        self.left_out = int((~wanted_M).sum())
 
     @property
     def complete(self) -> bool:
@@ -65,6 +73,11 @@ class BatchCollector:
     def seen(self) -> int:
         """Responses that have their states."""
         return sum(self._seen) - self.empty_responses
+
+    @property
+    def kept(self) -> int:
+        """States that are wanted."""
+        return sum(self._counts)
 
     def add(
         self,
@@ -92,7 +105,7 @@ class BatchCollector:
         self._check(hidden_BTD, mask_BT, order)
         taken: dict[int, int] = {}  # Response -> its row; the first one where there are several.
         for row, s in enumerate(order):
-            if s is not None and not self._seen[s]:
+            if s is not None and s in self._own and not self._seen[s]:
                 taken.setdefault(s, row)
         if not taken:
             return 0
@@ -109,7 +122,8 @@ class BatchCollector:
                 sum(self._counts), hidden_BTD.shape[-1], dtype=hidden_BTD.dtype, pin_memory=on_gpu
             )
         places = self._hidden_MD.split(self._counts)
-        for s, states in zip(taken, states_MD.split([self._counts[s] for s in taken]), strict=True):
+        counts = [self._counts[s] for s in taken]
+        for s, states in zip(taken, states_MD.split(counts), strict=True):
             places[s].copy_(states, non_blocking=on_gpu)
             self._seen[s] = True
         if on_gpu:  # The loop goes on while they are copied.
@@ -117,8 +131,39 @@ class BatchCollector:
             self._copied.record()
         return len(taken)
 
-    def batch(self) -> RolloutBatch:
+    @property
+    def wanted(self) -> tuple[torch.Tensor, ...]:
+        """Of each response, which of its rows' states are wanted: bool `[its tokens]`."""
+        return self._wanted
+
+    def put(self, sequence: int, states_ND: torch.Tensor) -> None:
+        """The wanted states of one response, where another process has picked them.
+
+        Raises:
+            DataError: as many as are not wanted.
+        """
+        if states_ND.shape[0] != self._counts[sequence]:
+            raise DataError(
+                "The states of a response do not fit the sample.",
+                given=f"{states_ND.shape[0]} states of response {sequence}",
+                expected=f"{self._counts[sequence]}",
+                do="Draw on all ranks with the sample and the rollouts of the plugin.",
+            )
+        if self._seen[sequence]:
+            return
+        if self._hidden_MD is None:
+            self._hidden_MD = torch.empty(
+                sum(self._counts), states_ND.shape[-1], dtype=states_ND.dtype
+            )
+        self._hidden_MD.split(self._counts)[sequence].copy_(states_ND)
+        self._seen[sequence] = True
+
+    def batch(self, logprobs: Sequence[torch.Tensor] | None = None) -> RolloutBatch:
         """The packed batch of all responses whose states were taken.
+
+        Args:
+            logprobs: behaviour log-probs of all responses, `[its tokens]` each, in the place of
+                the rollouts' own.
 
         Raises:
             DataError: there is not one state.
@@ -140,10 +185,20 @@ class BatchCollector:
             self._copied.synchronize()  # Else the last states would still be on their way.
         responses = self._rollouts.responses
         ids_M = torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64)
-        logprobs_M = torch.tensor([p for r in responses for p in r.logprobs], dtype=torch.float32)
+        logprobs_M = (
+            torch.tensor([p for r in responses for p in r.logprobs], dtype=torch.float32)
+            if logprobs is None
+            else torch.cat([values.detach().float().cpu() for values in logprobs])
+        )
         lengths_S, prompts_S = self._filled()
         sampling = self._rollouts.sampling
         before_ids_X, before_S = self._before(prompts_S)
+        # What other processes score is not here, sampled or not.
+        weights_M = self._weights_M
+        if len(self._own) < len(self._lengths):
+            own_S = torch.tensor([s in self._own for s in range(len(self._lengths))])
+            own_M = own_S.repeat_interleave(torch.tensor(self._lengths))
+            weights_M = torch.where(own_M, torch.ones(()) if weights_M is None else weights_M, -1.0)
         whole = RolloutBatch(
             self._hidden_MD,
             ids_M,
@@ -154,7 +209,7 @@ class BatchCollector:
             prompts_S,
             sampling.top_k,
             sampling.top_p,
-            self._weights_M,
+            weights_M,
             self._held_S,
             before_ids_X=before_ids_X,
             before_S=before_S,
@@ -162,7 +217,8 @@ class BatchCollector:
         seen_S = torch.tensor(
             [seen for seen, length in zip(self._seen, self._lengths, strict=True) if length]
         )
-        return with_states(whole if seen_S.all() else whole.select(seen_S.nonzero()[:, 0]))
+        found = with_states(whole if seen_S.all() else whole.select(seen_S.nonzero()[:, 0]))
+        return found if self.sample is not None else replace(found, weights_M=None)
 
     def _before(self, prompts_S: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What stood before each response, as `RolloutBatch` has it. A loop may number its prompts

@@ -19,6 +19,7 @@ from heads.modules import MedusaHeads
 from heads.tensorfile import is_finite
 from medusa_ppo.companion.early_stopping import train_while_rising
 from medusa_ppo.companion.gate import (
+    FALLEN,
     WARM,
     Evidence,
     RunningMean,
@@ -32,8 +33,8 @@ from medusa_ppo.companion.gate import (
     replay,
     under,
 )
-from medusa_ppo.companion.holdout import hold_out
-from medusa_ppo.companion.positions import ReplayBuffer, sampled_share
+from medusa_ppo.companion.holdout import hold_out, stretches
+from medusa_ppo.companion.positions import ReplayBuffer, sampled_share, with_tables
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -191,8 +192,8 @@ class Cycle:
     def run(self, batch: RolloutBatch) -> CycleReport:
         """Train on most of the batch's responses and judge the result on the others.
 
-        A batch of one prompt leaves no others: all of it judges what earlier batches have made, and
-        is trained on afterwards.
+        A batch of one prompt leaves no others: it judges what earlier batches have made, and is
+        trained on afterwards.
 
         Raises:
             DataError: the batch does not fit the heads.
@@ -207,7 +208,7 @@ class Cycle:
         self._count(batch)
         seed = self._seed * 1_000_003 + self.batches_seen
         training, holdout = hold_out(batch, HOLDOUT_SHARE, seed)
-        verdict = self._judge(batch) if holdout is None and batch.weights_M is None else None
+        verdict = self._judge(stretches(batch, seed)) if holdout is None else None
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         self.positions_frac = sampled_share(training)
         report = self._train(training, holdout, batch.policy_version)
@@ -216,23 +217,19 @@ class Cycle:
                 "Batch of policy version %d skipped: %s", batch.policy_version, report.problem
             )
             return CycleReport(report, verdict, report.problem)
-        lm_head_VD = self.trainer.lm_head_VD
-        embedding_VD = self.trainer.embedding_VD
-        self.replay.add(replace(training, lm_head_VD=lm_head_VD, embedding_VD=embedding_VD))
+        problem = ""
+        if self.replay.wanted:
+            tables = self.trainer.lm_head_VD, self.trainer.embedding_VD
+            problem = self.replay.add(with_tables(training, *tables, self.trainer.ids_W))
         self.last_loss = report.loss
         self.last_losses = report.losses
         self.last_policy_version = batch.policy_version
-        if holdout is None:
-            problem = (
-                ""
-                if verdict
-                else (
-                    "A batch of one prompt, of which only a sample of positions is here, leaves"
-                    " nothing to judge on."
-                )
-            )
-            return CycleReport(report, verdict, problem)
-        return CycleReport(report, self._judge(holdout))
+        if holdout is not None:
+            if batch.rising_s is not None:
+                # It chose when to stop by this holdout anyway, and a run begins with its heads.
+                self._fit_temperatures(holdout)
+            verdict = self._judge(holdout)
+        return CycleReport(report, verdict, problem)
 
     def _train(
         self, training: RolloutBatch, holdout: RolloutBatch | None, policy_version: int
@@ -252,7 +249,7 @@ class Cycle:
             raise  # Of a batch that doesn't fit: nothing was trained on it.
         except Exception:
             self.trainer.reset_to(self.serving.trainable_state(), moments=False)
-            self.evidence.clear()  # It was of a candidate that is gone.
+            self.evidence.clear(same_second=True)  # It was of a candidate that is gone.
             raise
 
     def _train_while_rising(
@@ -307,18 +304,23 @@ class Cycle:
             verdict = judge(
                 of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence
             )
-        # Judged with the temperatures that it came with: what is fitted to the holdout has no say
-        # in that.
-        if verdict.publish:
-            tables: dict[str, Any] = {
-                "embedding_VD": self.trainer.embedding_VD,
-                "served": self._served,
-            }
-            fit_temperatures(
-                self.candidate, holdout, self.trainer.lm_head_VD, team=self.team, **tables
-            )
         self._obey(verdict)
+        # For the versions to come, which are judged with them: what is published is what was
+        # judged.
+        if verdict.publish:
+            self._fit_temperatures(holdout)
         return verdict
+
+    def _fit_temperatures(self, holdout: RolloutBatch) -> None:
+        """Draft temperatures of the candidate, as from now on."""
+        fit_temperatures(
+            self.candidate,
+            holdout,
+            self.trainer.lm_head_VD,
+            embedding_VD=self.trainer.embedding_VD,
+            served=self._served,
+            team=self.team,
+        )
 
     def _follow(
         self, of_serving: ReplayResult, of_frozen: ReplayResult, holdout: RolloutBatch
@@ -338,7 +340,7 @@ class Cycle:
                 self.followed += 1
                 self.fell_back += self.after.difference(CERTAIN).high < 0
                 self.before = None
-        now = extra_over_prompts(of_serving, holdout, self._config.gate_confidence)
+        now = extra_over_prompts(of_serving, holdout, FALLEN)
         if now.high < (1 - LAG) * self._level:
             self.trainer.rate = 1.0
             self._level = now.value
@@ -380,12 +382,15 @@ class Cycle:
             "frozen": verdict.frozen,
         }
         self.fresh = verdict.publish
-        if verdict.publish or verdict.worse:
-            self.evidence.clear()  # Another pair is compared from now on.
+        if verdict.publish or verdict.worse:  # Another pair is compared from now on.
+            self.evidence.clear(same_second=not verdict.publish)
         if verdict.publish:
-            self.before = _copy(self.serving)
+            if self.before is None:
+                self.before = _copy(self.serving)
+            else:
+                self.before.load_trainable_state(self.serving.trainable_state(copied=False))
             self.after.clear()
-            self.serving.load_trainable_state(self.candidate.trainable_state())
+            self.serving.load_trainable_state(self.candidate.trainable_state(copied=False))
             self.version += 1
             self.trainer.rate = min(1.0, self.trainer.rate / SLOWER)
             self._level = verdict.candidate.mean_acceptance_length - 1 if verdict.candidate else 0.0
@@ -399,7 +404,7 @@ class Cycle:
                 verdict.reason,
             )
             self.trainer.reset_to(
-                self.serving.trainable_state(), moments=verdict.candidate is not None
+                self.serving.trainable_state(copied=False), moments=verdict.candidate is not None
             )
             self.trainer.rate = max(SLOWEST, self.trainer.rate * SLOWER)
             self.rollbacks += 1
@@ -408,19 +413,19 @@ class Cycle:
 
     # ---- state
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of everything that later batches depend on (replayed batches only with
-        `saves_replay`). Flat, tensors only.
+    def state_dict(self, *, copied: bool = True) -> dict[str, torch.Tensor]:
+        """Everything that later batches depend on (replayed batches only with `saves_replay`).
+        Flat, tensors only; a copy, or the tensors themselves for whoever reads them at once.
         """
-        state = {f"trainer.{name}": value for name, value in self.trainer.state_dict().items()}
+        trained = self.trainer.state_dict(copied=copied)
+        state = {f"trainer.{name}": value for name, value in trained.items()}
         served = (
             None if equal(self.serving, self.candidate) else self.serving
         )  # They are where it is saved: after a publish.
         for role, heads in (("serving", served), ("frozen", self.frozen), ("before", self.before)):
             if heads is not None:
-                state |= {
-                    f"{role}.{name}": value for name, value in heads.trainable_state().items()
-                }
+                tensors = heads.trainable_state(copied=copied)
+                state |= {f"{role}.{name}": value for name, value in tensors.items()}
         if self._config.saves_replay:
             state |= {f"replay.{name}": value for name, value in self.replay.state_dict().items()}
         for role, evidence in (("evidence", self.evidence), ("after", self.after)):

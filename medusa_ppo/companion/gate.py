@@ -3,7 +3,12 @@ it beats the serving heads on rollouts that it was not trained on.
 
 Answers to one prompt are much alike, so what is counted is prompts: the counts of a prompt's
 answers are one observation, and nothing is decided before there are enough of them. A small batch
-holds out too few; then the counts of several batches stand together.
+holds out too few; so the counts of all batches since the last decision stand together.
+
+Candidates are compared with the same serving heads again and again, and each look is a chance to be
+wrong. So looks have a schedule, each when there is half as much again to look at, and of the error
+that is allowed look j gets the share 1 / (j (j + 1)): all of them together stay within it, however
+many there are and whatever was seen before.
 
 Shape letters: M rows of the holdout, S its responses, G prompts, K heads, V vocabulary, D hidden.
 """
@@ -30,6 +35,7 @@ from heads.acceptance import (
     replay_probabilities,
     sampled_acceptance,
     student_interval,
+    student_quantile,
 )
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
@@ -42,6 +48,17 @@ from medusa_ppo.runtime.rendezvous import Meeting
 
 LEAST_PROMPTS, LEAST_TOKENS = HOLDOUT_PROMPTS, 64
 """Held-out prompts and response tokens before anything is decided."""
+KEPT_BATCHES = 64
+"""Holdouts that stand together, at most; heads and policy have moved on since older ones."""
+NEWER = 2 / 3
+"""Share of the batches, the newest, by which a look decides: the first candidates had hardly
+begun to learn.
+"""
+GROWTH = 1.5  # From one look to the next.
+FALLEN = 0.9
+"""Confidence with which a candidate is called worse, at each batch by itself: going back to the
+serving heads without need costs training, not acceptance.
+"""
 PIECE_TOKENS = 8192  # Of the holdout, replayed at once.
 # Share of the errors that are allowed which the interval aims at: ratios of few, uneven prompts are
 # not quite normal.
@@ -116,27 +133,25 @@ def replay(
         if team
         else holdout
     )
-    results = []
+    accepts = []
     for piece in _pieces(here) if here else ():
         give_way()
-        accept_MK = _acceptance(
-            heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature)
-        )[0]
-        results.append(replay_probabilities(accept_MK, piece.lengths_S))
-    counts = [
-        torch.cat([r.drafts_S[:, None], r.accepted_SK, r.unseen_S[:, None]], dim=1) for r in results
-    ]
+        accepts.append(
+            _acceptance(
+                heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature)
+            )[0]
+        )
+    # Of all pieces in one call: it goes row by row, so its time is that of the longest response.
+    result = replay_probabilities(torch.cat(accepts), here.lengths_S) if here else None
     columns = (
-        torch.cat(counts)
-        if counts
+        torch.cat([result.drafts_S[:, None], result.accepted_SK, result.unseen_S[:, None]], dim=1)
+        if result
         else torch.zeros(0, 2 + heads.config.num_heads, dtype=torch.float64)
     )
     if team is not None:
         columns = team.gather(columns)[torch.cat(shares).argsort()]
-    rows = [] if team else [result.rows_M2 for result in results if result.rows_M2 is not None]
-    return ReplayResult(
-        columns[:, 0], columns[:, 1:-1], columns[:, -1], torch.cat(rows) if rows else None
-    )
+    rows_M2 = None if team or result is None else result.rows_M2
+    return ReplayResult(columns[:, 0], columns[:, 1:-1], columns[:, -1], rows_M2)
 
 
 def _pieces(batch: RolloutBatch) -> list[RolloutBatch]:
@@ -177,8 +192,8 @@ def fit_temperatures(
         heads.temperatures_K.copy_(
             grid_Q[better_temperatures(accept_QMK, prompts_M, now_K.tolist())]
         )
-    if team is not None:
-        team.share(heads.temperatures_K)
+    if team is not None:  # What crosses between processes stands on the host.
+        heads.temperatures_K.copy_(team.share(heads.temperatures_K.cpu()))
 
 
 def _acceptance(
@@ -260,22 +275,28 @@ class Evidence:
         counts_G5: of each prompt: its batch's number, accepted drafts and draft steps of the first
             heads, the same of the second. float64.
         tokens: response tokens of each batch's holdout, by the batch's number.
+        looks: at which the second heads could have been given up for the first ones, since these
+            were the second.
     """
 
     def __init__(self) -> None:
         self.clear()
 
-    def clear(self) -> None:
-        """Forget everything: one of the two is another now."""
+    def clear(self, *, same_second: bool = False) -> None:
+        """Forget the counts: the first heads are others now. With `same_second` the looks so far
+        still count: each of them could have replaced these heads.
+        """
         self.counts_G5 = torch.zeros(0, 5, dtype=torch.float64)
         self.tokens: dict[int, int] = {}
+        self._added = 0
+        self._next = 1
+        if not same_second:
+            self.looks = 0
 
     def add(
         self, batch: int, first: ReplayResult, second: ReplayResult, holdout: RolloutBatch
     ) -> None:
-        """Counts on one more holdout. The oldest ones go as soon as there are enough without them:
-        heads and policy have moved on since.
-        """
+        """Counts on one more holdout."""
         group_S = _prompts(holdout)
         a = first.by_group(group_S)
         b = second.by_group(group_S)
@@ -288,12 +309,26 @@ class Evidence:
         ]
         self.counts_G5 = torch.cat([self.counts_G5, torch.stack(columns, dim=1)])
         self.tokens[batch] = int(holdout.lengths_S.sum())
-        for oldest in sorted(self.tokens)[:-1]:
-            newer_G = self.counts_G5[:, 0] > oldest
-            if not _enough(int(newer_G.sum()), sum(self.tokens.values()) - self.tokens[oldest]):
-                break
-            self.counts_G5 = self.counts_G5[newer_G]
+        self._added += 1
+        if len(self.tokens) > KEPT_BATCHES:
+            oldest = min(self.tokens)
+            self.counts_G5 = self.counts_G5[self.counts_G5[:, 0] > oldest]
             del self.tokens[oldest]
+
+    def look(self) -> bool:
+        """Whether there is enough to look at, and half as much again as at the last look. A look
+        that is due is counted.
+        """
+        if not self.enough or self._added < self._next:
+            return False
+        self.looks += 1
+        self._next = max(self._added + 1, math.ceil(GROWTH * self._added))
+        return True
+
+    def confidence(self, over_all_looks: float) -> float:
+        """What a look may decide by, where all of them together have this confidence."""
+        look = max(1, self.looks)
+        return 1 - (1 - over_all_looks) / (look * (look + 1))
 
     @property
     def enough(self) -> bool:
@@ -301,20 +336,40 @@ class Evidence:
         return _enough(self.counts_G5.shape[0], sum(self.tokens.values()))
 
     def difference(self, confidence: float) -> Interval:
-        """Mean acceptance length of the first heads minus that of the second; `confidence` is for
-        each of the interval's ends by itself.
+        """Mean acceptance length of the first heads minus that of the second, on the newer holdouts
+        (`_newer`); `confidence` is for each of the interval's ends by itself.
+
+        Candidates of several batches differ, and heads that learn rise from each to the next. That
+        is no noise: what a prompt deviates by is counted from the mean of its own batch.
         """
-        _, *columns = self.counts_G5.unbind(1)
+        batch_G, *columns = self._newer().unbind(1)
         first, first_G = extra_tokens(*columns[:2])
         second, second_G = extra_tokens(*columns[2:])
-        return student_interval(first - second, first_G - second_G, _tail(confidence))
+        return _stratified_interval(first - second, first_G - second_G, batch_G, _tail(confidence))
+
+    def _newer(self) -> torch.Tensor:
+        """Counts of the newest NEWER of the batches, and of more where these are not enough."""
+        batches = sorted(self.tokens, reverse=True)
+        count = math.ceil(NEWER * len(batches))
+        while count < len(batches) and not _enough(
+            int((self.counts_G5[:, 0] >= batches[count - 1]).sum()),
+            sum(self.tokens[batch] for batch in batches[:count]),
+        ):
+            count += 1
+        return (
+            self.counts_G5[self.counts_G5[:, 0] >= batches[count - 1]] if count else self.counts_G5
+        )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All of it, tensors only."""
         tokens = torch.tensor(
             [[batch, count] for batch, count in self.tokens.items()], dtype=torch.int64
         )
-        return {"counts": self.counts_G5, "tokens": tokens.view(-1, 2)}
+        return {
+            "counts": self.counts_G5,
+            "tokens": tokens.view(-1, 2),
+            "looks": torch.tensor([self.looks, self._added, self._next], dtype=torch.int64),
+        }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a state (an empty one: nothing)."""
@@ -322,6 +377,8 @@ class Evidence:
         if state:
             self.counts_G5 = state["counts"]
             self.tokens = dict(state["tokens"].tolist())
+            if "looks" in state:  # States before 0.4 have none.
+                self.looks, self._added, self._next = state["looks"].tolist()
 
 
 def extra_over_prompts(result: ReplayResult, holdout: RolloutBatch, confidence: float) -> Interval:
@@ -331,6 +388,26 @@ def extra_over_prompts(result: ReplayResult, holdout: RolloutBatch, confidence: 
     counts = result.by_group(_prompts(holdout))
     value, pull_G = extra_tokens(counts.accepted_SK.sum(1), counts.drafts_S)
     return student_interval(value, pull_G, _tail(confidence))
+
+
+def _stratified_interval(
+    value: float, pull_G: torch.Tensor, stratum_G: torch.Tensor, tail: float
+) -> Interval:
+    """`student_interval` where observations of a stratum have a mean of their own. Those that are
+    alone in theirs are one stratum together.
+    """
+    numbers, place_G, count_N = stratum_G.unique(return_inverse=True, return_counts=True)
+    alone_N = count_N == 1
+    place_G = torch.where(alone_N[place_G], numbers.numel(), place_G)
+    count = torch.bincount(place_G, minlength=numbers.numel() + 1).double()
+    freedom = int((count - 1).clamp(min=0).sum())
+    if freedom < 1:
+        return Interval(value, -math.inf, math.inf)
+    mean = torch.zeros_like(count).index_add_(0, place_G, pull_G) / count.clamp(min=1)
+    spread = torch.zeros_like(count).index_add_(0, place_G, (pull_G - mean[place_G]).square())
+    error = math.sqrt(float((spread * count / (count - 1).clamp(min=1)).sum()))
+    reach = student_quantile(1 - tail, freedom) * error
+    return Interval(value, value - reach, value + reach)
 
 
 def _tail(confidence: float) -> float:
@@ -354,7 +431,7 @@ def judge(
     serving: ReplayResult,
     frozen: ReplayResult,
     evidence: Evidence,
-    confidence: float = 0.9,
+    confidence: float = 0.95,
 ) -> Verdict:
     """What becomes of a candidate, by all evidence; the three replays are of the newest holdout.
 
@@ -362,7 +439,8 @@ def judge(
         candidate, serving, frozen: of the newly trained heads, of what the engine drafts with, and
             of the frozen control.
         evidence: candidates against these serving heads, the newest holdout included.
-        confidence: probability (one-sided) that a difference has the sign it shows.
+        confidence: probability that no candidate is published that is no better than these serving
+            heads, over all looks at them.
     """
     rows = (replay_row(serving), replay_row(candidate), replay_row(frozen))
     if not math.isfinite(candidate.accepted):
@@ -381,14 +459,19 @@ def judge(
             f"Too little is held out so far: {prompts} prompts, {tokens} tokens; {asked}.",
             *rows,
         )
-    difference = evidence.difference(confidence)
+    due = evidence.look()
+    for_looks = evidence.difference(evidence.confidence(confidence))
+    difference = replace(for_looks, high=evidence.difference(FALLEN).high)
     seen = (
-        f"{difference.value:+.4f} (interval {difference.low:+.4f} to {difference.high:+.4f})"
-        " against the serving heads"
+        f"{difference.value:+.4f} (interval {difference.low:+.4f} to {difference.high:+.4f}, look"
+        f" {evidence.looks}) against the serving heads"
     )
-    if difference.low > 0:
+    if difference.high < 0:
+        return Verdict(False, True, f"Worse: {seen}.", *rows, difference)
+    if due and difference.low > 0:
         return Verdict(True, False, f"Better: {seen}.", *rows, difference)
-    return Verdict(False, difference.high < 0, f"Not surely better: {seen}.", *rows, difference)
+    waits = "Not surely better" if due else "Not looked at before there is more to see"
+    return Verdict(False, False, f"{waits}: {seen}.", *rows, difference)
 
 
 def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
@@ -397,7 +480,7 @@ def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
     """
     if candidate.config != serving.config:
         return f"The candidate has other sizes than the serving heads: {candidate.config}."
-    for name, tensor in candidate.trainable_state().items():
+    for name, tensor in candidate.trainable_state(copied=False).items():
         if not is_finite(tensor):
             return f"The candidate's {name} holds values that are not finite."
         if float(tensor.abs().max()) > MAX_WEIGHT:
@@ -469,9 +552,10 @@ class RunningMean:
         self.heads.load_trainable_state(state)
         self.steps = WARM
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of all of it, under keys that begin with `mean`."""
-        return {f"mean.{name}": tensor for name, tensor in self.heads.trainable_state().items()} | {
+    def state_dict(self, *, copied: bool = True) -> dict[str, torch.Tensor]:
+        """All of it, under keys that begin with `mean`; a copy, or the tensors themselves."""
+        state = self.heads.trainable_state(copied=copied)
+        return {f"mean.{name}": tensor for name, tensor in state.items()} | {
             "mean_steps": torch.tensor(self.steps)
         }
 

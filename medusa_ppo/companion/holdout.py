@@ -1,7 +1,10 @@
-"""Which responses heads are judged on: whole prompts, few tokens, and always some.
+"""Which responses heads are judged on: answers to prompts that are not trained on, few tokens, and
+always some.
 
 Heads that were judged on what they were trained on would look better than they draft. Answers to
-one prompt are much alike, so a prompt is held out with all of its answers.
+one prompt are much alike, so what is held out is prompts: of a small batch all answers to some of
+them. Of a large one that would be most of what is handed over, and what tells versions apart is the
+number of prompts; so there it is a stretch of one answer to each.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from heads.targets import segments_from_lengths
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 HOLDOUT_TOKENS = 32_768
@@ -24,34 +28,80 @@ FEW_PROMPTS_SHARE = 5 / 3
 """Times as many prompts are held out where they are few: two batches of a dozen prompts then
 decide, and not three.
 """
+SAMPLED_SHARE = 0.1
+"""Of the prompts of a sample that was drawn without regard to them: all that is here of each is
+judged on, which is that share of the sample.
+"""
+LEAST_STRETCH = 64
+"""Tokens of a stretch, as long as answers have so many: at its end a draft step counts for less."""
+
+
+def prompts_to_hold_out(prompts: int, fraction: float) -> int:
+    """How many prompts heads are judged on: that fraction, and where it is fewer than
+    HOLDOUT_PROMPTS up to FEW_PROMPTS_SHARE times as many; never all of them.
+    """
+    held = round(fraction * prompts)
+    if held < HOLDOUT_PROMPTS:
+        held = min(HOLDOUT_PROMPTS, round(FEW_PROMPTS_SHARE * fraction * prompts))
+    return min(max(1, held), prompts - 1)
 
 
 def held_out(
     lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, fraction: float, seed: int
 ) -> torch.Tensor:
-    """Which sequences heads are judged on, bool: all answers to a part of the prompts; none where
-    there is one prompt only.
-
-    Where that is fewer than HOLDOUT_PROMPTS, up to FEW_PROMPTS_SHARE times as many. The first of
-    them always, the next ones as long as HOLDOUT_TOKENS have room for their answers.
+    """Which sequences heads are judged on, bool: all answers to a part of the prompts, or one
+    answer to each where all of them are more than HOLDOUT_TOKENS; none where there is one prompt
+    only.
     """
-    prompts_S = torch.arange(lengths_S.numel()) if prompts_S is None else prompts_S
-    groups, group_S = prompts_S.unique(return_inverse=True)
-    if groups.numel() < 2:
-        return torch.zeros_like(prompts_S, dtype=torch.bool)
-    held = round(fraction * groups.numel())
-    if held < HOLDOUT_PROMPTS:
-        held = min(HOLDOUT_PROMPTS, round(FEW_PROMPTS_SHARE * fraction * groups.numel()))
-    held = min(max(1, held), groups.numel() - 1)
-    order = torch.randperm(groups.numel(), generator=torch.Generator().manual_seed(seed))[:held]
-    tokens = (
-        torch.zeros(groups.numel(), dtype=torch.int64)
-        .index_add_(0, group_S, lengths_S)[order]
-        .cumsum(0)
-    )
-    fits = tokens <= HOLDOUT_TOKENS
-    fits[0] = True
-    return torch.isin(group_S, order[fits])
+    generator = torch.Generator().manual_seed(seed)
+    group_S, order_H = _drawn(prompts_S, lengths_S.numel(), fraction, generator)
+    held_S = torch.isin(group_S, order_H)
+    if int(lengths_S[held_S].sum()) <= HOLDOUT_TOKENS:
+        return held_S
+    chosen_H = [_one_of(group_S == group, generator) for group in order_H]
+    return torch.zeros_like(held_S).index_fill_(0, torch.tensor(chosen_H), True)
+
+
+def held_stretches(
+    lengths_S: torch.Tensor,
+    prompts_S: torch.Tensor | None,
+    fraction: float,
+    rows: int,
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a batch from which only a sample is taken: a stretch of one answer to each of a part of
+    the prompts.
+
+    Prompts are drawn alike, so that what is left to train on has answers of every length; of a
+    prompt every token is as likely to be judged on as any other.
+
+    Args:
+        rows: most of all stretches together; a single one may be longer.
+
+    Returns:
+        Which rows they are, bool `M`; which sequences answer one of these prompts, bool `S`.
+    """
+    group_S, order_H = _drawn(prompts_S, lengths_S.numel(), fraction, generator)
+    judged_M = torch.zeros(int(lengths_S.sum()), dtype=torch.bool)
+    if not order_H.numel():
+        return judged_M, torch.zeros_like(lengths_S, dtype=torch.bool)
+    length = max(LEAST_STRETCH, rows // order_H.numel())
+    order_H = order_H[: max(1, rows // length)]
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    for group in order_H:
+        answers = (group_S == group).nonzero()[:, 0]
+        # Stretches begin at another place in each answer, or those at its two ends were short.
+        phases_A = torch.randint(length, answers.shape, generator=generator)
+        stretches_A = (lengths_S[answers] + phases_A - 1) // length + 1
+        number = int(torch.randint(int(stretches_A.sum()), (1,), generator=generator))
+        answer = int((stretches_A.cumsum(0) <= number).sum())
+        place = number - int(stretches_A[:answer].sum())
+        sequence = int(answers[answer])
+        first = max(0, place * length - int(phases_A[answer]))
+        last = min(int(lengths_S[sequence]), (place + 1) * length - int(phases_A[answer]))
+        start = int(starts_S[sequence])
+        judged_M[start + first : start + last] = True
+    return judged_M, torch.isin(group_S, order_H)
 
 
 def hold_out(
@@ -65,9 +115,92 @@ def hold_out(
     """
     held_S = batch.held_S
     if held_S is None:
-        held_S = held_out(batch.lengths_S, batch.prompts_S, fraction, seed)
-    if not 0 < int(held_S.sum()) < held_S.numel():
-        return batch, None
-    training = batch.select((~held_S).nonzero()[:, 0])
-    holdout = batch.select(held_S.nonzero()[:, 0])
-    return replace(training, held_S=None), replace(holdout, weights_M=None, held_S=None)
+        share = fraction if batch.weights_M is None else min(fraction, SAMPLED_SHARE)
+        held_S = held_out(batch.lengths_S, batch.prompts_S, share, seed)
+    spared_S = held_S
+    if batch.prompts_S is not None:
+        spared_S = torch.isin(batch.prompts_S, batch.prompts_S[held_S])
+    if not 0 < int(spared_S.sum()) < held_S.numel():
+        return replace(batch, held_S=None) if batch.held_S is not None else batch, None
+    training = batch.select((~spared_S).nonzero()[:, 0])
+    holdout = stretches(batch.select(held_S.nonzero()[:, 0]), seed)
+    return replace(training, held_S=None), holdout
+
+
+def stretches(batch: RolloutBatch, seed: int = 0) -> RolloutBatch:
+    """What heads can be judged on: each run of rows whose states are here as a response of its own,
+    behind what stood before it. Of very many tokens so many that HOLDOUT_TOKENS hold them.
+    """
+    whole = batch if batch.weights_M is None else _cut(batch)
+    whole = replace(whole, weights_M=None, held_S=None)
+    if int(whole.lengths_S.sum()) <= HOLDOUT_TOKENS:
+        return whole
+    # Whole responses that are long are cut, so that many prompts are judged on.
+    most = max(LEAST_STRETCH, HOLDOUT_TOKENS // whole.lengths_S.numel())
+    generator = torch.Generator().manual_seed(seed)
+    segment_M = segments_from_lengths(whole.lengths_S)
+    place_M = (
+        torch.arange(segment_M.numel()) - (whole.lengths_S.cumsum(0) - whole.lengths_S)[segment_M]
+    )
+    spare_S = (whole.lengths_S - most).clamp(min=0)
+    first_S = (torch.rand(spare_S.shape, generator=generator) * (spare_S + 1)).long()
+    first_M = first_S[segment_M]
+    within_M = (place_M >= first_M) & (place_M < first_M + most)
+    shorter = _cut(replace(whole, weights_M=within_M.float() - (~within_M).float()))
+    order = torch.randperm(shorter.lengths_S.numel(), generator=generator)
+    fits = shorter.lengths_S[order].cumsum(0) <= HOLDOUT_TOKENS
+    return replace(shorter.select(order[fits].sort().values), weights_M=None)
+
+
+def _cut(batch: RolloutBatch) -> RolloutBatch:
+    """Each run of rows that are wanted as a response of its own."""
+    assert batch.weights_M is not None, "a sample has weights"
+    kept_M = batch.weights_M >= 0
+    if bool(kept_M.all()):
+        return batch
+    segment_M = segments_from_lengths(batch.lengths_S)
+    starts_S = batch.lengths_S.cumsum(0) - batch.lengths_S
+    before_M = kept_M.roll(1)
+    before_M[starts_S] = False
+    first_R = (kept_M & ~before_M).nonzero()[:, 0]
+    run_N = (kept_M & ~before_M).cumsum(0)[kept_M] - 1
+    of_R = segment_M[first_R]
+    ids_M = batch.response_ids_M
+    earlier: list[torch.Tensor] = []
+    ends_S = None if batch.before_S is None else batch.before_S.cumsum(0)
+    for sequence, first in zip(of_R.tolist(), first_R.tolist(), strict=True):
+        parts = [ids_M[int(starts_S[sequence]) : first].to(torch.int32)]
+        if batch.before_ids_X is not None and batch.before_S is not None and ends_S is not None:
+            end = int(ends_S[sequence])
+            parts.insert(0, batch.before_ids_X[end - int(batch.before_S[sequence]) : end])
+        earlier.append(torch.cat(parts))
+    return replace(
+        batch,
+        hidden_MD=batch.hidden_MD[batch.state_rows_M[kept_M]],
+        response_ids_M=ids_M[kept_M],
+        logprobs_M=batch.logprobs_M[kept_M],
+        lengths_S=torch.bincount(run_N, minlength=first_R.numel()),
+        # Stretches of one response are answers to one prompt, also where that is not known.
+        prompts_S=of_R if batch.prompts_S is None else batch.prompts_S[of_R],
+        weights_M=batch.weights_M[kept_M],
+        held_S=None,
+        before_ids_X=torch.cat(earlier),
+        before_S=torch.tensor([ids.numel() for ids in earlier], dtype=torch.int64),
+    )
+
+
+def _drawn(
+    prompts_S: torch.Tensor | None, sequences: int, fraction: float, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of each sequence's prompt; those that are held out, in random order."""
+    prompts_S = torch.arange(sequences) if prompts_S is None else prompts_S
+    groups, group_S = prompts_S.unique(return_inverse=True)
+    if groups.numel() < 2 or not fraction:
+        return group_S, torch.zeros(0, dtype=torch.int64)
+    held = prompts_to_hold_out(groups.numel(), fraction)
+    return group_S, torch.randperm(groups.numel(), generator=generator)[:held]
+
+
+def _one_of(answers_S: torch.Tensor, generator: torch.Generator) -> int:
+    found = answers_S.nonzero()[:, 0]
+    return int(found[torch.randint(found.numel(), (1,), generator=generator)])

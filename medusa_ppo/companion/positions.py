@@ -24,10 +24,16 @@ from heads.targets import (
     segments_from_lengths,
     used_rows,
 )
-from medusa_ppo.companion.holdout import held_out
+from medusa_ppo.companion.holdout import held_stretches
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
-BLOCK = 64  # Rows that are sampled together.
+BLOCK = 256
+"""Rows that are sampled together: of each the last few only serve the others."""
+LEAST_BLOCKS = 8  # Of a sample; a small one has shorter blocks instead.
+ROW_BYTES = 24
+"""Of a row beside its state: its token, log-prob and weight, and what the queue adds."""
+HELD_SHARE = 1 / 16
+"""Of a sample's rows, to judge heads on."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,25 @@ class TrainingRows:
         mask_MK = self.mask_MK if keep else self.mask_MK * (places_MK >= 0)
         usable_N = self.usable_N if keep else (mask_MK > 0).any(1).nonzero().squeeze(1)
         return replace(self, targets_MK=places_MK.clamp(min=0), mask_MK=mask_MK, usable_N=usable_N)
+
+    def by_table_rows(self) -> TrainingRows:
+        """The same with each token as its row in the batch's own tables, where these hold some
+        tokens only; what is predicted stays as it is.
+        """
+        ids_R = self.batch.table_ids_R
+        if ids_R is None:
+            return self
+
+        def row(ids: torch.Tensor) -> torch.Tensor:
+            return torch.where(ids < 0, ids, torch.searchsorted(ids_R, ids))
+
+        texts = self.texts
+        return replace(
+            self,
+            batch=replace(self.batch, response_ids_M=row(self.batch.response_ids_M)),
+            condition_MK=None if self.condition_MK is None else row(self.condition_MK),
+            texts=None if texts is None else texts._replace(ids_X=row(texts.ids_X)),
+        )
 
     def states(self, rows_N: torch.Tensor) -> torch.Tensor:
         """Hidden states of some rows, `ND`."""
@@ -173,68 +198,74 @@ def sampled_share(batch: RolloutBatch) -> float:
     return float((usable_M & (batch.weights_M > 0)).sum() / usable_M.sum())
 
 
+def block_rows(rows: int, ahead: int) -> int:
+    """Rows of a block of a sample of so many."""
+    return max(ahead + 1, min(BLOCK, rows // LEAST_BLOCKS))
+
+
 @dataclass(frozen=True)
 class EarlySample:
-    """How positions are sampled before their states are copied out of the actor's memory: in blocks
-    of BLOCK rows of one response.
+    """How positions are sampled where their states are, before anything is padded, gathered or
+    moved: in blocks of BLOCK rows of one response. Whoever draws from the same lengths draws the
+    same.
 
-    The heads at a row learn from the actor's own distribution up to `ahead` rows further on, and
-    may read the states of `behind` rows before it. So the rows at the edges of a block are there
-    for the others, and are not trained on themselves.
+    The heads at a row learn from the actor's own distribution up to `ahead` rows further on. So the
+    rows at a block's end are there for the others, and are not trained on themselves. Those at its
+    beginning attend to what is there of the pairs before them, as an engine's do after a swap.
 
     Attributes:
-        share: of the rows whose states are kept.
-        holdout_fraction: share of the prompts whose answers are judged on; of a sample so much
-            less, and all of their states are kept.
+        rows: most whose states are kept.
+        holdout_fraction: share of the prompts of which heads are judged on a stretch of one answer;
+            these stretches are HELD_SHARE of the rows. 0: `companion.holdout` chooses among the
+            blocks, once all of them are together.
         seed: of both draws.
-        ahead, behind: rows.
+        ahead: rows.
+        block: rows of a block; None: BLOCK, less where there is room for few of them.
     """
 
-    share: float
+    rows: int
     holdout_fraction: float
     seed: int
     ahead: int
-    behind: int = 0
+    block: int | None = None
 
     def draw(
         self, lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, policy_version: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weights of all rows, float32 `M`, as in `RolloutBatch`; which responses heads are judged
         on, bool `S`. No response is empty.
         """
-        seed = self.seed * 1_000_003 + policy_version
-        held_S = held_out(lengths_S, prompts_S, self.holdout_fraction * self.share, seed)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + policy_version)
+        judged_M, spared_S = held_stretches(
+            lengths_S, prompts_S, self.holdout_fraction, int(HELD_SHARE * self.rows), generator
+        )
         segment_M = segments_from_lengths(lengths_S)
         row_M = torch.arange(segment_M.numel())
         place_M = row_M - (lengths_S.cumsum(0) - lengths_S)[segment_M]
         left_M = lengths_S[segment_M] - 1 - place_M
-        generator = torch.Generator().manual_seed(seed)
+        block = self.block or block_rows(self.rows, self.ahead)
         # Blocks begin at another place in each response, so that every row is as often at an edge,
         # where it isn't trained on, as any other.
-        phase_S = torch.randint(BLOCK, lengths_S.shape, generator=generator)
-        most_blocks = int(lengths_S.max()) // BLOCK + 2  # Of a response; numbers must not collide.
-        block_M = (place_M + phase_S[segment_M]) // BLOCK + segment_M * most_blocks
+        phase_S = torch.randint(block, lengths_S.shape, generator=generator)
+        most_blocks = int(lengths_S.max()) // block + 2  # Of a response; numbers must not collide.
+        block_M = (place_M + phase_S[segment_M]) // block + segment_M * most_blocks
         block_M = block_M.unique(return_inverse=True)[1]
         rows_B = torch.bincount(block_M)
-        # Held-out responses are kept whole, so their blocks aren't drawn, and their rows are taken
-        # from what there is room for.
-        held_B = held_S[segment_M][torch.zeros_like(rows_B).scatter_(0, block_M, row_M)]
-        room = self.share * row_M.numel() - float(lengths_S[held_S].sum())
+        spared_B = spared_S[segment_M][torch.zeros_like(rows_B).scatter_(0, block_M, row_M)]
         order_B = torch.randperm(rows_B.numel(), generator=generator)
-        order_B = order_B[~held_B[order_B]]
-        fits_B = rows_B[order_B].cumsum(0) <= room
+        order_B = order_B[~spared_B[order_B]]
+        fits_B = rows_B[order_B].cumsum(0) <= self.rows - int(judged_M.sum())
         kept_B = torch.zeros(rows_B.numel(), dtype=torch.bool)
         kept_B[order_B[fits_B]] = True
-        kept_B[order_B[:1]] = True  # Something is always there.
+        if self.rows:
+            kept_B[order_B[:1]] = True  # Something is always there.
         kept_M = kept_B[block_M]
         # A row whose neighbours lie outside of what is kept serves others and isn't trained on.
-        whole_M = (
-            kept_M
-            & kept_M[row_M + left_M.clamp(max=self.ahead)]
-            & kept_M[row_M - place_M.clamp(max=self.behind)]
-        )
+        whole_M = kept_M & kept_M[row_M + left_M.clamp(max=self.ahead)]
         weights_M = whole_M.float() - (~kept_M).float()
-        return weights_M.masked_fill_(held_S[segment_M], 1.0), held_S
+        weights_M[judged_M] = 1.0
+        held_S = torch.zeros_like(spared_S).index_fill_(0, segment_M[judged_M], True)
+        return weights_M, held_S if self.holdout_fraction else None
 
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The same of a batch whose states are all here."""
@@ -265,7 +296,38 @@ FIELDS = (
     "before_S",
     "lm_head_VD",
     "embedding_VD",
+    "table_ids_R",
 )
+
+
+def with_tables(
+    batch: RolloutBatch,
+    lm_head_VD: torch.Tensor,
+    embedding_VD: torch.Tensor | None,
+    ids_W: torch.Tensor | None,
+) -> RolloutBatch:
+    """A batch for later, with the tables of the actor that wrote it, in the dtype of its states and
+    on the host. Where drafts come from some tokens alone, these tokens' rows and those of the
+    batch's own are all that is ever read.
+    """
+    ids_R = None
+    if ids_W is not None:
+        parts = [ids_W.cpu(), batch.response_ids_M]
+        if batch.before_ids_X is not None:
+            before_X = batch.before_ids_X.to(torch.int64)
+            parts.append(before_X[before_X >= 0])  # Gaps are no tokens.
+        ids_R = torch.cat(parts).unique()
+
+    def rows(table_VD: torch.Tensor) -> torch.Tensor:
+        picked = table_VD if ids_R is None else table_VD[ids_R.to(table_VD.device)]
+        return picked.detach().to("cpu", batch.hidden_MD.dtype)
+
+    return replace(
+        batch,
+        lm_head_VD=rows(lm_head_VD),
+        embedding_VD=None if embedding_VD is None else rows(embedding_VD),
+        table_ids_R=ids_R,
+    )
 
 
 REPLAY_DECAY = 0.5
@@ -276,7 +338,8 @@ class ReplayBuffer:
     first.
 
     Each batch carries the version of the policy that its hidden states are of, and that policy's
-    tables. A batch that is `a` versions old joins with the share `decay ** a` of its positions.
+    tables (`with_tables`). A batch that is `a` versions old joins with the share `decay ** a` of
+    its positions.
     """
 
     def __init__(self, versions: int, max_bytes: int, decay: float = REPLAY_DECAY) -> None:
@@ -291,13 +354,29 @@ class ReplayBuffer:
         self._max_bytes = max_bytes
         self._batches: deque[RolloutBatch] = deque()
 
-    def add(self, batch: RolloutBatch) -> None:
-        """Keep a batch, after it was trained on. Never keep what heads are judged on."""
-        if self._versions == 0 or batch.nbytes > self._max_bytes:
-            return
+    def add(self, batch: RolloutBatch) -> str:
+        """Keep a batch, after it was trained on. Never keep what heads are judged on.
+
+        Returns:
+            Why it can't be kept; empty when it is, or nothing shall be.
+        """
+        if self._versions == 0:
+            return ""
+        if batch.nbytes > self._max_bytes:
+            return (
+                f"A batch of {batch.nbytes:,} bytes, the actor's tables included, is not kept for"
+                f" replay: all of them may have {self._max_bytes:,}. Set companion.queue_bytes"
+                " higher, engine.draft_vocab, or companion.replay_versions=0."
+            )
         self._batches.append(batch)
         while self.nbytes > self._max_bytes:
             self._batches.popleft()
+        return ""
+
+    @property
+    def wanted(self) -> bool:
+        """Something is kept at all."""
+        return self._versions > 0
 
     def older(self, policy_version: int) -> list[tuple[RolloutBatch, float]]:
         """Batches and shares that join a training on rollouts of `policy_version`; what is too old

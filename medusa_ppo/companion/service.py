@@ -19,6 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.giving_way import Pace
 from medusa_ppo.companion.wire import Answer, PackedTensor, ServiceArguments, pack, unpack
 from medusa_ppo.config.companion_section import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.runtime.files import write_atomic
 from medusa_ppo.runtime.hardware import companion_threads, cores_wanted_s, cpu_has_bfloat16
@@ -48,6 +50,22 @@ has some 10 GiB.
 """
 HOST = torch.device("cpu")
 EXIT_CODE = 70  # Of a process that ends itself to be started again.
+
+
+@dataclass(frozen=True)
+class QueuedBatch:
+    """A batch in the queue with the tables of its actor, packed (None: those from the start)."""
+
+    batch: RolloutBatch
+    tables: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.batch.nbytes
+
+    @property
+    def policy_version(self) -> int:
+        return self.batch.policy_version
 
 
 class CompanionService:
@@ -74,7 +92,8 @@ class CompanionService:
         self._publish_dir = Path(arguments.publish_dir)
         self._publish_dir.mkdir(parents=True, exist_ok=True)
         self._published: PublishedHeads | None = None
-        self._tables: Any = None
+        self._tables: Any = None  # That came last; and those that the trainer has, where they came.
+        self._tables_used: Any = None
         self._queue = BatchQueue(config.queue_bytes)
         self._state_lock = threading.Lock()
         self._idle = threading.Condition()
@@ -106,16 +125,16 @@ class CompanionService:
 
         Args:
             packed: the batch, packed.
-            tables: the actor's tables now, packed, used from the next training on; None: as before.
+            tables: the tables of the actor that gave the batch's states, packed; None: as before.
 
         Returns:
             Bytes of the batches that wait or are in training now.
         """
-        return self._enqueue(unpack(packed), tables)
+        self._tables = tables or self._tables
+        return self._enqueue(QueuedBatch(unpack(packed), self._tables))
 
-    def _enqueue(self, batch: Any, tables: Any) -> int:
+    def _enqueue(self, batch: Any) -> int:
         with self._idle:
-            self._tables = tables or self._tables
             self._received += 1
             self._outstanding += 1 - self._queue.put(batch, room=batch.nbytes)
             self._idle.notify_all()
@@ -232,7 +251,6 @@ class CompanionService:
                 with self._state_lock:
                     if self._config.offload:
                         self._cycle.move_to(self._device)
-                    self._use_tables()
                     report = self._learn(batch)
                 self._error = ""
                 self._note = report.problem
@@ -288,8 +306,13 @@ class CompanionService:
 
     def _learn(self, batch: Any) -> CycleReport:
         """A batch as it lay in the queue."""
-        with all_cores(batch.rising_s is not None):
-            return self._cycle.run(batch)
+        # Its own tables, not the newest that came: with a backlog its states are of an earlier
+        # policy.
+        if batch.tables is not None and not _same(batch.tables, self._tables_used):
+            self._cycle.trainer.set_tables(*unpack(batch.tables))
+            self._tables_used = batch.tables
+        with all_cores(batch.batch.rising_s is not None):
+            return self._cycle.run(batch.batch)
 
     def _start_again(self, why: str) -> None:
         """End this process: Ray starts it again, and it goes on from the last saved state."""
@@ -308,22 +331,12 @@ class CompanionService:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _use_tables(self) -> None:
-        """The newest tables that came; with a backlog they are a little newer than the batch's
-        states.
-        """
-        with self._idle:
-            tables = self._tables
-            self._tables = None
-        if tables is not None:
-            self._cycle.trainer.set_tables(*unpack(tables))
-
     def _publish(self) -> None:
         """The serving heads as a file in shared memory for the engine to swap in, and as a native
         checkpoint in the run's folder.
         """
         cycle = self._cycle
-        state = cycle.serving.trainable_state()
+        state = cycle.serving.trainable_state(copied=False)
         version = cycle.version
         row = cycle.rows.get("candidate" if cycle.fresh else "serving")
         length = row.mean_acceptance_length if row else math.nan
@@ -444,7 +457,7 @@ class CompanionService:
             float(self._dropped_before + self._queue.dropped),
             self._train_s,
         ]
-        state = self._cycle.state_dict()
+        state = self._cycle.state_dict(copied=False)  # Nothing trains while it is written.
         return state | {
             "service": torch.tensor(own, dtype=torch.float64),
             "crc": torch.tensor(crc(state)),
@@ -486,6 +499,11 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
         device=device,
         **served,
     )
+
+
+def _same(tables: Any, used: Any) -> bool:
+    """Both are one object of Ray's store: each call unpacks it anew, in the same place."""
+    return used is not None and tables[0].array.ctypes.data == used[0].array.ctypes.data
 
 
 def _ends_process(error: Exception) -> bool:

@@ -10,6 +10,8 @@ Ray placement group.
 
 Whatever breaks the group (a worker that dies, hangs or fails by itself) ends the leader's process.
 Ray starts it again, and it goes on from the last saved state with the members that come up in time.
+Workers that can't work together here, or fail TRIES times without a batch in between, stay away and
+say why: a hundred more starts would fail alike.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from heads.errors import DataError
+from heads.errors import CompanionError, DataError
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.service import CompanionService, make_cycle, settle
 from medusa_ppo.companion.wire import ServiceArguments, pack, unpack
@@ -41,6 +44,12 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 MAX_RESTARTS = 100  # Of a companion whose process ended.
+TRIES = 3  # Failures of the workers in a row, with no batch learned from in between.
+FAILURES = "failures"
+"""File beside the published versions: why each of those failures was, one a line."""
+LOST = (PeerLostError, RayActorError, GetTimeoutError)
+"""Errors that say: another process is gone or does not answer. All others are the work's own."""
+SAID_S = 3.0  # In which a member that broke the group has said so.
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,12 @@ class Member:
         self._cycle.load_state_dict(
             {name: tensor.clone() for name, tensor in unpack(state).items()}
         )
-        self._cycle.join(Meeting(place).join())
+        meeting = Meeting(place)
+        try:
+            self._cycle.join(meeting.join())
+        except Exception:
+            meeting.leave()  # The others must not wait for it.
+            raise
 
     def learn(self, handed: HandedBatch) -> None:
         """As `CompanionWorker.learn`.
@@ -128,6 +142,8 @@ class Leader(CompanionService):
         """
         arguments: ServiceArguments
         arguments, tables = ray.get(first[0])
+        self._failures = Path(arguments.publish_dir) / FAILURES
+        self._refuse_to_fail_again()
         settle(arguments.companion)
         kinds: list[Any] = [
             ray.remote(max_restarts=0, **actor_options(arguments.companion, group, index))(Member)
@@ -143,7 +159,7 @@ class Leader(CompanionService):
         """As `CompanionService.submit`; batch and tables stay in Ray's store until they are trained
         on.
         """
-        return self._enqueue(batch, None)
+        return self._enqueue(batch)
 
     def status(self) -> CompanionStatus:
         return dataclasses.replace(super().status(), workers=1 + len(self._members))
@@ -154,13 +170,29 @@ class Leader(CompanionService):
 
     def close(self) -> None:
         super().close()
-        for member in self._members.values():
-            ray.kill(member, no_restart=True)
+        self._end_members()
+
+    def _refuse_to_fail_again(self) -> None:
+        """Raise CompanionError where TRIES starts before this one came to nothing."""
+        failures = self._failures.read_text().splitlines() if self._failures.is_file() else []
+        if len(failures) >= TRIES:
+            raise CompanionError(
+                "The companion's workers fail again and again.",
+                given=f"{len(failures)} failures, no batch in between; the last: {failures[-1]}",
+                expected="workers that start and learn from a batch",
+                do="Remove the cause, or set companion.workers=1; the heads at hand stay.",
+            )
 
     def _assemble(self) -> None:
-        """One group of all workers that came up."""
+        """One group of all workers that came up.
+
+        Raises:
+            CompanionError: all are there, and can't work together.
+        """
         if not self._members:
             return
+        calls: list[ray.ObjectRef] = []
+        meeting = None
         try:
             meeting = Meeting.open(
                 ray.util.get_node_ip_address(),
@@ -174,14 +206,24 @@ class Leader(CompanionService):
             ]
             self._cycle.join(meeting.join())
             ray.get(calls, timeout=self._arguments.hang_s)
-        except (PeerLostError, RayError, RuntimeError) as error:
-            self._start_again(f"The workers did not meet: {error}")
+        except Exception as error:
+            cause = _cause(error, calls)
+            if isinstance(cause, LOST):
+                self._start_again(f"The workers did not meet: {cause}")
+            self._end_members()
+            raise CompanionError(
+                "The companion's workers can't work together.",
+                given=f"{type(cause).__name__}: {cause}",
+                expected=f"{1 + len(self._members)} workers that sum their gradients",
+                do="Remove the cause, or set companion.workers=1.",
+            ) from cause
 
     def _learn(self, batch: HandedBatch) -> CycleReport:
         try:
             calls = [member.learn.remote(batch) for member in self._members.values()]
             report = self._worker.learn(batch)
             ray.get(calls, timeout=self._arguments.hang_s)
+            self._failures.unlink(missing_ok=True)
             return report
         except DataError:
             raise
@@ -194,9 +236,29 @@ class Leader(CompanionService):
             raise
 
     def _start_again(self, why: str) -> None:
+        with self._failures.open("a") as file:
+            file.write(" ".join(why.split()) + "\n")
+        self._end_members()
+        super()._start_again(why)
+
+    def _end_members(self) -> None:
         for member in self._members.values():
             ray.kill(member, no_restart=True)
-        super()._start_again(why)
+
+
+def _cause(error: Exception, calls: Sequence[ray.ObjectRef]) -> Exception:
+    """What broke a group: what the first member that ended failed with, else the leader's own
+    error. Whoever fails leaves, and then the others see no more than a closed connection.
+    """
+    ended = ray.wait(list(calls), timeout=SAID_S)[0] if calls else []
+    for call in ended:
+        try:
+            ray.get(call)
+        except RayTaskError as failed:
+            return failed.cause if isinstance(failed.cause, Exception) else failed
+        except RayError as failed:
+            return failed
+    return error
 
 
 def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:

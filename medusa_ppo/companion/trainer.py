@@ -25,6 +25,7 @@ from heads.losses import LossConfig, Teacher, head_loss, known_lse
 from heads.modules import MedusaHeads, clip_per_head
 from medusa_ppo.companion.gate import RunningMean, under
 from medusa_ppo.companion.positions import TrainingRows, in_blocks, look_up
+from medusa_ppo.companion.wire import tied
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.runtime.rendezvous import Meeting
@@ -121,7 +122,15 @@ class HeadsTrainer:
         self._micro_positions = micro_positions or max(1, LOGITS_BYTES // (4 * lm_head_VD.shape[0]))
         self._loss = LossConfig.named(config.loss)
         self.generator = torch.Generator().manual_seed(seed)
-        self._product: tuple[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
+        # By lm_head: it, the tokens that drafts come from, and what `_tables_of` made of them.
+        self._products: dict[
+            int,
+            tuple[
+                torch.Tensor,
+                torch.Tensor | None,
+                tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+            ],
+        ] = {}
         self.set_tables(lm_head_VD, embedding_VD)
         self._named = dict(self.heads.named_parameters())
         self._optimizer = self._fresh_optimizer()
@@ -143,7 +152,7 @@ class HeadsTrainer:
         self._step_losses: Any = (
             losses
             if team is None
-            else DistributedDataParallel(losses, process_group=team.process_group)
+            else DistributedDataParallel(losses, process_group=team.process_group(self.device))
         )
 
     def set_tables(
@@ -152,9 +161,12 @@ class HeadsTrainer:
         """Replace the actor's frozen tables."""
         dtype = torch.float32 if self.device.type == "cpu" and self._dtype is None else None
         self.lm_head_VD = lm_head_VD.detach().to(self.device, dtype)
-        self.embedding_VD = (
-            None if embedding_VD is None else embedding_VD.detach().to(self.device, dtype)
-        )
+        if embedding_VD is not None and tied(lm_head_VD, embedding_VD):
+            self.embedding_VD: torch.Tensor | None = self.lm_head_VD
+        else:
+            self.embedding_VD = (
+                None if embedding_VD is None else embedding_VD.detach().to(self.device, dtype)
+            )
 
     def train_batch(
         self,
@@ -214,6 +226,7 @@ class HeadsTrainer:
     def _train(
         self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: float
     ) -> tuple[list[torch.Tensor], int, int]:
+        self._products = {}  # What was made of earlier batches' tables is of no use any more.
         sources = [(self._look_up(part), share) for part, share in [(batch, 1.0), *replay]]
         losses: list[torch.Tensor] = []
         worked = 0
@@ -245,11 +258,11 @@ class HeadsTrainer:
         if self._loss.needs_teacher:
             rows.check_neighbours(self._config.loss)
         if self.ids_W is None:
-            return rows
+            return rows.by_table_rows()
         place_V = torch.full((config.vocab_size,), -1).index_copy_(
             0, self.ids_W, torch.arange(self.ids_W.numel())
         )
-        return rows.drafted_from(place_V, keep=self._loss.needs_teacher)
+        return rows.drafted_from(place_V, keep=self._loss.needs_teacher).by_table_rows()
 
     def _shuffle(self, sources: Sequence[tuple[TrainingRows, float]]) -> torch.Tensor:
         """(source, row, pairs that it sees) of one epoch in random order, int64 `[N, 3]`."""
@@ -334,16 +347,15 @@ class HeadsTrainer:
         sampling of the policy that wrote it.
         """
         (rows_N, seen_N), batch = rows_N2.unbind(1), source.batch
-        lm_head_VD, product_WD = self._tables_of(batch)
-        embedding_VD = (
-            self.embedding_VD if batch.embedding_VD is None else batch.embedding_VD.to(self.device)
-        )
+        lm_head_VD, embedding_VD, product_WD = self._tables_of(batch)
         hidden_ND = source.states(rows_N).to(self.device, torch.float32)
-        with torch.autocast(
+        own_rows = None if batch.table_ids_R is None else batch.table_ids_R.numel()
+        products = torch.autocast(
             self.device.type,
             self._dtype or torch.float32,
             enabled=self._dtype not in (None, torch.float32),
-        ):
+        )
+        with products, self.heads.tables_of(own_rows):
             condition = (
                 source.condition_MK[rows_N].to(self.device)
                 if source.condition_MK is not None
@@ -381,20 +393,45 @@ class HeadsTrainer:
             temperature=batch.temperature,
         )
 
-    def _tables_of(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """lm_head of the policy that wrote a batch, and those of its rows that are multiplied by,
-        in the dtype of the products.
+    def _tables_of(
+        self, batch: RolloutBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """lm_head and embedding of the policy that wrote a batch, and the rows of lm_head that are
+        multiplied by, in the dtype of the products.
         """
-        lm_head_VD = (
-            self.lm_head_VD if batch.lm_head_VD is None else batch.lm_head_VD.to(self.device)
-        )
-        key = (lm_head_VD, self.ids_W)
-        if self._product is None or any(
-            now is not then for now, then in zip(key, self._product[0], strict=True)
-        ):
-            rows_WD = lm_head_VD if self.ids_W is None else lm_head_VD[self.ids_W.to(self.device)]
-            self._product = key, rows_WD.to(self._dtype or lm_head_VD.dtype)
-        return lm_head_VD, self._product[1]
+        own = batch.lm_head_VD
+        key = self.lm_head_VD if own is None else own
+        found = self._products.get(id(key))
+        if found is None or found[0] is not key or found[1] is not self.ids_W:
+            dtype = self.lm_head_VD.dtype
+            lm_head_VD = self.lm_head_VD if own is None else own.to(self.device, dtype)
+            embedding_VD = (
+                self.embedding_VD
+                if batch.embedding_VD is None
+                else batch.embedding_VD.to(self.device, dtype)
+            )
+            rows_WD = lm_head_VD
+            if self.ids_W is not None:
+                rows_WD = self._drafted_rows(lm_head_VD, batch.table_ids_R)
+            product_WD = rows_WD.to(self._dtype or dtype)
+            found = (key, self.ids_W, (lm_head_VD, embedding_VD, product_WD))
+            self._products[id(key)] = found
+        return found[2]
+
+    def _drafted_rows(
+        self, lm_head_VD: torch.Tensor, table_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Rows of the tokens that drafts come from. A token that has become one of them since a
+        batch was kept has its newest row.
+        """
+        assert self.ids_W is not None, "drafts come from some tokens"
+        ids_W = self.ids_W.cpu()
+        if table_ids is None:
+            return lm_head_VD[ids_W.to(self.device)]
+        places_W = torch.searchsorted(table_ids, ids_W).clamp(max=table_ids.numel() - 1)
+        kept_W = (table_ids[places_W] == ids_W).unsqueeze(1).to(self.device)
+        newest_WD = self.lm_head_VD[ids_W.to(self.device)]
+        return torch.where(kept_W, lm_head_VD[places_W.to(self.device)], newest_WD)
 
     def _teacher(
         self,
@@ -463,23 +500,29 @@ class HeadsTrainer:
                 {name: value.to(device) for name, value in values.items() if name != "step"}
             )  # AdamW keeps that on the CPU.
             moved += (value for name, value in values.items() if name != "step")
+        one_table = self.embedding_VD is self.lm_head_VD
         self.lm_head_VD = self.lm_head_VD.to(device)
-        self._product = None
-        self.embedding_VD = None if self.embedding_VD is None else self.embedding_VD.to(device)
-        moved += (
-            [self.lm_head_VD] if self.embedding_VD is None else [self.lm_head_VD, self.embedding_VD]
-        )
+        self._products = {}
+        moved.append(self.lm_head_VD)
+        if self.embedding_VD is not None:
+            if one_table:
+                self.embedding_VD = self.lm_head_VD
+            else:
+                self.embedding_VD = self.embedding_VD.to(device)
+                moved.append(self.embedding_VD)
         return sum(tensor.nbytes for tensor in moved)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of everything that the next batch depends on: heads, optimizer, generator,
-        counters. Flat, tensors only.
+    def state_dict(self, *, copied: bool = True) -> dict[str, torch.Tensor]:
+        """Everything that the next batch depends on: heads, optimizer, generator, counters. Flat,
+        tensors only; a copy, or the tensors themselves for whoever reads them at once.
         """
-        state = {f"heads.{name}": tensor for name, tensor in self.heads.trainable_state().items()}
+        heads = self.heads.trainable_state(copied=copied)
+        state = {f"heads.{name}": tensor for name, tensor in heads.items()}
         for name, parameter in self._named.items():
             for moment, value in self._optimizer.state.get(parameter, {}).items():
-                state[f"optimizer.{name}.{moment}"] = value.detach().clone()
-        state |= self._mean.state_dict() if self._mean else {}
+                kept = value.detach()
+                state[f"optimizer.{name}.{moment}"] = kept.clone() if copied else kept
+        state |= self._mean.state_dict(copied=copied) if self._mean else {}
         state["generator"] = self.generator.get_state()
         state["counters"] = torch.tensor(
             [getattr(self, name) for name in COUNTERS], dtype=torch.int64

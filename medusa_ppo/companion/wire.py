@@ -54,7 +54,10 @@ def pack(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: pack(part) for name, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(map(pack, value))
+        # One that stands in it twice (an actor's tied tables) crosses once: the same object is the
+        # same again on the other side.
+        packed = {id(part): pack(part) for part in value}
+        return tuple(packed[id(part)] for part in value)
     if is_dataclass(value):
         return PackedRecord(
             type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)}
@@ -72,10 +75,27 @@ def unpack(packed: Any) -> Any:
     if isinstance(packed, dict):
         return {name: unpack(part) for name, part in packed.items()}
     if isinstance(packed, tuple):
-        return tuple(map(unpack, packed))
+        parts = {id(part): unpack(part) for part in packed}
+        return tuple(parts[id(part)] for part in packed)
     if isinstance(packed, PackedRecord):
         return packed.kind(**unpack(packed.fields))
     return packed
+
+
+def tied(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor) -> bool:
+    """An actor's two tables are one."""
+    return (
+        lm_head_VD.data_ptr() == embedding_VD.data_ptr()
+        and lm_head_VD.shape == embedding_VD.shape
+        and lm_head_VD.dtype == embedding_VD.dtype
+    )
+
+
+def pack_tables(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None) -> Any:
+    """An actor's two tables, packed; tied ones cross once."""
+    if embedding_VD is not None and tied(lm_head_VD, embedding_VD):
+        embedding_VD = lm_head_VD
+    return pack((lm_head_VD, embedding_VD))
 
 
 @dataclass(frozen=True)

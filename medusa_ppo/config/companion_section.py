@@ -69,10 +69,10 @@ class CompanionConfig(Section):
     """Policy versions for which a batch is trained on again beside newer ones, by half as much with
     each; 0: never. Set it when batches are small and the policy changes slowly.
     """
-    gate_confidence: float = Field(0.9, gt=0.5, lt=1)
-    """How sure (one-sided) a candidate must be better on the holdout than the serving heads before
-    it is published. Set it higher when `versions_worse` is too large a part of
-    `versions_followed`, lower when nothing is published.
+    gate_confidence: float = Field(0.95, gt=0.5, lt=1)
+    """How sure it is, over all looks at the serving heads, that no candidate is published which is
+    no better than they are on held-out responses. Set it higher when `versions_worse` is too large
+    a part of `versions_followed`, lower when nothing is published.
     """
     cores: tuple[int, ...] | None = None
     """CPU cores that each worker is pinned to, a thread on each; null: any, with threads for a

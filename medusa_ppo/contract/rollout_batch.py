@@ -48,6 +48,7 @@ class RolloutBatch:
         passes: how often to train on it; None: as the companion is configured.
         lm_head_VD, embedding_VD: the tables of the actor that wrote it, where these are no longer
             the newest.
+        table_ids_R: int64, ascending, the tokens whose rows these two hold; None: all of them.
         rising_s: train on it for as long as acceptance on its held-out part rises, at most so many
             seconds, whatever `passes` says; None: it is an ordinary batch.
     """
@@ -68,6 +69,7 @@ class RolloutBatch:
     passes: float | None = None
     lm_head_VD: torch.Tensor | None = None
     embedding_VD: torch.Tensor | None = None
+    table_ids_R: torch.Tensor | None = None
     rising_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +122,7 @@ class RolloutBatch:
             self.before_ids_X,
             self.lm_head_VD,
             self.embedding_VD,
+            self.table_ids_R,
         )
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 

@@ -27,7 +27,7 @@ from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.pool import EnginePool, Seat
 from medusa_ppo.runtime.files import OwnedFolder
-from medusa_ppo.runtime.rendezvous import LOOPBACK
+from medusa_ppo.runtime.rendezvous import LOOPBACK, choose_backend, device_id
 from medusa_ppo.vllm_plugin import transfer
 from medusa_ppo.vllm_plugin.transfer import ActorStream, Group
 
@@ -160,8 +160,8 @@ class BroadcastPool(EnginePool):
         self._part()
         # NCCL needs a GPU of its own for each process; where two share one, or one has none, gloo
         # carries it.
-        own = transfer.device_id(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        backend = transfer.choose_backend([own, *(device for ranks in devices for device in ranks)])
+        own = device_id(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        backend = choose_backend([own, *(device for ranks in devices for device in ranks)])
         host = (
             ray.util.get_node_ip_address()
             if any(engine.elsewhere for engine in members if engine)

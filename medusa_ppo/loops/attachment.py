@@ -254,9 +254,10 @@ class Attachment:
         first = sum(part.known for part in every[: self.ranks.rank])
         self._rollouts = rollouts = replace(as_rollouts(Generated.join(every), sampling), **facts)
         wanted = self.ranks.share(self._led(lambda: self._sample_of(rollouts)))
+        own = range(first, first + every[self.ranks.rank].known)
         if self._share is not None and wanted:
-            self._share.expect(rollouts, wanted[0])
-        self._tap.expect(rollouts, range(first, first + every[self.ranks.rank].known))
+            self._share.expect(rollouts, wanted[0], own)
+        self._tap.expect(rollouts, own)
 
     def _sample_of(self, rollouts: Rollouts) -> list[EarlySample | None]:
         """Tells the plugin; which sample of the states it wants (None: all of them). Empty: it

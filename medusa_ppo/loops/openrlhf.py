@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from medusa_ppo.config.run_config import RunConfig, load_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -113,19 +114,27 @@ def policy_actor() -> Any:
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
             # Made at the first pass: the model is loaded by a call of its own, after the
             # constructor.
+            tap = self._own_tap()
+            rows, spans = rows_of(sequences, action_mask, attention_mask)
+            with tap.watch(rows):
+                log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
+            tap.add_logprobs([log_probs[row, first:last] for row, first, last in spans])
+            return log_probs
+
+        def _own_tap(self) -> PassTap:
             if self._medusa_tap is None:
                 rollout = self.strategy.args.rollout
                 sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p)
+                ours = self.strategy.args.medusa
                 self._medusa_tap = PassTap(
-                    self.actor.model, sampling, self.strategy.args.medusa.companion.queue_bytes
+                    self.actor.model, sampling, ours.companion.queue_bytes, ours.heads.num_heads
                 )
-            rows, spans = rows_of(sequences, action_mask, attention_mask)
-            with self._medusa_tap.watch(rows):
-                log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
-            self._medusa_tap.add_logprobs(
-                [log_probs[row, first:last] for row, first, last in spans]
-            )
-            return log_probs
+            return self._medusa_tap
+
+        def medusa_expect(self, tokens: int) -> None:
+            """The passes to come are over so many response tokens, of all ranks together."""
+            if self.strategy.get_rank() == 0:
+                self._own_tap().expect(-(-tokens // torch.distributed.get_world_size()))
 
         def medusa_take(self, policy_version: int) -> RolloutBatch | None:
             return self._medusa_tap.take(policy_version) if self._medusa_tap is not None else None
@@ -153,6 +162,9 @@ def trainer_actor() -> Any:
             make = self.experience_maker.make_experience_batch
 
             def make_and_take(rollout_samples: Any) -> Any:
+                # Before the passes: they come in pieces, and each gives its share of the sample.
+                tokens = sum(int(sample.action_mask.sum()) for sample in rollout_samples)
+                ray.get(self.actor_model_group.async_run_method("medusa_expect", tokens))
                 experiences = make(rollout_samples)
                 taken = ray.get(
                     self.actor_model_group.async_run_method("medusa_take", self._medusa_version)

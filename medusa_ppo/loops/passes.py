@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from heads.errors import ConfigError, DataError
 from medusa_ppo.actors.actor_tables import adapters_in_use, plain_model
 from medusa_ppo.actors.hf import Actor, as_view
 from medusa_ppo.companion.collector import BatchCollector
-from medusa_ppo.companion.positions import EarlySample
+from medusa_ppo.companion.positions import ROW_BYTES, EarlySample, block_rows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
@@ -226,11 +227,11 @@ class RowShare:
     def __init__(self) -> None:
         self._collector: BatchCollector | None = None
 
-    def expect(self, rollouts: Rollouts, sample: EarlySample | None) -> None:
-        """The rows of all processes, of which this one sees a part; and the sample that the
-        companion wants of them.
+    def expect(self, rollouts: Rollouts, sample: EarlySample | None, own: range) -> None:
+        """The rows of all processes, of which this one scores its own and keeps no room for others;
+        and the sample that the companion wants of all of them.
         """
-        self._collector = BatchCollector(rollouts, sample)
+        self._collector = BatchCollector(rollouts, sample, own)
 
     @contextlib.contextmanager
     def actor_forward(
@@ -266,18 +267,33 @@ class RowTap(ABC):
 
     reports = True
 
-    def __init__(self, sampling: Sampling, max_bytes: int) -> None:
+    def __init__(self, sampling: Sampling, max_bytes: int, ahead: int) -> None:
         """
         Args:
             sampling: how the rollouts are sampled.
-            max_bytes: of hidden states; what comes beyond is passed over.
+            max_bytes: of batches on their way and in training; of a batch that is larger than half
+                of it a sample is taken.
+            ahead: rows further on from which heads learn: their number.
         """
         self._sampling = sampling
         self._max_bytes = max_bytes
+        self._ahead = ahead
         self._prompts: dict[tuple[int, ...], int] = {}
         self._parts: list[RolloutBatch] = []
         self._finder: RowFinder | None = None
+        self._rollouts: Rollouts | None = None
         self._collector: BatchCollector | None = None
+        self._expected: int | None = None
+        self._batches = 0
+        # Of the batch: passes so far, and rows of its sample that the next ones may still take.
+        self._passes = 0
+        self._owed = 0.0
+
+    def expect(self, tokens: int) -> None:
+        """The next passes, up to `take`, are over so many response tokens: each gives its share of
+        the sample. Without it a pass is taken for the whole batch.
+        """
+        self._expected = tokens
 
     @abstractmethod
     def _hooked(self) -> contextlib.AbstractContextManager[None]:
@@ -302,10 +318,11 @@ class RowTap(ABC):
         )
         rollouts = Rollouts(tuple(self._prompts), responses, Counters(), 0.0, self._sampling)
         self._finder = RowFinder(rollouts)
-        self._collector = BatchCollector(rollouts)
+        self._rollouts = rollouts
+        self._collector = None
         with self._hooked():
             yield
-        if rows and not self._collector.complete and not self._collector.seen:
+        if rows and self._collector is None and any(answer for _, answer in rows):
             raise ConfigError(
                 "The rows of the log-prob pass did not go through the model as they are.",
                 given="no row was recognised",
@@ -323,26 +340,27 @@ class RowTap(ABC):
         collector = self._collector
         self._collector = None
         self._finder = None
-        if collector is None or not collector.seen:
-            return
-        batch = collector.batch()
-        # Log-probs come for all rows: with the states of only some they could not be put side by
-        # side.
-        if collector.complete:
-            batch = replace(
-                batch,
-                logprobs_M=torch.cat([values.detach().float().cpu() for values in logprobs_by_row]),
-            )
-            if sum(part.nbytes for part in self._parts) + batch.nbytes <= self._max_bytes:
-                self._parts.append(batch)
+        if collector is not None and collector.seen and collector.kept:
+            self._parts.append(collector.batch(logprobs_by_row))
 
     def take(self, policy_version: int) -> RolloutBatch | None:
         """All that was collected since the last call, as one batch; None when there is nothing."""
         parts = self._parts
         self._parts = []
         self._prompts = {}
+        self._batches += 1
+        self._passes = 0
+        self._owed = 0.0
+        self._expected = None
         if not parts:
             return None
+        if any(part.weights_M is not None for part in parts):
+            parts = [
+                part
+                if part.weights_M is not None
+                else replace(part, weights_M=torch.ones(part.response_ids_M.shape[0]))
+                for part in parts
+            ]
         return replace(RolloutBatch.join(parts), policy_version=policy_version)
 
     def _prompt(self, prompt: Sequence[int]) -> int:
@@ -356,12 +374,42 @@ class RowTap(ABC):
 
     def _see(self, ids_T: torch.Tensor, hidden_TD: torch.Tensor) -> None:
         """One row, prompt and response, without padding."""
-        if self._finder is None or self._collector is None:
+        if self._finder is None or self._rollouts is None:
             return
         ids_BT = ids_T[None]
         mask_BT, found = self._finder.find(ids_BT, torch.ones_like(ids_BT))
-        if found[0] is not None:
-            self._collector.add(hidden_TD[None], mask_BT, found)
+        if found[0] is None:
+            return
+        if self._collector is None:
+            row_bytes = hidden_TD.shape[-1] * hidden_TD.element_size() + ROW_BYTES
+            self._collector = self._collector_of(self._rollouts, self._max_bytes // 2 // row_bytes)
+        self._collector.add(hidden_TD[None], mask_BT, found)
+
+    def _collector_of(self, rollouts: Rollouts, rows: int) -> BatchCollector:
+        """Of this pass, where so many rows of the whole batch may be kept.
+
+        What is judged on is chosen when all passes have come: answers to one prompt may be in
+        several of them.
+        """
+        tokens = sum(len(response.token_ids) for response in rollouts.responses)
+        first = not self._passes
+        seed = 1_000_003 * self._batches + self._passes
+        self._passes += 1
+        if self._expected is None:  # What is left is this pass's.
+            rows = max(0, rows - sum(part.hidden_MD.shape[0] for part in self._parts))
+        everything = max(self._expected or 0, tokens)
+        if rows >= everything:
+            return BatchCollector(rollouts)
+        block = block_rows(rows, self._ahead)
+        # A pass may be due less than a block: it waits for the next ones. How long the first ones
+        # wait is drawn, or they would never give any.
+        if first and self._expected is not None:
+            self._owed = random.Random(seed).uniform(0, block)
+        self._owed += rows * tokens / everything
+        due = int(self._owed) if self._owed >= block else 0
+        collector = BatchCollector(rollouts, EarlySample(due, 0.0, seed, self._ahead, block))
+        self._owed -= collector.kept
+        return collector
 
 
 class PassTap(RowTap):
@@ -371,13 +419,13 @@ class PassTap(RowTap):
     are understood.
     """
 
-    def __init__(self, model: nn.Module, sampling: Sampling, max_bytes: int) -> None:
+    def __init__(self, model: nn.Module, sampling: Sampling, max_bytes: int, ahead: int) -> None:
         """
         Args:
             model: the actor, a transformers causal LM under any wrappers.
-            sampling, max_bytes: as of RowTap.
+            sampling, max_bytes, ahead: as of RowTap.
         """
-        super().__init__(sampling, max_bytes)
+        super().__init__(sampling, max_bytes, ahead)
         # Below lm_head: its output is the state that heads read, and logits need not be there.
         self._base: Any = plain_model(model).base_model
 

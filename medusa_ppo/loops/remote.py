@@ -18,7 +18,15 @@ from torch import nn
 
 from heads.checkpoint import save_heads, save_state
 from heads.errors import ConfigError
-from medusa_ppo.actors.hf import HFActor, embedding_weight, lm_head_weight, load_actor, table_names
+from medusa_ppo.actors.hf import (
+    HFActor,
+    embedding_weight,
+    lm_head_weight,
+    load_actor,
+    table_files,
+    table_names,
+)
+from medusa_ppo.companion.wire import tied
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
@@ -164,23 +172,28 @@ class WorkerTables:
         changed = self._actor.refresh()
         if not (changed and self._actor.reports):
             return None
-        lm_head_VD = self._actor.lm_head_VD.detach().to("cpu", copy=True)
-        embedding_VD = self._actor.embedding_VD.detach().to("cpu", copy=True)
-        return lm_head_VD, embedding_VD
+        live_VD = self._actor.lm_head_VD.detach()
+        lm_head_VD = live_VD.to("cpu", copy=True)
+        embedding_VD = self._actor.embedding_VD.detach()
+        # A tied one crosses to the driver once.
+        return lm_head_VD, (
+            lm_head_VD if tied(live_VD, embedding_VD) else embedding_VD.to("cpu", copy=True)
+        )
 
 
 def read_tables(model_path: str) -> Tables:
-    """lm_head and embedding of an actor: from its files alone where they are a folder of
-    safetensors with the model's own names, else the actor is loaded. Raises as `load_actor`.
+    """lm_head and embedding of an actor, by the model's own names: from the files that hold them,
+    of a folder or of a hub name. Only where these are no safetensors the actor is loaded. Raises as
+    `load_actor`.
     """
-    folder = Path(model_path)
-    found: dict[str, torch.Tensor] = {}
     # Two tensors of a checkpoint, where loading the actor would take its whole size in memory.
-    names = table_names(model_path) if folder.is_dir() else None
-    for path in sorted(folder.glob("*.safetensors")) if names else []:
+    names = table_names(model_path)
+    found: dict[str, torch.Tensor] = {}
+    for path in table_files(model_path, names):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in set(names or ()) & set(file.keys())}
-    if names and found.keys() >= set(names):
+            here = set(names) & set(file.keys())
+            found |= {name: file.get_tensor(name) for name in here}
+    if found.keys() >= set(names):
         return found[names[0]], found[names[1]]
     actor = load_actor(model_path)
     return lm_head_weight(actor).detach(), embedding_weight(actor).detach()

@@ -25,7 +25,7 @@ import dataclasses
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from heads.checkpoint import load_heads, save_heads
 from heads.errors import DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.actors.hf import Actor, Tap, as_view
+from medusa_ppo.actors.hf import Actor, as_view
 from medusa_ppo.companion.budget import Budget, Decision, StepSeen
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
@@ -353,9 +353,9 @@ class MedusaPlugin:
     # ---- the hooks
 
     @property
-    def tap(self) -> Tap:
+    def tap(self) -> StatesTap:
         """What a loop puts around the actor's passes: `actor_forward`."""
-        return self.actor_forward
+        return StatesTap(self)
 
     def before_generation(self) -> None:
         """Install newer heads, if the companion has any, and give an engine that lost its heads
@@ -443,6 +443,26 @@ class MedusaPlugin:
             yield
         with self._exposed():
             collector.add(tap.hidden_BTD, response_mask_BT, sequences)
+            if collector.complete and self._hands_over:
+                self._flush()
+
+    @property
+    def wanted(self) -> tuple[torch.Tensor, ...] | None:
+        """Of each response of the last rollouts, the tokens whose states are wanted, bool; None:
+        none are.
+        """
+        return None if self._collector is None else self._collector.wanted
+
+    def states_picked(self, states: Mapping[int, torch.Tensor]) -> None:
+        """In the place of `actor_forward`, where other processes make the passes: the wanted states
+        of some responses, by their index.
+        """
+        collector = self._collector
+        if collector is None:
+            return
+        with self._exposed():
+            for sequence, states_ND in states.items():
+                collector.put(sequence, states_ND)
             if collector.complete and self._hands_over:
                 self._flush()
 
@@ -628,6 +648,30 @@ class MedusaPlugin:
             yield
         finally:
             self._step.exposed_s += self._clock() - began
+
+
+class StatesTap:
+    """A plugin's tap as a loop holds it for a whole run: `actor_forward`, and what a loop needs
+    whose passes are made in other processes.
+    """
+
+    def __init__(self, plugin: MedusaPlugin) -> None:
+        self._plugin = plugin
+
+    def __call__(
+        self, model: Actor, response_mask_BT: torch.Tensor, sequences: Sequence[int | None]
+    ) -> contextlib.AbstractContextManager[None]:
+        """As `MedusaPlugin.actor_forward`."""
+        return self._plugin.actor_forward(model, response_mask_BT, sequences)
+
+    @property
+    def wanted(self) -> tuple[torch.Tensor, ...] | None:
+        """As of MedusaPlugin."""
+        return self._plugin.wanted
+
+    def put(self, states: Mapping[int, torch.Tensor]) -> None:
+        """As `MedusaPlugin.states_picked`."""
+        self._plugin.states_picked(states)
 
 
 def _why_none(status: CompanionStatus, published: bool) -> str:

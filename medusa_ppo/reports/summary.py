@@ -137,6 +137,10 @@ SUMMARY_KEYS: dict[str, str] = {
         "Why so many: pairs of a state of the training and its steps, the most frequent first."
     ),
     "companion.versions_published": "Versions of the heads it published.",
+    "companion.versions_followed": (
+        "Of these, compared with the one before on the batches that came after the swap."
+    ),
+    "companion.versions_worse": "Of these, surely worse than the one before there.",
     "companion.batches_dropped": (
         "Rollout batches it dropped: no room was left, or newer policies had come."
     ),
@@ -499,6 +503,8 @@ def _companion(run: Run) -> dict[str, Any]:
         "passes": mean(run.column(m.COMPANION_PASSES)),
         "reasons": [[reason, steps] for reason, steps in reasons.most_common()] or None,
         "versions_published": _whole(_last(run.column(m.VERSIONS_PUBLISHED))),
+        "versions_followed": _whole(_last(run.column(m.VERSIONS_FOLLOWED))),
+        "versions_worse": _whole(_last(run.column(m.VERSIONS_WORSE))),
         "batches_dropped": _whole(_last(run.column(m.COMPANION_DROPPED))),
         "train_s": _sum(run.column(m.COMPANION_TRAIN_S)),
         "hidden_s": _sum(run.column(m.COMPANION_HIDDEN_S)),

@@ -96,6 +96,10 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "Companion: tokens trained, versions published",
             f"{w.whole(companion['trained_tokens'])}, {w.whole(companion['versions_published'])}",
         ),
+        (
+            "Versions compared with the one before on later batches; of these worse",
+            f"{w.whole(companion['versions_followed'])}; {w.whole(companion['versions_worse'])}",
+        ),
         ("Companion: passes over a batch, and in how many steps why", _passes(companion)),
         (
             "Companion: seconds hidden behind PPO / the loop waited",

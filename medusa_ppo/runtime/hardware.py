@@ -21,7 +21,7 @@ from medusa_ppo.config.run_config import RunConfig
 
 BF16_FROM = 8.0  # NVIDIA's compute capability.
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-QUERY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader,nounits")
+QUERY = ("nvidia-smi", "--query-gpu=compute_cap,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 SHARED_MEMORY, OWN_MEMORY = 0.35, 0.9
 """Shares of a GPU for an engine: beside PPO's update, which needs more than half, and on a GPU
@@ -49,12 +49,14 @@ class Hardware:
         bfloat16: they compute in it.
         cores: that this process may use.
         found: how it was found, in words.
+        gpu_bytes: memory of the smallest of them; 0: none, or not known.
     """
 
     gpus: int
     bfloat16: bool
     cores: int
     found: str
+    gpu_bytes: int = 0
 
 
 class Choice(NamedTuple):
@@ -81,15 +83,16 @@ def find_hardware() -> Hardware:
     return Hardware(
         len(able),
         # One dtype for all: the oldest of them has to compute in it.
-        bool(able) and min(able) >= BF16_FROM,
+        bool(able) and min(capability for capability, _ in able) >= BF16_FROM,
         cores,
         f"{cores} cores, {len(able)} GPUs ({why})",
+        min((memory for _, memory in able), default=0),
     )
 
 
-def _capabilities() -> tuple[list[float], str]:
-    """Compute capability of each GPU that the installed torch could use, and where it is known
-    from.
+def _capabilities() -> tuple[list[tuple[float, int]], str]:
+    """Compute capability and bytes of memory of each GPU that the installed torch could use, and
+    where it is known from.
     """
     try:
         # `import torch` would take seconds, and `medusa-ppo plan` needs nothing else of it.
@@ -99,7 +102,8 @@ def _capabilities() -> tuple[list[float], str]:
         answer = subprocess.run(
             QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True
         ).stdout
-        return [float(line) for line in answer.split()], QUERY[0]
+        rows = [line.split(",") for line in answer.splitlines() if line.strip()]
+        return [(float(row[0]), int(float(row[1]) * 1024**2)) for row in rows], QUERY[0]
     except (
         importlib.metadata.PackageNotFoundError,
         OSError,
@@ -121,7 +125,8 @@ def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
         engine.replicas * int(engine.extra.get("tensor_parallel_size", 1)) * config.actor.ranks > 1
     )
     count = int(gpus) * (8 if several or (config.companion.num_gpus or 0) >= 1 else 1)
-    return Hardware(count, gpus, here.cores, f"{here.cores} cores, {count} GPUs, as asked for")
+    found = f"{here.cores} cores, {count} GPUs, as asked for"
+    return Hardware(count, gpus, here.cores, found, here.gpu_bytes if gpus else 0)
 
 
 def settled(config: RunConfig, hardware: Hardware | None = None) -> RunConfig:

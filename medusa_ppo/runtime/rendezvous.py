@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, Self
@@ -21,6 +22,18 @@ LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 300.0
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 Backend = Literal["gloo", "nccl"]
+
+
+def choose_backend(devices: Sequence[str]) -> Backend:
+    """NCCL where every rank has a GPU of its own: it refuses ranks that share one."""
+    return "nccl" if "cpu" not in devices and len(set(devices)) == len(devices) else "gloo"
+
+
+def device_id(device: torch.device) -> str:
+    """A GPU's own id, the same in all processes; `cpu` elsewhere."""
+    return (
+        str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+    )
 
 
 class PeerLostError(Exception):
@@ -74,6 +87,7 @@ class Meeting:
             else torch.device("cpu")
         )
         self._group: Any = None  # torch's stubs lack its collectives.
+        self._between_gpus: Any = None
         try:
             self.store = store or dist.TCPStore(
                 place.host, place.port, timeout=place.timeout, wait_for_workers=False
@@ -157,26 +171,45 @@ class Meeting:
         self.add_up(everything)
         return everything
 
-    @property
-    def process_group(self) -> Any:
-        """The group as torch's own wrappers take it (DDP)."""
+    def process_group(self, device: torch.device) -> Any:
+        """The group as torch's own wrappers take it (DDP), for tensors on this device. All
+        processes call it, each with its own device.
+
+        Between GPUs of which each process has one NCCL carries it; processes that share a GPU use
+        gloo, which takes its tensors through the host. What crosses on the host stays with gloo
+        either way.
+        """
         # DDP asks a group for its backend by device. A bare gloo or NCCL group, made without
         # torch's global one, has no such table.
         group = dist.ProcessGroup(self.store, self.place.rank, self.place.size)
-        kind = getattr(dist.ProcessGroup.BackendType, self.place.backend.upper())
-        group._register_backend(self.device, kind, self._group)
-        group._set_default_backend(kind)
+        carriers = {self.device: (self.place.backend, self._group)}
+        if device.type != self.device.type:
+            carriers[device] = self._carrier(device)
+        for place, (backend, carrier) in carriers.items():
+            kind = getattr(dist.ProcessGroup.BackendType, backend.upper())
+            group._register_backend(place, kind, carrier)
+            group._set_default_backend(kind)
         return group
+
+    def _carrier(self, device: torch.device) -> tuple[Backend, Any]:
+        """What sums tensors of a device that this meeting's own group does not stand on."""
+        self.store.set(f"device of {self.place.rank}", device_id(device))
+        devices = [self.store.get(f"device of {rank}").decode() for rank in range(self.place.size)]
+        if choose_backend(devices) == "gloo":
+            return "gloo", self._group
+        self._between_gpus = _nccl(dist.PrefixStore("between GPUs", self.store), self.place)
+        return "nccl", self._between_gpus
 
     def leave(self) -> None:
         """Close the connections: whoever waits for this process gets an error at once. Harmless
         when called again.
         """
-        group = self._group
+        groups = (self._group, self._between_gpus)
         # gloo closes its connections when the group is gone, not when it is aborted.
-        self._group = None
-        if group is not None:
-            group.abort()
+        self._group = self._between_gpus = None
+        for group in groups:
+            if group is not None:
+                group.abort()
 
     def _wait(self, begin: Any) -> None:
         try:

@@ -32,7 +32,7 @@ from heads.tensorfile import (
     require_finite,
     tensor_digest,
 )
-from medusa_ppo.runtime.rendezvous import Backend, Meeting, Place
+from medusa_ppo.runtime.rendezvous import Meeting, Place
 
 TIMEOUT_S = 120.0
 ALIGN = 16
@@ -75,18 +75,6 @@ def read_entries(header: Mapping[str, Sequence[Any]]) -> Entries:
 
 
 # ---- the group
-
-
-def device_id(device: torch.device) -> str:
-    """A GPU's own id, the same in all processes; `cpu` elsewhere."""
-    return (
-        str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
-    )
-
-
-def choose_backend(devices: Sequence[str]) -> Backend:
-    """NCCL where every rank has a GPU of its own: it refuses ranks that share one."""
-    return "nccl" if "cpu" not in devices and len(set(devices)) == len(devices) else "gloo"
 
 
 class Group(Meeting):

@@ -23,13 +23,14 @@ from heads.errors import SwapError
 from heads.tensorfile import CODES, Header, read_header, tensorwise_checksum
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.runtime.files import forget_registration
+from medusa_ppo.runtime.rendezvous import device_id
 from medusa_ppo.vllm_plugin.confirm import read_state
 from medusa_ppo.vllm_plugin.cost_key import cost_key
 from medusa_ppo.vllm_plugin.drafter import drafter_of
 from medusa_ppo.vllm_plugin.patches import pack_tied_lm_head
 from medusa_ppo.vllm_plugin.registration import activate, require_active
 from medusa_ppo.vllm_plugin.target_tables import lm_head_weight
-from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
+from medusa_ppo.vllm_plugin.transfer import read_entries
 from medusa_ppo.vllm_plugin.vllm_versions import vllm_version
 from medusa_ppo.vllm_plugin.worker_calls import Drafting, reports_errors
 

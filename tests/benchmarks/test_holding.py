@@ -50,13 +50,14 @@ def test_ratios_are_of_extra_tokens(bench: ModuleType) -> None:
     assert len(rows) == 3 + 3 + 12 and rows[-1].startswith("| 11-11 | 12.000 |")
 
 
-def test_a_version_that_replaced_a_better_one_is_named(bench: ModuleType) -> None:
-    candidates = [2.5] * 12
-    candidates[4] = 2.3
-    candidates[7] = 2.3
-    assert bench.worse(steps([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3], candidates)) == [4], (
-        "nothing was published in step 7"
-    )
+def test_versions_are_counted_on_batches_that_came_later(bench: ModuleType) -> None:
+    """By the companion's own count: on the holdout that passed a version it can hardly fail."""
+    lines = steps([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3], [2.5] * 12)
+    for line in lines[6:]:
+        line |= {"versions_followed": 2, "versions_worse": 1}
+    figures = bench.summary(lines)
+    assert (figures["versions"], figures["followed"], figures["worse"]) == (3, 2, 1)
+    assert bench.table({0: lines})[2].endswith("| 3 | 2 | 1 |")
 
 
 def test_a_memory_is_compared_epoch_by_epoch(bench: ModuleType) -> None:

@@ -206,7 +206,7 @@ def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding:
         data, use_remove_padding=remove_padding, use_fused_kernels=False, calculate_entropy=False
     )
 
-    tap = PassTap(model, Sampling(), 2**20)
+    tap = PassTap(model, Sampling(), 2**20, 2)
     found, kept = ours.rows_of(data)
     with tap.watch(found):
         inputs, arguments = engine.prepare_model_inputs(micro_batch=data)

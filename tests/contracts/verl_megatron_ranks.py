@@ -117,7 +117,10 @@ def worker_of(engine: MegatronEngineWithLMHead) -> MedusaActorRolloutRefWorker:
     worker.enable_routing_replay = False
     rollout = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1)
     worker.config = SimpleNamespace(
-        actor=SimpleNamespace(strategy="megatron"), rollout=rollout, medusa_bytes=2**20
+        actor=SimpleNamespace(strategy="megatron"),
+        rollout=rollout,
+        medusa_bytes=2**20,
+        medusa_ahead=2,
     )
     return worker
 

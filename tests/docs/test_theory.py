@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
-from heads.acceptance import replay_probabilities
+from heads.acceptance import extra_tokens, replay_probabilities
 from heads.factored import FactoredLogits
 from heads.losses import LossConfig, Teacher, head_loss, reference_head_loss
 
@@ -99,3 +102,81 @@ def test_one_hot_and_sampled_drafts_of_section_four() -> None:
 
     assert both([0.6, 0.4], [0.7, 0.3]) == pytest.approx((0.9, 0.6))
     assert both([0.9, 0.1], [0.6, 0.4]) == pytest.approx((0.7, 0.9))
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "theory.md"
+STATEMENT = re.compile(r"^\*\*((?:Theorem|Lemma|Corollary|Proposition) \d+\w?)", re.MULTILINE)
+CODE = re.compile(r"`((?:heads|medusa_ppo|tests)/[\w/]+\.py)(?:: (\w+))?`")
+
+
+def statements() -> list[tuple[str, str]]:
+    """Each statement's name, and its text up to the next one."""
+    text = PAGE.read_text()
+    found = list(STATEMENT.finditer(text))
+    ends = [match.start() for match in found[1:]] + [len(text)]
+    return [(m.group(1), text[m.start() : end]) for m, end in zip(found, ends, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "text"), statements(), ids=[name for name, _ in statements()])
+def test_each_statement_names_its_function_and_a_test_names_it(name: str, text: str) -> None:
+    """A proof is of a program only where the program can be found: it says which function it is
+    about, that function is there, and the test that it names says which statement it looks at.
+    """
+    said = text.partition("*Of the program:*")[2].partition("\n\n")[0]
+    named = CODE.findall(" ".join(said.split()))
+    code = [(file, function) for file, function in named if not file.startswith("tests/")]
+    tests = [file for file, _ in named if file.startswith("tests/")]
+    assert code and tests, f"{name} names no function or no test"
+    root = PAGE.parents[1]
+    for file, function in code:
+        source = (root / file).read_text()
+        assert not function or re.search(rf"^(?:def|class) {function}\b", source, re.MULTILINE), (
+            f"{name}: {file} has no {function}"
+        )
+    assert any(
+        name.lower() in " ".join((root / file).read_text().lower().split()) for file in tests
+    ), f"no test of {tests} names {name.lower()}"
+
+
+def test_the_ratio_is_biased_by_the_formula_of_theorem_6() -> None:
+    """Theorem 6, a ratio of sums over few prompts: (R Var(D) - Cov(A, D)) / (S E[D]^2) too high."""
+    generator = torch.Generator().manual_seed(0)
+    drafts = torch.randint(1, 12, (200_000, 6), generator=generator).double()
+    accepted = 0.5 * drafts.square() / 6  # More where responses are longer.
+    ratio = float((accepted.sum(1) / drafts.sum(1)).mean())
+    one_d, one_a = drafts.flatten(), accepted.flatten()
+    true = float(one_a.mean() / one_d.mean())
+    covariance = float(((one_a - one_a.mean()) * (one_d - one_d.mean())).mean())
+    formula = (true * float(one_d.var()) - covariance) / (6 * float(one_d.mean()) ** 2)
+    assert ratio - true == pytest.approx(formula, rel=0.2) and formula < -0.01
+    value, pull = extra_tokens(accepted[0], drafts[0])
+    assert value == pytest.approx(float(accepted[0].sum() / drafts[0].sum()))
+    assert float(pull.sum()) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("one_token", "exact"), [("ce", "kl"), ("tv", "exact_tv")])
+def test_proposition_9_the_mean_over_tokens_is_the_exact_form(one_token: str, exact: str) -> None:
+    """Proposition 9, of the gradient; of total variation and Pinsker's bound also the value."""
+    generator = torch.Generator().manual_seed(2)
+    logits_V, teacher_V = torch.randn(2, 7, generator=generator)
+    q, p = logits_V.softmax(0), teacher_V.softmax(0)
+
+    def gradient(name: str, target: int) -> torch.Tensor:
+        features = logits_V.view(1, 1, 7).clone().requires_grad_()
+        loss_K = head_loss(
+            FactoredLogits(features, torch.eye(7)),
+            torch.tensor([[target]]),
+            torch.tensor([[True]]),
+            LossConfig(**{**{"ce": 0.0}, name: 1.0}),
+            logprobs_NK=p[target].log().view(1, 1),
+            teacher=Teacher(teacher_V.view(1, 7), torch.tensor([[0]]), torch.eye(7)),
+        )
+        loss_K.sum().backward()
+        assert features.grad is not None
+        return features.grad.flatten()
+
+    mean = torch.stack([p[y] * gradient(one_token, y) for y in range(7)]).sum(0)
+    torch.testing.assert_close(mean, gradient(exact, 0), rtol=1e-5, atol=1e-6)
+    accepted = float(torch.minimum(p, q).sum())
+    divergence = float((p * (p / q).log()).sum())
+    assert accepted >= 1 - (divergence / 2) ** 0.5

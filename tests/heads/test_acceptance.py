@@ -1,4 +1,6 @@
-"""Replay: by hand, against plain loops, and against a simulated engine that counts as vLLM does."""
+"""Replay: by hand, against plain loops and the enumeration of all outcomes (docs/theory.md, theorem
+5), and against a simulated engine that counts as vLLM does (theorem 4).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.acceptance import (
     ReplayResult,
@@ -96,6 +99,72 @@ def test_one_hot_equals_a_plain_loop() -> None:
             int(result.drafts_S[index]) == drafts and result.accepted_SK[index].tolist() == accepted
         )
         start += length
+
+
+def row_by_row(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
+    """The slow reference: one response after the other, one draft after the other."""
+    heads = accept_MK.shape[1]
+    counts: list[list[float]] = []
+    rows: list[tuple[float, float]] = []
+    for accept_TK in accept_MK.double().split(lengths_S.tolist()):
+        length = len(accept_TK)
+        visits = [1.0] + [0.0] * (length + heads)
+        drafts, unseen, accepted = 0.0, 0.0, [0.0] * heads
+        for t, accept_K in enumerate(accept_TK.tolist()):
+            left = length - 1 - t
+            reached = visits[t] if left else 0.0
+            drafts += reached
+            rows.append((reached, 0.0))
+            for k in range(1, heads + 1):
+                unseen += reached * (left == k - 1) * (heads - left)
+                longer = reached * accept_K[k - 1] * (k <= left)
+                accepted[k - 1] += longer
+                rows[-1] = (rows[-1][0], rows[-1][1] + longer)
+                visits[t + k] += reached - longer
+                reached = longer
+            visits[t + heads + 1] += reached
+        counts.append([drafts, unseen, *accepted])
+    columns = torch.tensor(counts, dtype=torch.float64)
+    return ReplayResult(
+        columns[:, 0], columns[:, 2:], columns[:, 1], torch.tensor(rows, dtype=torch.float64)
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_all_responses_at_once_are_each_by_itself(heads: int) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    lengths_S = torch.cat([torch.arange(1, 8), torch.randint(1, 40, (30,), generator=generator)])
+    accept_MK = torch.rand(int(lengths_S.sum()), heads, generator=generator)
+    accept_MK[::7] = 1.0
+    slow = row_by_row(accept_MK, lengths_S)
+    fast = replay_probabilities(accept_MK, lengths_S)
+    for name in ("drafts_S", "accepted_SK", "unseen_S", "rows_M2"):
+        torch.testing.assert_close(
+            getattr(fast, name), getattr(slow, name), rtol=0, atol=1e-12, msg=name
+        )
+
+
+def test_the_time_is_that_of_the_longest_response_and_an_operation_a_row() -> None:
+    """Eight operations for each draft of each row made a batch of long responses wait for
+    minutes.
+    """
+    lengths_S = torch.full((8,), 256)
+    accept_MK = torch.full((8 * 256, 4), 0.5)
+    with CountOperations() as count:
+        replay_probabilities(accept_MK, lengths_S)
+    assert count.arithmetic < 2 * 256, "operations that compute, views left out"
+
+
+class CountOperations(TorchDispatchMode):
+    """How many operations write something new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arithmetic = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.arithmetic += not func.is_view
+        return func(*args, **(kwargs or {}))
 
 
 def test_expectation_equals_enumeration_over_all_outcomes() -> None:

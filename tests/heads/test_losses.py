@@ -225,6 +225,26 @@ def test_a_part_of_the_vocabulary(kind: str, name: str) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
+def test_probabilities_of_some_tokens_never_sum_to_more_than_one() -> None:
+    """The engine's log-prob and the scorer's logits are of two passes: where they differ the sum
+    that follows from both may be too small.
+    """
+    case = Case("hydra", "shared")
+    ids_W = torch.arange(V - 1)
+    logp_NV = (F.linear(case.hidden_ND, case.lm_head_VD) / 0.7).log_softmax(-1)
+    ids_N = torch.arange(N) % V
+    right_N = logp_NV[torch.arange(N), ids_N]
+    for off, exceeds in ((0.0, False), (1.0, True)):
+        lse_N = known_lse(case.hidden_ND, ids_N, right_N + off, case.lm_head_VD, 0.7)
+        teacher = Teacher(
+            case.hidden_ND, case.teacher.rows_NK, case.lm_head_VD[ids_W], 0.7, lse_M=lse_N
+        )
+        total_N = teacher.logprobs(torch.arange(N)).exp().sum(1)
+        assert bool((total_N <= 1 + 1e-5).all())
+        plain_N = (logp_NV[:, ids_W].exp().sum(1) * math.exp(off)) > 1 + 1e-4
+        assert bool(plain_N.any()) == exceeds, "without the bound they would"
+
+
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_the_temperature_of_the_rollouts(temperature: float) -> None:
     case = Case("medusa", "own")

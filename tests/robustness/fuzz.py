@@ -134,7 +134,7 @@ class Bench:
             "num_key_value_heads": 1,
         }
         self._tap = PassTap(
-            LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)), Sampling(), 1 << 20
+            LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)), Sampling(), 1 << 20, 2
         )
 
     # ---- one method for each target; it takes a case and raises what the reader raises

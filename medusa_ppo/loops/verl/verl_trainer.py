@@ -126,10 +126,10 @@ def engine_tap(engine: Any, config: Any) -> RowTap:
     """The tap for the engine of an actor worker with this configuration (verl's
     `actor_rollout_ref`).
     """
-    sampling = sampling_of(config.rollout)
+    kept = sampling_of(config.rollout), int(config.medusa_bytes), int(config.medusa_ahead)
     if config.actor.strategy == MEGATRON:
-        return MegatronEngineTap(engine, sampling, int(config.medusa_bytes))
-    return PassTap(engine.module, sampling, int(config.medusa_bytes))
+        return MegatronEngineTap(engine, *kept)
+    return PassTap(engine.module, *kept)
 
 
 class MegatronEngineTap(RowTap):
@@ -144,11 +144,11 @@ class MegatronEngineTap(RowTap):
     and tables are gathered.
     """
 
-    def __init__(self, engine: Any, sampling: Sampling, max_bytes: int) -> None:
+    def __init__(self, engine: Any, sampling: Sampling, max_bytes: int, ahead: int) -> None:
         """
         Args:
             engine: verl's MegatronEngine, initialised.
-            sampling, max_bytes: as of RowTap.
+            sampling, max_bytes, ahead: as of RowTap.
 
         Raises:
             ModelError: not a GPTModel (one with an image tower, say).
@@ -158,7 +158,7 @@ class MegatronEngineTap(RowTap):
         # Megatron is only there where it is used.
         from medusa_ppo.actors.megatron import MegatronActor
 
-        super().__init__(sampling, max_bytes)
+        super().__init__(sampling, max_bytes, ahead)
         self._engine = engine
         self._actor = MegatronActor(
             engine.module, engine.model_config.hf_config.vocab_size, with_embedding=True
@@ -351,6 +351,7 @@ def configure(config: Any, medusa: RemoteAttachment) -> None:
         kwargs["vllm"] = {**(kwargs.get("vllm") or {}), **medusa.arguments(WORKER_EXTENSION)}
         rollout.engine_kwargs = kwargs
         config.actor_rollout_ref.medusa_bytes = medusa.config.companion.queue_bytes
+        config.actor_rollout_ref.medusa_ahead = medusa.config.heads.num_heads
 
 
 def rows_of(data: Any) -> tuple[list[Row], list[int]]:

@@ -25,6 +25,7 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig
 
 from heads.errors import ModelError, RunError
@@ -34,6 +35,7 @@ from medusa_ppo.actors.megatron_layout import LlamaSizes, checkpoint_shapes
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.actor_sync import actor_stream
+from medusa_ppo.plugin.medusa_plugin import StatesTap
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import PPOLearner, Tap
@@ -244,8 +246,12 @@ class MegatronLearner(PPOLearner):
     def _begin_scoring(
         self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
     ) -> Callable[[], PolicyScores]:
+        # The plugin's own says which states are wanted, so that a rank hands in no others.
+        picks = tap if isinstance(tap, StatesTap) else None
+        wanted = None if picks is None else picks.wanted
+        tapped = tap is not None if picks is None else wanted is not None
         answers = self._team.begin(
-            "score", self._hand(batch), batch.pad_id, batch.first, sampling, tap is not None
+            "score", self._hand(batch), batch.pad_id, batch.first, sampling, tapped, wanted
         )
 
         def finish() -> PolicyScores:
@@ -254,15 +260,21 @@ class MegatronLearner(PPOLearner):
                 shares = self._team.wait(answers)
             for share in shares:
                 total.add_share(share.policy)
-                if tap is not None and share.hidden_BRD is not None:
-                    longest = share.hidden_BRD.shape[1]
+                if share.states is None:
+                    continue
+                if picks is not None:
+                    picks.put(dict(zip(share.sequences, share.states, strict=True)))
+                elif tap is not None:
+                    hidden_BRD = pad_sequence(list(share.states), batch_first=True)
                     # The response stands at columns 1 and on: column t is predicted from the state
                     # at t - 1.
                     mask_BT = torch.nn.functional.pad(
-                        batch.mask_SR[list(share.sequences), :longest], (1, 0), value=False
+                        batch.mask_SR[list(share.sequences), : hidden_BRD.shape[1]],
+                        (1, 0),
+                        value=False,
                     )
                     with tap(self.actor, mask_BT, share.sequences):
-                        self.actor.hold(share.hidden_BRD)
+                        self.actor.hold(hidden_BRD)
             return total
 
         return finish

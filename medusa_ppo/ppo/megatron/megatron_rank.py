@@ -32,7 +32,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from medusa_ppo.actors.hf import DTYPES
-from medusa_ppo.actors.megatron import MegatronActor, MegatronTap
+from medusa_ppo.actors.megatron import MegatronActor
 from medusa_ppo.actors.megatron_layout import LlamaSizes
 from medusa_ppo.actors.megatron_model import RankModel, start_parallel, stop_parallel
 from medusa_ppo.config.ppo_section import PPOConfig
@@ -207,13 +207,13 @@ class RankScores:
     Attributes:
         policy: of the whole batch's shape, zero outside of this replica's sequences.
         sequences: B indices into the rollout batch.
-        hidden_BRD: the actor's final hidden states that predict each response token, zero behind
-            the last; None: not asked for.
+        states: of each of these the actor's final hidden states that predict its response tokens,
+            those that were asked for, `[states, D]` on the CPU; None: not asked for.
     """
 
     policy: PolicyScores
     sequences: tuple[int, ...]
-    hidden_BRD: Tensor | None
+    states: tuple[Tensor, ...] | None
 
 
 class ActorRank:
@@ -285,7 +285,13 @@ class ActorRank:
 
     @torch.no_grad()
     def score(
-        self, rollouts: Rollouts, pad_id: int, first: int, sampling: Sampling, tapped: bool
+        self,
+        rollouts: Rollouts,
+        pad_id: int,
+        first: int,
+        sampling: Sampling,
+        tapped: bool,
+        wanted: tuple[Tensor, ...] | None = None,
     ) -> RankScores | None:
         """Passes of actor and reference over this replica's sequences; the answer comes from the
         rank that reports.
@@ -293,13 +299,21 @@ class ActorRank:
         Args:
             rollouts: the batch, or a piece of it.
             first: place of its first sequence in the batch.
+            tapped: hand in hidden states.
+            wanted: of which tokens of each response, bool; None: of all.
         """
         batch = PPOBatch(rollouts, self._actor.device, pad_id, first)
         found = PolicyScores.zeros(batch)
         micros = self._micros(batch, self._dealt(batch, range(len(batch))))
         self._scored |= {place for micro in micros for place in micro.places}
         inputs = [self._actor.inputs(micro.input_ids_BT) for micro in micros]
-        with self._view.tap() if tapped else contextlib.nullcontext() as tap:
+
+        def pick(n: int, hidden_BTD: Tensor) -> Tensor:
+            # Now, pass by pass: the states of all of them would fill the GPU, and nobody reads
+            # most.
+            return _response_states(hidden_BTD, batch, micros[n].sequences, wanted)
+
+        with self._view.tap(pick) if tapped else contextlib.nullcontext() as tap:
             self._actor.run(
                 inputs,
                 lambda n, logits: found.put_actor(
@@ -318,11 +332,14 @@ class ActorRank:
         if not self._view.reports:
             return None
         sequences = tuple(s for micro in micros for s in micro.sequences)
-        return RankScores(
-            found,
-            sequences,
-            _response_states(tap, batch, sequences) if tap is not None and sequences else None,
-        )
+        states = None
+        if tap is not None and sequences:
+            counts = [
+                int(batch.lengths_S[s]) if wanted is None else int(wanted[s].sum())
+                for s in sequences
+            ]
+            states = torch.cat(tap.picked).split(counts)
+        return RankScores(found, sequences, states)
 
     def update(
         self, rollouts: Rollouts, pad_id: int, scores: Scores, sampling: Sampling, step: int
@@ -428,8 +445,8 @@ class ActorRank:
         if not self._view.reports:
             return None
         return (
-            self._view.lm_head_VD.float(),
-            self._view.embedding_VD.float() if self._with_embedding else None,
+            self._view.lm_head_VD,
+            self._view.embedding_VD if self._with_embedding else None,
         )
 
     def give_out(self, what: str, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
@@ -478,17 +495,19 @@ class ActorRank:
         stop_parallel()
 
 
-def _response_states(tap: MegatronTap, batch: PPOBatch, sequences: Sequence[int]) -> Tensor:
-    """`hidden_BRD` in the actor's dtype, on the CPU: the state before each response token."""
-    hidden_BTD = tap.hidden_BTD
-    out_BRD = torch.zeros(
-        len(sequences),
-        int(batch.lengths_S[list(sequences)].max()),
-        hidden_BTD.shape[-1],
-        dtype=hidden_BTD.dtype,
-    )
+def _response_states(
+    hidden_BTD: Tensor,
+    batch: PPOBatch,
+    sequences: Sequence[int],
+    wanted: Sequence[Tensor] | None,
+) -> Tensor:
+    """The states before each response token of some sequences, one after the other, in the actor's
+    dtype, on the CPU; of those tokens that are wanted.
+    """
+    found = []
     for row, s in enumerate(sequences):
         length = int(batch.lengths_S[s])
         first = batch.total_lengths[s] - length - 1
-        out_BRD[row, :length] = hidden_BTD[row, first : first + length].cpu()
-    return out_BRD
+        states_RD = hidden_BTD[row, first : first + length]
+        found.append(states_RD if wanted is None else states_RD[wanted[s].to(states_RD.device)])
+    return torch.cat(found).cpu()

@@ -142,7 +142,7 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
         ),
     )
     whole = BatchCollector(rollouts)
-    sampled = BatchCollector(rollouts, EarlySample(0.5, 0.3, seed, ahead=3))
+    sampled = BatchCollector(rollouts, EarlySample(sum(lengths) // 2, 0.3, seed, ahead=3))
     order = list(range(12))
     rng.shuffle(order)
     for start in range(0, scored, 3):

@@ -16,7 +16,8 @@ from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import Verdict, equal, replay
-from medusa_ppo.companion.holdout import hold_out
+from medusa_ppo.companion.holdout import hold_out, stretches
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.status import ReplayRow
 from tests.medusa_ppo.companion.conftest import sampled
@@ -409,7 +410,7 @@ def test_the_draft_vocabulary_follows_the_rollouts(chain) -> None:
 def test_a_batch_of_one_prompt_judges_what_earlier_ones_made_and_is_trained_on_then(chain) -> None:
     task = chain()
     cycle = make(task)
-    for number in range(1, 21):
+    for number in range(1, 41):
         batch = dataclasses.replace(task.batch(8), prompts_S=torch.zeros(8, dtype=torch.int64))
         before = {name: value.clone() for name, value in cycle.candidate.trainable_state().items()}
         report = cycle.run(batch)
@@ -423,16 +424,25 @@ def test_a_batch_of_one_prompt_judges_what_earlier_ones_made_and_is_trained_on_t
                 torch.equal(value, before[name])
                 for name, value in cycle.serving.trainable_state().items()
             )
-    assert cycle.version >= 3 and length_of(cycle.serving, task, task.batch(60)) > 1.5
+    # A prompt a batch is one observation a batch: looks are few.
+    assert cycle.version >= 1 and length_of(cycle.serving, task, task.batch(60)) > 1.5
 
 
-def test_a_sample_of_one_prompt_is_not_judged(chain) -> None:
-    """Of a batch that was sampled early not all rows are there, and a replay needs them."""
-    batch = chain().batch(1, 16)
-    batch = dataclasses.replace(batch, weights_M=torch.ones(len(batch.response_ids_M)))
+def test_a_sample_of_one_prompt_is_judged_before_it_is_trained_on(chain) -> None:
+    """Every batch has its say: what earlier batches made is judged on the rows that are here."""
+    batch = chain().batch(6, 16)
+    whole = dataclasses.replace(batch, prompts_S=torch.zeros(6, dtype=torch.int64))
+    some = EarlySample(30, HOLDOUT_SHARE, 0, ahead=3).of(whole)
+    assert some.held_S is not None and not some.held_S.any()
     cycle = make(chain())
-    report = cycle.run(batch)
-    assert report.verdict is None and not report.published and "one prompt" in report.problem
+    before = cycle.serving.trainable_state()
+    report = cycle.run(some)
+    assert report.verdict is not None and report.problem == ""
+    judged = replay(cycle.serving, stretches(some), chain().lm_head_VD)
+    assert report.verdict.candidate.mean_acceptance_length == judged.mean_acceptance_length
+    assert all(
+        torch.equal(value, before[name]) for name, value in cycle.serving.trainable_state().items()
+    )
     assert cycle.trainer.batches_trained == 1
 
 
@@ -523,29 +533,30 @@ def test_candidates_are_judged_at_the_temperature_that_the_engine_drafts_at(
     assert verdict.serving.mean_acceptance_length == pytest.approx(expected)
 
 
-def test_a_version_brings_draft_temperatures_that_were_fitted_to_its_holdout(
+def test_what_is_published_is_what_was_judged_temperatures_included(
     chain, monkeypatch, tmp_path
 ) -> None:
-    """Judged before that, with those that it came with; candidates go on from them, and so does a
-    resumed companion.
+    """A version's temperatures were fitted after its verdict, and nothing had judged them. Now the
+    candidates of the next one go on with them, and so does a resumed companion.
     """
     task = chain()
     cycle = make(task, draft_temperature=1.0)
-    found: list[float] = []
+    fitted: list[list[float]] = [[1.0, 1.0, 1.0]]
 
     def fit(heads, holdout, lm_head_VD, **how) -> None:
-        found.append(float(how["served"].draft_temperature))
-        assert heads is cycle.candidate and holdout.lengths_S.numel() < 48
-        heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 0.5 + 0.25 * len(found)]))
+        assert heads is cycle.candidate and how["served"].draft_temperature == 1.0
+        assert holdout.lengths_S.numel() < 48
+        fitted.append([0.75, 1.0, 0.5 + 0.25 * len(fitted)])
+        heads.temperatures_K.copy_(torch.tensor(fitted[-1]))
 
     monkeypatch.setattr("medusa_ppo.companion.cycle.fit_temperatures", fit)
-    while len(found) < 2:
-        before = len(found)
+    while cycle.version < 2:
         report = cycle.run(task.batch())
-        assert len(found) - before == report.published
+        assert len(fitted) == 1 + cycle.version
+        assert cycle.candidate.temperatures_K.tolist() == fitted[-1]
         if report.published:
-            assert cycle.serving.temperatures_K.tolist() == [0.75, 1.0, 0.5 + 0.25 * len(found)]
-    assert cycle.frozen.temperatures_K.tolist() == [0.75, 1.0, 0.75]
+            assert cycle.serving.temperatures_K.tolist() == fitted[-2], "those it was judged with"
+    assert cycle.frozen.temperatures_K.tolist() == fitted[0]
     save_state(tmp_path / "s.safetensors", cycle.state_dict())
     resumed = make(task, draft_temperature=1.0)
     resumed.load_state_dict(load_state(tmp_path / "s.safetensors"))

@@ -1,4 +1,6 @@
-"""Only what is surely better is published; noise, NaN, zeros and other sizes never are."""
+"""Only what is surely better is published, over all looks (docs/theory.md, proposition 10); noise,
+NaN, zeros and other sizes never are.
+"""
 
 from __future__ import annotations
 
@@ -259,21 +261,37 @@ def test_equal_heads_pass_one_time_in_ten_at_most_though_siblings_are_alike(
     assert 0.05 < passed / count <= 0.10 + 0.01, "a standard error beyond a tenth is chance"
 
 
-def test_small_holdouts_decide_together_and_old_ones_go() -> None:
+def test_small_holdouts_decide_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "KEPT_BATCHES", 4)
     evidence = Evidence()
-    holdouts = [equal_heads(2, 4, 0.2, seed) for seed in range(5)]
+    holdouts = [equal_heads(2, 4, 0.2, seed) for seed in range(6)]
+    looked = []
     for batch, holdout in enumerate(holdouts, 1):
         evidence.add(batch, *holdout)
-        assert evidence.enough == (batch >= 3) and len(evidence.tokens) == min(batch, 3)
+        looked.append(evidence.look())
+        assert evidence.enough == (batch >= 3) and len(evidence.tokens) == min(batch, 4)
+    assert looked == [False, False, True, False, True, False], "when there is half as much again"
     again = Evidence()
     for batch, holdout in enumerate(holdouts[2:], 3):
         again.add(batch, *holdout)
-    assert again.difference(0.9) == evidence.difference(0.9), "only the last three stand in it"
+    assert again.difference(0.9) == evidence.difference(0.9), "only the last four stand in it"
     back = Evidence()
     back.load_state_dict(evidence.state_dict())
     assert back.difference(0.9) == evidence.difference(0.9) and back.tokens == evidence.tokens
+    assert back.looks == evidence.looks == 2 and back.state_dict()["looks"].tolist() == [2, 6, 8]
+    evidence.clear(same_second=True)
+    assert not evidence.enough and evidence.looks == 2, "they were looks at these heads"
     evidence.clear()
-    assert not evidence.enough
+    assert evidence.looks == 0
+
+
+def test_all_looks_together_have_the_error_that_is_allowed() -> None:
+    evidence = Evidence()
+    spent = 0.0
+    for look in range(1, 2000):
+        evidence.looks = look
+        spent += 1 - evidence.confidence(0.95)
+    assert 0.0499 < spent < 0.05
 
 
 def test_one_prompt_says_nothing_however_many_answers_it_has() -> None:

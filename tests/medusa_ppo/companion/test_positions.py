@@ -11,7 +11,12 @@ from heads.errors import DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.holdout import hold_out
+from medusa_ppo.companion.holdout import (
+    HOLDOUT_PROMPTS,
+    HOLDOUT_TOKENS,
+    hold_out,
+    stretches,
+)
 from medusa_ppo.companion.positions import BLOCK, EarlySample, look_up
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
@@ -114,19 +119,19 @@ def test_a_batch_knows_which_states_it_has(chain) -> None:
         replace(some, hidden_MD=some.hidden_MD[1:])
 
 
-def test_an_early_sample_leaves_the_holdout_whole() -> None:
+def test_a_sample_is_judged_on_a_stretch_of_one_answer_to_each_of_some_prompts() -> None:
     lengths_S = torch.full((96,), 150)
     prompts_S = torch.arange(96) // 2
-    sample = EarlySample(0.25, 0.4, seed=3, ahead=3)
+    sample = EarlySample(96 * 150 // 2, 0.2, seed=3, ahead=3)
     weights_M, held_S = sample.draw(lengths_S, prompts_S, policy_version=5)
-    by_response = weights_M.view(96, 150)
-    assert (
-        round(0.4 * 0.25 * 48) == 5
-        and held_S.sum() == 2 * 6
-        and torch.equal(held_S[::2], held_S[1::2])
-    ), "whole prompts, at least six"
-    assert bool((by_response[held_S] == 1).all())
-    assert 0.22 < float((weights_M >= 0).float().mean()) < 0.27, "the share is of all states"
+    kept_ST = weights_M.view(96, 150) >= 0
+    held = prompts_S[held_S]
+    assert held.numel() == held.unique().numel() == 7, "as many prompts as have room"
+    assert not kept_ST[torch.isin(prompts_S, held) & ~held_S].any(), "no other answer to these"
+    stretches_S = kept_ST[held_S].sum(1)
+    assert int(stretches_S.max()) <= 64 and int(stretches_S.sum()) <= sample.rows / 10
+    assert bool((kept_ST[held_S].int().diff(dim=1).abs().sum(1) <= 2).all()), "each in one piece"
+    assert 0.9 * sample.rows < int(kept_ST.sum()) <= sample.rows
     assert torch.equal(held_S, sample.draw(lengths_S, prompts_S, 5)[1])
     assert any(
         not torch.equal(held_S, sample.draw(lengths_S, prompts_S, version)[1])
@@ -134,32 +139,119 @@ def test_an_early_sample_leaves_the_holdout_whole() -> None:
     )
 
 
-def test_a_sample_is_blocks_whose_edges_are_there_for_the_others() -> None:
-    """Every row that is trained on has the states that its teacher and its context read, and all
-    rows are as likely.
+def test_of_a_large_batch_nearly_the_whole_budget_is_trained_on() -> None:
+    """64 prompts x 16 answers in the proportions of an 8B actor, 8,192 tokens and 1 GiB (all of it
+    a fourth): one prompt with its answers is as long as everything that may be kept.
     """
-    lengths_S = torch.randint(1, 400, (300,), generator=torch.Generator().manual_seed(1))
-    chosen_T = torch.zeros(400)
-    for version in range(12):
-        weights_M, held_S = EarlySample(0.3, 0.2, 7, ahead=4, behind=8).draw(
-            lengths_S, None, version
-        )
+    lengths_S = torch.full((1024,), 2048)
+    sample = EarlySample(32_672, HOLDOUT_SHARE, seed=0, ahead=4)
+    weights_M, held_S = sample.draw(lengths_S, torch.arange(1024) // 16, 0)
+    trained = int((weights_M[~held_S.repeat_interleave(2048)] > 0).sum())
+    assert trained >= 0.9 * sample.rows and int((weights_M >= 0).sum()) <= sample.rows
+    assert int(held_S.sum()) >= HOLDOUT_PROMPTS, "one batch is enough to decide"
+
+
+def test_a_sample_is_blocks_whose_ends_are_there_for_the_others() -> None:
+    """Every row that is trained on has the states that its teacher reads, and all rows are as
+    likely: of short and of long responses, early and late in them, first and last in the batch.
+    """
+    lengths_S = torch.randint(1, 1600, (300,), generator=torch.Generator().manual_seed(1))
+    sample = EarlySample(int(0.3 * lengths_S.sum()), 0.2, 7, ahead=4)
+    count, longest = 40, int(lengths_S.max())
+    trained_ST = torch.zeros(300, longest)
+    judged_ST = torch.zeros(300, longest)
+    for version in range(count):
+        weights_M, held_S = sample.draw(lengths_S, None, version)
         padded_ST = torch.nn.utils.rnn.pad_sequence(
             list(weights_M.split(lengths_S.tolist())), batch_first=True
         )  # Beyond the end: 0.
         present_ST = padded_ST >= 0
-        scored_ST = padded_ST > 0
-        for shift in range(-8, 5):
+        for shift in range(5):
             there_ST = present_ST.roll(-shift, 1)
-            there_ST[:, padded_ST.shape[1] - max(0, shift) :] = True
-            there_ST[:, : max(0, -shift)] = True
-            assert bool(there_ST[scored_ST].all()), f"a state {shift} rows away"
+            there_ST[:, longest - shift :] = True
+            assert bool(there_ST[(padded_ST > 0) & ~held_S[:, None]].all()), f"{shift} rows away"
         edges_S = (present_ST.int().diff(dim=1) != 0).sum(1)
         assert bool((edges_S <= 2 * (lengths_S // BLOCK + 2)).all())
-        chosen_T[: padded_ST.shape[1]] += scored_ST[~held_S].sum(0)
-    enough_T = torch.stack([(lengths_S > t).sum() for t in range(400)])
-    rate_T = (chosen_T / enough_T / 12)[50:250].view(4, 50).mean(1)
-    assert rate_T.max() < 1.2 * rate_T.min(), rate_T
+        trained_ST += (padded_ST > 0) & ~held_S[:, None]
+        judged_ST += (padded_ST > 0) & held_S[:, None]
+    inside_ST = torch.arange(longest) < lengths_S[:, None]
+
+    def rate(chosen_ST: torch.Tensor, among_ST: torch.Tensor) -> float:
+        among_ST = among_ST & inside_ST
+        return float(chosen_ST[among_ST].sum() / among_ST.sum() / count)
+
+    late_T = torch.arange(longest) >= 400
+    halves = [
+        (lengths_S[:, None] < 800, lengths_S[:, None] >= 800),  # by length
+        ((~late_T)[None, :], late_T[None, :]),  # by place in the response
+        (torch.arange(300)[:, None] < 150, torch.arange(300)[:, None] >= 150),  # by place in it all
+    ]
+    for first, second in halves:
+        rates = rate(trained_ST, first), rate(trained_ST, second)
+        assert max(rates) < 1.15 * min(rates), rates
+    long_S1 = lengths_S[:, None] >= 800
+    judged = [rate(judged_ST, half & long_S1) for half in halves[1]]
+    assert max(judged) < 1.3 * min(judged), judged
+
+
+def test_a_stretch_is_judged_as_in_its_response(chain) -> None:
+    """It knows what stood before it, and replays as these rows do."""
+    task = chain()
+    batch = replace(
+        task.batch(40, 60),
+        prompts_S=torch.arange(40),
+        before_ids_X=torch.full((40,), 7, dtype=torch.int32),
+        before_S=torch.ones(40, dtype=torch.int64),
+    )
+    sample = EarlySample(400, HOLDOUT_SHARE, seed=1, ahead=3)
+    some = sample.of(batch)
+    training, holdout = hold_out(some, HOLDOUT_SHARE, 0)
+    assert holdout is not None and holdout.weights_M is None and training.weights_M is not None
+    assert not set(training.prompts_S.tolist()) & set(holdout.prompts_S.tolist())
+    ends_X = holdout.before_S.cumsum(0)
+    starts = (batch.lengths_S.cumsum(0) - batch.lengths_S).tolist()
+    ends_M = holdout.lengths_S.cumsum(0)
+    for number, response in enumerate(holdout.prompts_S.tolist()):
+        before = holdout.before_ids_X[: ends_X[number]][-holdout.before_S[number] :].tolist()
+        ids = holdout.response_ids_M[: ends_M[number]][-holdout.lengths_S[number] :].tolist()
+        whole = batch.response_ids_M[starts[response] :][: batch.lengths_S[response]].tolist()
+        assert before[0] == 7 and (before[1:] + ids) == whole[: len(before) - 1 + len(ids)]
+    heads = trained(task, "medusa")
+    assert replay(heads, holdout, task.lm_head_VD).drafts > 0
+
+
+@pytest.mark.parametrize("prompts", [1, 3, 40])
+@pytest.mark.parametrize("rows", [5, 40, 4000])
+def test_any_sample_of_any_batch_can_be_drawn_and_split(chain, prompts: int, rows: int) -> None:
+    """A budget smaller than one block included; with one prompt only nothing is held out."""
+    batch = chain().batch(40, 30)
+    batch = replace(batch, prompts_S=torch.arange(40) % prompts)
+    some = EarlySample(rows, HOLDOUT_SHARE, 0, ahead=3).of(batch)
+    training, holdout = hold_out(some, HOLDOUT_SHARE, 0)
+    assert training.hidden_MD.shape[0] > 0 and (holdout is None) == (prompts == 1)
+    judged = stretches(training, 0) if holdout is None else holdout
+    assert judged.hidden_MD.shape[0] == int(judged.lengths_S.sum()) > 0
+
+
+def test_of_long_responses_that_all_are_here_many_prompts_are_judged_on(chain) -> None:
+    """Whole prompts were held out while HOLDOUT_TOKENS had room: of four answers of 8k tokens each
+    one prompt, and the gate waited for six batches.
+    """
+    batch = chain().batch(1)
+    lengths_S = torch.full((32,), 9000)
+    count = int(lengths_S.sum())
+    long = replace(
+        batch,
+        hidden_MD=torch.zeros(count, 2),
+        response_ids_M=torch.zeros(count, dtype=torch.int64),
+        logprobs_M=torch.zeros(count),
+        lengths_S=lengths_S,
+        prompts_S=torch.arange(32) // 2,
+    )
+    training, holdout = hold_out(long, HOLDOUT_SHARE, 0)
+    assert holdout is not None and holdout.prompts_S.unique().numel() == 5
+    assert holdout.lengths_S.numel() == 5 and int(holdout.lengths_S.sum()) <= HOLDOUT_TOKENS
+    assert training.lengths_S.numel() == 22
 
 
 @pytest.mark.parametrize("loss", ["kl_tv", "ce_tv"])
@@ -173,7 +265,9 @@ def test_heads_learn_from_blocks_what_they_learn_from_all(chain, loss: str) -> N
     part = trainer_of(task, "medusa", loss=loss)
     for version, batch in enumerate(batches):
         whole.train_batch(batch)
-        some = EarlySample(0.1, 0.0001, 0, ahead=3).of(replace(batch, policy_version=version))
+        some = EarlySample(batch.hidden_MD.shape[0] // 10, 0.0001, 0, ahead=3).of(
+            replace(batch, policy_version=version)
+        )
         assert (
             some.nbytes < 0.4 * batch.nbytes
             and some.hidden_MD.shape[0] < 0.12 * batch.hidden_MD.shape[0]

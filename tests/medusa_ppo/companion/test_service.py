@@ -4,9 +4,11 @@ crash.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
+import pickle
 import shutil
 import threading
 import time
@@ -19,6 +21,7 @@ import torch
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
 from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.service import (
@@ -29,7 +32,7 @@ from medusa_ppo.companion.service import (
     forget_oldest,
 )
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.companion.wire import ServiceArguments, pack, unpack
+from medusa_ppo.companion.wire import ServiceArguments, pack, pack_tables, unpack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from tests.medusa_ppo.companion.conftest import sampled
@@ -58,6 +61,24 @@ def test_tensors_cross_unchanged_and_uncopied(dtype: torch.dtype) -> None:
     assert back.data_ptr() == tensor.data_ptr() == packed.array.__array_interface__["data"][0]
     packed.array.setflags(write=False)  # as it comes out of Ray's store
     assert torch.equal(unpack(packed), tensor)
+
+
+def test_tied_tables_cross_and_are_kept_once(chain) -> None:
+    """They went to the companion twice with every update, and lay there twice."""
+    table_VD = torch.randn(12, 16)
+    packed = pack_tables(table_VD.detach(), table_VD.detach())
+    assert len(pickle.dumps(packed, protocol=5)) < 1.5 * table_VD.nbytes
+    lm_head_VD, embedding_VD = unpack(copy.deepcopy(packed))
+    assert lm_head_VD.data_ptr() == embedding_VD.data_ptr() and torch.equal(lm_head_VD, table_VD)
+    heads = MedusaHeads(HeadsConfig(16, 12, 2, "hydra"))
+    trainer = HeadsTrainer(
+        heads, lm_head_VD, CompanionConfig(), 0, embedding_VD=embedding_VD, dtype=torch.float32
+    )
+    assert trainer.embedding_VD is trainer.lm_head_VD
+    trainer.move_to(HOST)
+    assert trainer.embedding_VD is trainer.lm_head_VD
+    two = pack_tables(table_VD, table_VD.clone())
+    assert len(pickle.dumps(two, protocol=5)) > 1.9 * table_VD.nbytes
 
 
 def test_batches_cross_unchanged(chain) -> None:
@@ -213,6 +234,31 @@ def run_batches(service: CompanionService, batches) -> None:
     for batch in batches:
         service.submit(pack(batch))
     assert service.drain(60)
+
+
+def test_each_batch_is_trained_on_with_the_tables_of_its_actor(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that waits while newer tables come was trained with these, of another policy."""
+    task = chain()
+    waits = threading.Event()
+    seen: list[torch.Tensor] = []
+    original = Cycle.run
+
+    def run(cycle: Cycle, batch: RolloutBatch):
+        assert waits.wait(30)
+        seen.append(cycle.trainer.lm_head_VD.clone())
+        return original(cycle, batch)
+
+    monkeypatch.setattr(Cycle, "run", run)
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    tables = [task.lm_head_VD, task.lm_head_VD * 2, task.lm_head_VD * 3]
+    for table in tables:
+        service.submit(pack(task.batch()), pack((table, None)))
+    waits.set()
+    assert service.drain(60)
+    assert len(seen) == 3 and all(map(torch.equal, seen, tables))
+    service.close()
 
 
 def test_saved_and_resumed_is_the_same_to_the_bit(chain, tmp_path: Path) -> None:

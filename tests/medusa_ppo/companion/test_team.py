@@ -16,11 +16,12 @@ import ray
 import torch
 
 from heads.checkpoint import load_state
-from heads.errors import RunError
+from heads.errors import CompanionError, RunError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.client import CONTROL, CompanionClient
+from medusa_ppo.companion.client import CONTROL, CompanionClient, _reason
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.team import _up
+from medusa_ppo.companion.team import MAX_RESTARTS, TRIES, Leader, _up
+from medusa_ppo.companion.wire import ServiceArguments, pack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.runtime.processes import bundle, release, reserve
@@ -181,3 +182,57 @@ def test_a_member_that_dies_before_it_is_up_is_started_once_more(
         and len(once.read_text().splitlines()) == 2
     )
     assert _up([lambda: kind.remote(always, 9)]) == {} and len(always.read_text().splitlines()) == 2
+
+
+class CannotSum(Leader):
+    """The workers are all there, and torch has no backend for what they train on."""
+
+    def __init__(self, first: list[ray.ObjectRef], log: Path) -> None:
+        with log.open("a") as lines:
+            lines.write("started\n")
+        super().__init__(first)
+
+    def _assemble(self) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise RuntimeError("No backend type associated with device type cuda")
+
+        self._cycle.trainer.join = refuse
+        super()._assemble()
+
+
+class AlwaysLost(CannotSum):
+    """A worker is lost whenever they meet."""
+
+    def _assemble(self) -> None:
+        self._start_again("A worker was lost: out of memory")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "starts", "said"),
+    [(CannotSum, 1, "device type cuda"), (AlwaysLost, TRIES + 1, "out of memory")],
+)
+def test_workers_that_can_not_start_say_why_and_stay_away(
+    ray_session: None, chain, tmp_path: Path, kind: type, starts: int, said: str
+) -> None:
+    """Not tried a hundred times while PPO goes on without a companion and without a word."""
+    task = chain()
+    arguments = ServiceArguments(
+        HeadsConfig(task.hidden, task.vocab, num_heads=3),
+        CompanionConfig(workers=2),
+        0,
+        None,
+        "",
+        str(tmp_path / "published"),
+        hang_s=30.0,
+    )
+    first = ray.put((arguments, ray.put(pack((task.lm_head_VD, None)))))
+    log = tmp_path / "log"
+    actor = ray.remote(num_cpus=0, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)(
+        kind
+    ).remote([first], log)
+    with pytest.raises(ray.exceptions.RayActorError) as caught:
+        ray.get(actor.ready.remote(), timeout=100)
+    assert CompanionError.__name__ in str(caught.value)
+    assert said in _reason(caught.value), "in one line, for the report"
+    assert len(log.read_text().splitlines()) == starts

@@ -1,5 +1,5 @@
 """The chooser finds the best number of drafts on machines whose costs are known, and follows when
-they change.
+they change (docs/theory.md, proposition 8).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The memory of earlier responses: what it holds, what followed a suffix, what it adds to q, and
-what it learns.
+what it learns (docs/theory.md, theorem 3a).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Runs that end early: where they end, what that depends on, what is learned, and that nothing is
-lost.
+lost (docs/theory.md, theorem 3b).
 """
 
 from __future__ import annotations

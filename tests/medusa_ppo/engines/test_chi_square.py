@@ -2,7 +2,7 @@
 sampled tokens over the cases.
 
 A vocabulary of six tokens makes the joint of four tokens a table of 1,296 cells, so nothing hides
-in a mean.
+in a mean. What it shows is corollary 3 of docs/theory.md.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.errors import ConfigError
+from medusa_ppo.companion.holdout import hold_out
+from medusa_ppo.companion.positions import ROW_BYTES
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.passes import PassTap, spans
@@ -70,7 +72,7 @@ def padded(
 @torch.no_grad()
 def test_padded_micro_batches_in_another_order(model: LlamaForCausalLM):
     states_MD, logprobs = reference(model)
-    tap = PassTap(model, Sampling(), 2**20)
+    tap = PassTap(model, Sampling(), 2**20, 2)
     with tap.watch(ROWS):
         for part in ([2], [1, 0]):
             ids, attention = padded([ROWS[i] for i in part])
@@ -84,7 +86,7 @@ def test_padded_micro_batches_in_another_order(model: LlamaForCausalLM):
 @torch.no_grad()
 def test_packed_rows(model: LlamaForCausalLM):
     states_MD, logprobs = reference(model)
-    tap = PassTap(model, Sampling(), 2**20)
+    tap = PassTap(model, Sampling(), 2**20, 2)
     ids = torch.tensor([[token for prompt, answer in ROWS for token in (*prompt, *answer)]])
     positions = torch.tensor(
         [[i for prompt, answer in ROWS for i in range(len(prompt) + len(answer))]]
@@ -96,25 +98,77 @@ def test_packed_rows(model: LlamaForCausalLM):
 
 
 @torch.no_grad()
-def test_a_batch_may_come_in_several_passes_and_stops_at_its_bytes(model: LlamaForCausalLM):
+def test_a_batch_may_come_in_several_passes(model: LlamaForCausalLM):
     states_MD, logprobs = reference(model)
-    for limit, rows in ((2**20, 3), (200, 1)):
-        tap = PassTap(model, Sampling(), limit)
-        for row, values in zip(ROWS, logprobs, strict=True):
-            ids, attention = padded([row])
-            with tap.watch([row]):
-                model(input_ids=ids, attention_mask=attention)
-            tap.add_logprobs([values])
-        batch = tap.take(5)
-        assert batch is not None and batch.lengths_S.numel() == rows
-        torch.testing.assert_close(
-            batch.hidden_MD, states_MD[: batch.hidden_MD.shape[0]], rtol=1e-4, atol=1e-5
-        )
+    tap = PassTap(model, Sampling(), 2**20, 2)
+    for row, values in zip(ROWS, logprobs, strict=True):
+        ids, attention = padded([row])
+        with tap.watch([row]):
+            model(input_ids=ids, attention_mask=attention)
+        tap.add_logprobs([values])
+    check(tap.take(5), states_MD, logprobs)
+
+
+class States(torch.nn.Module):
+    """In the place of a model whose states would be gigabytes: a row of two numbers a token, the
+    second one the token.
+    """
+
+    base_model: torch.nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = self
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> tuple[torch.Tensor]:
+        ids = input_ids.float()
+        return (torch.stack([torch.full_like(ids, -1.0), ids], dim=-1),)
+
+
+@pytest.mark.parametrize(("passes", "told"), [(1, False), (32, True)], ids=["verl", "openrlhf"])
+def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
+    monkeypatch: pytest.MonkeyPatch, passes: int, told: bool
+) -> None:
+    """verl scores a rank's whole share in one call, of which all was dropped; OpenRLHF in pieces,
+    of which the first ones filled the budget and the last quarter gave nothing.
+    """
+    monkeypatch.setattr("medusa_ppo.loops.passes.plain_model", lambda model: model)
+    rows = [((1, 2), tuple(range(10, 10 + 500))) for _ in range(128)]
+    rows = [((1, prompt), answer) for prompt, (_, answer) in enumerate(rows)]
+    budget = 6400
+    model = States()
+    quarters = torch.zeros(4)
+    places = torch.zeros(5)
+    tap = PassTap(model, Sampling(), 2 * budget * (2 * 4 + ROW_BYTES), 2)
+    for batch_number in range(8):
+        if told:
+            tap.expect(128 * 500)
+        for part in range(passes):
+            own = rows[part * 128 // passes : (part + 1) * 128 // passes]
+            with tap.watch(own):
+                for prompt, answer in own:
+                    model(input_ids=torch.tensor([[*prompt, *answer]]))
+            tap.add_logprobs([torch.zeros(500) for _ in own])
+        batch = tap.take(batch_number)
+        assert batch is not None and batch.weights_M is not None
+        assert 0.9 * budget < batch.hidden_MD.shape[0] <= 1.02 * budget
+        kept_S = torch.tensor(
+            [int((weights >= 0).sum()) for weights in batch.weights_M.split(500)]
+        ).float()
+        # Each prompt is its response here, and prompts are numbered in their order.
+        assert batch.prompts_S is not None
+        quarters.index_add_(0, batch.prompts_S // 32, kept_S)
+        within = torch.arange(500).repeat(batch.lengths_S.numel())[batch.weights_M >= 0]
+        places += torch.bincount(within // 100, minlength=5)
+        training, holdout = hold_out(batch, 0.2, 0)
+        assert holdout is not None and training.lengths_S.numel() > holdout.lengths_S.numel()
+    assert quarters.min() > 0.15 * quarters.sum() and quarters.max() < 0.35 * quarters.sum()
+    assert places.min() > 0.8 * places.max(), places
 
 
 @torch.no_grad()
 def test_rows_that_were_cut_up_are_refused(model: LlamaForCausalLM):
-    tap = PassTap(model, Sampling(), 2**20)
+    tap = PassTap(model, Sampling(), 2**20, 2)
     with pytest.raises(ConfigError, match="sequence parallelism"):
         with tap.watch(ROWS):
             model(input_ids=torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 1]]))

@@ -15,10 +15,12 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import ConfigError
+from medusa_ppo.actors import hf
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Sampling
+from medusa_ppo.loops import remote
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import RemoteAttachment, read_tables, refuse, serve
 from medusa_ppo.reports.store import read_run
@@ -86,7 +88,7 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     totals = iter([Counters(), Counters(10, 20, 5, (4, 1)), Counters(30, 60, 25, (16, 9))])
     attachment.attach(workers, lambda: next(totals))
     attachment.start()
-    tap = PassTap(actor, Sampling(), 2**30)
+    tap = PassTap(actor, Sampling(), 2**30, 2)
     rows = rows_of(actor, 64)
     for step in range(2):
         with torch.no_grad(), tap.watch(rows):
@@ -153,6 +155,37 @@ def test_tables_of_other_names_are_the_models_own(tmp_path: Path):
         embedding, model.gpt_neox.embed_in.weight
     )
     assert not torch.equal(lm_head, embedding)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_of_a_hub_name_only_the_files_with_the_tables_are_fetched(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The whole actor was loaded for two tables. The hub is a double: no test has a network."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    asked: list[str] = []
+
+    def fetched(name: str, file: str, **_: object) -> str | None:
+        assert name == "someone/actor"
+        asked.append(file)
+        return str(tmp_path / file) if (tmp_path / file).is_file() else None
+
+    monkeypatch.setattr(hf, "cached_file", fetched)
+    monkeypatch.setattr(hf, "actor_config", lambda path: model.config)
+    monkeypatch.setattr(remote, "load_actor", lambda path: pytest.fail("the whole actor"))
+    lm_head, embedding = read_tables("someone/actor")
+    assert torch.equal(lm_head, model.lm_head.weight)
+    assert torch.equal(embedding, model.model.embed_tokens.weight)
+    assert len(asked) - 1 <= 2 < len(list(tmp_path.glob("*.safetensors")))
 
 
 def test_settings_are_refused_by_name():

@@ -108,6 +108,8 @@ HAND = make(
         "wall_s": 80.0,
         "generate_s": 3.0,
         "versions_published": 3,
+        "versions_followed": 2,
+        "versions_worse": 1,
         "staleness": 2,
     },
     name="hand",
@@ -143,6 +145,7 @@ def test_every_figure_of_a_run_worked_out_by_hand() -> None:
     assert summary["correct_frac"] == {"first": pytest.approx(0.3), "last": 0.9}
     assert summary["companion"] == {
         "trained_tokens": 1000, "versions_published": 3, "batches_dropped": None, "train_s": 3.5,
+        "versions_followed": 2, "versions_worse": 1,
         "hidden_s": 4.0, "exposed_s": 0.5,
         "optimizer_steps": 30, "passes": 1.25, "reasons": [["behind", 1], ["floor", 1]],
         "saved_s": None, "lost_s": None, "net_s": None, "taken_frac": 0.04,

@@ -4,6 +4,7 @@ go.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_ppo.runtime.rendezvous import LOOPBACK, Meeting, PeerLostError, Place
+from medusa_ppo.runtime import rendezvous
+from medusa_ppo.runtime.rendezvous import (
+    LOOPBACK,
+    Meeting,
+    PeerLostError,
+    Place,
+    choose_backend,
+)
 
 
 def test_the_place_listens_on_loopback_only() -> None:
@@ -62,3 +70,50 @@ def test_who_does_not_come_and_who_is_not_there_are_errors() -> None:
     with pytest.raises(PeerLostError, match="Nobody answers"):
         Meeting(Place(LOOPBACK, 9, 2, 1, timeout_s=0.5))
     assert time.monotonic() - began < 20
+
+
+def test_nccl_is_for_ranks_with_gpus_of_their_own() -> None:
+    assert choose_backend(["GPU-1", "GPU-2"]) == "nccl"
+    assert (
+        choose_backend(["GPU-1", "GPU-1"])
+        == choose_backend(["GPU-1", "cpu"])
+        == choose_backend(["cpu", "cpu"])
+        == "gloo"
+    )
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked"), [(["GPU-1", "GPU-2"], "nccl"), (["GPU-1", "GPU-1"], "gloo")]
+)
+def test_torch_is_given_a_backend_for_the_device_that_is_trained_on(
+    in_a_team: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[str],
+    asked: str,
+) -> None:
+    """DDP over CUDA parameters asks the group for CUDA's backend, and ends the process where there
+    is none. No test machine has GPUs: their ids and NCCL itself are doubles.
+    """
+    made = []
+
+    def nccl(store: Any, place: Place) -> Any:
+        made.append(place.rank)
+        return rendezvous._gloo(store, place)
+
+    here = threading.local()
+    monkeypatch.setattr(rendezvous, "_nccl", nccl)
+    monkeypatch.setattr(rendezvous, "device_id", lambda device: here.gpu)
+
+    def work(team: Meeting, rank: int) -> tuple[bool, bool]:
+        here.gpu = gpus[rank]
+        group = team.process_group(GPU)
+        return (
+            group._get_backend(GPU) is not None,
+            group._get_backend(torch.device("cpu")) is not None,
+        )
+
+    assert in_a_team(work, 2) == [(True, True)] * 2
+    assert sorted(made) == ([0, 1] if asked == "nccl" else [])

@@ -18,7 +18,6 @@ from medusa_ppo.vllm_plugin.transfer import (
     ActorStream,
     Group,
     Incoming,
-    choose_backend,
     read_entries,
     send,
 )
@@ -185,13 +184,3 @@ def test_an_unknown_dtype_is_refused() -> None:
     assert read_entries({"a": ["BF16", [2, 3]]}) == {"a": (torch.bfloat16, (2, 3))}
     with pytest.raises(SwapError, match="unknown dtype"):
         read_entries({"a": ["F8_E4M3", [2]]})
-
-
-def test_nccl_is_for_ranks_with_gpus_of_their_own() -> None:
-    assert choose_backend(["GPU-1", "GPU-2"]) == "nccl"
-    assert (
-        choose_backend(["GPU-1", "GPU-1"])
-        == choose_backend(["GPU-1", "cpu"])
-        == choose_backend(["cpu", "cpu"])
-        == "gloo"
-    )

@@ -23,6 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.checkpoint import load_state
 from heads.errors import ModelError, RunError
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -212,6 +214,43 @@ def test_the_tap_gives_the_states_that_lm_head_reads(pair: Pair, make_rollouts) 
         ids_R = torch.tensor(batch.rollouts.responses[s].token_ids)
         logprobs_R = (hidden_RD @ lm_head_VD.T).log_softmax(-1).gather(1, ids_R[:, None]).squeeze(1)
         torch.testing.assert_close(logprobs_R, scores.logprobs_SR[s, : len(ids_R)], **CLOSE)
+
+
+def test_ranks_hand_in_the_states_of_the_sample_alone(pair: Pair, make_rollouts) -> None:
+    """All states of a replica were padded on its GPU and sent through Ray, and most were thrown
+    away then.
+    """
+    from medusa_ppo.plugin.medusa_plugin import StatesTap
+
+    batch = PPOBatch(make_rollouts(8, vocab=VOCAB))
+    tokens = int(batch.lengths_S.sum())
+    collectors = [
+        BatchCollector(batch.rollouts),
+        BatchCollector(batch.rollouts, EarlySample(tokens // 2, 0.2, 0, ahead=2)),
+    ]
+    crossed = [0, 0]
+    for n, collector in enumerate(collectors):
+
+        def put(states: dict[int, torch.Tensor], n: int = n) -> None:
+            crossed[n] += sum(values.shape[0] for values in states.values())
+            for sequence, values in states.items():
+                collectors[n].put(sequence, values)
+
+        plugin: Any = SimpleNamespace(wanted=collector.wanted, states_picked=put)
+        pair.ranked.score(batch, torch.zeros(8), Sampling(), StatesTap(plugin))
+        assert collector.complete
+    assert crossed == [tokens, collectors[1].kept] and 0 < crossed[1] <= tokens // 2
+    wanted_M = torch.cat(collectors[1].wanted)
+    whole = collectors[0].batch()
+    torch.testing.assert_close(
+        collectors[1].batch().hidden_MD, whole.hidden_MD[wanted_M], rtol=0, atol=0
+    )
+    lm_head_VD = pair.ranked.actor.lm_head_VD
+    logprobs_MV = (whole.hidden_MD @ lm_head_VD.T).log_softmax(-1)
+    unasked: Any = SimpleNamespace(wanted=None)  # Nothing is trained in this step.
+    scores, _ = pair.ranked.score(batch, torch.zeros(8), Sampling(), StatesTap(unasked))
+    first = int(batch.rollouts.responses[0].token_ids[0])
+    torch.testing.assert_close(logprobs_MV[0, first], scores.logprobs_SR[0, 0], **CLOSE)
 
 
 def test_a_sync_carries_the_ranks_weights(pair: Pair) -> None:

@@ -1,0 +1,123 @@
+"""How often does the gate publish what is no better, and how soon what is? Simulated runs with the
+companion's own evidence and verdicts, and counts drawn for each prompt.
+
+    python benchmarks/gate_looks.py [--runs 1000] [--batches 50]
+
+A run is a serving set of heads and a candidate at each batch, judged on held-out prompts until one
+is published. On a prompt with n draft steps the candidate accepts n (gain + luck of the prompt) and
+the noise of n steps more than the serving heads. Two sizes of hold-out: LARGE, what a sample of an
+8B actor's batch holds out (13 prompts, a stretch of 600 tokens of one answer to each), and DEMO,
+that of the embedded example (4 prompts, 4 answers of 100 tokens). The spreads are larger than those
+between candidates that follow each other: those hardly differ.
+
+Printed: of runs whose candidates are no better (gain 0; a little worse; each one another little
+worse) the share that published one; of runs that gain 0.05 tokens the share that had published
+within 2, 4 and 6 batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from heads.acceptance import ReplayResult
+from medusa_ppo.companion.gate import Evidence, judge
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Size:
+    """A hold-out.
+
+    Attributes:
+        prompts: of each batch.
+        steps: draft steps of a prompt's answers.
+        step_spread: standard deviation of one step's difference in accepted drafts.
+        prompt_spread: of what a prompt suits the candidate.
+    """
+
+    prompts: int
+    steps: int
+    step_spread: float = 0.3
+    prompt_spread: float = 0.05
+
+
+LARGE = Size(13, 270)
+DEMO = Size(4, 140)
+
+
+def run(seed: int, batches: int, gain: float, size: Size, spread: float = 0.0) -> int | None:
+    """The batch (from 1) at which a candidate was published; None: none was.
+
+    Args:
+        gain: tokens a step that every candidate has more than the serving heads.
+        spread: standard deviation by which each candidate is worse than that, one-sided.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    evidence = Evidence()
+    ids_M = torch.zeros(size.prompts, dtype=torch.int64)
+    # Of the hold-out the evidence reads lengths and prompts alone.
+    holdout = RolloutBatch(
+        torch.zeros(size.prompts, 1), ids_M, ids_M.float(), torch.ones_like(ids_M)
+    )
+    for batch in range(1, batches + 1):
+        luck_P = size.prompt_spread * torch.randn(
+            size.prompts, generator=generator, dtype=torch.float64
+        )
+        noise_P = size.step_spread * torch.randn(
+            size.prompts, generator=generator, dtype=torch.float64
+        )
+        steps_P = size.steps * (
+            0.5 + torch.rand(size.prompts, generator=generator, dtype=torch.float64)
+        )
+        own = gain - spread * abs(float(torch.randn(1, generator=generator)))
+        more_P = steps_P * (own + luck_P) + steps_P.sqrt() * noise_P
+        serving = ReplayResult(steps_P, steps_P[:, None], torch.zeros_like(steps_P))
+        candidate = ReplayResult(steps_P, (steps_P + more_P)[:, None], torch.zeros_like(steps_P))
+        evidence.add(batch, candidate, serving, holdout)
+        evidence.tokens[batch] = 1000
+        verdict = judge(candidate, serving, serving, evidence, CONFIDENCE)
+        if verdict.publish:
+            return batch
+        if verdict.worse:
+            evidence.clear(same_second=True)
+    return None
+
+
+def say(line: str) -> None:
+    """One line of the result, as soon as it is known."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--batches", type=int, default=50)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name, size in (("LARGE", LARGE), ("DEMO", DEMO)):
+        for label, gain, spread in (
+            ("gain 0", 0.0, 0.0),
+            ("gain -0.01", -0.01, 0.0),
+            ("each up to some 0.02 worse", 0.0, 0.01),
+        ):
+            found = [run(seed, options.batches, gain, size, spread) for seed in range(options.runs)]
+            share = sum(batch is not None for batch in found) / options.runs
+            say(f"{name}: {label}: {share:.1%} of {options.runs} runs of {options.batches}")
+        found = [run(seed, options.batches, 0.05, size) for seed in range(options.runs)]
+        within = {
+            count: sum(batch is not None and batch <= count for batch in found) / options.runs
+            for count in (2, 4, 6, 12)
+        }
+        say(f"{name}: gain 0.05: published within {within}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What the companion's sample, hold-out and judging come to at the size of a real model, with the
+program's own functions on batches of that shape. No actor: states are made where they are read.
+
+    python benchmarks/sample_at_scale.py sample   # an 8B actor: 64 x 16 x 8,192 tokens, V = 152k
+    python benchmarks/sample_at_scale.py judge    # 64 held-out responses of 8,192 tokens, K = 4
+
+`sample`: of the rows that companion.queue_bytes has room for, how many are trained on and judged
+on, of how many prompts; bytes that leave each of 8 ranks of a 70B actor for the same batch; and how
+much of the last quarter of a batch that comes in pieces is in the sample.
+
+`judge`: seconds of the products with lm_head for three sets of heads (D = 512, a draft vocabulary
+of 8,192), and of all that judging does beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import torch
+
+from heads.acceptance import replay_probabilities
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.companion.gate import Served, replay
+from medusa_ppo.companion.positions import ROW_BYTES, EarlySample
+from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.loops.passes import PassTap
+
+PROMPTS, SIBLINGS, LENGTH = 64, 16, 8192
+BFLOAT16 = 2
+
+
+def rows_for(hidden: int) -> int:
+    """Rows that have room beside those of the batch before."""
+    return CompanionConfig().queue_bytes // 2 // (hidden * BFLOAT16 + ROW_BYTES)
+
+
+def sample() -> None:
+    """Print what the sample holds."""
+    lengths_S = torch.full((PROMPTS * SIBLINGS,), LENGTH)
+    prompts_S = torch.arange(PROMPTS * SIBLINGS) // SIBLINGS
+    for name, hidden in (("8B, hidden 4,096", 4096), ("70B, hidden 8,192", 8192)):
+        rows = rows_for(hidden)
+        began = time.perf_counter()
+        weights_M, held_S = EarlySample(rows, HOLDOUT_SHARE, 0, ahead=4).draw(
+            lengths_S, prompts_S, 0
+        )
+        took = time.perf_counter() - began
+        assert held_S is not None
+        kept = int((weights_M >= 0).sum())
+        judged = int((weights_M[held_S.repeat_interleave(LENGTH)] > 0).sum())
+        trained = int((weights_M > 0).sum()) - judged
+        say(
+            f"{name}: room for {rows:,} rows, kept {kept:,}, trained on {trained:,}"
+            f" ({trained / rows:.1%}), judged on {judged:,} of {int(held_S.sum())} prompts; drawn"
+            f" in {took:.1f} s"
+        )
+        ranks_M = (torch.arange(len(lengths_S)) % 8).repeat_interleave(LENGTH)
+        each = torch.bincount(ranks_M[weights_M >= 0], minlength=8) * hidden * BFLOAT16
+        everything = len(weights_M) // 8 * hidden * BFLOAT16
+        say(
+            f"  bytes that leave one of 8 ranks: at most {int(each.max()) / 1e9:.2f} GB of"
+            f" {everything / 1e9:.1f}"
+        )
+    in_pieces()
+
+
+def in_pieces() -> None:
+    """A batch in 128 log-prob passes, as OpenRLHF makes them, through the real tap's sampler."""
+    tap = PassTap.__new__(PassTap)
+    PassTap.__mro__[1].__init__(tap, Sampling(), 1, 4)
+    rows, kept = rows_for(4096), torch.zeros(4)
+    tap.expect(128 * 8 * 1024)
+    for piece in range(128):
+        responses = tuple(Response(0, (1,) * 1024, (-1.0,) * 1024, "stop") for _ in range(8))
+        rollouts = Rollouts(((1,),), responses, Counters(), 0.0, Sampling())
+        kept[piece // 32] += tap._collector_of(rollouts, rows).kept
+    say(
+        f"in 128 pieces: {int(kept.sum()):,} rows of room for {rows:,}; of the last quarter"
+        f" {float(kept[3] / kept.sum()):.1%}"
+    )
+
+
+def judge() -> None:
+    """Print the seconds of judging."""
+    generator = torch.Generator().manual_seed(0)
+    count, hidden, vocab, heads, pieces = 8, 512, 8192, 4, 8
+    lengths_S = torch.full((count,), LENGTH)
+    tokens = count * LENGTH
+    lm_head_VD = torch.randn(vocab, hidden, generator=generator) * hidden**-0.5
+    trained = MedusaHeads(HeadsConfig(hidden, vocab, heads))
+    batch = RolloutBatch(
+        torch.randn(tokens, hidden, generator=generator),
+        torch.randint(vocab, (tokens,), generator=generator),
+        torch.full((tokens,), -2.0),
+        lengths_S,
+    )
+    features = torch.randn(2048, hidden, generator=generator)
+
+    def timed(work) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    with torch.no_grad():
+        one = timed(lambda: [features @ lm_head_VD.T for _ in range(heads)])
+        products = 3 * pieces * one * tokens / 2048
+        whole = timed(lambda: replay(trained, batch, lm_head_VD, served=Served(1.0)))
+    accept_MK = torch.rand(pieces * tokens, heads, generator=generator)
+    walk = timed(lambda: replay_probabilities(accept_MK, lengths_S.repeat(pieces)))
+    piece = timed(lambda: replay_probabilities(accept_MK[:LENGTH], lengths_S[:1]))
+    say(
+        f"64 responses of {LENGTH} tokens, 3 sets of heads: products {products:.1f} s,"
+        f" judging {3 * pieces * whole:.1f} s ({pieces * 3} x {whole:.1f}); of it the walk over"
+        f" stops {3 * walk:.2f} s in one call a set, {3 * 64 * piece:.1f} s in a call a piece"
+    )
+
+
+def say(line: str) -> None:
+    """One line of the result, as soon as it is known."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["sample", "judge"])
+    torch.set_num_threads(1)
+    {"sample": sample, "judge": judge}[parser.parse_args().what]()
+
+
+if __name__ == "__main__":
+    main()
