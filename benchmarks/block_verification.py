@@ -1,19 +1,16 @@
-"""What block verification would be worth with given heads, by replay: tokens a step beside those of
-verification token by token, on the same responses.
+"""What verifying drafts as a block is worth with given heads, by replay: tokens a step beside those
+of verification token by token, on the same responses.
 
     python benchmarks/block_verification.py --model ACTOR --heads HEADS --data test.jsonl
-        --template 'Question: {question}\\nAnswer:' [--temperatures 1.0,0.7,0.5] [--json FILE]
+        --template 'Question: {question}\\nAnswer:' [--temperatures 1.0,0.7] [--json FILE]
 
-Block verification (Sun et al., "Block Verification Accelerates Speculative Decoding", 2024)
-accepts a run of drafts by the product of their ratios p/q, each partial product cut at 1, where
-token-by-token verification multiplies ratios that are cut one by one. Of responses y that were
-drawn from p, the chance that y_1 .. y_k were drafted and accepted is
+Of responses y that were drawn from p, the chance that y_1 .. y_k were drafted and accepted, over
+that of y itself, is
 
     token by token   w_k = product over j <= k of min(1, q_j / p_j)
     as a block       w_k = min(1, least product of q_1 / p_1 .. q_j / p_j over j <= k)
 
-and after either the next token is one of p, so the replay estimate takes w_k / w_{k-1} as the
-chance of draft k, given those before.
+and after either the next token is one of p (`heads.acceptance.block_acceptance`).
 
 Shape letters: M response tokens, K heads.
 """
@@ -29,26 +26,15 @@ from unittest import mock
 
 import torch
 
-from heads.acceptance import head_logprobs
-from heads.targets import segments_from_lengths
 from medusa_ppo.companion import gate
 from medusa_ppo.offline.evaluate import evaluate_heads
 from medusa_ppo.offline.options import EvalOptions
 from medusa_ppo.runtime.console import offline_progress
 
 
-def block_acceptance(
-    draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor
-) -> torch.Tensor:
-    """As `heads.acceptance.sampled_acceptance`, where runs are verified as a block."""
-    heads = draft_logprobs_MK.shape[1]
-    segment_M = segments_from_lengths(lengths_S)
-    behaviour_MK = head_logprobs(logprobs_M.double(), segment_M, heads)
-    products_MK = (draft_logprobs_MK.double() - behaviour_MK).cumsum(1)
-    reached_MK = products_MK.cummin(1).values.clamp(max=0)
-    before_MK = torch.cat([torch.zeros_like(reached_MK[:, :1]), reached_MK[:, :-1]], 1)
-    # A token that was never drafted ends the run: -inf less -inf is no chance either.
-    return torch.nan_to_num(reached_MK - before_MK, nan=-torch.inf).exp()
+def token_acceptance(ratios_MK: torch.Tensor) -> torch.Tensor:
+    """As `heads.acceptance.block_acceptance`, where drafts are verified token by token."""
+    return ratios_MK.clamp(max=0).exp()
 
 
 def main() -> None:
@@ -75,8 +61,8 @@ def main() -> None:
         )
         found = {}
         for name in ("token", "block"):
-            way = block_acceptance if name == "block" else gate.sampled_acceptance
-            with mock.patch.object(gate, "sampled_acceptance", way), offline_progress() as progress:
+            way = token_acceptance if name == "token" else gate.block_acceptance
+            with mock.patch.object(gate, "block_acceptance", way), offline_progress() as progress:
                 # Seeds are those of the options, so both read the same responses.
                 found[name] = evaluate_heads(asked, progress)["mean_acceptance_length"]
         rows.append({"temperature": temperature, **found, "ratio": found["block"] / found["token"]})

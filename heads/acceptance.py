@@ -7,12 +7,13 @@ that predicts response_ids[m]; head k at row m drafts response_ids[m + k].
 Stand at a row, draft K tokens, count the run of accepted ones, jump run + 1 rows ahead, repeat
 until the response ends:
   one-hot drafts   position k is accepted when argmax q_k is the rollout's own token;
-  sampled drafts   position k is accepted with probability min(1, q_k(y) / p(y)), p the behaviour
-                   probability of the token y.
-Both follow from the rejection rule, given the token that was emitted. Instead of drawing, the
-expectation is computed exactly: `visits[t]`, the probability that row t is a stop, flows on to the
-rows that a run can lead to. One-hot drafts are the case where all probabilities are 0 or 1, and
-then the counts are whole numbers.
+  sampled drafts   positions 1 to k are all accepted with probability min(1, R_1, ..., R_k), where
+                   R_j is the product of q_i(y_i) / p(y_i) over i <= j, and p the behaviour
+                   probability of a token.
+Both follow from the rule of verification (as a block, docs/theory.md), given the tokens that were
+emitted. Instead of drawing, the expectation is computed exactly: `visits[t]`, the probability that
+row t is a stop, flows on to the rows that a run can lead to. One-hot drafts are the case where all
+probabilities are 0 or 1, and then the counts are whole numbers.
 
 Stops near the end of a response, as vLLM counts them:
   * the prompt pass emits response token 0 without a draft; row 0 is the first stop;
@@ -193,12 +194,11 @@ def replay_estimate(
 def replay_sampled(
     draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor
 ) -> ReplayResult:
-    """Replay of sampled drafts: the exact expectation over the draws; arguments of
-    `sampled_acceptance`.
+    """Replay of sampled drafts, the exact expectation over the draws; arguments of
+    `draft_ratios`.
     """
-    return replay_probabilities(
-        sampled_acceptance(draft_logprobs_MK, logprobs_M, lengths_S), lengths_S
-    )
+    ratios_MK = draft_ratios(draft_logprobs_MK, logprobs_M, lengths_S)
+    return replay_probabilities(block_acceptance(ratios_MK), lengths_S)
 
 
 def one_hot_acceptance(
@@ -219,11 +219,11 @@ def one_hot_acceptance(
     return ((draft_ids_MK == targets_MK) & mask_MK).double()
 
 
-def sampled_acceptance(
+def draft_ratios(
     draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor
 ) -> torch.Tensor:
-    """Probability that each sampled draft is accepted, given that those before it were, float64
-    `MK`; no meaning behind a response's end.
+    """log(q / p) of the rollout's own tokens as sampled drafts, float64 `MK`; no meaning behind a
+    response's end.
 
     Args:
         draft_logprobs_MK: log q_k of the rollout's token at each row and head, at the draft
@@ -236,39 +236,56 @@ def sampled_acceptance(
     behaviour_MK = head_logprobs(
         logprobs_M.double(), segments_from_lengths(lengths_S), draft_logprobs_MK.shape[1]
     )
-    return (draft_logprobs_MK.double() - behaviour_MK).clamp(max=0).exp()
+    return draft_logprobs_MK.double() - behaviour_MK
+
+
+def block_acceptance(ratios_MK: torch.Tensor) -> torch.Tensor:
+    """Probability that each sampled draft is accepted, given that those before it were, float64
+    `MK`, where drafts are verified as a block.
+
+    Args:
+        ratios_MK: `draft_ratios`.
+    """
+    # That all of the first k are accepted: the least of 1 and of the products of q / p up to each.
+    reached_MK = ratios_MK.cumsum(1).cummin(1).values.clamp(max=0).exp()
+    before_MK = torch.nn.functional.pad(reached_MK[:, :-1], (1, 0), value=1.0)
+    # Where nothing gets to, nothing gets further: that is no NaN. But those of broken heads show.
+    return torch.where(before_MK == 0, before_MK, reached_MK / before_MK)
 
 
 def better_temperatures(
-    accept_QMK: torch.Tensor, group_M: torch.Tensor, now_K: Sequence[int]
+    ratios_QMK: torch.Tensor, group_M: torch.Tensor, now_K: Sequence[int]
 ) -> list[int]:
     """For each head the one of Q draft temperatures (its index) with which most of its drafts are
     accepted.
 
-    Head by head; a row counts by the chance that all drafts before were accepted. That of now is
-    left only for one whose gain is more than that gain's own error: on few rows all are about as
-    good.
+    Head by head, each given the temperatures of those before it. That of now is left only for one
+    whose gain is more than that gain's own error: on few rows all are about as good.
 
     Args:
-        accept_QMK: `sampled_acceptance` with each temperature, 0 behind a response's end.
+        ratios_QMK: `draft_ratios` with each temperature, -inf behind a response's end.
         group_M: int64, rows of a group (the answers to one prompt) are alike; the error is that
             between groups.
         now_K: indices of the temperatures that hold now.
     """
     groups = int(group_M.max()) + 1
-    reached_M = accept_QMK.new_ones(len(group_M))
+    # The products of q / p so far, and the least of them, as in `block_acceptance`; logarithms.
+    product_M = ratios_QMK.new_zeros(len(group_M))
+    least_M = product_M
     chosen = list(now_K)
     # The spread of one group is not known, so nothing can exceed it.
     for k, now in enumerate(now_K if groups > 1 else ()):
-        # Head k's draft counts only where all drafts before it were accepted.
-        accept_QM = accept_QMK[:, :, k] * reached_M
-        gain_QG = accept_QM.new_zeros(len(accept_QM), groups).index_add_(
-            1, group_M, accept_QM - accept_QM[now]
+        product_QM = product_M + ratios_QMK[:, :, k]
+        least_QM = torch.minimum(least_M, product_QM)
+        reached_QM = least_QM.exp()
+        gain_QG = reached_QM.new_zeros(len(reached_QM), groups).index_add_(
+            1, group_M, reached_QM - reached_QM[now]
         )
         sure_Q = gain_QG.sum(1) - gain_QG.std(1) * groups**0.5
         best = int(sure_Q.argmax())
         chosen[k] = best if sure_Q[best] > 0 else now
-        reached_M = accept_QM[chosen[k]]
+        product_M = product_QM[chosen[k]]
+        least_M = least_QM[chosen[k]]
     return chosen
 
 

@@ -28,12 +28,13 @@ from heads.acceptance import (
     Interval,
     ReplayResult,
     better_temperatures,
+    block_acceptance,
     draft_ids_for_rows,
     draft_logprobs_for_rows,
+    draft_ratios,
     extra_tokens,
     one_hot_acceptance,
     replay_probabilities,
-    sampled_acceptance,
     student_interval,
     student_quantile,
 )
@@ -137,9 +138,7 @@ def replay(
     for piece in _pieces(here) if here else ():
         give_way()
         accepts.append(
-            _acceptance(
-                heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature)
-            )[0]
+            _acceptance(heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature))
         )
     # Of all pieces in one call: it goes row by row, so its time is that of the longest response.
     result = replay_probabilities(torch.cat(accepts), here.lengths_S) if here else None
@@ -185,12 +184,12 @@ def fit_temperatures(
         grid_Q = torch.tensor(TEMPERATURES)
         now_K = (heads.temperatures_K.cpu().float().unsqueeze(1) - grid_Q).abs().argmin(1)
         heads.temperatures_K.fill_(1.0)
-        accept_QMK = _acceptance(
+        ratios_QMK = _sampled_ratios(
             heads, batch, lm_head_VD, embedding_VD, replace(served, mix=None), TEMPERATURES
         )
         prompts_M = _prompts(batch).repeat_interleave(batch.lengths_S)
         heads.temperatures_K.copy_(
-            grid_Q[better_temperatures(accept_QMK, prompts_M, now_K.tolist())]
+            grid_Q[better_temperatures(ratios_QMK, prompts_M, now_K.tolist())]
         )
     if team is not None:  # What crosses between processes stands on the host.
         heads.temperatures_K.copy_(team.share(heads.temperatures_K.cpu()))
@@ -202,69 +201,101 @@ def _acceptance(
     lm_head_VD: torch.Tensor,
     embedding_VD: torch.Tensor | None,
     served: Served,
-    factors: Sequence[float] = (1.0,),
 ) -> torch.Tensor:
     """Probability that the draft of each head at each row is accepted, given that those before it
-    were, float64 `QMK`: for each factor of sampled drafts' temperature.
+    were, float64 `MK`.
     """
-    config = heads.config
+    if served.draft_temperature <= 0:
+        ids_MK = draft_ids_for_rows(
+            heads,
+            batch.hidden_MD.to(lm_head_VD.device, torch.float32),
+            lm_head_VD,
+            **_tables(heads, batch, embedding_VD, served.ids_W, lm_head_VD.device),
+        ).cpu()
+        accept_MK = one_hot_acceptance(
+            ids_MK if served.ids_W is None else served.ids_W[ids_MK],
+            batch.response_ids_M,
+            batch.lengths_S,
+        )
+        if served.num_drafts is not None:
+            accept_MK[:, served.num_drafts :] = 0
+    else:
+        accept_MK = block_acceptance(
+            _sampled_ratios(heads, batch, lm_head_VD, embedding_VD, served)[0]
+        )
+    return accept_MK
+
+
+def _sampled_ratios(
+    heads: MedusaHeads,
+    batch: RolloutBatch,
+    lm_head_VD: torch.Tensor,
+    embedding_VD: torch.Tensor | None,
+    served: Served,
+    factors: Sequence[float] = (1.0,),
+) -> torch.Tensor:
+    """`draft_ratios` of sampled drafts, float64 `QMK`: for each factor of their temperature; -inf
+    where nothing is drafted, and behind a response's end.
+    """
     device = lm_head_VD.device
     ids_W = served.ids_W
     segment_M = segments_from_lengths(batch.lengths_S)
-    hidden_MD = batch.hidden_MD.to(device, torch.float32)
+    targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, heads.config.num_heads)
+    place_V = torch.arange(lm_head_VD.shape[0])
+    if ids_W is not None:  # A token that is no draft is never accepted.
+        place_V = torch.full_like(place_V, -1).index_copy_(0, ids_W, torch.arange(ids_W.numel()))
+    places_MK = place_V[targets_MK]
+    tops_1MK = None if served.mix is None else torch.zeros(1, *places_MK.shape, device=device)
+    # As the engine drafts: request temperature x draft temperature.
+    temperatures = tuple(
+        batch.temperature * served.draft_temperature * factor for factor in factors
+    )
+    logprobs_QMK = draft_logprobs_for_rows(
+        heads,
+        batch.hidden_MD.to(device, torch.float32),
+        places_MK.clamp(min=0).to(device),
+        lm_head_VD,
+        temperatures=temperatures,
+        top_k=batch.top_k,
+        top_p=batch.top_p,
+        tops_QMK=tops_1MK,
+        **_tables(heads, batch, embedding_VD, ids_W, device),
+    )
+    logprobs_QMK = logprobs_QMK.cpu().masked_fill(places_MK < 0, -math.inf)
+    if served.mix is not None and tops_1MK is not None:
+        logprobs_QMK = served.mix(batch, logprobs_QMK[0], tops_1MK[0].cpu()).unsqueeze(0)
+    ratios = [
+        draft_ratios(logprobs_MK, batch.logprobs_M, batch.lengths_S) for logprobs_MK in logprobs_QMK
+    ]
+    ratios_QMK = torch.stack(ratios).masked_fill(~mask_MK, -math.inf)
+    if served.num_drafts is not None:
+        ratios_QMK[:, :, served.num_drafts :] = -math.inf
+    return ratios_QMK
+
+
+def _tables(
+    heads: MedusaHeads,
+    batch: RolloutBatch,
+    embedding_VD: torch.Tensor | None,
+    ids_W: torch.Tensor | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What heads read of a batch beside its states."""
+    config = heads.config
+    segment_M = segments_from_lengths(batch.lengths_S)
     condition_MK = (
         condition_ids(batch.response_ids_M, segment_M, config.num_heads).to(device)
         if config.conditioned
         else None
     )
     context_Mn = context_of(batch, config.context)
-    tables: dict[str, Any] = {
+    return {
         "condition_MK": condition_MK,
         "context_Mn": None if context_Mn is None else context_Mn.to(device),
         "texts": texts_of(batch) if config.copies else None,
         "embedding_VD": embedding_VD,
         "ids_W": None if ids_W is None else ids_W.to(device),
     }
-    if served.draft_temperature <= 0:
-        ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD, **tables).cpu()
-        accept_QMK = one_hot_acceptance(
-            ids_MK if ids_W is None else ids_W[ids_MK], batch.response_ids_M, batch.lengths_S
-        ).unsqueeze(0)
-    else:
-        targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, config.num_heads)
-        place_V = torch.arange(lm_head_VD.shape[0])
-        if ids_W is not None:  # A token that is no draft is never accepted.
-            place_V = torch.full_like(place_V, -1).index_copy_(
-                0, ids_W, torch.arange(ids_W.numel())
-            )
-        places_MK = place_V[targets_MK]
-        tops_1MK = None if served.mix is None else torch.zeros(1, *places_MK.shape, device=device)
-        # As the engine drafts: request temperature x draft temperature.
-        temperatures = tuple(
-            batch.temperature * served.draft_temperature * factor for factor in factors
-        )
-        logprobs_QMK = draft_logprobs_for_rows(
-            heads,
-            hidden_MD,
-            places_MK.clamp(min=0).to(device),
-            lm_head_VD,
-            temperatures=temperatures,
-            top_k=batch.top_k,
-            top_p=batch.top_p,
-            tops_QMK=tops_1MK,
-            **tables,
-        )
-        logprobs_QMK = logprobs_QMK.cpu().masked_fill(places_MK < 0, -math.inf)
-        if served.mix is not None and tops_1MK is not None:
-            logprobs_QMK = served.mix(batch, logprobs_QMK[0], tops_1MK[0].cpu()).unsqueeze(0)
-        accepted = [
-            sampled_acceptance(logprobs_MK, batch.logprobs_M, batch.lengths_S)
-            for logprobs_MK in logprobs_QMK
-        ]
-        accept_QMK = torch.stack(accepted) * mask_MK
-    if served.num_drafts is not None:
-        accept_QMK[:, :, served.num_drafts :] = 0
-    return accept_QMK
 
 
 class Evidence:

@@ -61,6 +61,10 @@ forgotten.
 """
 MOST_OVER = 20.0
 """Bound of what one draft says of another w."""
+UNIT = 1 << 30
+"""Sums whose order nobody promises (those of a GPU's atomic additions) are made of whole numbers of
+1 / UNIT: ranks of one engine that rounded differently would draw different tokens, each for itself.
+"""
 
 
 # ---- what was said, on the host
@@ -115,7 +119,8 @@ class ResponseMemory:
         """One response that has ended, to the prompt with this key; `version` of the policy that
         began it (None: of now).
         """
-        tokens = np.asarray(response, dtype=np.int32)
+        # No text has room for more.
+        tokens = np.asarray(response[-PLACES:], dtype=np.int32)
         size = tokens.nbytes + OVERHEAD
         if not len(tokens) or size > self.most_bytes:
             return
@@ -246,27 +251,31 @@ class ResponseMemory:
         # A text is SUFFIX tokens longer than its places: `match` looks back from the first one too.
         tokens = [np.full(SUFFIX, EMPTY, dtype=np.int32)]
         weights = [np.zeros(0, dtype=np.float32)]
-        newest_first = (
+        newest_first = [
             (one.tokens, FADE ** (self.version - one.version))
             for one in reversed(said)
             if seed is None or one.seed != seed
-        )
-        now = ((np.asarray(some, dtype=np.int32), 1.0) for some in beside)
+        ]
+        now = [(np.asarray(some, dtype=np.int32), 1.0) for some in beside if len(some)]
         # Those beside do not crowd out what has an end.
         room = places // 2 if said else places
         for part, more in ((now, places - room), (newest_first, 0)):
-            for response, weight in part:
-                if not len(response):
-                    continue
-                length = len(before) + len(response) + 1
-                if length > room:
-                    break
-                room -= length
-                weight_P = np.zeros(length, dtype=np.float32)
+            for number, (response, weight) in enumerate(part):
+                shown = response
+                tail_T = before
+                if len(before) + len(response) + 1 > room:
+                    # Its last part, with as much room for those that follow: none hides the others.
+                    length = room // (len(part) - number)
+                    if length <= SUFFIX:
+                        break
+                    shown = response[1 - length :]
+                    tail_T = gap[:0]
+                weight_P = np.zeros(len(tail_T) + len(shown) + 1, dtype=np.float32)
                 # The prompt's tail is context, not a vote; vLLM has placeholders below 0.
-                weight_P[len(before) : -1] = weight * (response >= 0)
-                tokens += [before, response, gap]
+                weight_P[len(tail_T) : -1] = weight * (shown >= 0)
+                tokens += [tail_T, shown, gap]
                 weights.append(weight_P)
+                room -= len(weight_P)
             room += more
         return np.concatenate(tokens), np.concatenate(weights)
 
@@ -346,7 +355,8 @@ class Drawn(NamedTuple):
     Attributes:
         cells: int64, -1: the memory had no part in it.
         heads, memory: float32, q of each source.
-        p: float32, the policy's probability.
+        p: float32, the policy's probability times the weight w of the drafts before
+            (`drafting.verify`): as a block is verified, of q as much is accepted as lies below.
         weight: float32, for each of them 1 / (the probability with which it came here); 0: it does
             not count.
     """
@@ -383,8 +393,8 @@ class Trust:
         """
         Args:
             drawn: flat.
-            offered_N, taken_N: float32, 0 to 1: whether it was verified with all before it
-                accepted, and whether it was accepted.
+            offered_N, taken_N: float32, 0 to 1: how probable it was that all drafts before it were
+                accepted, and that it was, too.
         """
         # Weights of 0 rather than a selection: the number of drafts would be a host value.
         there_N = (drawn.cells >= 0).float()
@@ -393,13 +403,17 @@ class Trust:
         accepted_NG = (
             torch.minimum(drawn.p.unsqueeze(1), q_NG) * drawn.weight.unsqueeze(1)
         ).clamp_max(MOST_OVER)
-        self._accepted_CG.index_add_(0, cells_N, accepted_NG * there_N.unsqueeze(1))
-        for sums_C, values_N in (
-            (self._seen_C, offered_N),
-            (self._offered_C, offered_N),
-            (self._taken_C, taken_N),
-        ):
-            sums_C.index_add_(0, cells_N, values_N * there_N)
+        values_NX = torch.cat(
+            [accepted_NG, offered_N.unsqueeze(1), taken_N.unsqueeze(1)], dim=1
+        ) * there_N.unsqueeze(1)
+        whole_CX = torch.zeros(
+            len(self._seen_C), values_NX.shape[1], dtype=torch.int64, device=cells_N.device
+        ).index_add_(0, cells_N, (values_NX.double() * UNIT).round().long())
+        accepted_CG, both_C2 = (whole_CX.double() / UNIT).float().split([len(SHARES), 2], dim=1)
+        self._accepted_CG += accepted_CG
+        self._seen_C += both_C2[:, 0]
+        self._offered_C += both_C2[:, 0]
+        self._taken_C += both_C2[:, 1]
         # Sums of old drafts shrink once there are enough: heads and policy have moved since.
         fade_C = (MOST_SEEN / self._seen_C.clamp_min(MOST_SEEN)).clamp_max(1)
         self._seen_C *= fade_C
@@ -465,7 +479,11 @@ class Recall:
         self._share_BP = votes.share_BP
         self._cells_B = torch.where(on_B1.squeeze(1), cells_of(votes.length_B, mass_BW.amax(1)), -1)
         self._w_B1 = self._trust.share(self._cells_B).unsqueeze(1)
-        mass_BW.mul_(1 - self._w_B1).scatter_add_(1, self._columns_BP, self._share_BP * self._w_B1)
+        whole_BP = (self._share_BP * UNIT).round().int()
+        whole_BW = torch.zeros_like(mass_BW, dtype=torch.int32).scatter_add_(
+            1, self._columns_BP, whole_BP
+        )
+        mass_BW.mul_(1 - self._w_B1).add_(whole_BW.float() * (self._w_B1 / UNIT))
 
     def follow(self, k: int, ids_B: torch.Tensor, q_B: torch.Tensor) -> None:
         """Draft k was drawn, with probability `q_B`: what is to be learned from it, and what the

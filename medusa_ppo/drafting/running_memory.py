@@ -7,9 +7,10 @@ Shape letters as in `memory`; T drafts of all requests one after the other, N ro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from medusa_ppo.drafting.memory import (
@@ -29,7 +30,7 @@ REFRESH = 8
 """Steps after which a request sees again what those beside it have said by then."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Met:
     """A request that has not ended: vLLM's state of it, the key and the last tokens of its prompt,
     the version of the policy that it began with, and its seed.
@@ -40,10 +41,25 @@ class _Met:
     tail: list[int]
     version: int
     seed: int | None
+    _said: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    _sure: int = 0
 
     @property
     def said(self) -> Sequence[int]:
         return self.request.output_token_ids
+
+    def tokens(self) -> np.ndarray:
+        """`said`, of which only what is new is read: a list of thousands takes longer to read than
+        all the rest of a step.
+        """
+        said = self.said
+        self._sure = min(self._sure, len(said))
+        new = np.asarray(said[self._sure :], dtype=np.int32)
+        self._said = np.concatenate([self._said[: self._sure], new])
+        # What is below 0 holds a place for a token that comes later.
+        waiting = np.flatnonzero(new < 0)
+        self._sure += int(waiting[0]) if len(waiting) else len(new)
+        return self._said
 
 
 class RunningMemory:
@@ -112,40 +128,47 @@ class RunningMemory:
             p_TV = (logits_NV[rows_T].float() / temperature_T1).softmax(-1)
             self._p_T = p_TV.gather(1, ids_T.to(torch.int64).clamp_min(0).unsqueeze(1)).squeeze(1)
 
-    def settle(
-        self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]
-    ) -> None:
-        """Learn from the drafts that the last step verified, those that were judged."""
+    def settle(self, request_ids: Sequence[str], drafted: Sequence[int]) -> None:
+        """Learn from the drafts that the last step verified, those that were judged.
+
+        From all of them, by how probable it was that they would be reached: which of a block's
+        drafts are accepted depends on those behind them, so the accepted ones alone are no fair
+        sample.
+        """
         # Taken once: a step that was not judged must not learn from the p of an earlier one.
         p_T = self._p_T
         self._p_T = None
         rows = []
         first = 0
-        for key, count, taken in zip(request_ids, drafted, accepted, strict=True):
-            rows += [(self._slots[key], first, count, taken)] if key in self._slots else []
+        for key, count in zip(request_ids, drafted, strict=True):
+            rows += [(self._slots[key], first, count)] if key in self._slots else []
             first += count
         if not rows or p_T is None or len(p_T) != first:
             return
-        slots_B, first_B, drafted_B, accepted_B = (
+        slots_B, first_B, drafted_B = (
             torch.tensor(rows).to(self._device, non_blocking=True).unbind(1)
         )
-        taken_KB = self._steps_K1 < accepted_B
-        # The refused draft counts too: verification reached it. What comes after it was never
-        # judged.
-        offered_KB = (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B)
+        there_KB = (self._steps_K1 < drafted_B).float()
         heads_KB, memory_KB, q_KB = self._waiting.q_KS3[:, slots_B].unbind(2)
+        q_KB = q_KB.clamp_min(1e-30)
         p_KB = p_T[(first_B + self._steps_K1).clamp_max(first - 1)]
+        weight_B = torch.ones_like(p_KB[0])
+        weights = [weight_B]
+        for ratio_B in (p_KB / q_KB).unbind(0):
+            weight_B = (weight_B * ratio_B).clamp_max(1)
+            weights.append(weight_B)
+        offered_KB = torch.stack(weights[:-1])
         drawn = Drawn(
             self._waiting.cells_KS[:, slots_B],
             heads_KB,
             memory_KB,
-            p_KB,
-            offered_KB / q_KB.clamp_min(1e-30),
+            p_KB * offered_KB,
+            there_KB / q_KB,
         )
         self.trust.learn(
             Drawn(*(part.flatten() for part in drawn)),
-            offered_KB.flatten().float(),
-            taken_KB.flatten().float(),
+            (offered_KB * there_KB).flatten(),
+            (torch.stack(weights[1:]) * there_KB).flatten(),
         )
         # Each draft teaches once.
         self._waiting.cells_KS[:, slots_B] = -1
@@ -209,22 +232,22 @@ class RunningMemory:
         """Write the texts of some requests: what was said to their prompts, of those beside them
         what they have said by now.
         """
-        beside: dict[bytes, list[_Met]] = {}
-        for met in self._met.values() if request_ids else ():
-            beside.setdefault(met.key, []).append(met)
+        beside: dict[bytes, list[tuple[_Met, np.ndarray]]] = {}
+        asked = {self._met[key].key for key in request_ids}
+        for met in self._met.values():
+            if met.key in asked:
+                beside.setdefault(met.key, []).append((met, met.tokens()))
         for key in request_ids:
             met = self._met[key]
             slot = self._slots[key]
             others = (
-                other
-                for other in beside[met.key]
+                said
+                for other, said in beside[met.key]
                 # Requests of one seed draw by the same numbers: q may not depend on what those
                 # drew.
                 if other is not met and (met.seed is None or met.seed != other.seed)
             )
-            tokens, weights = self.store.text(
-                met.key, met.tail, (other.said for other in others), self._places, met.seed
-            )
+            tokens, weights = self.store.text(met.key, met.tail, others, self._places, met.seed)
             length = self._lengths[slot] = len(weights)
             self._tokens_SX[slot, : SUFFIX + length] = torch.from_numpy(tokens).to(
                 self._device, non_blocking=True

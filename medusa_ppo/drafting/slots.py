@@ -173,33 +173,38 @@ class KeptDrafts:
         """The probabilities of the drafts `ids_BK`, which are those that were kept."""
         return self.q_BK
 
-    def rows(self, at_B1: torch.Tensor) -> torch.Tensor:
-        """q `[B, W]` of the draft at index `at_B1` of each request; only to be read where that was
-        sampled.
-        """
-        return self.slots.q(self.rows_B, at_B1.squeeze(1))
-
     def residual(
-        self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
+        self,
+        mass_CV: torch.Tensor,
+        at_C1: torch.Tensor,
+        refused_C1: torch.Tensor,
+        requests_C: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is
-        below 0.
+        """max(mass - q, 0) where the draft `refused_C1` at index `at_C1` was refused; the mass
+        where that is below 0.
 
-        q is one-hot, and p without the draft is left, where it was not sampled.
+        q is one-hot, and the mass without the draft is left, where it was not sampled.
+
+        Args:
+            requests_C: which ones the rows are of; None: all, in order.
         """
-        refused = refused_B1 >= 0
-        sampled_B1 = self.sampled_BK.gather(1, at_B1)
-        q_BW = torch.where(refused & sampled_B1, self.rows(at_B1), 0.0)
+        rows_C = self.rows_B if requests_C is None else self.rows_B[requests_C]
+        sampled_CK = self.sampled_BK if requests_C is None else self.sampled_BK[requests_C]
+        refused = refused_C1 >= 0
+        sampled_C1 = sampled_CK.gather(1, at_C1)
+        q_CW = torch.where(refused & sampled_C1, self.slots.q(rows_C, at_C1.squeeze(1)), 0.0)
         ids_W = self.slots.ids_W
-        ids_B1 = refused_B1.clamp_min(0)
+        ids_C1 = refused_C1.clamp_min(0)
         if ids_W is None:
-            left_BV = (probs_BV - q_BW).clamp_min(0)
+            left_CV = (mass_CV - q_CW).clamp_min(0)
         else:
-            left_BV = probs_BV.index_add(1, ids_W, q_BW, alpha=-1).clamp_min(0)
+            left_CV = mass_CV.index_add(1, ids_W, q_CW, alpha=-1).clamp_min(0)
         # All rows go through the scatter, also those that keep what they have: a branch would read
         # a host value.
-        at_draft_B1 = torch.where(refused & ~sampled_B1, 0.0, left_BV.gather(1, ids_B1))
-        return left_BV.scatter(1, ids_B1, at_draft_B1)
+        at_draft_C1 = torch.where(
+            refused & torch.logical_not(sampled_C1), 0.0, left_CV.gather(1, ids_C1)
+        )
+        return left_CV.scatter(1, ids_C1, at_draft_C1)
 
 
 class Places(NamedTuple):

@@ -1,15 +1,28 @@
-"""Lossless verification of draft tokens in plain torch, for the CPU, where vLLM's own kernels
-sample wrongly.
+"""Lossless verification of draft tokens in plain torch: what verifies on V1, where vLLM's kernels
+know no block (and on a CPU sample wrongly).
 
 Shape letters: B requests, K most drafts of a request in this step, N rows of logits (for each
-request its drafts, then one more), T rows of drafts, V vocabulary.
+request its drafts, then one more), C requests of B, T rows of drafts, V vocabulary.
 
 Request i owns the rows `starts[i] .. starts[i] + counts[i]`: row j < counts[i] judges draft j, the
-last one is the bonus row. A draft x is accepted with probability min(1, p(x) / q(x)); q is 1 for a
-one-hot draft. The run of accepted drafts ends at one row per request, and only there a token is
-sampled: from p when that is the bonus row, otherwise from the residual max(p - q, 0), which for a
-one-hot draft is p without x. That is the rule of speculative sampling, so every token has the
-distribution p, whatever was drafted (Leviathan et al. 2023, Theorem 1).
+last one is the bonus row. The run of accepted drafts ends at one row per request, and only there a
+token is sampled.
+
+Drafts x_1 .. x_n that were drawn from q are verified as a block (Sun et al. 2024, "Block
+Verification Accelerates Speculative Decoding", Algorithm 2). The first j of them deserve
+
+    w_0 = 1,   w_j = min(1, w_{j-1} p(x_j) / q(x_j)),
+
+and the run is the largest j at which a uniform number of its own lies below h_j, where
+
+    h_n = w_n,   h_j = r_j / (r_j + 1 - w_j),   r_j = sum over x of max(w_j p(x) - q(x), 0)
+
+with p and q behind the first j drafts. The token behind the run comes from p when all were
+accepted, otherwise from max(w_j p - q, 0). So every token has the distribution p, whatever was
+drafted, and no rule accepts more. Token by token (Leviathan et al. 2023), where draft j is accepted
+with probability min(1, p(x_j) / q(x_j)), what p(x) / q(x) exceeds 1 by is lost; here it makes up
+for a draft before or behind it. For one-hot drafts, where q is 1, nothing exceeds 1, and both
+accept alike.
 
 Sampling inverts the cumulative sum in float64 with one uniform number per request: B x V work and
 no noise of size V.
@@ -18,9 +31,9 @@ no noise of size V.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -56,10 +69,12 @@ class DraftRows:
         if min(counts) == width:
             ids_BK = draft_ids_T.to(torch.int64).view(len(counts), width)
         else:
-            ids_BK = torch.full_like(rows_BK, PLACEHOLDER)
-            ids_BK[torch.arange(width, device=draft_ids_T.device) < counts_B.unsqueeze(1)] = (
-                draft_ids_T.to(torch.int64)
-            )
+            # Not by a mask: how many it chooses would be a host value.
+            steps_K = torch.arange(width, device=draft_ids_T.device)
+            first_B1 = (counts_B.cumsum(0) - counts_B).unsqueeze(1)
+            places_BK = (first_B1 + steps_K).clamp_max(draft_ids_T.shape[0] - 1)
+            there_BK = steps_K < counts_B.unsqueeze(1)
+            ids_BK = torch.where(there_BK, draft_ids_T.to(torch.int64)[places_BK], PLACEHOLDER)
         return cls(ids_BK, counts_B, starts_B, rows_BK)
 
 
@@ -106,10 +121,17 @@ class DraftQ(Protocol):
         ...
 
     def residual(
-        self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
+        self,
+        mass_CV: torch.Tensor,
+        at_C1: torch.Tensor,
+        refused_C1: torch.Tensor,
+        requests_C: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is
-        below 0.
+        """max(mass - q, 0) where the draft `refused_C1` at index `at_C1` was refused; the mass
+        where that is below 0.
+
+        Args:
+            requests_C: which ones the rows are of; None: all, in order.
         """
         ...
 
@@ -121,11 +143,15 @@ class OneHot:
         return torch.ones_like(ids_BK, dtype=torch.float32)
 
     def residual(
-        self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
+        self,
+        mass_CV: torch.Tensor,
+        at_C1: torch.Tensor,
+        refused_C1: torch.Tensor,
+        requests_C: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ids_B1 = refused_B1.clamp_min(0)
-        return probs_BV.scatter(
-            1, ids_B1, torch.where(refused_B1 >= 0, 0.0, probs_BV.gather(1, ids_B1))
+        ids_C1 = refused_C1.clamp_min(0)
+        return mass_CV.scatter(
+            1, ids_C1, torch.where(refused_C1 >= 0, 0.0, mass_CV.gather(1, ids_C1))
         )
 
 
@@ -139,10 +165,16 @@ class WholeRows:
         return self._probs_BKV.gather(2, ids_BK.unsqueeze(2)).squeeze(2)
 
     def residual(
-        self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
+        self,
+        mass_CV: torch.Tensor,
+        at_C1: torch.Tensor,
+        refused_C1: torch.Tensor,
+        requests_C: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q_BV = self._probs_BKV[torch.arange(len(at_B1), device=at_B1.device), at_B1.squeeze(1)]
-        return (probs_BV - q_BV * (refused_B1 >= 0)).clamp_min(0)
+        if requests_C is None:
+            requests_C = torch.arange(len(at_C1), device=at_C1.device)
+        q_CV = self._probs_BKV[requests_C, at_C1.squeeze(1)]
+        return (mass_CV - q_CV * (refused_C1 >= 0)).clamp_min(0)
 
 
 @dataclass(frozen=True)
@@ -153,25 +185,115 @@ class Proposed:
     Attributes:
         q: of the drafts; None when none was sampled.
         uniforms_BW: float64 `[B, K + 1]`; the last column is for the token that ends the run.
+        whole_rows: q of all drafts as vLLM's kernels read it, `[T, V]`, for requests that only
+            these verify; None where they never do.
     """
 
     q: DraftQ | None
     uniforms_BW: torch.Tensor
+    whole_rows: Callable[[], torch.Tensor] | None = None
+
+
+class Run(NamedTuple):
+    """What verification accepted.
+
+    Attributes:
+        length_B: int64, drafts of each request.
+        weight_B: w of the module's docstring behind them; what the next token comes from is p times
+            this, less q.
+    """
+
+    length_B: torch.Tensor
+    weight_B: torch.Tensor
 
 
 def accepted_run(
     logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_q: DraftQ
-) -> torch.Tensor:
-    """Length of the run of accepted drafts, int64 `[B]`. logprobs are of the distribution to sample
-    from.
-    """
+) -> Run:
+    """The run of accepted drafts. logprobs are of the distribution to sample from."""
     ids_BK = drafts.draft_ids_BK.clamp_min(0)
     ratio_BK = logprobs_NV[drafts.rows_BK, ids_BK].double().exp()
     q_BK = draft_q.of(ids_BK).double()
     # A draft that q could not have drawn says that q is not what was drafted from: refuse it.
     ratio_BK = torch.where(q_BK > 0, ratio_BK / q_BK, 0.0)
-    accept_BK = (uniform_BK < ratio_BK) & (drafts.draft_ids_BK >= 0)
-    return accept_BK.to(torch.int64).cumprod(1).sum(1)
+    # What stands behind a draft that must be refused was never drafted.
+    there_BK = (drafts.draft_ids_BK >= 0).to(torch.int64).cumprod(1)
+    if isinstance(draft_q, OneHot):
+        length_B = (there_BK * (uniform_BK < ratio_BK)).cumprod(1).sum(1)
+        return Run(length_B, ratio_BK.new_ones(len(ratio_BK)))
+    return _run_of_block(logprobs_NV, drafts, uniform_BK, draft_q, ratio_BK, there_BK.sum(1))
+
+
+def _run_of_block(
+    logprobs_NV: torch.Tensor,
+    drafts: DraftRows,
+    uniform_BK: torch.Tensor,
+    draft_q: DraftQ,
+    ratio_BK: torch.Tensor,
+    count_B: torch.Tensor,
+) -> Run:
+    """`accepted_run` by w and h of the module's docstring; `count_B` drafts of each request."""
+    weight_B = ratio_BK.new_ones(len(ratio_BK))
+    weights = [weight_B]
+    for ratio_B in ratio_BK.unbind(1):
+        weight_B = (weight_B * ratio_B).clamp_max(1)
+        weights.append(weight_B)
+    length_B = torch.zeros_like(count_B)
+    # From the longest run backwards: where it is found nothing shorter is looked at.
+    for length in range(len(weights) - 1, 0, -1):
+        weight_B = weights[length]
+        # h is at most w, and is w behind the last draft. (1 where w is 1: both leave the number
+        # below.)
+        below_B = (uniform_BK[:, length - 1] < weight_B) & (length_B == 0)
+        accept_B = below_B & ((count_B == length) | ((weight_B == 1) & (count_B > length)))
+        asked_B = below_B & (weight_B < 1) & (count_B > length)
+        if length < ratio_BK.shape[1]:
+            accept_B |= asked_B & _passes(
+                logprobs_NV, drafts, uniform_BK, draft_q, weight_B, asked_B, length
+            )
+        length_B = torch.where(accept_B, length, length_B)
+    weights_BW = torch.stack(weights, dim=1)
+    return Run(length_B, weights_BW.gather(1, length_B.unsqueeze(1)).squeeze(1))
+
+
+def waits_for(device: torch.device) -> bool:
+    """Whether a value that decides what is done next has to be waited for."""
+    return device.type != "cpu"
+
+
+def _passes(
+    logprobs_NV: torch.Tensor,
+    drafts: DraftRows,
+    uniform_BK: torch.Tensor,
+    draft_q: DraftQ,
+    weight_B: torch.Tensor,
+    asked_B: torch.Tensor,
+    length: int,
+) -> torch.Tensor:
+    """Whether the uniform number of a run of this length lies below h, where `asked_B`; bool
+    `[B]`.
+    """
+    rows_B = drafts.starts_B + length
+    refused_B = drafts.draft_ids_BK[:, length]
+    requests_C = None
+    uniform_C = uniform_BK[:, length - 1]
+    if not waits_for(asked_B.device):
+        # A pass over the vocabulary for few requests in place of all.
+        requests_C = asked_B.nonzero().squeeze(1)
+        rows_B = rows_B[requests_C]
+        refused_B = refused_B[requests_C]
+        weight_B = weight_B[requests_C]
+        uniform_C = uniform_C[requests_C]
+    rows_C = rows_B.clamp_max(logprobs_NV.shape[0] - 1)
+    mass_CV = logprobs_NV[rows_C].exp() * weight_B.unsqueeze(1).to(logprobs_NV.dtype)
+    at_C1 = torch.full_like(rows_C, length).unsqueeze(1)
+    left_CV = draft_q.residual(mass_CV, at_C1, refused_B.unsqueeze(1), requests_C)
+    left_C = left_CV.sum(1, dtype=torch.float64)
+    # u < r / (r + 1 - w), without the division.
+    passes_C = uniform_C * (left_C + 1 - weight_B) < left_C
+    if requests_C is None:
+        return passes_C
+    return torch.zeros_like(asked_B).index_copy_(0, requests_C, passes_C)
 
 
 def greedy_run(argmax_N: torch.Tensor, drafts: DraftRows) -> torch.Tensor:
@@ -184,7 +306,7 @@ def greedy_run(argmax_N: torch.Tensor, drafts: DraftRows) -> torch.Tensor:
 def residual_sample(
     logprobs_BV: torch.Tensor,
     drafts: DraftRows,
-    run_B: torch.Tensor,
+    run: Run,
     uniform_B: torch.Tensor,
     draft_q: DraftQ,
 ) -> torch.Tensor:
@@ -194,11 +316,14 @@ def residual_sample(
     probs_BV = logprobs_BV.exp()
     width = drafts.draft_ids_BK.shape[1]
     if width:
-        at_B1 = run_B.clamp_max(width - 1).unsqueeze(1)
+        at_B1 = run.length_B.clamp_max(width - 1).unsqueeze(1)
         refused_B1 = drafts.draft_ids_BK.gather(1, at_B1)
         # A run that took all drafts refused none: its last token comes from p itself.
-        refused_B1 = torch.where((run_B < drafts.counts_B).unsqueeze(1), refused_B1, PLACEHOLDER)
-        left_BV = draft_q.residual(probs_BV, at_B1, refused_B1)
+        refused_B1 = torch.where(
+            (run.length_B < drafts.counts_B).unsqueeze(1), refused_B1, PLACEHOLDER
+        )
+        mass_BV = probs_BV * run.weight_B.unsqueeze(1).to(probs_BV.dtype)
+        left_BV = draft_q.residual(mass_BV, at_B1, refused_B1)
         # p too where rounding leaves nothing of the residual.
         probs_BV = torch.where(left_BV.sum(1, keepdim=True) > 0, left_BV, probs_BV)
     return draw(probs_BV, uniform_B.unsqueeze(1)).squeeze(1)
@@ -248,10 +373,9 @@ def verify_rows(
     else:
         draft_q = OneHot() if proposed is None else WholeRows(spread_draft_probs(proposed, counts))
         uniforms_BW = uniform_numbers(counts, width + 1, rule.generators, logits_NV.device)
-    run_B = accepted_run(logprobs_NV, drafts, uniforms_BW[:, :width], draft_q)
-    last_B = residual_sample(
-        logprobs_NV[end_rows(run_B)], drafts, run_B, uniforms_BW[:, -1], draft_q
-    )
+    run = accepted_run(logprobs_NV, drafts, uniforms_BW[:, :width], draft_q)
+    run_B = run.length_B
+    last_B = residual_sample(logprobs_NV[end_rows(run_B)], drafts, run, uniforms_BW[:, -1], draft_q)
     if rule.greedy_B is not None:
         argmax_N = logits_NV.argmax(-1)
         run_B = torch.where(rule.greedy_B, greedy_run(argmax_N, drafts), run_B)

@@ -33,6 +33,7 @@ from medusa_ppo.vllm_plugin.speculation import LOSSLESS, refuse_lossy_rule, spec
 from medusa_ppo.vllm_plugin.vllm_versions import (
     FIRST_V2,
     V2_SWITCH,
+    has_block,
     has_v2,
     is_cpu_build,
     require_transfer,
@@ -166,7 +167,12 @@ def plan_launch(
                 expected=f"<= {max_drafts}, the heads in {heads_path}",
                 do="Draft fewer tokens or train more heads.",
             )
-        args |= speculation(str(heads_path), max_drafts, sampled=config.draft_temperature > 0)
+        args |= speculation(
+            str(heads_path),
+            max_drafts,
+            sampled=config.draft_temperature > 0,
+            block=runner == "v2" and has_block(vllm_version()),
+        )
         _refuse_with_heads(config.extra, runner)
     # See cache_bytes: a share of the memory can come out negative there.
     if is_cpu_build() and "gpu_memory_utilization" not in config.extra:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig
 
 from heads.acceptance import ReplayResult, paired_difference
@@ -411,14 +412,23 @@ class Recalled:
         (memory_TK, there_TK), (length_TK, _), (p_TK, _) = ahead
         cells_TK = torch.where(there_TK, cells_of(length_TK, tops_TK), -1)
         q_TK = torch.lerp(heads_TK, memory_TK, self.trust.share(cells_TK))
-        taken_TK = ((q_TK / p_TK.clamp_min(1e-30)).clamp_max(1) * there_TK).cumprod(1)
+        # That all drafts up to each are accepted as a block, and the product of q / p up to it
+        # (`heads.acceptance.block_acceptance`).
+        ratio_TK = torch.where(there_TK, q_TK / p_TK.clamp_min(1e-30), 0.0).double()
+        product_TK = ratio_TK.cumprod(1)
+        taken_TK = product_TK.cummin(1).values.clamp_max(1)
         # A draft is offered when all before it were accepted.
-        offered_TK = (
-            torch.cat([torch.ones_like(taken_TK[:, :1]), taken_TK[:, :-1]], dim=1) * there_TK
+        offered_TK, before_TK = (
+            F.pad(part[:, :-1], (1, 0), value=1.0) * there_TK for part in (taken_TK, product_TK)
         )
-        # These tokens came from the policy itself, so p is what weighs them, not q.
-        weight_TK = offered_TK / p_TK.clamp_min(1e-30)
-        drawn = Drawn(cells_TK, heads_TK, memory_TK, p_TK, weight_TK)
+        # These tokens came from the policy itself, so the drafts before are weighed by q / p.
+        drawn = Drawn(
+            cells_TK,
+            heads_TK,
+            memory_TK,
+            p_TK * torch.where(before_TK > 0, offered_TK / before_TK, 0.0),
+            before_TK / p_TK.clamp_min(1e-30),
+        )
         self.trust.learn(
             Drawn(*(part.flatten() for part in drawn)), offered_TK.flatten(), taken_TK.flatten()
         )

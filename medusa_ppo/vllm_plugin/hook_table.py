@@ -215,14 +215,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook("layers are loaded anew one by one", _RELOAD, "initialize_layerwise_reload", ("model",)),
     Hook("and the rest of the model", _RELOAD, "finalize_layerwise_reload"),
-    # Patches of the CPU build.
     Hook(
         "verification in one pass",
         _SAMPLER,
         "RejectionSampler.forward",
         ("metadata", "draft_probs", "logits", "sampling_metadata"),
-        runner=CPU,
     ),
+    # Patches of the CPU build.
     Hook(
         "verification with logits processors", _SAMPLER, "rejection_sample", _REJECTION, runner=CPU
     ),

@@ -133,8 +133,10 @@ def rejection_in_torch(original: Replaced) -> Replaced:
 
 
 def verification_in_one_pass(original: Replaced) -> Replaced:
-    """No failure, but time: the same distribution with one softmax for verification and log-probs,
-    and random numbers for B rows only.
+    """No failure, but accepted drafts and time: V1's kernels verify draft by draft, ours a block,
+    with one softmax for verification and log-probs, and random numbers for B rows only.
+
+    On a GPU for drafts of our heads alone; vLLM's own verify as they did.
     """
 
     @functools.wraps(original)
@@ -145,9 +147,12 @@ def verification_in_one_pass(original: Replaced) -> Replaced:
         logits: torch.Tensor,
         sampling_metadata: Any,
     ) -> Any:
-        if self.synthetic_mode or not _is_plain(self, sampling_metadata):
-            return original(self, metadata, draft_probs, logits, sampling_metadata)
-        return _verify_in_one_pass(self, metadata, draft_probs, logits, sampling_metadata)
+        here = isinstance(draft_probs, verify.Proposed) or current_platform.is_cpu()
+        if here and not self.synthetic_mode and _is_plain(self, sampling_metadata):
+            return _verify_in_one_pass(self, metadata, draft_probs, logits, sampling_metadata)
+        if isinstance(draft_probs, verify.Proposed) and draft_probs.whole_rows is not None:
+            return original(self, metadata, draft_probs.whole_rows(), logits, sampling_metadata)
+        return original(self, metadata, draft_probs, logits, sampling_metadata)
 
     return forward
 
@@ -391,7 +396,7 @@ def kind_of_heads_known(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def patches_of_older(release: tuple[int, int]) -> tuple[Patch, ...]:
-    """What an older release needs beside `CPU_PATCHES`."""
+    """What an older release needs beside `V1_PATCHES` and `CPU_PATCHES`."""
     runner = model_runner.GPUModelRunner
     found = []
     if current_platform.is_cpu() and "_copy_draft_token_ids_to_cpu" in vars(
@@ -412,6 +417,14 @@ def patches_of_older(release: tuple[int, int]) -> tuple[Patch, ...]:
     return tuple(found)
 
 
+V1_PATCHES = (
+    Patch(
+        "verification in one pass",
+        rejection_sampler.RejectionSampler,
+        "forward",
+        verification_in_one_pass,
+    ),
+)
 CPU_PATCHES = (
     Patch("temperatures of drafts", rejection_sampler, "expand_batch_to_tokens", values_of_rows),
     Patch(
@@ -421,12 +434,6 @@ CPU_PATCHES = (
         no_constraints_without_rows,
     ),
     Patch("rejection sampling", rejection_sampler, "rejection_sample", rejection_in_torch),
-    Patch(
-        "verification in one pass",
-        rejection_sampler.RejectionSampler,
-        "forward",
-        verification_in_one_pass,
-    ),
     Patch(
         "seeds in chunked prefill",
         model_runner.GPUModelRunner,

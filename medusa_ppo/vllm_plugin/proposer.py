@@ -38,7 +38,15 @@ from medusa_ppo.drafting.core import Drafted, DraftingCore, DraftSampling
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
 from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.drafting.running_memory import RunningMemory
-from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Seats, Traits, stamps
+from medusa_ppo.drafting.slots import (
+    NOTHING,
+    DraftSlots,
+    KeptDrafts,
+    Seating,
+    Seats,
+    Traits,
+    stamps,
+)
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.texts import TextRing, WrittenTexts
 from medusa_ppo.drafting.verify import Proposed
@@ -313,9 +321,9 @@ class MedusaProposer(Drafter):
 
     def proposed(
         self, counts: Sequence[int], draft_ids_T: torch.Tensor, vocab_size: int, all_greedy: bool
-    ) -> Proposed | torch.Tensor | None:
-        """What verification of `counts` drafts of each request needs: for our own in torch, or q
-        `[T, V]` for vLLM's kernels.
+    ) -> Proposed | None:
+        """What verification of `counts` drafts of each request needs; None: vLLM's own verifies
+        one-hot drafts.
         """
         width = max(counts)
         seats = self._seats
@@ -325,16 +333,26 @@ class MedusaProposer(Drafter):
             if self._slots is not None and width and not all_greedy
             else None
         )
-        if self.device.type == "cpu":
-            if kept is None and seats.keys_B is None:
-                return None
-            lanes = ((ACCEPT_LANE, width), (LAST_LANE, 1))
-            noise = [
-                uniforms(self._positions_B, seats.keys_B, seats.seeded_B, *lane) for lane in lanes
-            ]
-            return Proposed(kept, torch.cat(noise, dim=1))
-        if kept is None:
+        on_cpu = self.device.type == "cpu"
+        if kept is None and (seats.keys_B is None or not on_cpu):
             return None
+        lanes = ((ACCEPT_LANE, width), (LAST_LANE, 1))
+        noise = [uniforms(self._positions_B, seats.keys_B, seats.seeded_B, *lane) for lane in lanes]
+        uniforms_BW = torch.cat(noise, dim=1)
+        if kept is None or on_cpu:
+            return Proposed(kept, uniforms_BW)
+        return Proposed(
+            kept,
+            uniforms_BW,
+            lambda: self._whole_rows(kept, counts, draft_ids_T, vocab_size),
+        )
+
+    def _whole_rows(
+        self, kept: KeptDrafts, counts: Sequence[int], draft_ids_T: torch.Tensor, vocab_size: int
+    ) -> torch.Tensor:
+        """q `[T, V]` for vLLM's kernels, which verify what asks for more than temperature, top-k
+        and top-p.
+        """
         requests_T = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
         drafts_T = torch.tensor([draft for count in counts for draft in range(count)])
         return kept.slots.whole_rows(
@@ -368,7 +386,7 @@ class MedusaProposer(Drafter):
         accepted = [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
         if self.memory is not None:
             self.memory.attend(*self._running)
-            self.memory.settle(self._running[0], drafted, accepted)
+            self.memory.settle(self._running[0], drafted)
         if self.stopping is not None:
             counts_2B = torch.tensor([list(drafted), accepted]).to(self.device, non_blocking=True)
             self.stopping.settle(self._seats.slots_B, *counts_2B.unbind(0))

@@ -16,30 +16,26 @@ LOSSLESS = ("standard", "block")
 """Rules by which vLLM may accept drafts without another distribution of what is sampled."""
 
 
-def speculation(folder: str, drafts: int, *, sampled: bool) -> dict[str, Any]:
+def speculation(folder: str, drafts: int, *, sampled: bool, block: bool = False) -> dict[str, Any]:
     """Arguments of vLLM's engine with which the installed version drafts with the heads of a
     folder.
 
     Args:
         drafts: most drafts of a step.
         sampled: drafts will be sampled, and the memory of their q is to be profiled.
+        block: vLLM's own kernels verify drafts as a block (`drafting.verify`). V2 has it; on V1
+            ours do, and nothing is said.
     """
-    own = {SAMPLED: sampled}
+    own: dict[str, Any] = {SAMPLED: sampled}
+    speculative: dict[str, Any] = {"num_speculative_tokens": drafts}
+    if block:
+        speculative["rejection_sample_method"] = "block"
     if has_medusa(vllm_version()):
-        return {
-            "speculative_config": {
-                "method": "medusa",
-                "model": folder,
-                "num_speculative_tokens": drafts,
-            },
-            "additional_config": own,
-        }
-    speculative = {
-        "method": "custom_class",
-        "model": CUSTOM_CLASS,
-        "num_speculative_tokens": drafts,
-    }
-    return {"speculative_config": speculative, "additional_config": own | {HEADS: folder}}
+        speculative |= {"method": "medusa", "model": folder}
+    else:
+        speculative |= {"method": "custom_class", "model": CUSTOM_CLASS}
+        own[HEADS] = folder
+    return {"speculative_config": speculative, "additional_config": own}
 
 
 def heads_folder(vllm_config: Any) -> str:

@@ -33,6 +33,10 @@ FIRST_V2 = (0, 29)
 """From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter: 0.29,
 0.32, and 0.33's Python.
 """
+FIRST_BLOCK = (0, 32)
+"""From this release on V2's kernels are told to verify drafts as a block. It may be there before
+(vLLM's PR 46781), but placeholders among drafts were not guarded in its first form (50939).
+"""
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own variable; engines that we start get it from engine.runner."""
 
@@ -113,6 +117,11 @@ def require_vllm() -> str:
 def can_transfer(version: str) -> bool:
     """This version's weight-transfer API is one that our backend was checked with."""
     return FIRST_TRANSFER <= release(version) <= LAST_TRANSFER
+
+
+def has_block(version: str) -> bool:
+    """Whether V2's kernels verify drafts as a block."""
+    return FIRST_BLOCK <= release(version) <= LAST
 
 
 def has_v2(version: str) -> bool:

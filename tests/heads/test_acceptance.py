@@ -222,14 +222,26 @@ class TinyEngine:
     def draw(self, weights_V: torch.Tensor) -> int:
         return int(torch.multinomial(weights_V, 1, generator=self.generator))
 
-    def verify(self, last: int, draft: int, q_V: torch.Tensor) -> tuple[int, bool]:
-        """The rejection rule: (token, accepted)."""
-        p_V = self.p_VV[last]
-        if float(torch.rand(1, generator=self.generator, dtype=torch.float64)) * float(
-            q_V[draft]
-        ) < float(p_V[draft]):
-            return draft, True
-        return self.draw((p_V - q_V).clamp(min=0)), False
+    def verify(self, last: int, drafts: list[int], q_KV: list[torch.Tensor]) -> tuple[int, int]:
+        """A block of drafts: how many are accepted, and the token behind them."""
+        weights = [1.0]
+        rows = [self.p_VV[last]]
+        for draft, q_V in zip(drafts, q_KV, strict=True):
+            weights.append(min(1.0, weights[-1] * float(rows[-1][draft] / q_V[draft])))
+            rows.append(self.p_VV[draft])
+        left_LV = [
+            (weight * p_V - q_V).clamp(min=0)
+            for weight, p_V, q_V in zip(weights[:-1], rows[:-1], q_KV, strict=True)
+        ]
+        run = 0
+        for length in range(1, len(drafts) + 1):
+            chance = weights[length]
+            if length < len(drafts):
+                left = float(left_LV[length].sum())
+                chance = left / max(left + 1 - chance, 1e-30)
+            if float(torch.rand(1, generator=self.generator, dtype=torch.float64)) < chance:
+                run = length
+        return run, self.draw(rows[run] if run == len(drafts) else left_LV[run])
 
     def generate(self, max_tokens: int, *, sampled: bool) -> tuple[list[int], list[int]]:
         """One response, and the token each row stands on."""
@@ -237,23 +249,14 @@ class TinyEngine:
         response = [self.draw(self.p_VV[1])]
         while response[-1] != EOS and len(response) < max_tokens:
             state = rows[len(response) - 1]
-            step = []
-            run = 0
-            last = response[-1]
-            for k in range(self.heads):
-                q_V = self.q_KVV[k][state]
-                if not sampled:
-                    q_V = torch.zeros_like(q_V).index_fill_(0, q_V.argmax(), 1.0)
-                last, kept = self.verify(last, self.draw(q_V), q_V)
-                step.append(last)
-                if not kept:
-                    break
-                run += 1
-            else:
-                step.append(self.draw(self.p_VV[last]))
+            q_KV = [q_VV[state] for q_VV in self.q_KVV]
+            if not sampled:
+                q_KV = [torch.zeros_like(q_V).index_fill_(0, q_V.argmax(), 1.0) for q_V in q_KV]
+            drafts = [self.draw(q_V) for q_V in q_KV]
+            run, last = self.verify(response[-1], drafts, q_KV)
             self.drafts = self.drafts + 1
             self.accepted = self.accepted + run
-            for token in step:
+            for token in [*drafts[:run], last]:
                 rows.append(response[-1])
                 response.append(token)
                 if token == EOS or len(response) == max_tokens:
@@ -409,13 +412,20 @@ def test_a_temperature_is_left_only_for_one_that_is_surely_better() -> None:
     group_M = torch.arange(40).repeat_interleave(5)
     noise_QM = torch.rand(3, 200, generator=generator, dtype=torch.float64)
     better_QM = noise_QM[:1] * torch.tensor([0.8, 1.0, 0.9], dtype=torch.float64).unsqueeze(1)
+    # Ratios q / p below 1, which are chances as they stand.
+    better_QM = better_QM.log()
     assert better_temperatures(torch.stack([better_QM, better_QM], dim=2), group_M, [0, 2]) == [
         1,
         1,
     ]
     alike_QM = 0.5 + 0.01 * noise_QM
-    chosen = better_temperatures(torch.stack([alike_QM] * 3, dim=2), group_M, [0, 1, 2])
-    gains = [(alike_QM[best] - alike_QM[now]).view(40, 5).sum(1) for now, best in enumerate(chosen)]
+    alike_QMK = torch.stack([alike_QM] * 3, dim=2)
+    chosen = better_temperatures(alike_QMK.log(), group_M, [0, 1, 2])
+    before_M = torch.ones(200, dtype=torch.float64)
+    gains = []
+    for now, best in enumerate(chosen):
+        gains.append(((alike_QM[best] - alike_QM[now]) * before_M).view(40, 5).sum(1))
+        before_M = before_M * alike_QM[best]
     pairs = zip(range(3), chosen, gains, strict=True)
     assert all(
         best == now or float(gain.sum()) > float(gain.std()) * 40**0.5 for now, best, gain in pairs
@@ -424,7 +434,7 @@ def test_a_temperature_is_left_only_for_one_that_is_surely_better() -> None:
         torch.stack([better_QM], dim=2), torch.zeros(200, dtype=torch.int64), [0]
     )
     assert one_group == [0], "one prompt shows no error"
-    unreached_QM = better_QM * 0
+    unreached_QM = torch.full_like(better_QM, -torch.inf)
     assert better_temperatures(torch.stack([unreached_QM, better_QM], dim=2), group_M, [0, 0]) == [
         0,
         0,

@@ -9,10 +9,15 @@ import copy
 import pytest
 import torch
 
-from heads.acceptance import ReplayResult, replay_probabilities
+from heads.acceptance import (
+    ReplayResult,
+    block_acceptance,
+    draft_ratios,
+    replay_probabilities,
+)
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from heads.targets import condition_ids, head_logprobs, head_targets, segments_from_lengths
+from heads.targets import condition_ids, head_targets, segments_from_lengths
 from medusa_ppo.companion import gate
 from medusa_ppo.companion.gate import (
     WARM,
@@ -351,8 +356,8 @@ def test_heads_are_judged_as_they_are_served(chain, kind: str, draft_temperature
             .log_softmax(-1)
             .gather(2, targets_MK[..., None])[..., 0]
         )
-        accept_MK = (
-            (logq_MK - head_logprobs(holdout.logprobs_M, segment_M, 3)).clamp(max=0).exp().double()
+        accept_MK = block_acceptance(
+            draft_ratios(logq_MK, holdout.logprobs_M, holdout.lengths_S).detach()
         )
     else:
         accept_MK = ((logits_MKV + cut_V).argmax(-1) == targets_MK).double()

@@ -218,7 +218,7 @@ def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
     slots.stamp(slots_B, slots_B, K)
     kept = slots.look_up(slots_B, slots_B, K)
     for k in range(K):
-        q_BV = kept.rows(torch.full((trials, 1), k))
+        q_BV = slots.q(kept.rows_B, torch.full((trials,), k))
         assert torch.equal(kept.q_BK[:, k], q_BV.gather(1, drafted.ids_BK[:, k : k + 1]).squeeze(1))
         seen_V = torch.bincount(drafted.ids_BK[:, k], minlength=V).double()
         expected_V = q_BV.double().sum(0)

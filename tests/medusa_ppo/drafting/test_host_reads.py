@@ -23,6 +23,7 @@ from medusa_ppo.drafting.memory import SUFFIX, Drawn, Recall, Trust, Waiting
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, uniforms
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Stopping
+from medusa_ppo.drafting.verify import DraftRows, accepted_run, residual_sample
 
 D, V, K, B, W = 8, 12, 4, 5, 6
 
@@ -110,6 +111,9 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
             ids_W = torch.zeros(W, dtype=torch.int64) if vocabulary else None
             rows_B = torch.zeros(B, dtype=torch.int64)
             share_B = torch.ones(B)
+            rows_BK = torch.zeros(B, K, dtype=torch.int64)
+            logprobs_NV = torch.zeros(B * (K + 1), V)
+            numbers_BW = torch.zeros(B, K + 1, dtype=torch.float64)
         core = DraftingCore(
             heads, lambda f: F.linear(f, lm_head_VD), lambda i: F.embedding(i, table_VD)
         )
@@ -132,9 +136,14 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
                 assert drafted.ids_BK.shape == (B, count) and drafted.ids_BK.device.type == "cuda"
                 slots.stamp(rows_B, stamps(rows_B, rows_B), count)
             kept = slots.look_up(rows_B, stamps(rows_B, rows_B), K)
-            assert kept.rows(rows_B.unsqueeze(1)).shape == (B, width)
+            assert slots.q(kept.rows_B, rows_B).shape == (B, width)
             assert slots.whole_rows(kept, rows_B, rows_B, rows_B, V).shape == (B, V)
             uniforms(rows_B, None, None, ACCEPT_LANE, K)
+            drafts = DraftRows(rows_BK, rows_B, rows_B, rows_BK)
+            run = accepted_run(logprobs_NV, drafts, numbers_BW[:, :K], kept)
+            ends_BV = logprobs_NV[run.length_B]
+            last_B = residual_sample(ends_BV, drafts, run, numbers_BW[:, -1], kept)
+            assert last_B.shape == (B,) and last_B.device.type == "cuda"
 
 
 @pytest.mark.parametrize("vocabulary", [False, True])

@@ -5,6 +5,7 @@ what it learns (docs/theory.md, theorem 3a).
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch.overrides import TorchFunctionMode
 
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError
@@ -25,6 +27,7 @@ from medusa_ppo.drafting.memory import (
     MISSING,
     NEARER,
     OVERHEAD,
+    PLACES,
     SUFFIX,
     TOPS,
     Drawn,
@@ -39,6 +42,7 @@ from medusa_ppo.drafting.memory import (
     tail_of,
     vote,
 )
+from medusa_ppo.drafting.noise import cumulate
 from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.verify import DraftRows, Proposed, Rule, verify_rows
@@ -164,6 +168,69 @@ def test_old_responses_weigh_less_and_the_budget_holds() -> None:
         memory.nbytes <= memory.most_bytes
         and len(memory.text(prompt_key((9,)), [9], (), 100)[1]) == 12
     )
+
+
+def test_long_responses_count_by_their_last_part_and_hide_none() -> None:
+    memory = ResponseMemory(10**6)
+    memory.remember(prompt_key(PROMPT), [4, 5, 6])
+    memory.remember(prompt_key(PROMPT), list(range(1000, 1300)))
+    memory.remember(prompt_key(PROMPT), list(range(2000, 2300)))
+    tokens, weights = memory.text(prompt_key(PROMPT), PROMPT, (), 90)
+    expected = [*range(2271, 2300), EMPTY, *range(1271, 1300), EMPTY, *PROMPT, 4, 5, 6, EMPTY]
+    assert tokens[SUFFIX:].tolist() == expected
+    voting = {4, 5, 6, *range(1271, 1300), *range(2271, 2300)}
+    assert [weight > 0 for weight in weights] == [token in voting for token in expected]
+    beside = [list(range(3000, 3300)), list(range(4000, 4300))]
+    siblings = memory.text(prompt_key((9,)), (9,), beside, 90)[0][SUFFIX:].tolist()
+    assert siblings == [*range(3256, 3300), EMPTY, *range(4256, 4300), EMPTY]
+    assert len(memory.text(prompt_key((9,)), (9,), beside, SUFFIX)[1]) == 0, "too short to say much"
+    memory.remember(prompt_key((9,)), range(PLACES + 500))
+    kept = memory.text(prompt_key((9,)), (9,), (), 90)[0][SUFFIX:].tolist()
+    assert kept == [*range(PLACES + 411, PLACES + 500), EMPTY]
+    assert memory.nbytes < 10**5, "more than any text holds is not kept"
+
+
+class OtherOrder(TorchFunctionMode):
+    """Additions into a tensor come last to first, as a GPU's atomic ones may."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.scatter_add_, torch.Tensor.index_add_):
+            into, dim, index, values = args
+            args = (into, dim, index.flip(-1), values.flip(dim))
+        return func(*args, **(kwargs or {}))
+
+
+def test_ranks_mix_and_learn_to_the_same_bits_whatever_the_order_of_additions() -> None:
+    """Each rank of one engine verifies by itself: another rounding is another token there."""
+    torch.manual_seed(3)
+    said = [torch.randint(4, (60,)).tolist() for _ in range(12)]
+    found = []
+    for order in (nullcontext(), OtherOrder()):
+        stand = MemoryStand(8, said)
+        texts_1X, weight_1P = texts(stand.memory)
+        weight_BP = torch.rand(8, weight_1P.shape[1], generator=torch.Generator().manual_seed(1))
+        tails_Bn = torch.stack([torch.tensor(tail_of((), [row % 4])) for row in range(8)])
+        recall = Recall(
+            texts_1X.expand(8, -1),
+            weight_BP * (weight_1P > 0),
+            tails_Bn,
+            stand.trust,
+            torch.arange(8),
+            stand.waiting,
+        )
+        generator = torch.Generator().manual_seed(2)
+        mass_BW = torch.rand(8, V, generator=generator).softmax(-1)
+        parts = torch.rand(4, 500, generator=generator)
+        cells_N = torch.randint(0, 36, (500,), generator=generator)
+        with order:
+            recall.mix(mass_BW, torch.ones(8, 1, dtype=torch.bool))
+            for _ in range(3):
+                stand.trust.learn(
+                    Drawn(cells_N, parts[0], parts[1], parts[2], 1 / parts[3]), parts[0], parts[1]
+                )
+        found.append((mass_BW, stand.trust._accepted_CG.clone(), stand.trust._share_C))
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine, other)
 
 
 OF = {"tokenizer": b"t" * 32, "actor": b"a" * 32}
@@ -477,9 +544,7 @@ def test_learning_reads_the_drafts_that_were_verified() -> None:
     learned: list[Drawn] = []
     running.trust.learn = lambda drawn, offered, taken: learned.append(drawn)
     running.judge(logits_NV, torch.tensor([0, 2]), torch.tensor([4, 4]), [1, 1, 0], torch.ones(3))
-    running.settle(
-        list("abc"), [1, 1, 0], [1, 0, 0]
-    )  # One accepted, one refused, one never verified.
+    running.settle(list("abc"), [1, 1, 0])  # The third was never verified.
     drawn = learned[0]
     q = float(mass_BW[0, 4])
     assert drawn.weight.tolist() == pytest.approx([1 / q, 1 / q, 0, 0, 0, 0]) and drawn.p[
@@ -490,10 +555,61 @@ def test_learning_reads_the_drafts_that_were_verified() -> None:
         1,
     ]
     assert (drawn.cells[:2] >= 0).all()
-    running.settle(list("abc"), [1, 1, 1], [1, 1, 1])
+    running.settle(list("abc"), [1, 1, 1])
     assert len(learned) == 1, "what was not judged is not learned from"
     running.judge(
         logits_NV, torch.tensor([0, 1, 2]), torch.tensor([4, 4, 4]), [1, 1, 1], torch.ones(3)
     )
-    running.settle(list("abc"), [1, 1, 1], [1, 1, 1])
+    running.settle(list("abc"), [1, 1, 1])
     assert (learned[1].cells == -1).all(), "nothing is learned twice"
+
+
+def test_what_a_block_accepts_of_each_share_is_learned_from_all_its_drafts() -> None:
+    """The sum over tokens of min(w p, q), w the weight of the drafts before; and the chances that a
+    draft is reached and taken are what verification counts.
+    """
+    many = 1000
+    torch.manual_seed(0)
+    running = RunningMemory(10**6, many, 2, 64, CPU)
+    for response in SAID:
+        running.store.remember(prompt_key(PROMPT), response)
+    keys = [str(row) for row in range(many)]
+    running.attend(keys, {key: request(PROMPT) for key in keys})
+    recall = running.recall(keys)
+    heads_KV = torch.randn(2, V).softmax(-1)
+    p_KV = torch.randn(3, V).softmax(-1)
+    slots = DraftSlots(many, 2, V, CPU)
+    rows_B = torch.arange(many)
+    places = slots.places(2, many)
+    ids = []
+    for k in range(2):
+        mass_BW = heads_KV[k].repeat(many, 1)
+        recall.mix(mass_BW, torch.ones(many, 1, dtype=torch.bool))
+        cumulate(mass_BW, places.cumulative[k])
+        ids_B = torch.multinomial(mass_BW, 1)[:, 0]
+        places.columns[k].copy_(ids_B.unsqueeze(1))
+        recall.follow(k, ids_B, mass_BW.gather(1, ids_B[:, None])[:, 0])
+        ids.append(ids_B)
+    slots.stamp(rows_B, stamps(rows_B, rows_B), 2)
+    kept = slots.look_up(rows_B, stamps(rows_B, rows_B), 2)
+    drafts = DraftRows.build(torch.stack(ids, 1).flatten(), [2] * many)
+    counts = [2] * many
+    logits_NV = p_KV.log().repeat(many, 1)
+    reached = torch.zeros(3, dtype=torch.float64)
+    for _ in range(50):
+        proposed = Proposed(kept, torch.rand(many, 3, dtype=torch.float64))
+        runs_B, _ = verify_rows(logits_NV, None, drafts, counts, proposed, Rule())
+        reached += torch.stack([(runs_B >= k).double().mean() for k in range(3)]) / 50
+    learned: list[tuple[Drawn, torch.Tensor, torch.Tensor]] = []
+    running.trust.learn = lambda *given: learned.append(given)
+    rows_T = drafts.rows_BK.flatten()
+    ids_T = drafts.draft_ids_BK.flatten()
+    running.judge(logits_NV, rows_T, ids_T, [2] * many, torch.ones(many))
+    running.settle(keys, [2] * many)
+    _, offered_N, taken_N = learned[0]
+    for chance_N, share in (
+        (offered_N[many:], reached[1]),
+        (taken_N[:many], reached[1]),
+        (taken_N[many:], reached[2]),
+    ):
+        assert float(chance_N.mean()) == pytest.approx(float(share), abs=0.03)

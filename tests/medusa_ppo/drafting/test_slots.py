@@ -85,8 +85,9 @@ def test_q_is_found_whatever_the_order_of_the_batch() -> None:
         [q_BW.gather(1, columns_BK[:, k : k + 1]).squeeze(1) for k, q_BW in enumerate(q)], dim=1
     )
     torch.testing.assert_close(kept.q_BK, expected_BK[turned])
-    at_B1 = torch.tensor([[2], [0]])
-    torch.testing.assert_close(kept.rows(at_B1), torch.stack([q[2][1], q[0][0]]))
+    torch.testing.assert_close(
+        slots.q(kept.rows_B, torch.tensor([2, 0])), torch.stack([q[2][1], q[0][0]])
+    )
 
 
 def test_one_hot_drafts_stale_ones_and_those_of_others_have_no_q() -> None:

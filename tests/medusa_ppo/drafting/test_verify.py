@@ -10,7 +10,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from heads.acceptance import block_acceptance
 from medusa_ppo.drafting import verify
+from medusa_ppo.drafting.noise import cumulate
+from medusa_ppo.drafting.slots import NOTHING, DraftSlots, KeptDrafts
 
 V, K = 4, 2
 TRIALS = 120_000
@@ -111,6 +114,150 @@ def test_a_wrong_q_is_caught_by_the_same_statistic() -> None:
 def test_sampled_drafts_may_be_taken_for_one_hot() -> None:
     # Given the draft, the one-hot rule emits p exactly; only acceptance is lost.
     assert p_value(QS, None, seed=4) > 0.01
+
+
+# ---- the rule of blocks against a slow reference
+
+
+def reference(
+    p_LV: list[list[float]], q_LV: list[list[float]], drafts: list[int], numbers: list[float]
+) -> tuple[int, list[float]]:
+    """Algorithm 2 of Sun et al. for one request, in plain Python: the run, and what the next token
+    comes from. `p_LV` has one row more than there are drafts.
+    """
+    weights = [1.0]
+    for draft, p_V, q_V in zip(drafts, p_LV, q_LV, strict=False):
+        ratio = p_V[draft] / q_V[draft] if q_V[draft] > 0 else 0.0
+        weights.append(min(1.0, weights[-1] * ratio))
+    run = 0
+    for length in range(1, len(drafts) + 1):
+        weight = weights[length]
+        if length == len(drafts):
+            chance = weight
+        else:
+            left = sum(
+                max(weight * p - q, 0.0) for p, q in zip(p_LV[length], q_LV[length], strict=True)
+            )
+            chance = left / (left + 1 - weight) if left + 1 - weight > 0 else 1.0
+        if numbers[length - 1] < chance:
+            run = length
+    if run == len(drafts):
+        return run, p_LV[run]
+    pairs = zip(p_LV[run], q_LV[run], strict=True)
+    return run, [max(weights[run] * p - q, 0.0) for p, q in pairs]
+
+
+def block_batch(
+    seed: int, batch: int, width: int, mapped: bool
+) -> tuple[verify.DraftRows, torch.Tensor, KeptDrafts, list[int], torch.Tensor]:
+    """Requests of 0 to `width` drafts, some of them refused ids and some one-hot: their rows, the
+    model's log-probs, q as our drafting keeps it, their counts, and q as dense rows.
+    """
+    torch.manual_seed(seed)
+    ids_W = torch.tensor([0, 2, 3, 5]) if mapped else None
+    size = 6
+    columns = size if ids_W is None else len(ids_W)
+    slots = DraftSlots(batch, width, columns, torch.device("cpu"), ids_W)
+    rows_B = torch.arange(batch)
+    places = slots.places(width, batch)
+    q_KBW = torch.randn(width, batch, columns).mul(0.4).softmax(-1)
+    for k in range(width):
+        cumulate(q_KBW[k], places.cumulative[k])
+        places.columns[k].copy_(torch.multinomial(q_KBW[k], 1))
+    one_hot_B = rows_B % 5 == 4
+    slots.stamp(rows_B, torch.where(one_hot_B, NOTHING, rows_B), width)
+    kept = slots.look_up(rows_B, rows_B, width)
+    columns_BK = slots.columns_KR[:, :batch].t()
+    ids_BK = columns_BK if ids_W is None else ids_W[columns_BK]
+    dense_BKV = torch.zeros(batch, width, size)
+    for k in range(width):
+        q_BW = slots.q(rows_B, torch.full((batch,), k))
+        dense_BKV[:, k] = (
+            q_BW if ids_W is None else torch.zeros(batch, size).index_copy(1, ids_W, q_BW)
+        )
+    one_hot_BKV = torch.nn.functional.one_hot(ids_BK, size).float()
+    dense_BKV = torch.where(one_hot_B.view(-1, 1, 1), one_hot_BKV, dense_BKV)
+    counts = [(row * 7) % (width + 1) for row in range(batch)]
+    refused_BK = torch.where(torch.rand(batch, width) < 0.05, verify.PLACEHOLDER, ids_BK)
+    flat_T = refused_BK[torch.arange(width) < torch.tensor(counts).unsqueeze(1)]
+    logits_NV = torch.randn(sum(counts) + batch, size).mul(0.4)
+    # As top-k and top-p cut: what is not sampled has no probability.
+    logits_NV[torch.rand(logits_NV.shape) < 0.1] = -torch.inf
+    logits_NV[:, 2] = 0.3
+    logprobs_NV = logits_NV.log_softmax(-1)
+    return verify.DraftRows.build(flat_T, counts), logprobs_NV, kept, counts, dense_BKV
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_blocks_are_verified_as_the_reference_says(
+    width: int, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged, with refused ids, one-hot requests and a draft vocabulary; on all rows at once, as on
+    a GPU, the same.
+    """
+    batch = 900
+    drafts, logprobs_NV, kept, counts, dense_BKV = block_batch(width, batch, width, mapped)
+    numbers_BK = torch.rand(batch, width, dtype=torch.float64)
+    run = verify.accepted_run(logprobs_NV, drafts, numbers_BK, kept)
+    at_B1 = run.length_B.clamp_max(width - 1).unsqueeze(1)
+    seen = set()
+    for row, count in enumerate(counts):
+        first = int(drafts.starts_B[row])
+        ids = drafts.draft_ids_BK[row, :count].tolist()
+        there = ids.index(verify.PLACEHOLDER) if verify.PLACEHOLDER in ids else count
+        p_LV = logprobs_NV[first : first + there + 1].exp().double().tolist()
+        q_LV = dense_BKV[row, :there].double().tolist()
+        length, mass_V = reference(p_LV, q_LV, ids[:there], numbers_BK[row].tolist())
+        assert int(run.length_B[row]) == length, row
+        refused = ids[length] if length < there else verify.PLACEHOLDER
+        p_1V = logprobs_NV[first + length].exp().unsqueeze(0)
+        left_1V = kept.residual(
+            p_1V * float(run.weight_B[row]),
+            at_B1[row : row + 1],
+            torch.tensor([[refused]]),
+            torch.tensor([row]),
+        )
+        if length == there:
+            left_1V = p_1V
+        torch.testing.assert_close(
+            left_1V[0].double(), torch.tensor(mass_V).double(), atol=1e-6, rtol=1e-4
+        )
+        seen.add(length)
+    assert seen == set(range(width + 1))
+    monkeypatch.setattr(verify, "waits_for", lambda device: True)
+    again = verify.accepted_run(logprobs_NV, drafts, numbers_BK, kept)
+    assert torch.equal(again.length_B, run.length_B)
+    assert torch.equal(again.weight_B, run.weight_B)
+
+
+def test_a_block_accepts_more_than_token_by_token() -> None:
+    """And as many as the replay estimate takes it to: the sum over drafts of q w."""
+    torch.manual_seed(8)
+    tables = target_tables()
+    drafts_BK = torch.stack(
+        [torch.multinomial(QS[j], TRIALS, replacement=True) for j in range(K)], dim=1
+    )
+    counts = [K] * TRIALS
+    rows = verify.DraftRows.build(drafts_BK.flatten(), counts)
+    claimed_TV = QS.float().expand(TRIALS, K, V).reshape(-1, V)
+    logprobs_NV = step_logprobs(tables, drafts_BK)
+    run_B, _ = verify.verify_rows(logprobs_NV, None, rows, counts, claimed_TV, verify.Rule())
+    by_token = as_block = 0.0
+    for a, b in itertools.product(range(V), repeat=2):
+        q_K = QS[0, a], QS[1, b]
+        p_K = tables[0][a], tables[1][a, b]
+        # Responses come from p: what the estimate takes to be reached of one, times its chance.
+        chance = p_K[0] * p_K[1]
+        ratios_1K = torch.stack([q_K[0] / p_K[0], q_K[1] / p_K[1]]).log().unsqueeze(0)
+        first, second = block_acceptance(ratios_1K)[0]
+        as_block += float(chance * first * (1 + second))
+        least = [min(1.0, float(q / p)) for q, p in zip(q_K, p_K, strict=True)]
+        by_token += float(chance) * least[0] * (1 + least[1])
+    found = run_B.double().mean()
+    error = float(run_B.double().std()) / TRIALS**0.5
+    assert abs(float(found) - as_block) < 4 * error
+    assert as_block > by_token + 5 * error
 
 
 def test_ragged_batches_refused_ids_and_zero_drafts() -> None:

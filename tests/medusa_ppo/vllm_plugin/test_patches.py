@@ -10,11 +10,13 @@ import pytest
 import torch
 from vllm.v1.sample.sampler import Sampler
 
-from medusa_ppo.drafting.verify import DraftRows
+from medusa_ppo.drafting.verify import DraftRows, Proposed
+from medusa_ppo.vllm_plugin import patches
 from medusa_ppo.vllm_plugin.patches import (
     _gather_logprobs,
     drafts_as_lists,
     kind_of_heads_known,
+    verification_in_one_pass,
 )
 
 
@@ -64,3 +66,32 @@ def test_our_kinds_of_heads_are_medusa_to_vllm(given: str, seen: str) -> None:
 
     assert kind_of_heads_known(original)(SimpleNamespace(model_type=given)).model_type == seen
     assert asked == [seen]
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_our_drafts_are_verified_by_us_on_every_device(
+    on_cpu: bool, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No test machine has a GPU: the platform says what it is, and vLLM's kernels are a stand-in.
+    What asks for more than they share goes to those, with q as they read it.
+    """
+    monkeypatch.setattr(patches.current_platform, "is_cpu", lambda: on_cpu)
+    monkeypatch.setattr(patches, "_is_plain", lambda sampler, metadata: plain)
+    monkeypatch.setattr(patches, "_verify_in_one_pass", lambda *given: ("ours", given[2]))
+    rows_TV = torch.ones(2, 3)
+    dense = None if on_cpu else (lambda: rows_TV)
+    ours = Proposed(None, torch.zeros(1, 3), dense)
+    forward = verification_in_one_pass(lambda *given: ("vLLM's", given[2]))
+    sampler = SimpleNamespace(synthetic_mode=False)
+
+    def verified(draft_probs: Proposed | torch.Tensor | None) -> tuple[str, object]:
+        return forward(sampler, None, draft_probs, torch.zeros(3, 3), None)
+
+    if plain:
+        assert verified(ours) == ("ours", ours)
+    else:
+        by, given = verified(ours)
+        assert by == "vLLM's" and given is (ours if on_cpu else rows_TV)
+    assert verified(None)[0] == ("ours" if plain and on_cpu else "vLLM's")
+    assert verified(rows_TV)[0] == ("ours" if plain and on_cpu else "vLLM's")

@@ -30,6 +30,10 @@ def test_an_engine_is_told_of_the_heads_as_its_release_takes_them(
         speculative_config=speculative, additional_config=told["additional_config"]
     )
     assert speculation.heads_folder(config) == "/some/heads"
+    assert speculation.rule_of(speculative) == "standard", "V1's kernels know no other"
+    as_block = speculation.speculation("/some/heads", 3, sampled=True, block=True)
+    assert as_block["speculative_config"].pop("rejection_sample_method") == "block"
+    assert as_block == told
     speculative.method = "ngram"
     assert speculation.heads_folder(config) == ""
 
