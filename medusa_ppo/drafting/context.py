@@ -60,6 +60,15 @@ class PairRing:
         self.stamps_N.fill_(NOTHING)
         self.some_wait = False
 
+    def renew(self) -> None:
+        """Its memory was thrown away: everything is as it was at first, at the same addresses.
+        What a mask leaves out is multiplied with 0, so it must be numbers.
+        """
+        self.kept_NR.zero_()
+        self.ids_N.zero_()
+        torch.arange(1 - self.pairs, 1, out=self._back_n)
+        self.forget()
+
     def let_wait(self, arrived: Arrived) -> None:
         """Pairs whose keys nobody needs now."""
         place_N = arrived.slots_N * self.pairs + arrived.positions_N % self.pairs

@@ -549,6 +549,19 @@ class MedusaProposer(Drafter):
             self._written.forget()
 
     @torch.inference_mode()
+    def _renew(self) -> None:
+        """What was allocated with the heads is gone with them, and vLLM brings back nothing that
+        is no module's. All of it is written anew here, or by the next swap out of the new heads.
+        """
+        self.heads.temperatures_K.fill_(1.0)
+        if self._ring is not None:
+            self._ring.renew()
+        if self._texts is not None:
+            self._texts.renew()
+        if self._written is not None:
+            self._written.forget()
+
+    @torch.inference_mode()
     def _refresh_vocabulary(self) -> None:
         weight_VD = lm_head_weight(self._target, self.heads.config.vocab_size)
         self.draft_vocabulary.refresh(
@@ -639,7 +652,10 @@ class MedusaProposer(Drafter):
 
         All ranks ask at once, and come to the same answer.
         """
-        there = agreed_by_all(self.fed and fingerprint(self.heads) == self._fingerprint)
+        whole = fingerprint(self.heads) == self._fingerprint
+        if not whole:
+            self._renew()
+        there = agreed_by_all(self.fed and whole)
         if self.fed and not there:
             logger.warning(
                 "Heads version %d are gone from the engine's memory; nothing is drafted until heads"

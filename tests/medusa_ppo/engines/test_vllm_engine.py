@@ -34,6 +34,7 @@ from medusa_ppo.vllm_plugin import installation, patches, v1_runner
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, release, vllm_version
 from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
+from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -725,11 +726,14 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
     """
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    def throw_away(self: CPUWorker, level: int = 1) -> None:
-        for parameter in self.model_runner.drafter.heads.parameters() if level == 2 else ():
-            parameter.data.fill_(7.0)
+    def asleep(self: CPUWorker, level: int = 1) -> None:
+        if level == 2:
+            ours = self.model_runner.drafter
+            vocabulary = ours.draft_vocabulary
+            on_the_host = vocabulary._counts_V, vocabulary._chosen_W, ours._seating
+            throw_away(tensors_of(ours, (ours._target, *on_the_host)))
 
-    monkeypatch.setattr(CPUWorker, "sleep", throw_away)
+    monkeypatch.setattr(CPUWorker, "sleep", asleep)
     state = actor.random_heads(seed=4).trainable_state()
     swap(engine, state, tmp_path / "heads.safetensors", 3)
     reference = engine.generate(actor.prompts[:8], GREEDY)
