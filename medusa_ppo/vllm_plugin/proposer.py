@@ -50,7 +50,7 @@ from medusa_ppo.vllm_plugin.confirm import (
 )
 from medusa_ppo.vllm_plugin.drafter import Drafter
 from medusa_ppo.vllm_plugin.int8_products import packed_linear, packs_8_bit
-from medusa_ppo.vllm_plugin.rank_agreement import agreed, agreed_by_all
+from medusa_ppo.vllm_plugin.rank_agreement import agreed, agreed_by_all, together
 from medusa_ppo.vllm_plugin.speculation import heads_folder
 from medusa_ppo.vllm_plugin.target_tables import embedding_module, lm_head_weight
 from medusa_ppo.vllm_plugin.worker_calls import SAMPLED, Drafting
@@ -111,9 +111,10 @@ class MedusaProposer(Drafter):
     def load_model(self, target_model: nn.Module) -> None:
         folder = heads_folder(self.vllm_config)
         config = self.vllm_config.model_config
-        heads, metadata = load_heads(
-            folder, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size()
-        )
+        sizes = {"hidden_size": config.get_hidden_size(), "vocab_size": config.get_vocab_size()}
+        heads, metadata = together("loading the heads", lambda: load_heads(folder, **sizes))
+        # Of the file's own numbers, as after a swap: before they are rounded.
+        self.heads_checksum = checksum(heads.trainable_state())
         if self.num_speculative_tokens > heads.config.num_heads:
             raise ConfigError(
                 "More drafts than trained heads.",
@@ -125,7 +126,6 @@ class MedusaProposer(Drafter):
             heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
         )
         self.version = metadata.version
-        self.heads_checksum = metadata.checksum
         self._target = target_model
         self._fingerprint = fingerprint(self.heads)
         self._untrained = self.heads.untrained
@@ -578,21 +578,28 @@ class MedusaProposer(Drafter):
                 touched, and the heads after.
 
         Returns:
-            The checksum of the file's tensors, as heads.checkpoint.checksum gives it.
+            The checksum of the file's tensors.
 
         Raises:
             SwapError: the file does not fit the serving heads, which stay; or what drafts now is
                 not what the file holds: then nothing is drafted until heads are fed again.
         """
         heads = self.heads
-        state, digest = read_state(path, "new heads", checksum, checked)
-        check_fit(heads.config.shapes_among(state), state, path)
-        cast = {name: state[name].to(self.dtype) for name in state}
-        check_finite(
-            {name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype}
-        )
+
+        def read() -> tuple[dict[str, torch.Tensor], str]:
+            state, digest = read_state(path, "new heads", checked)
+            check_fit(heads.config.shapes_among(state), state, path)
+            cast = {name: state[name].to(self.dtype) for name in state}
+            check_finite(
+                {name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype}
+            )
+            return cast, digest
+
+        # What may fail on one rank alone is over on all of them before the first product, which is
+        # a meeting of all.
+        cast, digest = together("reading new heads", read)
         self.fed = False
-        heads.load_trainable_state(cast)
+        together("taking new heads", lambda: heads.load_trainable_state(cast))
         self._core.load()
         self._forget_pairs()
         self.chooser.heads_changed()

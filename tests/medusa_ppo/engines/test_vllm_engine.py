@@ -21,7 +21,6 @@ import torch
 from heads.checkpoint import checksum, save_state
 from heads.errors import ConfigError, EngineError, SwapError
 from heads.modules import MedusaHeads
-from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.core import DraftingCore
@@ -646,7 +645,7 @@ def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(
     swap(engine, good.trainable_state(), tmp_path / "good", 1)
     save_state(tmp_path / "other", other.trainable_state())
     found = check_state(tmp_path / "other", "new heads")
-    wrong = Checked(found.checksum, found.crc ^ 1)
+    wrong = Checked(checksum(good.trainable_state()))
     with pytest.raises(SwapError, match="not the one that was checked"):
         engine.swap_heads(tmp_path / "other", 2, wrong)
     assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, good, hidden)
@@ -658,10 +657,10 @@ def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(
     assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, other, hidden)
 
     save_state(tmp_path / "actor", actor.model.state_dict())
-    found = check_state(tmp_path / "actor", "the actor's weights", tensorwise_checksum)
+    found = check_state(tmp_path / "actor", "the actor's weights")
     with pytest.raises(SwapError, match="not the one that was checked"):
-        engine.sync_actor(tmp_path / "actor", 1, Checked(found.checksum, found.crc ^ 1))
-    assert engine.sync_actor(tmp_path / "actor", 1, found).checksum == tensorwise_checksum(
+        engine.sync_actor(tmp_path / "actor", 1, wrong)
+    assert engine.sync_actor(tmp_path / "actor", 1, found).checksum == checksum(
         actor.model.state_dict()
     )
 
@@ -796,9 +795,7 @@ def test_a_synced_actor_is_what_samples_and_what_drafts(
     hidden = torch.randn(4, actor.lm_head_VD.shape[1])
     save_state(tmp_path / "actor.safetensors", moved.state_dict())
     receipt = engine.sync_actor(tmp_path / "actor.safetensors", 1)
-    assert (
-        receipt.checksum == tensorwise_checksum(moved.state_dict()) == engine.checksums()["actor"]
-    )
+    assert receipt.checksum == checksum(moved.state_dict()) == engine.checksums()["actor"]
     assert engine.policy_version == 1
     sampling = Sampling(1.0, max_new_tokens=48, ignore_eos=True, seed=2)
     rollouts = engine.generate(actor.prompts[:24], sampling)
