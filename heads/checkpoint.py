@@ -36,6 +36,7 @@ from heads.tensorfile import (
     read_regular,
     read_tensors,
     save_state,
+    sha256_of,
 )
 
 __all__ = [
@@ -83,7 +84,7 @@ class HeadsMetadata:
 
     Attributes:
         version: heads version (grows with every publish).
-        checksum: of the trainable tensors, as `checksum(heads.trainable_state())`.
+        checksum: of the trainable tensors, as `sha256_of(heads.trainable_state())`.
         dtype: of the trainable tensors.
         lm_head_checksum: of the copy of the actor's lm_head, or empty when there is none.
         metadata: whatever the writer noted; JSON values.
@@ -130,10 +131,10 @@ def save_heads(
     if lm_head_VD is not None and heads.config.lm_head == "shared":
         heads.check_table(lm_head_VD, "lm_head")
         tensors[LM_HEAD_KEY] = lm_head_VD.detach().to(heads.dtype)
-        lm_head_checksum = checksum({LM_HEAD_KEY: tensors[LM_HEAD_KEY]})
+        lm_head_checksum = sha256_of({LM_HEAD_KEY: tensors[LM_HEAD_KEY]})
     own = HeadsMetadata(
         version,
-        checksum(state),
+        sha256_of(state),
         str(heads.dtype).removeprefix("torch."),
         lm_head_checksum,
         dict(metadata or {}),
@@ -308,7 +309,7 @@ def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str,
 
 def _read_checked(path: Path, names: list[str], expected: str) -> dict[str, torch.Tensor]:
     tensors = read_tensors(path, names)
-    given = checksum(tensors)
+    given = sha256_of(tensors)
     if given != expected:
         raise _damaged(
             f"The bytes of {path} do not match their checksum.",

@@ -14,7 +14,7 @@ import os
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,8 @@ from safetensors import SafetensorError, safe_open
 from heads.errors import CheckpointError
 
 MAX_HEADER_BYTES = 16 << 20
+PAGE, WORD = 4096, 8
+"""Bytes that `page_sums` adds up, and adds at a time."""
 MAX_HEADS_HEADER_BYTES = 1 << 20
 """Header of a file of heads: room for 8,000 tensors. Parsing JSON takes about 50 times its size, so
 this bounds memory too.
@@ -152,43 +154,74 @@ class StateWriter:
             Path(self._temporary).unlink(missing_ok=True)
 
 
-def checksum(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 (hex) over sorted names, dtypes, shapes and bytes; the device does not matter."""
+def sha256_of(state: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) over sorted names, dtypes, shapes and bytes, as a folder of heads has it
+    (FORMAT.md). A second for each GiB: for what is kept, not for what is on its way.
+    """
     digest = hashlib.sha256()
     for name in sorted(state):
-        tensor = state[name]
-        digest.update(
-            f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}|".encode()
-        )
-        digest.update(_bytes(tensor))
+        digest.update(_title(name, state[name].dtype, state[name].shape))
+        digest.update(_bytes(state[name]))
     return digest.hexdigest()
+
+
+def _title(name: str, dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    return f"{name}|{str(dtype).removeprefix('torch.')}|{tuple(shape)}|".encode()
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def tensor_digest(name: str, tensor: torch.Tensor) -> str:
-    """SHA-256 (hex) over one tensor's name, dtype, shape and bytes."""
-    return checksum({name: tensor})
+# ---- sums of what is on its way: at the speed of memory, where the tensor is
+
+
+def checksum(state: Mapping[str, torch.Tensor]) -> str:
+    """`joint_checksum` (hex) of tensors that are all here; the device does not matter."""
+    return joint_checksum({name: tensor_digest(name, tensor) for name, tensor in state.items()})
 
 
 def joint_checksum(digests: Mapping[str, str]) -> str:
-    """SHA-256 (hex) over `tensor_digest` of each name, sorted: of tensors that come in any order,
-    and never all at once.
+    """Of `tensor_digest` of each name, sorted: of tensors that come in any order, and never all at
+    once.
     """
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
 
-def tensorwise_checksum(state: Mapping[str, torch.Tensor]) -> str:
-    """`joint_checksum` of tensors that are all here."""
-    return joint_checksum({name: tensor_digest(name, tensor) for name, tensor in state.items()})
+def tensor_digest(name: str, tensor: torch.Tensor) -> str:
+    """Of one tensor's name, dtype, shape and bytes."""
+    return digest_of_sums(name, tensor.dtype, tensor.shape, page_sums(tensor))
+
+
+def digest_of_sums(
+    name: str, dtype: torch.dtype, shape: Sequence[int], sums_P: torch.Tensor
+) -> str:
+    """`tensor_digest` of a tensor whose `page_sums` are known."""
+    return hashlib.sha256(_title(name, dtype, shape) + bytes(_bytes(sums_P))).hexdigest()
+
+
+def page_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of the 8-byte words of each `PAGE` of a tensor's bytes, int64 that wraps; the last page
+    is filled up with zeros.
+
+    Any byte that changes changes its page's sum, and so do pages that change places, or are of
+    something else: these are the damages of memory, files and networks. One pass reads the tensor
+    where it is, and one word in 512 goes on to be hashed.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % WORD:
+        flat = flat.clone()
+    whole = flat.numel() // PAGE * PAGE
+    sums_P = flat[:whole].view(torch.int64).view(-1, PAGE // WORD).sum(1)
+    if whole == flat.numel():
+        return sums_P
+    last = flat.new_zeros(PAGE)
+    last[: flat.numel() - whole] = flat[whole:]
+    return torch.cat([sums_P, last.view(torch.int64).sum().view(1)])
 
 
 def crc(state: Mapping[str, torch.Tensor]) -> int:
-    """CRC-32 over the bytes in the order of sorted names: several times as quick as `checksum`, for
-    bytes that someone has checked.
-    """
+    """CRC-32 over the bytes in the order of sorted names."""
     value = 0
     for name in sorted(state):
         value = zlib.crc32(_bytes(state[name]), value)

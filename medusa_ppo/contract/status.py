@@ -79,17 +79,11 @@ class CompanionStatus:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found of a file of weights by someone who read all of it: sound, finite, and these
-    sums.
-
-    Attributes:
-        checksum: of heads `checksum`, of an actor `tensorwise_checksum` of `heads.tensorfile`.
-        crc: as `heads.tensorfile.crc`; who takes the file confirms its bytes with it, several times
-            as quickly.
+    """What was found of a file of weights by someone who read all of it: sound, finite, and this
+    `heads.tensorfile.checksum`, with which whoever takes the file confirms its bytes.
     """
 
     checksum: str
-    crc: int
 
 
 @dataclass(frozen=True)

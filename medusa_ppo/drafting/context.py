@@ -55,6 +55,14 @@ class PairRing:
         """All pairs are missing from here on: other heads have other keys."""
         self.stamps_N.fill_(NOTHING)
 
+    def renew(self) -> None:
+        """Its memory was thrown away: everything is as it was at first, at the same addresses.
+        What a mask leaves out is multiplied with 0, so it must be numbers.
+        """
+        self.kept_NR.zero_()
+        torch.arange(1 - self.pairs, 1, out=self._back_n)
+        self.forget()
+
     def write(
         self,
         slots_N: torch.Tensor,

@@ -102,6 +102,7 @@ class DraftVocabulary:
         self.size = size if 0 < size < vocab_size else 0
         self.ids_W: torch.Tensor | None = None
         self.product: LM_HEAD | None = None
+        self._chosen_W: torch.Tensor | None = None
         self._counts_V = torch.zeros(vocab_size, dtype=torch.float64)
         self._counted = 0
         self._pack = pack
@@ -120,7 +121,7 @@ class DraftVocabulary:
     @property
     def due(self) -> bool:
         """Whether enough was counted for the first ids."""
-        return self.ids_W is None and 0 < MIN_TOKENS_PER_ENTRY * self.size <= self._counted
+        return self._chosen_W is None and 0 < MIN_TOKENS_PER_ENTRY * self.size <= self._counted
 
     def refresh(
         self,
@@ -137,9 +138,12 @@ class DraftVocabulary:
         through it (of the unit vectors), so that they are what it serves, however it is packed,
         scaled or sharded.
         """
-        ids_W = most_frequent(self._counts_V, self.size) if self.size else None
-        if ids_W is not None:
-            self.ids_W = ids_W.to(device)
+        # The choice stays on the host too: the device's copy may lie in memory that a deep sleep
+        # throws away, and counts that were halved may be too few for another.
+        if self.size:
+            chosen_W = most_frequent(self._counts_V, self.size)
+            self._chosen_W = self._chosen_W if chosen_W is None else chosen_W
+        self.ids_W = None if self._chosen_W is None else self._chosen_W.to(device)
         whole = self._whole and self._counts_V.numel() * hidden_size <= SMALL_ENTRIES
         self.product = None
         if whole or self.ids_W is not None:

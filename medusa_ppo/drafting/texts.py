@@ -60,6 +60,15 @@ class TextRing:
         self.newest_S = torch.full((slots + 1,), -1, device=device)
         self._numbers_L = torch.arange(places, device=device)
 
+    def renew(self) -> None:
+        """Its memory was thrown away: it is empty, at the same addresses. What a mask leaves out
+        is looked up all the same, so it must be tokens.
+        """
+        self.ids_SL.zero_()
+        self.keys_SALw.zero_()
+        self.newest_S.fill_(-1)
+        torch.arange(self.places, out=self._numbers_L)
+
     def write_ids(
         self, slots_N: torch.Tensor, positions_N: torch.Tensor, ids_N: torch.Tensor
     ) -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from heads.errors import RunError, SwapError
-from heads.tensorfile import StateWriter, tensorwise_checksum
+from heads.tensorfile import StateWriter
 from medusa_ppo.actors.actor_view import SpreadActor
 from medusa_ppo.actors.hf import DTYPES, Actor, embedding_weight, lm_head_weight
 from medusa_ppo.actors.vision import tower_of
@@ -124,7 +124,7 @@ class BroadcastPool(EnginePool):
         """
         file = self._new_file(f"actor-{self.policy_version}")
         stream.write(file)
-        found = base.check_state(file, "the actor's weights", tensorwise_checksum)
+        found = base.check_state(file, "the actor's weights")
         # The loop's actor may have been stepped since; an engine with those weights would be a
         # version ahead.
         if found.checksum != self._sent:

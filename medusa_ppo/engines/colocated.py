@@ -271,14 +271,26 @@ class ColocatedEngine(base.WorkerEngine):
     def join_transfer(self, place: dict[str, Any]) -> None:
         self._call("medusa_join_transfer", place)
 
+    def sync_actor(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
+        try:
+            return super().sync_actor(path, version, checked)
+        except EngineError:
+            self._look_at_actor()
+            raise
+
+    def _look_at_actor(self) -> None:
+        """A refusal leaves the actor as it was; one that broke off half-way is none."""
+        held = int(self._call("medusa_checksums")["actor_version"])
+        self._actor_lost = self._actor_lost or held < 0
+
     def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
         started = time.perf_counter()
         try:
             answer = self._call("medusa_receive_actor", entries, version)
         except EngineError:
-            # A refusal leaves the old actor whole; only a broadcast that broke off half-way does
-            # not.
-            self._actor_lost = int(self._call("medusa_checksums")["actor_version"]) < 0
+            self._look_at_actor()
             raise
         return self._has_actor(SwapReceipt(version, answer["checksum"], answer["seconds"]), started)
 

@@ -26,7 +26,6 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from heads.errors import EngineError
-from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
@@ -146,7 +145,7 @@ class ServerEngine(base.WorkerEngine):
         # Other clients may have requests running: they wait, and their cached keys and values are
         # computed anew.
         file = base.check_file(path, "the actor's weights")
-        checked = checked or base.check_state(file, "the actor's weights", tensorwise_checksum)
+        checked = checked or base.check_state(file, "the actor's weights")
         self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
             return super().sync_actor(file, version, checked)

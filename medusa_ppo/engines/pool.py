@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from heads.errors import DataError, EngineError, SwapError
-from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.contract.rollouts import Counters, EngineShare, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.drafting.choice import merge_choices
@@ -54,7 +53,6 @@ Ask = Callable[[base.RolloutEngine, Piece, base.Prompts, Sampling], Rollouts]
 MAX_RESTARTS = 3  # Of each engine, between two answers.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
-SUMS = {"heads": checksum, "actor": tensorwise_checksum}
 
 
 @dataclass
@@ -422,7 +420,7 @@ class EnginePool(base.RolloutEngine):
         # Kept before it is read, so that what is checked is what the engines read.
         file = self._keep(base.check_file(path, NAMES[what]), f"{what}-{version}")
         try:
-            found = checked or base.check_state(file, NAMES[what], SUMS[what])
+            found = checked or base.check_state(file, NAMES[what])
         except SwapError:
             file.unlink()
             raise

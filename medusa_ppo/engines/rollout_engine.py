@@ -7,16 +7,14 @@ import math
 import reprlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
-from torch import Tensor
-
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
-from heads.tensorfile import Header, crc
+from heads.tensorfile import Header
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.drafting.memory import Row
@@ -389,7 +387,7 @@ class WorkerEngine(RolloutEngine):
             )
 
         return self._asked(
-            method, receipt, path, version, *([[checked.checksum, checked.crc]] if checked else [])
+            method, receipt, path, version, *([[checked.checksum]] if checked else [])
         )
 
     def _asked(self, method: str, take: Callable[[dict[str, Any]], Found], *args: Any) -> Found:
@@ -478,14 +476,9 @@ def check_file(path: str | Path, what: str) -> str:
     return str(file)
 
 
-def check_state(
-    path: str | Path, what: str, sum_up: Callable[[Mapping[str, Tensor]], str] = checksum
-) -> Checked:
-    """Read a file of weights, look for NaN and infinity, and sum it up (the actor by
-    `tensorwise_checksum`). SwapError.
-    """
-    state, digest = read_state(check_file(path, what), what, sum_up)
-    return Checked(digest, crc(state))
+def check_state(path: str | Path, what: str) -> Checked:
+    """Read a file of weights, look for NaN and infinity, and sum it up. SwapError."""
+    return Checked(read_state(check_file(path, what), what)[1])
 
 
 def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None) -> dict[str, Any]:

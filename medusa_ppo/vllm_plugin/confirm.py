@@ -27,7 +27,7 @@ from heads.copying import SERVED_PLACES, Text, copied
 from heads.errors import CheckpointError, SwapError
 from heads.heads_config import TEMPERATURES, HeadsConfig, context_prefix
 from heads.modules import rms_normalise
-from heads.tensorfile import crc, is_finite, load_state
+from heads.tensorfile import checksum, is_finite, load_state
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.context import ContextHeads, Seen
 from medusa_ppo.drafting.core import Drafted, DraftingCore, DraftSampling
@@ -67,13 +67,10 @@ class Plain:
 
 
 def read_state(
-    path: str | Path,
-    what: str,
-    sum_up: Callable[[Mapping[str, torch.Tensor]], str],
-    checked: Checked | None = None,
+    path: str | Path, what: str, checked: Checked | None = None
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """A file of weights, and what `sum_up` gives of it. SwapError when it is damaged, holds NaN or
-    infinity, or is not what was checked.
+    """A file of weights, and its checksum. SwapError when it is damaged, holds NaN or infinity, or
+    is not what was checked.
 
     Args:
         checked: what someone else found of the file: then only its bytes are confirmed here.
@@ -88,16 +85,15 @@ def read_state(
             expected="a file of save_state",
             do=str(error.do),
         ) from error
-    if checked is None:
-        return state, sum_up(state)
-    if crc(state) != checked.crc:
+    found = checksum(state)
+    if checked is not None and found != checked.checksum:
         raise SwapError(
             "The file is not the one that was checked; the old weights stay.",
             given=str(path),
             expected="the same bytes",
             do="Look for a second writer, or for what damaged the file on its way to this node.",
         )
-    return state, checked.checksum
+    return state, found
 
 
 def check_finite(state: Mapping[str, torch.Tensor]) -> None:

@@ -65,7 +65,7 @@ from medusa_ppo.vllm_plugin.confirm import (
 )
 from medusa_ppo.vllm_plugin.drafter import Drafter
 from medusa_ppo.vllm_plugin.int8_products import packed_linear, packs_8_bit
-from medusa_ppo.vllm_plugin.rank_agreement import agreed, agreed_by_all
+from medusa_ppo.vllm_plugin.rank_agreement import agreed, agreed_by_all, together
 from medusa_ppo.vllm_plugin.speculation import heads_folder
 from medusa_ppo.vllm_plugin.target_tables import embedding_module, lm_head_weight
 from medusa_ppo.vllm_plugin.worker_calls import SAMPLED, Drafting
@@ -127,9 +127,10 @@ class MedusaProposer(Drafter):
     def load_model(self, target_model: nn.Module) -> None:
         folder = heads_folder(self.vllm_config)
         config = self.vllm_config.model_config
-        heads, metadata = load_heads(
-            folder, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size()
-        )
+        sizes = {"hidden_size": config.get_hidden_size(), "vocab_size": config.get_vocab_size()}
+        heads, metadata = together("loading the heads", lambda: load_heads(folder, **sizes))
+        # Of the file's own numbers, as after a swap: before they are rounded.
+        self.heads_checksum = checksum(heads.trainable_state())
         if self.num_speculative_tokens > heads.config.num_heads:
             raise ConfigError(
                 "More drafts than trained heads.",
@@ -141,7 +142,6 @@ class MedusaProposer(Drafter):
             heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
         )
         self.version = metadata.version
-        self.heads_checksum = metadata.checksum
         self._target = target_model
         self._fingerprint = fingerprint(self.heads)
         self._untrained = self.heads.untrained
@@ -581,6 +581,21 @@ class MedusaProposer(Drafter):
             self._written.forget()
 
     @torch.inference_mode()
+    def _renew(self) -> None:
+        """What was allocated with the heads is gone with them, and vLLM brings back nothing that
+        is no module's. All of it is written anew here, or by the next swap out of the new heads.
+        """
+        self.heads.temperatures_K.fill_(1.0)
+        if self._ring is not None:
+            self._ring.renew()
+        if self._unread is not None:
+            self._unread.forget()
+        if self._texts is not None:
+            self._texts.renew()
+        if self._written is not None:
+            self._written.forget()
+
+    @torch.inference_mode()
     def _refresh_vocabulary(self) -> None:
         weight_VD = lm_head_weight(self._target, self.heads.config.vocab_size)
         self.draft_vocabulary.refresh(
@@ -597,21 +612,28 @@ class MedusaProposer(Drafter):
                 touched, and the heads after.
 
         Returns:
-            The checksum of the file's tensors, as heads.checkpoint.checksum gives it.
+            The checksum of the file's tensors.
 
         Raises:
             SwapError: the file does not fit the serving heads, which stay; or what drafts now is
                 not what the file holds: then nothing is drafted until heads are fed again.
         """
         heads = self.heads
-        state, digest = read_state(path, "new heads", checksum, checked)
-        check_fit(heads.config.shapes_among(state), state, path)
-        cast = {name: state[name].to(self.dtype) for name in state}
-        check_finite(
-            {name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype}
-        )
+
+        def read() -> tuple[dict[str, torch.Tensor], str]:
+            state, digest = read_state(path, "new heads", checked)
+            check_fit(heads.config.shapes_among(state), state, path)
+            cast = {name: state[name].to(self.dtype) for name in state}
+            check_finite(
+                {name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype}
+            )
+            return cast, digest
+
+        # What may fail on one rank alone is over on all of them before the first product, which is
+        # a meeting of all.
+        cast, digest = together("reading new heads", read)
         self.fed = False
-        heads.load_trainable_state(cast)
+        together("taking new heads", lambda: heads.load_trainable_state(cast))
         self._core.load()
         self._forget_pairs()
         self.chooser.heads_changed()
@@ -671,7 +693,10 @@ class MedusaProposer(Drafter):
 
         All ranks ask at once, and come to the same answer.
         """
-        there = agreed_by_all(self.fed and fingerprint(self.heads) == self._fingerprint)
+        whole = fingerprint(self.heads) == self._fingerprint
+        if not whole:
+            self._renew()
+        there = agreed_by_all(self.fed and whole)
         if self.fed and not there:
             logger.warning(
                 "Heads version %d are gone from the engine's memory; nothing is drafted until heads"

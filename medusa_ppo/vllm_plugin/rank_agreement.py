@@ -1,13 +1,24 @@
-"""Whether all ranks of an engine say the same."""
+"""Whether all ranks of an engine say the same.
+
+A rank that raises where others go on to a product leaves them waiting for it for good. So what may
+fail on one rank alone (a file that is there on one node only, memory that runs out) is done
+`together`: it ends on all ranks before anything is multiplied.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ReduceOp
 from vllm.distributed.parallel_state import get_tp_group
+
+from heads.errors import MedusaError, SwapError
+
+T = TypeVar("T")
+MOST_TEXT = 1000
+"""Bytes of an error that the other ranks hear."""
 
 
 def agreed(number: int) -> int:
@@ -30,6 +41,50 @@ def agreed_by_all(good: bool) -> bool:
             ),
         )
     )
+
+
+def together(what: str, work: Callable[[], T]) -> T:
+    """What `work` gives, once it has succeeded on all tensor-parallel ranks.
+
+    Raises:
+        SwapError: it failed on another rank; on the rank where it did, that error itself.
+    """
+    error: Exception | None = None
+    try:
+        result = work()
+    # Whatever it is, the others have to hear of it before it goes on its way.
+    except Exception as caught:
+        error = caught
+    texts = _texts_of_ranks("" if error is None else _in_short(error))
+    if error is not None:
+        raise error
+    failed = next((rank for rank, text in enumerate(texts) if text), None)
+    if failed is not None:
+        raise SwapError(
+            f"Another rank of the engine failed at {what}.",
+            given=f"rank {failed}: {texts[failed]}",
+            expected="success on every rank",
+            do="Read what that rank says; each node needs the same files, and room for them.",
+        )
+    return result
+
+
+def _in_short(error: Exception) -> str:
+    if isinstance(error, MedusaError):
+        return f"{error.problem} {error.given or ''}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _texts_of_ranks(text: str) -> list[str]:
+    group = get_tp_group()
+    if group.world_size == 1:
+        return [text]
+    own = torch.zeros(MOST_TEXT, dtype=torch.uint8)
+    data = text.encode()[:MOST_TEXT]
+    own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(group.world_size)]
+    torch.distributed.all_gather(found, own, group=group.cpu_group)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found]
 
 
 def _over_ranks(number: int, share: Callable[[torch.Tensor, Any], Any]) -> int:

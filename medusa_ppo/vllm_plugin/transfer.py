@@ -4,10 +4,13 @@ in a group of their own.
     rank 0, the trainer     numbers | frame | numbers | frame | ... | numbers | last frame
     all other ranks         receive the same
 
-A frame is a bucket's tensors as bytes, each at a multiple of `ALIGN`, and behind them JSON: the
+A frame is a bucket's tensors as bytes, each at a multiple of `PAGE`, and behind them JSON: the
 tensors' names, or in the last frame the checksum of all. The numbers before it are the bytes of
 both parts and the sum of the first one's words. What is announced beforehand (`ActorStream.header`)
 says dtypes and shapes.
+
+Tensors stand at pages, so that a frame's page sums are those of its tensors: one pass over the
+frame, where it is, gives the numbers and the checksum.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +28,17 @@ from torch import Tensor
 from heads.errors import SwapError
 from heads.tensorfile import (
     CODES,
+    PAGE,
     STATE_DTYPES,
     Header,
+    digest_of_sums,
     joint_checksum,
+    page_sums,
     require_finite,
-    tensor_digest,
 )
 from medusa_ppo.runtime.rendezvous import Meeting, Place
 
 TIMEOUT_S = 120.0
-ALIGN = 16
 
 Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -97,35 +100,33 @@ class Group(Meeting):
 
 
 def send(group: Group, stream: ActorStream) -> str:
-    """Rank 0's part. Returns the checksum of all, as `tensorwise_checksum`.
+    """Rank 0's part. Returns the checksum of all, as `heads.tensorfile.checksum`.
 
     Raises:
         CheckpointError: NaN or infinity; the buckets before are with the engines already.
         SwapError: a rank is lost, or the tensors are not those that were announced.
     """
     digests: dict[str, str] = {}
-    with ThreadPoolExecutor(1, thread_name_prefix="medusa-ppo-sums") as thread:
-        for bucket in _buckets(stream):
-            frame = _frame(bucket, stream.entries, group.device)
-            require_finite(dict(_views(frame, list(bucket), stream.entries)), "the actor's weights")
-            sums = thread.submit(_digests, frame, list(bucket), stream.entries)
-            _share_frame(group, frame, {"names": list(bucket)})
-            digests |= sums.result()
+    for bucket in _buckets(stream):
+        frame = _frame(bucket, stream.entries, group.device)
+        require_finite(dict(_views(frame, list(bucket), stream.entries)), "the actor's weights")
+        sums_P = page_sums(frame)
+        _share_frame(group, frame, sums_P, {"names": list(bucket)})
+        digests |= _digests(sums_P.cpu(), list(bucket), stream.entries)
     if digests.keys() != stream.entries.keys():
         raise _not_announced(f"{len(digests)} tensors", f"{len(stream.entries)}")
     checksum = joint_checksum(digests)
-    _share_frame(
-        group, torch.empty(0, dtype=torch.uint8, device=group.device), {"checksum": checksum}
-    )
+    nothing = torch.empty(0, dtype=torch.uint8, device=group.device)
+    _share_frame(group, nothing, page_sums(nothing), {"checksum": checksum})
     return checksum
 
 
-def _digests(frame: Tensor, names: Sequence[str], entries: Entries) -> dict[str, str]:
-    """A hash needs the host: a GPU's frame is copied there while it is on its way to the
-    engines.
-    """
+def _digests(sums_P: Tensor, names: Sequence[str], entries: Entries) -> dict[str, str]:
+    """Of a frame's tensors, from its page sums on the host."""
+    pages = [_room(name, entries) // PAGE for name in names]
     return {
-        name: tensor_digest(name, tensor) for name, tensor in _views(frame.cpu(), names, entries)
+        name: digest_of_sums(name, *entries[name], part_P)
+        for name, part_P in zip(names, sums_P.split(pages), strict=True)
     }
 
 
@@ -155,11 +156,12 @@ def _frame(bucket: Mapping[str, Tensor], entries: Entries, device: torch.device)
     return frame
 
 
-def _share_frame(group: Group, tensors: Tensor, note: dict[str, Any]) -> None:
+def _share_frame(group: Group, tensors: Tensor, sums_P: Tensor, note: dict[str, Any]) -> None:
     text = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8).to(
         tensors.device
     )
-    group.share(torch.tensor([len(tensors), len(text), _words(tensors)], device=tensors.device))
+    numbers = [len(tensors), len(text), int(sums_P.sum())]
+    group.share(torch.tensor(numbers, device=tensors.device))
     if len(tensors):
         group.share(tensors)
     group.share(text)
@@ -203,7 +205,7 @@ class Incoming:
                 group.share(frame)
             text = group.share(torch.empty(length, dtype=torch.uint8, device=group.device))
             note = json.loads(bytes(text.cpu().numpy()))
-            if _words(frame) != words:
+            if int(page_sums(frame).sum()) != words:
                 raise _not_announced(
                     "a bucket with other bytes than were sent", "the same sum of words"
                 )
@@ -217,7 +219,7 @@ class Incoming:
 
 def _room(name: str, entries: Entries) -> int:
     dtype, shape = entries[name]
-    return -(-dtype.itemsize * math.prod(shape) // ALIGN) * ALIGN
+    return -(-dtype.itemsize * math.prod(shape) // PAGE) * PAGE
 
 
 def _views(frame: Tensor, names: Sequence[str], entries: Entries) -> Iterator[tuple[str, Tensor]]:
@@ -227,7 +229,3 @@ def _views(frame: Tensor, names: Sequence[str], entries: Entries) -> Iterator[tu
         dtype, shape = entries[name]
         yield name, frame[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
         start += _room(name, entries)
-
-
-def _words(frame: Tensor) -> int:
-    return int(frame.view(torch.int64).sum())

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 
 from heads.checkpoint import LM_HEAD_KEY
 from heads.errors import SwapError
-from heads.tensorfile import CODES, Header, read_header, tensorwise_checksum
+from heads.tensorfile import CODES, Header, read_header
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.runtime.files import forget_registration
 from medusa_ppo.runtime.rendezvous import device_id
@@ -28,6 +28,7 @@ from medusa_ppo.vllm_plugin.confirm import read_state
 from medusa_ppo.vllm_plugin.cost_key import cost_key
 from medusa_ppo.vllm_plugin.drafter import drafter_of
 from medusa_ppo.vllm_plugin.patches import pack_tied_lm_head
+from medusa_ppo.vllm_plugin.rank_agreement import together
 from medusa_ppo.vllm_plugin.registration import activate, require_active
 from medusa_ppo.vllm_plugin.target_tables import lm_head_weight
 from medusa_ppo.vllm_plugin.transfer import read_entries
@@ -88,15 +89,12 @@ class MedusaWorker:
         The caller must have no running requests and must reset the prefix cache afterwards.
         """
         started = time.perf_counter()
-        state, digest = read_state(
-            path, "the actor's weights", tensorwise_checksum, Checked(*checked) if checked else None
+        state, digest, names = together(
+            "reading the actor", lambda: self._medusa_read_actor(path, checked)
         )
-        names = self._medusa_check_entries(
-            {name: (CODES[value.dtype], tuple(value.shape)) for name, value in state.items()}, path
-        )
-        with torch.inference_mode():
-            weights = ((name, state[name]) for name in names)
-            self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
+        # It has no whole actor until all of it is there.
+        self._medusa_actor = (-1, "")
+        together("loading the actor", lambda: self._medusa_load(state, names))
         lm_head_VD = state.get(LM_HEAD_KEY)
         self._medusa_took_actor(
             version, digest, None if lm_head_VD is None else lm_head_VD[:, :2], path
@@ -134,11 +132,7 @@ class MedusaWorker:
         """
         started = time.perf_counter()
         self._medusa_actor = (-1, "")
-        with torch.inference_mode():
-            self.start_weight_update()  # type: ignore[attr-defined]
-            update = {"entries": entries, "tied": self._medusa_tied()}
-            self.update_weights(update)  # type: ignore[attr-defined]
-            self.finish_weight_update()  # type: ignore[attr-defined]
+        together("receiving the actor", lambda: self._medusa_receive(entries))
         came = self.weight_transfer_engine  # type: ignore[attr-defined]
         self._medusa_took_actor(version, came.checksum, came.lm_head_V2, "the broadcast")
         return {
@@ -215,6 +209,29 @@ class MedusaWorker:
         return {"drafts": self._medusa_require_drafter().probe(hidden, last_ids)}
 
     # ---- parts
+
+    def _medusa_read_actor(
+        self, path: str, checked: list[Any] | None
+    ) -> tuple[dict[str, torch.Tensor], str, list[str]]:
+        """The file's tensors, their checksum, and the names to load."""
+        found = Checked(*checked) if checked else None
+        state, digest = read_state(path, "the actor's weights", found)
+        entries = {
+            name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()
+        }
+        return state, digest, self._medusa_check_entries(entries, path)
+
+    @torch.inference_mode()
+    def _medusa_load(self, state: dict[str, torch.Tensor], names: list[str]) -> None:
+        weights = ((name, state[name]) for name in names)
+        self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
+
+    @torch.inference_mode()
+    def _medusa_receive(self, entries: dict[str, list[Any]]) -> None:
+        self.start_weight_update()  # type: ignore[attr-defined]
+        update = {"entries": entries, "tied": self._medusa_tied()}
+        self.update_weights(update)  # type: ignore[attr-defined]
+        self.finish_weight_update()  # type: ignore[attr-defined]
 
     def _medusa_drafter(self) -> Any:
         """Our proposer; None where there are no heads of ours."""
@@ -330,14 +347,19 @@ class MedusaWorker:
             device = self.device  # type: ignore[attr-defined]
             ones_2D = torch.eye(2, width, dtype=runner.dtype, device=device)
             served_2V = model.compute_logits(ones_2D).float()
+
+        @torch.inference_mode()
+        def compare() -> None:
             expected_2V = given_V2.to(served_2V.device, runner.dtype).T.float()
-        if not torch.equal(served_2V, expected_2V[:, : served_2V.shape[1]]):
-            raise SwapError(
-                "The engine still serves the old lm_head after the sync.",
-                given=source,
-                expected="the new one",
-                do="Restart the engine.",
-            )
+            if not torch.equal(served_2V, expected_2V[:, : served_2V.shape[1]]):
+                raise SwapError(
+                    "The engine still serves the old lm_head after the sync.",
+                    given=source,
+                    expected="the new one",
+                    do="Restart the engine.",
+                )
+
+        together("serving the new lm_head", compare)
 
 
 def _alike(given: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, ...]]) -> bool:

@@ -28,6 +28,7 @@ from heads.checkpoint import (
 from heads.errors import CheckpointError, ConfigError
 from heads.heads_config import KINDS, LM_HEADS, HeadsConfig
 from heads.modules import MedusaHeads
+from heads.tensorfile import sha256_of
 
 D, V, K = 16, 40, 3
 
@@ -81,7 +82,7 @@ def test_round_trip(tmp_path: Path, kind: str, lm_head: str, dtype: torch.dtype)
         {"loss": "tv"},
         lm_head == "shared",
     )
-    assert metadata.checksum == checksum(heads.trainable_state())
+    assert metadata.checksum == sha256_of(heads.trainable_state())
     stored = load_lm_head(tmp_path / "a")
     assert (stored is None) == (lm_head == "own")
     assert stored is None or torch.equal(stored, lm_head_VD.to(dtype))
@@ -91,7 +92,7 @@ def test_round_trip(tmp_path: Path, kind: str, lm_head: str, dtype: torch.dtype)
 def test_draft_temperatures_come_with_the_heads(tmp_path: Path, dtype: torch.dtype) -> None:
     heads = build().to(dtype)
     save_heads(tmp_path / "a", heads)
-    before = (tmp_path / "a" / "config.json").read_text(), checksum(heads.trainable_state())
+    before = (tmp_path / "a" / "config.json").read_text(), sha256_of(heads.trainable_state())
     heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.25]))
     save_heads(tmp_path / "b", heads, lm_head_VD=torch.ones(V, D))
     again, metadata = load_heads(tmp_path / "b")
@@ -99,7 +100,7 @@ def test_draft_temperatures_come_with_the_heads(tmp_path: Path, dtype: torch.dty
         again.temperatures_K.tolist() == [0.75, 1.0, 1.25]
         and again.dtype == again.temperatures_K.dtype == dtype
     )
-    assert metadata.checksum == checksum(heads.trainable_state()) != before[1]
+    assert metadata.checksum == sha256_of(heads.trainable_state()) != before[1]
     assert (
         json.loads((tmp_path / "b" / "config.json").read_text())["medusa_ppo"]["format_version"]
         == 2
@@ -109,7 +110,7 @@ def test_draft_temperatures_come_with_the_heads(tmp_path: Path, dtype: torch.dty
     save_heads(tmp_path / "c", heads)
     assert (
         (tmp_path / "c" / "config.json").read_text(),
-        checksum(heads.trainable_state()),
+        sha256_of(heads.trainable_state()),
     ) == before
 
 
@@ -420,9 +421,10 @@ def test_checksum_sees_names_shapes_dtypes_and_bytes() -> None:
         {"a": torch.arange(6.0).int().view(torch.int32), "b": torch.zeros(2)},
         {"a": torch.arange(6.0) + 1e-7, "b": torch.zeros(2)},
     ]
-    assert checksum(base) == checksum(dict(reversed(base.items())))
-    assert checksum(base) == checksum({"a": torch.arange(12.0)[::2] / 2, "b": torch.zeros(2)})
-    assert len({checksum(base), *(checksum(other) for other in others)}) == 5
+    for sums in (checksum, sha256_of):
+        assert sums(base) == sums(dict(reversed(base.items())))
+        assert sums(base) == sums({"a": torch.arange(12.0)[::2] / 2, "b": torch.zeros(2)})
+        assert len({sums(base), *(sums(other) for other in others)}) == 5
 
 
 # ---- stock vLLM

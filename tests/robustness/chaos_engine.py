@@ -26,8 +26,6 @@ import torch
 from chaos_hook import take_order
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from heads.checkpoint import checksum
-from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base
@@ -73,12 +71,12 @@ class Writer:
 
     def take_heads(self, path: str, version: int, checked: Checked | None) -> str:
         """Read and check a file of heads. SwapError leaves those before."""
-        _, self.sums["heads"] = read_state(path, "new heads", checksum, checked)
+        _, self.sums["heads"] = read_state(path, "new heads", checked)
         self.heads_version = version
         return self.sums["heads"]
 
     def take_actor(self, path: str, checked: Checked | None) -> str:
-        state, digest = read_state(path, "the actor's weights", tensorwise_checksum, checked)
+        state, digest = read_state(path, "the actor's weights", checked)
         return self.load(state, digest)
 
     def load(self, state: dict[str, torch.Tensor], digest: str) -> str:

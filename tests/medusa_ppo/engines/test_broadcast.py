@@ -19,7 +19,7 @@ import torch
 
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, EngineError, RunError, SwapError
-from heads.tensorfile import tensorwise_checksum
+from heads.tensorfile import checksum
 from medusa_ppo.actors.actor_view import SpreadActor
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -79,7 +79,7 @@ class ReceivingEngine(RolloutEngine):
     def sync_actor(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
         self.state = load_state(path)
         self.policy_version = version
-        self.actor = tensorwise_checksum(self.state)
+        self.actor = checksum(self.state)
         return SwapReceipt(version, self.actor, 0.0)
 
     def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
@@ -154,7 +154,7 @@ def test_all_engines_get_each_actor_and_the_group_is_kept(make_pool: Any) -> Non
     pool, engines = make_pool(2)
     for version, value in ((1, 1.0), (2, 2.0)):
         receipt = pool.stream_actor(stream_of(state_of(value)), version)
-        assert receipt.checksum == tensorwise_checksum(state_of(value)) == pool.checksums()["actor"]
+        assert receipt.checksum == checksum(state_of(value)) == pool.checksums()["actor"]
         assert all(
             torch.equal(engine.state["b"], state_of(value)["b"])
             and engine.policy_version == version
@@ -177,7 +177,7 @@ def test_an_engine_that_comes_late_gets_a_file_and_then_joins(make_pool: Any) ->
     assert late.policy_version == 1 and late.actor == engines[0].actor == pool.checksums()["actor"]
     pool.stream_actor(stream_of(state_of(2.0)), 2)
     assert [engine.joined for engine in (engines[0], late)] == [2, 1]
-    assert pool.checksums()["actor"] == tensorwise_checksum(state_of(2.0)) and not list(
+    assert pool.checksums()["actor"] == checksum(state_of(2.0)) and not list(
         pool._folder.path.glob("*.safetensors")
     )
 
@@ -200,7 +200,7 @@ def test_one_engine_that_refuses_leaves_all_as_they_are(make_pool: Any) -> None:
     with pytest.raises(SwapError, match="another model"):
         pool.stream_actor(stream_of(state_of(2.0)), 2)
     assert pool.policy_version == 1 and {engine.actor for engine in engines} == {
-        tensorwise_checksum(state_of(1.0))
+        checksum(state_of(1.0))
     }
 
 
@@ -223,7 +223,7 @@ def test_an_engine_that_dies_on_the_way_is_an_error_soon_and_a_file_goes_on(
     pool.sync_actor(tmp_path / "actor", 1)
     engines_of(pool)
     pool.generate([[index + 1] for index in range(40)], GREEDY)
-    assert pool.checksums()["actor"] == tensorwise_checksum(state) and pool.restarts == 1
+    assert pool.checksums()["actor"] == checksum(state) and pool.restarts == 1
     assert pool.stream_actor(stream_of(state_of(2.0)), 2).checksum == pool.checksums()["actor"]
 
 
@@ -243,9 +243,7 @@ def test_a_silent_engine_is_lost_within_the_timeout(make_pool: Any, tmp_path: Pa
     pool.sync_actor(tmp_path / "actor", 1)
     late = engines_of(pool)[1]
     pool.generate([[index + 1] for index in range(40)], GREEDY)
-    assert late is not engines[1] and late.actor == engines[0].actor == tensorwise_checksum(
-        state_of(1.0)
-    )
+    assert late is not engines[1] and late.actor == engines[0].actor == checksum(state_of(1.0))
 
 
 def test_a_broadcast_that_fails_goes_as_a_file(
@@ -261,7 +259,7 @@ def test_a_broadcast_that_fails_goes_as_a_file(
     engines[0].before_receiving = die
     with ActorSync(pool) as sync:
         receipt = sync(model, 1)
-        assert receipt.checksum == engines[0].actor == tensorwise_checksum(actor_state(model))
+        assert receipt.checksum == engines[0].actor == checksum(actor_state(model))
         assert "goes to the engines as a file" in caplog.text
         engines[0].before_receiving = lambda: None
         caplog.clear()
@@ -435,7 +433,7 @@ def test_a_broken_broadcast_is_mended_by_a_file(
         save_state(file, state)
         receipt = pool.sync_actor(file, 2)
     by_file = tokens(pool, actor.prompts[:8])
-    assert receipt.checksum == tensorwise_checksum(state)
+    assert receipt.checksum == checksum(state)
     with ActorSync(pool, "float32", BUCKET) as sync:
         sync(actor.model, 3)
         sync(new, 4)
@@ -485,7 +483,7 @@ def test_a_tied_lm_head_follows_the_embedding(
     state = actor_state(model) | {EMBEDDING: 0.1 * torch.randn(320, 64)}
     assert "lm_head.weight" not in state
     with BroadcastPool(lambda index: ColocatedEngine(tmp_path, None, broadcast_config), 1) as pool:
-        assert pool.stream_actor(stream_of(state), 1).checksum == tensorwise_checksum(state)
+        assert pool.stream_actor(stream_of(state), 1).checksum == checksum(state)
         rollouts = pool.generate(PROMPTS, Sampling(max_new_tokens=12))
         assert logprob_gap(model, rollouts) > 0.1
         model.load_state_dict(state, strict=False)
@@ -512,9 +510,7 @@ def test_two_real_engines_one_of_which_dies_on_the_way(
         pool.timeout_s = 20.0
         new = moved(actor.model)
         assert (
-            sync(new, 1).checksum
-            == tensorwise_checksum(actor_state(new))
-            == pool.checksums()["actor"]
+            sync(new, 1).checksum == checksum(actor_state(new)) == pool.checksums()["actor"]
             and not caplog.text
         )
         expected = tokens(pool, actor.prompts[:8])
@@ -539,15 +535,12 @@ def test_two_real_engines_one_of_which_dies_on_the_way(
         while len(pool._ready()) < 2 and time.monotonic() < deadline:
             pool.generate(actor.prompts[:4], GREEDY)
         assert len(pool.generate(actor.prompts[:24], GREEDY).responses) == 24 and pool.restarts == 1
-        assert pool.checksums()["actor"] == tensorwise_checksum(actor_state(new)), (
+        assert pool.checksums()["actor"] == checksum(actor_state(new)), (
             "the one that came late has it too"
         )
         caplog.clear()
         sync(actor.model, 3)
-        assert (
-            pool.checksums()["actor"] == tensorwise_checksum(actor_state(actor.model))
-            and not caplog.text
-        )
+        assert pool.checksums()["actor"] == checksum(actor_state(actor.model)) and not caplog.text
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ import torch
 
 from heads.checkpoint import checksum, save_state
 from heads.errors import EngineError, SwapError
-from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import http_server
@@ -88,7 +87,7 @@ def test_server_end_to_end(
         assert (
             engine.sync_actor(tmp_path / "actor.safetensors", 1).checksum
             == engine.checksums()["actor"]
-            == tensorwise_checksum(moved)
+            == checksum(moved)
         )
         assert engine.generate(actor.prompts[:16], greedy).responses != first.responses
         (tmp_path / "bad.safetensors").write_text("nothing")

@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
-from heads.tensorfile import crc
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -348,7 +347,7 @@ def test_a_file_is_checked_once_and_engines_get_what_was_found(
         )[1]  # type: ignore[method-assign,misc]
     file = state_file(tmp_path, 1.0)
     assert pool.swap_heads(file, 1).checksum == checksum(load_state(file))
-    assert seen == [Checked(checksum(load_state(file)), crc(load_state(file)))] * 2
+    assert seen == [Checked(checksum(load_state(file)))] * 2
     save_file({"x": torch.full((3,), torch.nan)}, tmp_path / "bad")
     with pytest.raises(SwapError, match="can't be used"):
         pool.swap_heads(tmp_path / "bad", 2)

@@ -21,7 +21,6 @@ import torch
 from heads.checkpoint import checksum, save_state
 from heads.errors import ConfigError, EngineError, SwapError
 from heads.modules import MedusaHeads
-from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.core import DraftingCore
@@ -34,6 +33,7 @@ from medusa_ppo.vllm_plugin import installation, patches, v1_runner
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, release, vllm_version
 from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
+from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -645,7 +645,7 @@ def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(
     swap(engine, good.trainable_state(), tmp_path / "good", 1)
     save_state(tmp_path / "other", other.trainable_state())
     found = check_state(tmp_path / "other", "new heads")
-    wrong = Checked(found.checksum, found.crc ^ 1)
+    wrong = Checked(checksum(good.trainable_state()))
     with pytest.raises(SwapError, match="not the one that was checked"):
         engine.swap_heads(tmp_path / "other", 2, wrong)
     assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, good, hidden)
@@ -657,10 +657,10 @@ def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(
     assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, other, hidden)
 
     save_state(tmp_path / "actor", actor.model.state_dict())
-    found = check_state(tmp_path / "actor", "the actor's weights", tensorwise_checksum)
+    found = check_state(tmp_path / "actor", "the actor's weights")
     with pytest.raises(SwapError, match="not the one that was checked"):
-        engine.sync_actor(tmp_path / "actor", 1, Checked(found.checksum, found.crc ^ 1))
-    assert engine.sync_actor(tmp_path / "actor", 1, found).checksum == tensorwise_checksum(
+        engine.sync_actor(tmp_path / "actor", 1, wrong)
+    assert engine.sync_actor(tmp_path / "actor", 1, found).checksum == checksum(
         actor.model.state_dict()
     )
 
@@ -725,11 +725,14 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
     """
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    def throw_away(self: CPUWorker, level: int = 1) -> None:
-        for parameter in self.model_runner.drafter.heads.parameters() if level == 2 else ():
-            parameter.data.fill_(7.0)
+    def asleep(self: CPUWorker, level: int = 1) -> None:
+        if level == 2:
+            ours = self.model_runner.drafter
+            vocabulary = ours.draft_vocabulary
+            on_the_host = vocabulary._counts_V, vocabulary._chosen_W, ours._seating
+            throw_away(tensors_of(ours, (ours._target, *on_the_host)))
 
-    monkeypatch.setattr(CPUWorker, "sleep", throw_away)
+    monkeypatch.setattr(CPUWorker, "sleep", asleep)
     state = actor.random_heads(seed=4).trainable_state()
     swap(engine, state, tmp_path / "heads.safetensors", 3)
     reference = engine.generate(actor.prompts[:8], GREEDY)
@@ -792,9 +795,7 @@ def test_a_synced_actor_is_what_samples_and_what_drafts(
     hidden = torch.randn(4, actor.lm_head_VD.shape[1])
     save_state(tmp_path / "actor.safetensors", moved.state_dict())
     receipt = engine.sync_actor(tmp_path / "actor.safetensors", 1)
-    assert (
-        receipt.checksum == tensorwise_checksum(moved.state_dict()) == engine.checksums()["actor"]
-    )
+    assert receipt.checksum == checksum(moved.state_dict()) == engine.checksums()["actor"]
     assert engine.policy_version == 1
     sampling = Sampling(1.0, max_new_tokens=48, ignore_eos=True, seed=2)
     rollouts = engine.generate(actor.prompts[:24], sampling)

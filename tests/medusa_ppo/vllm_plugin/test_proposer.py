@@ -4,6 +4,7 @@ verification when requests do not run smoothly.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from heads.checkpoint import save_state
 from heads.copying import SERVED_PLACES, Texts
 from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
@@ -19,6 +21,7 @@ from heads.targets import MISSING
 
 pytest.importorskip("vllm")
 
+from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 from medusa_ppo.drafting.memory import prompt_key
 from medusa_ppo.drafting.products import DraftVocabulary
@@ -26,8 +29,10 @@ from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import DraftSlots, Seating
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import DraftRows, Rule, verify_rows
-from medusa_ppo.vllm_plugin import v1_runner
+from medusa_ppo.vllm_plugin import rank_agreement, v1_runner
+from medusa_ppo.vllm_plugin.confirm import fingerprint
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
+from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 D, V, K, PAIRS = 8, 10, 2, 4
 CPU = torch.device("cpu")
@@ -66,16 +71,20 @@ class ProposerStep:
         )
         proposer.num_speculative_tokens = proposer.num_drafts = K
         proposer.sampled = True
+        proposer.version = 0
         proposer.choose = False
         proposer.fed = True
         proposer.draft_temperature = 1.0
         proposer.heads = heads
         proposer.draft_vocabulary = DraftVocabulary(0, 0)
         proposer._untrained = False
-        proposer._core = DraftingCore(heads, self.logits, lambda ids_B: self.table_VD[ids_B])
+        proposer._core = DraftingCore(heads, self.logits, self.embed)
         proposer._lm_head = self.logits
+        proposer._embedding = lambda: self.embed
         proposer._target = torch.nn.Module()
         proposer._seating = Seating(size, CPU)
+        proposer.chooser = DraftChooser(K)
+        proposer._fingerprint = fingerprint(heads)
         proposer._use_vocabulary()
         proposer._make_ring()
         self.proposer = proposer
@@ -91,6 +100,9 @@ class ProposerStep:
 
     def logits(self, features_ND: torch.Tensor) -> torch.Tensor:
         return features_ND @ self.lm_head_VD.T
+
+    def embed(self, ids_N: torch.Tensor) -> torch.Tensor:
+        return self.table_VD[ids_N]
 
     def seat(self, keys: list[str], tokens: int) -> None:
         self.proposer.seat(keys, self.live, np.full(len(keys), tokens, dtype=np.int32))
@@ -538,6 +550,47 @@ def test_a_draft_vocabulary_without_the_copied_token_has_a_whole_q() -> None:
         assert q_BW.shape == (1, 3)
         torch.testing.assert_close(q_BW.sum(), torch.tensor(1.0))
     assert set(drafted.ids_BK.flatten().tolist()) <= set(ids_W.tolist())
+
+
+@pytest.mark.parametrize("copy_parts", [0, 2])
+@pytest.mark.parametrize("draft_vocab", [0, V - 2])
+def test_a_deep_sleep_leaves_nothing_behind(
+    copy_parts: int, draft_vocab: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM throws away all that was allocated while heads were loaded, and brings nobody's tensors
+    back but those of modules: the ring's own numbers were gone for good, and what stood in the
+    places that no request has written yet was NaN behind a mask, which is NaN.
+    """
+    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    # A request that has fewer tokens than a context has pairs reads places that nobody wrote.
+    scene = Contexts([2, 5], copy_parts=copy_parts)
+    step = scene.step
+    proposer = step.proposer
+    if draft_vocab:
+        proposer.draft_vocabulary = DraftVocabulary(draft_vocab, V)
+        proposer.draft_vocabulary.observe([list(range(V)) * 8 * V])
+        proposer._refresh_vocabulary()
+        assert proposer.draft_vocabulary.ids_W is not None
+    save_state(tmp_path / "heads", proposer.heads.trainable_state())
+    vocabulary = proposer.draft_vocabulary
+    on_the_host = vocabulary._counts_V, vocabulary._chosen_W, proposer._seating
+    spared = (step, step.lm_head_VD, step.table_VD, *on_the_host)
+    lost = tensors_of(proposer, spared)
+    assert len(lost) > 20
+    throw_away(lost)
+    assert proposer.held_version() == -1
+    proposer.target_changed()
+    proposer.swap(str(tmp_path / "heads"), 3)
+    assert proposer.held_version() == 3
+    left = tensors_of(proposer, (*spared, proposer._slots._scratch_2RW))
+    kept = [tensor for tensor in left if tensor.is_floating_point()]
+    assert not [t.shape for t in kept if not bool(t.isfinite().all())]
+    if draft_vocab:
+        return  # What is drafted is not the whole vocabulary's, which `check` compares with.
+    scene.run({"0": 1, "1": 1}, drafted=0)
+    scene.run({"0": 2, "1": 3})
+    scene.run({"0": 1, "1": 1}, wanted=0)
+    scene.run({"0": 3, "1": 1})
 
 
 def test_heads_with_a_context_need_its_pairs() -> None:

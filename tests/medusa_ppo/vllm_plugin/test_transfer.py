@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from heads.errors import CheckpointError, SwapError
-from heads.tensorfile import tensorwise_checksum
+from heads.tensorfile import checksum
 from medusa_ppo.runtime.rendezvous import LOOPBACK
 from medusa_ppo.vllm_plugin.transfer import (
     ActorStream,
@@ -86,9 +86,9 @@ def test_all_ranks_get_all_tensors_and_one_checksum() -> None:
     sent, *received = in_a_group(
         lambda group: send(group, stream) if is_trainer(group) else receive(group, stream)
     )
-    assert sent == tensorwise_checksum(state) != tensorwise_checksum(state_of(1))
-    for tensors, checksum in received:
-        assert checksum == sent and tensors.keys() == state.keys()
+    assert sent == checksum(state) != checksum(state_of(1))
+    for tensors, found in received:
+        assert found == sent and tensors.keys() == state.keys()
         assert all(
             torch.equal(tensors[name], state[name]) and tensors[name].dtype == state[name].dtype
             for name in state
@@ -102,10 +102,10 @@ def test_the_order_of_tensors_does_not_matter_and_dtypes_are_those_announced() -
         for name, tensor in reversed(state.items())
     ]
     stream = stream_of(state, backwards)
-    sent, (tensors, checksum) = in_a_group(
+    sent, (tensors, found) = in_a_group(
         lambda group: send(group, stream) if is_trainer(group) else receive(group, stream), 2
     )
-    assert sent == checksum == tensorwise_checksum(state) == tensorwise_checksum(tensors)
+    assert sent == found == checksum(state) == checksum(tensors)
 
 
 def test_a_group_sends_again_and_again() -> None:
@@ -117,7 +117,7 @@ def test_a_group_sends_again_and_again() -> None:
             for s in states
         ]
 
-    assert in_a_group(work) == [[tensorwise_checksum(state) for state in states]] * 3
+    assert in_a_group(work) == [[checksum(state) for state in states]] * 3
 
 
 @pytest.mark.parametrize("case", ["nan", "unknown", "shape", "missing", "source"])

@@ -12,7 +12,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from heads.tensorfile import tensorwise_checksum
+from heads.tensorfile import checksum
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.engines.pool import EnginePool
@@ -84,7 +84,7 @@ def test_heads_learn_beside_a_megatron_actor(
         )
         sums = engine.checksums()  # An error when the engines differ.
         held = dict(learner.actor.tensors(torch.float32))  # type: ignore[union-attr]
-        assert sums["actor"] == tensorwise_checksum(held), "both engines have what the ranks have"
+        assert sums["actor"] == checksum(held), "both engines have what the ranks have"
         assert parts.plugin is not None and parts.plugin.installer.installed is not None
         installed = parts.plugin.installer.installed
         assert sums["heads"] == installed.checksum and engine.heads_version == installed.version

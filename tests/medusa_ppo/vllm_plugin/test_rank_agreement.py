@@ -1,0 +1,170 @@
+"""Two tensor-parallel ranks, as two threads with a gloo group: an error on one of them ends on
+both, wherever it comes from, and nobody is left waiting in a product.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, ProcessGroupGloo
+
+from heads.checkpoint import save_state
+from heads.errors import MedusaError, SwapError
+
+pytest.importorskip("vllm")
+
+from medusa_ppo.vllm_plugin import confirm, rank_agreement, worker_extension
+from medusa_ppo.vllm_plugin.worker_calls import raise_reported
+from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
+from tests.medusa_ppo.vllm_plugin.test_proposer import ProposerStep
+from tests.medusa_ppo.vllm_plugin.test_worker_extension import D, V, worker
+
+WAITS_S = 3.0
+"""A rank that waits for longer waits for nobody."""
+RANKS = 2
+
+
+class TwoRanks:
+    """What two ranks do at once; `here` says who the calling thread is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.here = threading.local()
+        self._store = HashStore()
+        monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: self.here.group)
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        """What a sharded product is: a meeting of all ranks."""
+        shared = rows.clone()
+        self.here.group.cpu_group.allreduce([shared]).wait()
+        return shared / RANKS
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """What each rank's work gives, or the error that it ends with."""
+
+        def one(rank: int) -> Any:
+            self.here.rank = rank
+            group = ProcessGroupGloo(self._store, rank, RANKS, timedelta(seconds=WAITS_S))
+            self.here.group = SimpleNamespace(
+                world_size=RANKS, ranks=list(range(RANKS)), cpu_group=group
+            )
+            try:
+                return work(rank)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(RANKS) as threads:
+            return list(threads.map(one, range(RANKS)))
+
+    def failing(self, original: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+        """`original`, but on the second rank alone the error."""
+
+        def maybe(*args: Any, **kwargs: Any) -> Any:
+            if self.here.rank == 1:
+                raise error
+            return original(*args, **kwargs)
+
+        return maybe
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> TwoRanks:
+    return TwoRanks(monkeypatch)
+
+
+NO_ROOM = MemoryError("no room for the file")
+REFUSED = SwapError("Not these heads.", given="a file", expected="another", do="Swap again.")
+
+
+def swapping(ranks: TwoRanks, path: Path) -> Callable[[int], Any]:
+    """A swap on ranks whose lm_head and embedding meet."""
+    save_state(path, ProposerStep(2, pairs=2).proposer.heads.trainable_state())
+
+    def work(_: int) -> Any:
+        step = ProposerStep(2, pairs=2)
+        proposer = step.proposer
+        proposer._lm_head = lambda rows: ranks.product(step.logits(rows))
+        proposer._core._whole_lm_head = proposer._lm_head
+        proposer._core.fused._embed = lambda ids_N: ranks.product(step.embed(ids_N))
+        proposer.swap(str(path), 3)
+        return proposer.held_version()
+
+    return work
+
+
+@pytest.mark.parametrize("place", ["", "read_state", "check_fit", "check_finite"])
+def test_heads_that_one_rank_cannot_read_stay_out_of_all(
+    ranks: TwoRanks, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medusa_ppo.vllm_plugin import proposer
+
+    if place:
+        error = NO_ROOM if place == "read_state" else REFUSED
+        monkeypatch.setattr(proposer, place, ranks.failing(getattr(confirm, place), error))
+    first, second = ranks.run(swapping(ranks, tmp_path / "heads"))
+    if not place:
+        assert (first, second) == (3, 3)
+        return
+    assert isinstance(first, SwapError) and "Another rank" in str(first), first
+    assert str(error).splitlines()[0].split(":")[0] in str(first), "it says what the other said"
+    assert second is error
+
+
+def syncing(ranks: TwoRanks, path: Path) -> Callable[[int], Any]:
+    """A sync of the actor on ranks whose lm_head meets."""
+    torch.manual_seed(0)
+    served_VD = torch.randn(V, D)
+    save_state(path, {"lm_head.weight": served_VD})
+
+    def work(_: int) -> Any:
+        held = worker("", served_VD)
+        model = held.model_runner.get_model()
+        product = model.compute_logits
+        model.compute_logits = lambda rows: ranks.product(product(rows))
+        held.reload_weights = lambda *, weights_iterator: [*weights_iterator]
+        held._medusa_drafter = lambda: None
+        held._medusa_tied = lambda: False
+        done = held.medusa_sync_actor(str(path), 4)
+        return held, done
+
+    return work
+
+
+@pytest.mark.parametrize("place", ["", "read_state", "entries", "load", "compare"])
+def test_an_actor_that_one_rank_cannot_take_is_served_by_none(
+    ranks: TwoRanks, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "read_state":
+        failing = ranks.failing(confirm.read_state, NO_ROOM)
+        monkeypatch.setattr(worker_extension, "read_state", failing)
+    elif place == "entries":
+        failing = ranks.failing(MedusaWorker._medusa_check_entries, REFUSED)
+        monkeypatch.setattr(MedusaWorker, "_medusa_check_entries", failing)
+    elif place == "load":
+        failing = ranks.failing(MedusaWorker._medusa_load, REFUSED)
+        monkeypatch.setattr(MedusaWorker, "_medusa_load", failing)
+    elif place == "compare":
+        equal = torch.equal
+        monkeypatch.setattr(torch, "equal", lambda a, b: equal(a, b) and ranks.here.rank == 0)
+    first, second = ranks.run(syncing(ranks, tmp_path / "actor"))
+    if not place:
+        assert first[1]["version"] == second[1]["version"] == 4
+        assert first[0]._medusa_actor[0] == 4
+        return
+    assert not isinstance(first, Exception), first
+    with pytest.raises(MedusaError, match="Another rank"):
+        raise_reported(first[1])
+    if place == "read_state":
+        assert second is NO_ROOM
+    else:
+        with pytest.raises(SwapError):
+            raise_reported(second[1])
+    if place in ("load", "compare"):
+        assert first[0]._medusa_actor == (-1, ""), "half of it is another actor's"
