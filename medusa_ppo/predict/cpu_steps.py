@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,24 +120,25 @@ class CpuSteps:
         actor = _Actor(model, dtype, product, int(context), max(self._sizes))
         rows = sorted({size * (drafts + 1) for size in self._sizes for drafts in self._drafts})
         self._pass = {
-            count: actor.scale * _median(lambda n=count: actor.products(n)) for count in rows
+            count: actor.scale * _median(partial(actor.layers, count))
+            + _median(partial(actor.logits, count))
+            for count in rows
         }
         self._attention = {
-            (size, drafts): actor.scale
-            * _median(lambda s=size, k=drafts: actor.attention(s, k + 1))
+            (size, drafts): actor.scale * _median(partial(actor.attention, size, drafts + 1))
             for size in self._sizes
             for drafts in self._drafts
         }
-        self._sampler = {size: _median(lambda s=size: actor.sample(s)) for size in self._sizes}
+        self._sampler = {size: _median(partial(actor.sample, size)) for size in self._sizes}
         self._verify = {
-            (size, drafts): _median(lambda s=size, k=drafts: actor.verify(s, k))
+            (size, drafts): _median(partial(actor.verify, size, drafts))
             for size in self._sizes
             for drafts in self._drafts
             if drafts
         }
         drafter = _Drafting(heads, model, dtype, product, pack, max(self._sizes), int(context))
         self._draft = {
-            (size, drafts): _median(lambda s=size, k=drafts: drafter.call(s, k))
+            (size, drafts): _median(partial(drafter.call, size, drafts))
             for size in self._sizes
             for drafts in self._drafts
             if drafts
@@ -229,8 +231,8 @@ class _Actor:
         self._keys, self._values = torch.randn(shape), torch.randn(shape)
         self._logits: dict[int, torch.Tensor] = {}
 
-    def products(self, rows: int) -> None:
-        """All layers' products with what lies between them, and the logits."""
+    def layers(self, rows: int) -> None:
+        """All layers' products with what lies between them."""
         model = self._model
         hidden_ND = torch.ones(rows, model.hidden, dtype=self._dtype)
         width = model.heads * model.head_dim
@@ -242,8 +244,10 @@ class _Actor:
             if model.gated:
                 wide = F.silu(wide[:, : model.intermediate]) * wide[:, model.intermediate :]
             hidden_ND = hidden_ND + down(wide).to(self._dtype)
-        # The rest of a larger actor's layers is added by `scale`, which counts lm_head with them.
-        self._lm_head(hidden_ND)
+
+    def logits(self, rows: int) -> None:
+        """lm_head's product."""
+        self._lm_head(torch.ones(rows, self._model.hidden, dtype=self._dtype))
 
     def attention(self, sequences: int, queries: int) -> None:
         """All layers' attention of new rows on the cache; rows of one sequence stand as heads that

@@ -1,5 +1,5 @@
-"""What the model of `medusa-ppo predict` says of a run that is over: from its GPU, its actor's sizes,
-and the responses and the acceptance that it really had.
+"""What the model of `medusa-ppo predict` says of a run that is over: from its GPU, actor, responses
+and the acceptance that it really had.
 """
 
 from __future__ import annotations
