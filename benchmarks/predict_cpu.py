@@ -4,10 +4,10 @@
         --batches 1,4,16,64 --fixed 1,2,4 --others none --json CELLS/actor-bfloat16.json
     python benchmarks/predict_cpu.py CELLS/*.json
 
-The measured files are those of `bench rollout`; each names its actor, heads, dtype and threads. What
-was accepted is taken from them, since acceptance is given to a prediction; seconds are not. A cell
-is a number of sequences: predicted is the ratio of each fixed number of drafts to vLLM's defaults,
-and of the best of them, none included, where the measured engine chose for itself.
+The measured files are those of `bench rollout`; each names its actor, heads, dtype and threads.
+What was accepted is taken from them, since acceptance is given to a prediction; seconds are not. A
+cell is a number of sequences: predicted is the ratio of each fixed number of drafts to vLLM's
+defaults, and of the best of them, none included, where the measured engine chose for itself.
 """
 
 from __future__ import annotations
