@@ -86,6 +86,7 @@ def question_of(
         lengths=_lengths(options, run, longest - prompt if longest else None),
         sequences=options.sequences or (engine.max_num_seqs if run else SEQUENCES),
         prompt=prompt,
+        alike=run.sampling.responses_per_prompt if run else 1,
         ranks=ranks,
         engines=engine.replicas,
         drafts=drafts,

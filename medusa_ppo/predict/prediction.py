@@ -79,6 +79,7 @@ class Question:
         lengths: of the responses of one engine.
         sequences: that run at once, at most (vLLM's max_num_seqs).
         prompt: tokens of a prompt.
+        alike: responses to each prompt, which is read once for all of them.
         ranks: GPUs of an engine (tensor parallel).
         engines: alike, each with such lengths.
         drafts: in every step; None: as many as pay best at each number of running sequences.
@@ -96,6 +97,7 @@ class Question:
     acceptance_error: float = 0.0
     sequences: int = 256
     prompt: int = 512
+    alike: int = 1
     ranks: int = 1
     engines: int = 1
     drafts: int | None = None
@@ -340,7 +342,7 @@ def _answer(
     swap: float,
     assumptions: dict[str, Any],
 ) -> Prediction:
-    prefill = steps.prefill(question.prompt * len(question.lengths.tokens))
+    prefill = steps.prefill(question.prompt * len(question.lengths.tokens) / question.alike)
     most = len(question.acceptance)
 
     def model_of(these: Steps) -> RolloutModel:

@@ -90,6 +90,7 @@ def test_a_run_says_what_options_don_t(model: Path, tmp_path: Path) -> None:
     assert asked["lengths"]["mean"] == pytest.approx(300, rel=0.01)
     assert asked["ranks"] == asked["engines"] == 2
     assert asked["loop"]["updates"] == 2, "an actor and a critic learn"
+    assert asked["alike"] == 4
 
 
 @pytest.mark.parametrize(

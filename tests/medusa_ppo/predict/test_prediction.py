@@ -129,6 +129,13 @@ def test_the_rest_of_a_step_is_arithmetic_where_nobody_gave_it() -> None:
     assert large.other_s / small.other_s == pytest.approx((2 * 4 + 6 * 4) / (2 * 2 + 6))
 
 
+def test_a_prompt_is_read_once_for_all_of_its_responses(answer: Prediction) -> None:
+    shared = ask(alike=8)
+    saved = answer.plain_s - shared.plain_s
+    assert saved > 0
+    assert saved == pytest.approx(answer.drafted_s - shared.drafted_s)
+
+
 def test_slower_costs_make_drafts_worth_less(answer: Prediction) -> None:
     costs = dataclasses.replace(StepCosts(), draft_host_s=0.005)
     assert predict_on_gpu(question(), H100, costs, tables=False).speedup.value < (
