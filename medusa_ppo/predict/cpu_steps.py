@@ -265,18 +265,25 @@ class _Actor:
         return self._logits[rows]
 
     def sample(self, sequences: int) -> None:
-        """vLLM's sampler: a softmax in float32, and an exponential race."""
-        probs_BV = self._rows(sequences).div(1.0).softmax(-1)
-        race_BV = torch.empty_like(probs_BV).exponential_()
-        probs_BV.div_(race_BV).argmax(-1)
+        """vLLM's sampler, with the log-probs that PPO asks for and their ranks. The draw itself is one
+        fused pass there.
+        """
+        self._score(self._rows(sequences).div(1.0).argmax(-1), sequences)
+
+    def _score(self, ids_N: torch.Tensor, rows: int) -> None:
+        logp_NV = self._rows(rows).log_softmax(-1)
+        chosen_N1 = logp_NV.gather(1, ids_N.unsqueeze(1))
+        (logp_NV >= chosen_N1).sum(-1)
 
     def verify(self, sequences: int, drafts: int) -> None:
-        """Our verification of sampled drafts."""
+        """Our verification of sampled drafts, and the log-probs of what was accepted."""
         ids_T = torch.ones(sequences * drafts, dtype=torch.int64)
         counts = [drafts] * sequences
         proposed = Proposed(None, torch.rand(sequences, drafts + 1, dtype=torch.float64))
         logits_NV = self._rows(sequences * (drafts + 1)).div(1.0)
         verify_rows(logits_NV, None, DraftRows.build(ids_T, counts), counts, proposed, Rule())
+        rows = sequences * (drafts + 1)
+        self._score(torch.ones(rows, dtype=torch.int64), rows)
 
 
 class _Drafting:
