@@ -265,9 +265,7 @@ class _Actor:
         return self._logits[rows]
 
     def sample(self, sequences: int) -> None:
-        """vLLM's sampler, with the log-probs that PPO asks for and their ranks. The draw itself is one
-        fused pass there.
-        """
+        """vLLM's sampler: one fused draw, and the log-probs that PPO asks for with their ranks."""
         self._score(self._rows(sequences).div(1.0).argmax(-1), sequences)
 
     def _score(self, ids_N: torch.Tensor, rows: int) -> None:
