@@ -81,8 +81,15 @@ class _Grid:
     def __init__(self, axes: list[list[float]], values: np.ndarray) -> None:
         self._axes = [np.log(axis) for axis in axes]
         self._values = np.log(values)
+        # A prediction asks for the same products at each end of each uncertain cost.
+        self._known: dict[tuple[float, ...], float] = {}
 
     def seconds(self, *sizes: float) -> float:
+        if sizes not in self._known:
+            self._known[sizes] = self._between(sizes)
+        return self._known[sizes]
+
+    def _between(self, sizes: tuple[float, ...]) -> float:
         found = self._values
         for axis, size in zip(self._axes, sizes, strict=True):
             if len(axis) == 1:
