@@ -48,6 +48,7 @@ WRITTEN = {
     "benchmarks/RESULTS.md": "results.md",
     "CHANGELOG.md": "changelog.md",
 }
+PICTURES = ("docs/choosing.svg",)
 COMMANDS = "commands"
 CONFIGURATION = "configuration.md"
 API = "api.md"
@@ -153,7 +154,8 @@ def build(out: Path) -> None:
         file = out / "pages" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    shutil.copy(HERE / "extra.css", out / "pages" / "extra.css")
+    for file in (HERE / "extra.css", *(ROOT / picture for picture in PICTURES)):
+        shutil.copy(file, out / "pages" / file.name)
     config = settings()
     config["docs_dir"], config["site_dir"] = (
         str(out.resolve() / "pages"),

@@ -17,6 +17,7 @@ from medusa_ppo import __version__
 from medusa_ppo.cli.bench_commands import bench
 from medusa_ppo.cli.heads_commands import convert, evaluate, push, serve, train
 from medusa_ppo.cli.machine_commands import check_loop, check_setup, doctor
+from medusa_ppo.cli.predict_commands import predict
 from medusa_ppo.cli.run_commands import demo, plan, ppo, report
 from medusa_ppo.runtime.console import Debug, say
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(ppo)
 app.command()(plan)
+app.command()(predict)
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(convert)

@@ -91,6 +91,12 @@ def plan(
         bool | None,
         typer.Option("--gpus/--no-gpus", help="Plan for machines with GPUs; default: as this one."),
     ] = None,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            metavar="h100|h200|a100", help="Say what drafting would bring there, too; plans --gpus."
+        ),
+    ] = "",
 ) -> None:
     """Print who runs where, what moves in a step and what memory it takes. Starts nothing.
 
@@ -101,8 +107,10 @@ def plan(
     from medusa_ppo.runtime.hardware import assumed_hardware
 
     settings = load_config(config, overrides or ())
-    for line in lines(make_plan(settings, assumed_hardware(settings, gpus))):
+    for line in lines(make_plan(settings, assumed_hardware(settings, bool(gpu) or gpus))):
         say(line)
+    if gpu:
+        say(f"\n{_worth(settings, gpu)}")
 
 
 @command
@@ -126,6 +134,20 @@ def report(
         pages.follow(run, html, compare=compare, on_refresh=lambda path: say(f"Refreshed {path}"))
     else:
         say(f"Report: {pages.write_report(run, html, compare=compare)}")
+
+
+def _worth(config: RunConfig, gpu: str) -> str:
+    """What drafting would bring the run on such GPUs, before there are heads."""
+    from medusa_ppo.cli.plan import model_config
+    from medusa_ppo.predict.asking import assumed, question_of
+    from medusa_ppo.predict.gpus import find_gpu
+    from medusa_ppo.predict.predict_options import PredictOptions
+    from medusa_ppo.predict.prediction import predict_on_gpu
+
+    figures = find_gpu(gpu)
+    accepted = assumed(config.heads.num_heads)
+    question = question_of(PredictOptions(), model_config(config.model.path), accepted, config)
+    return f"{predict_on_gpu(question, figures).sentence}\nAccepted: {accepted.said}."
 
 
 def _run(config: RunConfig, resume: bool, allow: Sequence[str] = ()) -> None:

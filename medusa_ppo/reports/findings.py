@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from medusa_ppo.contract import metrics as m
+from medusa_ppo.reports.expected_speed import expected_speed
 from medusa_ppo.reports.run_files import KILLED, NONFINITE, Run, number
 from medusa_ppo.reports.summary import first_last, window_steps
 from medusa_ppo.runtime import wording as w
@@ -59,6 +60,7 @@ def find(run: Run, summary: Summary) -> list[Finding]:
         *_of_the_run(run, summary),
         *_of_swaps(run, summary),
         *_of_worth(run, summary),
+        *_of_the_prediction(run, summary),
         *_of_heads(run, summary),
         *_of_the_companion(run, summary),
         *_of_ppo(run, summary),
@@ -176,6 +178,25 @@ def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
             " or do without where generation is a small part of a step."
         )
         yield Finding("plugin_did_not_pay", text, do)
+
+
+def _of_the_prediction(run: Run, summary: Summary) -> Iterator[Finding]:
+    """Rollouts that gain less than such a GPU should: something else than acceptance is wrong."""
+    measured = summary["rollout_speedup"]
+    if measured is None:
+        return
+    expected = expected_speed(run, summary["acceptance_per_position"])
+    if expected is not None and measured < expected.speedup.low:
+        text = (
+            f"Rollouts were {w.ratio(measured)} as fast as without drafts, where"
+            f" {expected.speedup} is predicted for what was accepted on {expected.machine}."
+        )
+        yield Finding(
+            "slower_than_predicted",
+            text,
+            "Look for another program on the GPU, or eager engines (engine.enforce_eager);"
+            " `medusa-ppo predict` prints the lines that measure its part.",
+        )
 
 
 def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:

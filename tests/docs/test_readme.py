@@ -24,6 +24,7 @@ RUN_BY = {
     "medusa-ppo train": ("tests/medusa_ppo/offline/test_train_and_eval.py", "train"),
     "medusa-ppo convert": ("tests/medusa_ppo/offline/test_convert.py", "convert"),
     "medusa-ppo plan": ("tests/medusa_ppo/cli/test_plan.py", "plan"),
+    "medusa-ppo predict": ("tests/medusa_ppo/predict/test_predict_command.py", "predict"),
     "medusa-ppo eval": ("tests/medusa_ppo/offline/test_train_and_eval.py", "eval"),
     "medusa-ppo bench rollout": ("tests/medusa_ppo/bench/test_commands.py", "rollout"),
     "medusa-ppo report": ("tests/medusa_ppo/cli/test_cli.py", "report"),

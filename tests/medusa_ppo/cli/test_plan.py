@@ -506,3 +506,26 @@ def test_peaks_of_the_update_and_of_scoring_are_those_of_the_tensors(
     assert {phase: size - moments for phase, size in peaks.items()} == pytest.approx(
         found, rel=0.15
     )
+
+
+def test_a_gpu_is_asked_what_drafting_would_bring(tmp_path: Path) -> None:
+    sizes = {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {tmp_path}}}\ndata: {{path: train.jsonl}}\nheads: {{num_heads: 2}}\n"
+    )
+    words = ["plan", "--config", str(tmp_path / "run.yaml"), "--gpu"]
+    result = CliRunner().invoke(app, [*words, "h200"])
+    assert result.exit_code == 0, result.output
+    assert "on one H200" in result.output
+    assert "assumed, 1.80 tokens a step" in result.output
+    refused = CliRunner().invoke(app, [*words, "abacus"])
+    assert refused.exit_code == 2 and "Nothing is known of this GPU" in refused.output

@@ -1,0 +1,154 @@
+"""`medusa-ppo predict`: what would drafting bring, on my GPUs, at my lengths?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from heads.errors import UsageError
+from medusa_ppo.cli.command_options import options_from
+from medusa_ppo.predict.predict_options import PredictOptions
+from medusa_ppo.runtime.console import command, offline_progress, say
+from medusa_ppo.runtime.files import write_atomic
+
+if TYPE_CHECKING:
+    from heads.heads_config import HeadsConfig
+    from medusa_ppo.predict.asking import Accepted
+    from medusa_ppo.predict.prediction import Prediction, Question
+
+REPLAY_PROMPTS = 128
+"""Prompts of a replay that measures acceptance: some minutes on two cores."""
+CPU_ERROR = 0.10
+"""What a prediction on a CPU is asked to stay within; a part of its interval."""
+
+
+@command
+@options_from(PredictOptions)
+def predict(
+    options: PredictOptions,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the answer with every assumption to this file."),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Write an SVG: speed-up against running sequences, a line for each K."),
+    ] = None,
+) -> None:
+    """Predict what drafting would bring: rollouts with and without, the best number of drafts, from
+    which acceptance on it pays, and the commands that check it. No engine is started.
+
+    Example:  [bold]medusa-ppo predict --model models/actor --gpu h100
+    --acceptance 0.6,0.4,0.25,0.15 --length-mean 2000 --longest 4096[/bold]
+    """
+    from medusa_ppo.cli.plan import model_config
+    from medusa_ppo.config.run_config import load_config
+    from medusa_ppo.predict.answer_lines import answer_lines
+    from medusa_ppo.predict.asking import question_of
+    from medusa_ppo.predict.check_lines import check_lines
+    from medusa_ppo.predict.gpus import CPU, find_gpu
+    from medusa_ppo.predict.prediction import predict_on_gpu
+    from medusa_ppo.reports.prediction_picture import draw_curves
+
+    run = load_config(options.config) if options.config else None
+    name = options.model or (run.model.path if run else "")
+    if not name:
+        raise UsageError(
+            "No model is named.",
+            given="neither --model nor --config",
+            expected="a folder or a hub name",
+            do="Add --model DIR.",
+        )
+    options = dataclasses.replace(options, model=name)
+    gpu = None if options.gpu == CPU else find_gpu(options.gpu)
+    raw = model_config(name)
+    # An unknown GPU or model was refused by now, before a replay of minutes.
+    accepted, trained = _accepted(options, run.heads.path if run else None)
+    question = question_of(options, raw, accepted, run, trained)
+    prediction = predict_on_gpu(question, gpu) if gpu else _on_this_cpu(question, options)
+    for line in answer_lines(prediction):
+        say(line)
+    checks = check_lines(prediction, options.heads or "HEADS")
+    say("\nTo check it on such a machine:")
+    for line in checks:
+        say(f"  {line}")
+    if json_file:
+        answer = {**prediction.to_json(), "check": checks}
+        write_atomic(json_file, json.dumps(answer, indent=1, default=str) + "\n")
+    if picture:
+        rows = prediction.rows
+        curves = {
+            f"K = {drafts}": [row.speedups[drafts - 1] for row in rows]
+            for drafts in range(1, len(question.acceptance) + 1)
+        }
+        sizes = [row.sequences for row in rows]
+        title = f"Tokens/s over vLLM's plain step: {name} on {prediction.machine}"
+        write_atomic(picture, draw_curves(title, sizes, curves, "running sequences"))
+
+
+def _accepted(options: PredictOptions, path: str | None) -> tuple[Accepted, HeadsConfig | None]:
+    """Given, or measured by replay; with it the sizes of the heads where there are some."""
+    from medusa_ppo.predict.asking import Accepted
+
+    folder = options.heads or path or ""
+    trained = None
+    if folder:
+        from medusa_ppo.offline.hub import local_heads
+        from medusa_ppo.predict.trained_heads import read_trained
+
+        trained = read_trained(Path(local_heads(folder)))
+    if options.acceptance:
+        return Accepted(options.acceptance), trained
+    if not (folder and options.data):
+        raise UsageError(
+            "Nothing says how much is accepted.",
+            given="neither --acceptance nor --heads with --data",
+            expected="shares like 0.6,0.4,0.25,0.15, or heads and prompts to measure them",
+            do="Add --acceptance; `medusa-ppo eval` prints it for heads that you have.",
+        )
+    from medusa_ppo.offline.evaluate import evaluate_heads
+    from medusa_ppo.offline.options import EvalOptions, line_breaks
+
+    with offline_progress() as progress:
+        found = evaluate_heads(
+            EvalOptions(
+                model=options.model,
+                heads=folder,
+                data=options.data,
+                template=line_breaks(options.template),
+                limit=REPLAY_PROMPTS,
+            ),
+            progress,
+        )
+    low, high = found["confidence_interval"]
+    said = f"by replay of {found['prompts']} prompts, {folder}"
+    shares = tuple(found["acceptance_per_position"])
+    return Accepted(shares, said, (high - low) / 2), trained
+
+
+def _on_this_cpu(question: Question, options: PredictOptions) -> Prediction:
+    """The answer for this machine, after some seconds of microbenchmarks."""
+    import torch
+
+    from medusa_ppo.predict.cpu_steps import CpuSteps
+    from medusa_ppo.predict.prediction import predict_on
+    from medusa_ppo.runtime.hardware import processor_name
+    from medusa_ppo.vllm_plugin.int8_products import onednn_product, packed_linear
+
+    torch.set_num_threads(options.threads)
+    say("Timing products, samplers and drafting on this CPU ...")
+    steps = CpuSteps(
+        question.model,
+        question.heads,
+        getattr(torch, options.dtype),
+        onednn_product,
+        packed_linear,
+        question.sequences,
+        question.prompt + question.lengths.mean / 2,
+    )
+    machine = f"this CPU ({processor_name()}, {options.dtype}, {options.threads} threads)"
+    return predict_on(question, machine, steps, steps.measured, CPU_ERROR)

@@ -1,0 +1,62 @@
+"""A prediction as text: the sentence first, then what it is made of."""
+
+from __future__ import annotations
+
+from medusa_ppo.predict.prediction import Prediction
+
+
+def answer_lines(prediction: Prediction) -> list[str]:
+    """What is printed."""
+    asked = prediction.question
+    best = max(range(len(asked.acceptance)), default=0) + 1
+    header = ["running", "best K", "pays from", *(f"K = {k}" for k in range(1, best + 1))]
+    table = [
+        [
+            f"{row.sequences}",
+            f"{row.best}",
+            f"{row.pays_from:.2f}",
+            *(f"{value:.2f}" for value in row.speedups),
+        ]
+        for row in prediction.rows
+    ]
+    widths = [max(len(line[i]) for line in [header, *table]) for i in range(len(header))]
+    out = [
+        prediction.sentence,
+        "",
+        (
+            f"Rollout   {_duration(prediction.plain_s)} without drafts,"
+            f" {_duration(prediction.drafted_s)} with, {prediction.mean_drafts:.1f} a step in the"
+            f" mean; responses {asked.lengths.said}, {prediction.slots} at once"
+            + (
+                f" ({prediction.drafted_slots} beside drafting's memory)"
+                if prediction.drafted_slots != prediction.slots
+                else ""
+            )
+        ),
+        (
+            f"Long tail {100 * prediction.tail_share:.0f} % of it with fewer than half of them"
+            f" left, {prediction.tail_speedup:.2f} times as fast there"
+        ),
+        f"Accepted  {', '.join(f'{share:.3g}' for share in asked.acceptance)}:"
+        f" {asked.acceptance_said}",
+    ]
+    if prediction.step is not None and prediction.async_step is not None:
+        said = "given" if asked.loop.seconds is not None else "by arithmetic"
+        out.append(
+            f"Step      {prediction.step} with {_duration(prediction.other_s or 0.0)} beside"
+            f" rollouts ({said}); {prediction.async_step} where both go on at once"
+        )
+    out += [
+        f"Seconds   {prediction.source}",
+        "",
+        "Tokens/s over vLLM's plain step, by running sequences and drafts:",
+        *(
+            "  " + "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+            for line in [header, *table]
+        ),
+    ]
+    return out
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

@@ -1,0 +1,140 @@
+"""From options and a run's settings to a question: what nobody said follows from the run, and what
+the run doesn't say has a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from heads.errors import UsageError
+from heads.heads_config import HeadsConfig
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.predict.predict_options import PredictOptions
+from medusa_ppo.predict.prediction import LoopWork, Question, read_sizes
+from medusa_ppo.predict.rollout_model import ResponseLengths
+from medusa_ppo.runtime.hardware import ModelSizes
+
+RESPONSES, LENGTH_MEAN, PROMPT, SEQUENCES = 256, 1024.0, 512, 256
+"""Where neither options nor a run say more."""
+DRAFT_VOCABULARY, LARGE_VOCABULARY = 8_192, 32_768
+"""An engine's own default: `engine.draft_vocab`."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What is accepted, and how that is known.
+
+    Attributes:
+        shares: of draft runs that reach each position.
+        said: where they come from, in words.
+        error: half of the interval of the mean acceptance length; 0: given.
+    """
+
+    shares: tuple[float, ...]
+    said: str = "given"
+    error: float = 0.0
+
+
+ASSUMED = (0.53, 0.27, 0.13, 0.07, 0.04, 0.02)
+"""Two tokens a step, by position as trained heads have them."""
+
+
+def assumed(heads: int) -> Accepted:
+    """What is taken for granted before there are heads."""
+    shares = ASSUMED[:heads]
+    return Accepted(
+        shares, f"assumed, {1 + sum(shares):.2f} tokens a step; `medusa-ppo eval` measures yours"
+    )
+
+
+def question_of(
+    options: PredictOptions,
+    raw: Mapping[str, Any],
+    accepted: Accepted,
+    run: RunConfig | None = None,
+    trained: HeadsConfig | None = None,
+) -> Question:
+    """The question that options, a run's settings and trained heads ask together.
+
+    Args:
+        raw: the model's config.json.
+        trained: sizes of the heads whose acceptance it is; None: those of the run, or new ones.
+
+    Raises:
+        UsageError, ModelError: they can't be asked together.
+    """
+    model, longest = read_sizes(raw)
+    section = run.heads if run else HeadsSection(num_heads=max(1, len(accepted.shares)))
+    heads = trained or section.sizes(model.hidden, model.vocab)
+    engine = run.engine if run else EngineConfig()
+    ranks = options.tp or int(engine.extra.get("tensor_parallel_size", 1))
+    prompt = options.prompt or (run.data.max_prompt_tokens if run else PROMPT)
+    drafts = None if options.drafts < 0 else options.drafts
+    if drafts is None and isinstance(engine.num_drafts, int):
+        drafts = min(engine.num_drafts, len(accepted.shares))
+    return Question(
+        name=options.model or (run.model.path if run else ""),
+        model=model,
+        heads=heads,
+        acceptance=accepted.shares,
+        acceptance_said=accepted.said,
+        acceptance_error=accepted.error,
+        lengths=_lengths(options, run, longest - prompt if longest else None),
+        sequences=options.sequences or (engine.max_num_seqs if run else SEQUENCES),
+        prompt=prompt,
+        alike=run.sampling.responses_per_prompt if run else 1,
+        ranks=ranks,
+        engines=engine.replicas,
+        drafts=drafts,
+        width=_width(engine, model, heads),
+        loop=_loop(options, run),
+        longest=longest,
+    )
+
+
+def _lengths(options: PredictOptions, run: RunConfig | None, room: int | None) -> ResponseLengths:
+    """Given, of the run, or the default; `room` is what the model has for a response."""
+    if options.lengths is not None:
+        if options.length_mean:
+            raise UsageError(
+                "Lengths are given twice.",
+                given="--lengths and --length-mean",
+                expected="one of them",
+                do="Leave one out.",
+            )
+        return ResponseLengths.read(options.lengths)
+    count, mean, longest = RESPONSES, LENGTH_MEAN, 0
+    if run is not None:
+        longest = run.sampling.max_new_tokens
+        # Half of the longest: a run does not say how long its responses are.
+        mean = longest / 2
+        all_of_them = run.ppo.prompts_per_step * run.sampling.responses_per_prompt
+        count = -(-all_of_them // run.engine.replicas)
+    mean = options.length_mean or mean
+    longest = options.longest or longest
+    if not longest and room is not None and mean < room:
+        # The few that would not fit end where the model ends.
+        longest = room
+    return ResponseLengths.log_normal(
+        options.responses or count, mean, options.length_spread, longest or None
+    )
+
+
+def _width(engine: EngineConfig, model: ModelSizes, heads: HeadsConfig) -> int:
+    """Tokens that drafts come from, as an engine decides."""
+    if engine.draft_vocab is not None:
+        return min(engine.draft_vocab or model.vocab, model.vocab)
+    large = model.vocab >= LARGE_VOCABULARY and heads.lm_head == "shared"
+    return DRAFT_VOCABULARY if large and engine.runner == "v1" else model.vocab
+
+
+def _loop(options: PredictOptions, run: RunConfig | None) -> LoopWork:
+    seconds = None if options.other_seconds < 0 else options.other_seconds
+    if run is None:
+        return LoopWork(seconds)
+    critic = run.ppo.advantages == "gae"
+    return LoopWork(seconds, 2 + critic, 1 + critic, run.ppo.epochs)

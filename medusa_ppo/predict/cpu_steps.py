@@ -1,0 +1,367 @@
+"""Steps on this machine's CPU, from microbenchmarks of a few seconds and without an engine: the
+actor's products, its samplers, our drafting call and verification, timed alone.
+
+What cannot be timed alone is vLLM's own work on the host (scheduling, inputs, outputs). It is
+`HOST`, seconds measured once beside such a calibration, times what a fixed piece of Python takes
+here over what it took there.
+
+Shape letters: B requests, N rows, T places of a cache, D hidden, V vocabulary, K drafts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from heads.heads_config import COPY_WINDOW, HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
+from medusa_ppo.drafting.core import DraftingCore, DraftSampling
+from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
+from medusa_ppo.drafting.products import PACK
+from medusa_ppo.drafting.slots import DraftSlots, stamps
+from medusa_ppo.drafting.texts import TextRing
+from medusa_ppo.drafting.verify import DraftRows, Proposed, Rule, verify_rows
+from medusa_ppo.predict.draft_work import layer_products
+from medusa_ppo.runtime.hardware import ModelSizes
+
+MOST_WEIGHTS = 1 << 30
+"""Bytes of weights that are made; of a larger actor a part of the layers is timed."""
+REPEATS, LEAST_REPEATS = 9, 3
+LONGEST_S = 0.25
+"""What is slow is repeated less: a calibration is to take seconds."""
+WARM = 1
+PYTHON_REFERENCE_S = 0.0035
+"""What `python_seconds` took on the machine where `HOST` was measured."""
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """vLLM's work on the host in a step, in seconds on the machine of PYTHON_REFERENCE_S.
+
+    Attributes:
+        plain_s, plain_sequence_s: of vLLM's plain step, and of each running sequence.
+        drafted_s, drafted_sequence_s: the same where drafts are verified and drawn.
+    """
+
+    plain_s: float = 0.0010
+    plain_sequence_s: float = 15e-6
+    drafted_s: float = 0.0014
+    drafted_sequence_s: float = 30e-6
+
+
+HOST = HostCosts()
+
+
+def python_seconds() -> float:
+    """A fixed piece of Python of the kind that a scheduler is made of."""
+
+    def once() -> None:
+        table: dict[int, list[int]] = {}
+        for number in range(40_000):
+            table.setdefault(number % 97, []).append(number)
+        sum(len(found) for found in table.values())
+
+    return _median(once)
+
+
+def _median(call: Callable[[], Any]) -> float:
+    found: list[float] = []
+    for number in range(WARM + REPEATS):
+        began = time.perf_counter()
+        call()
+        if number >= WARM:
+            found.append(time.perf_counter() - began)
+        if len(found) >= LEAST_REPEATS and sum(found) > LONGEST_S:
+            break
+    return statistics.median(found)
+
+
+class CpuSteps:
+    """Steps on this machine.
+
+    Attributes:
+        source: where the seconds come from, in words.
+        measured: every microbenchmark, for `--json`.
+    """
+
+    def __init__(
+        self,
+        model: ModelSizes,
+        heads: HeadsConfig,
+        dtype: torch.dtype,
+        product: PACK,
+        pack: PACK,
+        sequences: int,
+        context: float,
+        host: HostCosts = HOST,
+    ) -> None:
+        """
+        Args:
+            product: a weight of the actor to its product, as vLLM multiplies.
+            pack: the same for the heads.
+            sequences: most that run at once.
+            context: tokens in the cache of each while steps are timed.
+        """
+        self._host = host
+        self._context = context
+        self._sizes = sorted({1, 4, 16, 64, sequences} & set(range(1, sequences + 1)))
+        self._drafts = sorted({0, 1, 2, heads.num_heads})
+        self._speed = python_seconds() / PYTHON_REFERENCE_S
+        actor = _Actor(model, dtype, product, int(context), max(self._sizes))
+        rows = sorted({size * (drafts + 1) for size in self._sizes for drafts in self._drafts})
+        self._pass = {
+            count: actor.scale * _median(partial(actor.layers, count))
+            + _median(partial(actor.logits, count))
+            for count in rows
+        }
+        self._attention = {
+            (size, drafts): actor.scale * _median(partial(actor.attention, size, drafts + 1))
+            for size in self._sizes
+            for drafts in self._drafts
+        }
+        self._sampler = {size: _median(partial(actor.sample, size)) for size in self._sizes}
+        self._verify = {
+            (size, drafts): _median(partial(actor.verify, size, drafts))
+            for size in self._sizes
+            for drafts in self._drafts
+            if drafts
+        }
+        drafter = _Drafting(heads, model, dtype, product, pack, max(self._sizes), int(context))
+        self._draft = {
+            (size, drafts): _median(partial(drafter.call, size, drafts))
+            for size in self._sizes
+            for drafts in self._drafts
+            if drafts
+        }
+        self.source = "microbenchmarks on this CPU"
+        self.measured = {
+            "threads": torch.get_num_threads(),
+            "dtype": str(dtype).removeprefix("torch."),
+            "python_over_reference": self._speed,
+            "host": asdict(host),
+            "products_s": {str(n): s for n, s in self._pass.items()},
+            "attention_s": {f"{s}x{k}": t for (s, k), t in self._attention.items()},
+            "sampler_s": {str(s): t for s, t in self._sampler.items()},
+            "verification_s": {f"{s}x{k}": t for (s, k), t in self._verify.items()},
+            "drafting_s": {f"{s}x{k}": t for (s, k), t in self._draft.items()},
+        }
+
+    def plain(self, sequences: float, context: float) -> float:
+        host = self._speed * (self._host.plain_s + self._host.plain_sequence_s * sequences)
+        return host + self._forward(sequences, 0, context) + _between(self._sampler, sequences)
+
+    def drafted(self, sequences: float, drafts: int, context: float) -> float:
+        if not drafts:
+            # A step in which nothing is drafted takes vLLM's plain path.
+            return self.plain(sequences, context)
+        host = self._speed * (self._host.drafted_s + self._host.drafted_sequence_s * sequences)
+        return (
+            host
+            + self._forward(sequences, drafts, context)
+            + self._of_drafts(self._verify, sequences, drafts)
+            + self._of_drafts(self._draft, sequences, drafts)
+        )
+
+    def prefill(self, tokens: float) -> float:
+        most = max(self._pass)
+        return tokens * self._pass[most] / most
+
+    def _forward(self, sequences: float, drafts: int, context: float) -> float:
+        attention = self._of_drafts(self._attention, sequences, drafts)
+        longer = max(context, 1.0) / max(self._context, 1.0)
+        return _between(self._pass, sequences * (drafts + 1)) + attention * longer
+
+    def _of_drafts(
+        self, cells: dict[tuple[int, int], float], sequences: float, drafts: int
+    ) -> float:
+        """A cell by sequences and drafts; numbers of drafts in between lie on a line."""
+        line = {
+            count: _between({s: t for (s, k), t in cells.items() if k == count}, sequences)
+            for count in {k for _, k in cells}
+        }
+        return _between(line, drafts)
+
+
+def _between(cells: dict[int, float], at: float) -> float:
+    """On the line between the two nearest sizes, and beyond the last one along the last line."""
+    sizes = sorted(cells)
+    if len(sizes) == 1:
+        return cells[sizes[0]]
+    high = min(max(bisect_left(sizes, at), 1), len(sizes) - 1)
+    first, second = sizes[high - 1], sizes[high]
+    share = (at - first) / (second - first)
+    return cells[first] + share * (cells[second] - cells[first])
+
+
+class _Actor:
+    """A stand-in of the actor's sizes with random weights, packed as vLLM packs them.
+
+    Attributes:
+        scale: layers of the actor over those that were made.
+    """
+
+    def __init__(
+        self, model: ModelSizes, dtype: torch.dtype, product: PACK, context: int, most: int
+    ) -> None:
+        def weight(inputs: int, outputs: int) -> Any:
+            made = torch.randn(outputs, inputs) / math.sqrt(inputs)
+            return product(made.to(dtype))
+
+        sides = [(inputs, outputs) for _, inputs, outputs in layer_products(model, 1, 1)]
+        layer_bytes = sum(i * o for i, o in sides) * torch.finfo(dtype).bits // 8
+        layers = max(1, min(model.layers, MOST_WEIGHTS // layer_bytes))
+        self.scale = model.layers / layers
+        self._model = model
+        self._dtype = dtype
+        self._layers = [[weight(*side) for side in sides] for _ in range(layers)]
+        self._lm_head = weight(model.hidden, model.vocab)
+        self._norm = torch.ones(model.hidden, dtype=dtype)
+        shape = (most, model.kv_heads, max(1, context), model.head_dim)
+        # In float32 for all: torch's kernel for one 16-bit row is far slower than vLLM's.
+        self._keys, self._values = torch.randn(shape), torch.randn(shape)
+        self._logits: dict[int, torch.Tensor] = {}
+
+    def layers(self, rows: int) -> None:
+        """All layers' products with what lies between them."""
+        model = self._model
+        hidden_ND = torch.ones(rows, model.hidden, dtype=self._dtype)
+        width = model.heads * model.head_dim
+        for qkv, out, up, down in self._layers:
+            normed_ND = F.rms_norm(hidden_ND, self._norm.shape, self._norm)
+            queries = qkv(normed_ND)[:, :width]
+            hidden_ND = hidden_ND + out(queries.contiguous()).to(self._dtype)
+            wide = up(F.rms_norm(hidden_ND, self._norm.shape, self._norm))
+            if model.gated:
+                wide = F.silu(wide[:, : model.intermediate]) * wide[:, model.intermediate :]
+            hidden_ND = hidden_ND + down(wide).to(self._dtype)
+
+    def logits(self, rows: int) -> None:
+        """lm_head's product."""
+        self._lm_head(torch.ones(rows, self._model.hidden, dtype=self._dtype))
+
+    def attention(self, sequences: int, queries: int) -> None:
+        """All layers' attention of new rows on the cache; rows of one sequence stand as heads that
+        share its keys, as in vLLM's kernel.
+        """
+        model = self._model
+        asked = torch.ones(sequences, model.heads * queries, 1, model.head_dim)
+        keys, values = self._keys[:sequences], self._values[:sequences]
+        for _ in self._layers:
+            F.scaled_dot_product_attention(asked, keys, values, enable_gqa=True)
+
+    def _rows(self, rows: int) -> torch.Tensor:
+        if rows not in self._logits:
+            self._logits[rows] = torch.randn(rows, self._model.vocab)
+        return self._logits[rows]
+
+    def sample(self, sequences: int) -> None:
+        """vLLM's sampler: one fused draw, and the log-probs that PPO asks for with their ranks."""
+        self._score(self._rows(sequences).div(1.0).argmax(-1), sequences)
+
+    def _score(self, ids_N: torch.Tensor, rows: int) -> None:
+        logp_NV = self._rows(rows).log_softmax(-1)
+        chosen_N1 = logp_NV.gather(1, ids_N.unsqueeze(1))
+        (logp_NV >= chosen_N1).sum(-1)
+
+    def verify(self, sequences: int, drafts: int) -> None:
+        """Our verification of sampled drafts, and the log-probs of what was accepted."""
+        ids_T = torch.ones(sequences * drafts, dtype=torch.int64)
+        counts = [drafts] * sequences
+        proposed = Proposed(None, torch.rand(sequences, drafts + 1, dtype=torch.float64))
+        logits_NV = self._rows(sequences * (drafts + 1)).div(1.0)
+        verify_rows(logits_NV, None, DraftRows.build(ids_T, counts), counts, proposed, Rule())
+        rows = sequences * (drafts + 1)
+        self._score(torch.ones(rows, dtype=torch.int64), rows)
+
+
+class _Drafting:
+    """Our drafting call on random heads, each request with a text of the given length."""
+
+    NEW_TOKENS = 2
+
+    def __init__(
+        self,
+        config: HeadsConfig,
+        model: ModelSizes,
+        dtype: torch.dtype,
+        product: PACK,
+        pack: PACK,
+        most: int,
+        context: int,
+    ) -> None:
+        heads = MedusaHeads(config)
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.normal_(std=0.05)
+        heads = heads.to(dtype).requires_grad_(False)
+        lm_head = pack((torch.randn(model.vocab, model.hidden) * 0.05).to(dtype))
+        table_VD = torch.randn(model.vocab, model.hidden).to(dtype)
+        self._core = DraftingCore(heads, lm_head, lambda ids: F.embedding(ids, table_VD), pack)
+        self._hidden = model.hidden
+        self._dtype = dtype
+        self._context = max(self.NEW_TOKENS, context)
+        cpu = torch.device("cpu")
+        self._slots = DraftSlots(most, config.num_heads, model.vocab, cpu)
+        self._pairs: PairRing | None = None
+        self._texts: TextRing | None = None
+        fused = self._core.fused
+        if isinstance(fused, ContextHeads):
+            self._pairs = PairRing(most, config.context, fused.kept_width, fused.dtype, cpu)
+        if self._core.copier is not None:
+            width = config.copy_width // config.copy_parts
+            self._texts = TextRing(most, COPY_WINDOW, config.copy_parts, width, dtype, cpu)
+            kept = min(self._context, COPY_WINDOW)
+            places_N = torch.arange(self._context - kept, self._context)
+            for request in range(most):
+                ids_N = torch.randint(model.vocab, (kept,))
+                self._core.copier.write(
+                    self._texts, torch.full_like(places_N, request), places_N, ids_N
+                )
+
+    def call(self, batch: int, drafts: int) -> None:
+        """One call, two tokens of each request having come since the one before."""
+        hidden_BD = torch.ones(batch, self._hidden, dtype=self._dtype)
+        requests_B = torch.arange(batch)
+        places_B = torch.full((batch,), self._context)
+        ids_B = torch.ones_like(requests_B)
+        noise_BK = uniforms(places_B, None, None, DRAFT_LANE, drafts)
+        self._core.draft(
+            hidden_BD,
+            ids_B,
+            drafts,
+            DraftSampling(torch.ones(batch), noise_BK),
+            seen=self._seen(hidden_BD, requests_B, places_B),
+            slots=self._slots,
+        )
+        self._slots.stamp(requests_B, stamps(places_B, places_B), drafts)
+
+    def _seen(
+        self, hidden_BD: torch.Tensor, requests_B: torch.Tensor, places_B: torch.Tensor
+    ) -> Seen | None:
+        fused = self._core.fused
+        if not isinstance(fused, ContextHeads) or self._pairs is None:
+            return None
+        new = self.NEW_TOKENS
+        request_N = requests_B.repeat_interleave(new)
+        back_N = torch.arange(new - 1, -1, -1).repeat(len(requests_B))
+        at_N = places_B[request_N] - back_N
+        ids_N = torch.ones_like(request_N)
+        arrived = Arrived(
+            hidden_BD[request_N], ids_N, request_N, request_N, at_N, new * requests_B + new - 1
+        )
+        seen = fused.look_back(self._pairs, arrived, Standing(requests_B, requests_B, places_B))
+        if self._core.copier is None or self._texts is None:
+            return seen
+        self._core.copier.write(self._texts, request_N, at_N, ids_N)
+        told = self._core.copier.find(self._texts, requests_B, places_B, self._context + 1)
+        return replace(seen, told_BKH=told)

@@ -1,0 +1,154 @@
+"""What drafting does on the device, counted from sizes: products, passes over memory, launches.
+
+Of our heads that is the drafting call of `medusa_ppo/drafting/core.py`; a test compares these
+formulas with what that code dispatches. Drafters that run pass by pass (EAGLE, MTP) are here for
+the published measurements that a prediction is validated on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from heads.heads_config import HeadsConfig
+from medusa_ppo.runtime.hardware import BFLOAT16, FLOAT32, ModelSizes
+
+LAUNCHES = {"medusa": (15, 4), "hydra": (19, 14)}
+"""Operations of a call, once and for each head, by kind: products, norms, the draw."""
+CONTEXT_LAUNCHES = (11, 3)
+"""The same of the first attention over the last pairs, and of the cell behind it."""
+LAYER_LAUNCHES, FEED_LAUNCHES = 13, 9
+"""Of each further attention, and of the layer behind each."""
+RING_LAUNCHES = 26
+"""Of keeping the last pairs and looking back at them, which an engine does beside the call."""
+COPY_LAUNCHES, COPIED_LAUNCHES = 45, 3
+"""Of the search for what followed the last tokens, and of taking it up in each head."""
+
+
+@dataclass(frozen=True)
+class HeadsDrafter:
+    """Our heads.
+
+    Attributes:
+        config: kind and sizes.
+        width: tokens that drafts come from (the draft vocabulary, or all).
+    """
+
+    config: HeadsConfig
+    width: int
+
+    @property
+    def most_drafts(self) -> int:
+        return self.config.num_heads
+
+    @property
+    def parameters(self) -> int:
+        """Weights that are read in a call; lm_head is the actor's."""
+        return sum(_size(shape) for shape in self.config.tensor_shapes().values())
+
+    def kept_bytes(self, sequences: int) -> float:
+        """Device memory that drafting takes from the KV cache: heads, running sums of each draft,
+        keys and values of the last pairs, tokens to copy from.
+        """
+        config = self.config
+        sums = FLOAT32 * (config.num_heads + 2) * self.width * sequences
+        pairs = 2 * BFLOAT16 * config.context * config.hidden_size * sequences
+        return BFLOAT16 * self.parameters + sums + pairs * config.context_layers
+
+    def products(self, sequences: float, drafts: int) -> Iterator[tuple[float, int, int]]:
+        """(rows, inputs, outputs) of each product of a call."""
+        config = self.config
+        for name, shape in config.tensor_shapes().items():
+            if len(shape) < 2:
+                continue
+            outputs, inputs = shape
+            part, _, rest = name.partition(".")
+            index = rest.partition(".")[0]
+            if index.isdigit() and part != "context" and int(index) >= drafts:
+                # Of a head that is not asked.
+                continue
+            # The cell's own products are made once for each head, its start once a call.
+            times = drafts if name.startswith(("cell.", "copy.out")) else 1
+            if name == "cell.start.weight":
+                times = 1
+            for _ in range(times):
+                yield sequences, inputs, outputs
+        if config.lm_head == "own":
+            return
+        if config.kind == "medusa":
+            # No head waits for the one before it: one product for all rows.
+            yield sequences * drafts, config.hidden_size, self.width
+        else:
+            for _ in range(drafts):
+                yield sequences, config.hidden_size, self.width
+
+    def drawn_rows(self, sequences: float, drafts: int) -> float:
+        """Rows of logits `[N, width]` that drafts are drawn from."""
+        return sequences * drafts
+
+    def launches(self, drafts: int) -> int:
+        """Operations that a call dispatches; they do not grow with the sequences."""
+        config = self.config
+        once, head = LAUNCHES[config.kind]
+        if config.context:
+            once += CONTEXT_LAUNCHES[0] + LAYER_LAUNCHES * (config.context_layers - 1)
+            once += FEED_LAUNCHES * bool(config.feed_forward) * config.context_layers
+            head += CONTEXT_LAUNCHES[1]
+        return once + self.beside(drafts) + drafts * head
+
+    def beside(self, drafts: int) -> int:
+        """Those of them that an engine dispatches around the call: rings, and what is copied."""
+        config = self.config
+        copied = (COPY_LAUNCHES + COPIED_LAUNCHES * drafts) * config.copies
+        return RING_LAUNCHES * bool(config.context) + copied
+
+
+@dataclass(frozen=True)
+class LayeredDrafter:
+    """A drafter of whole layers: EAGLE and MTP (one pass a draft), DFlash (one pass for all).
+
+    Attributes:
+        model: sizes of the actor, whose layers it has.
+        layers: how many.
+        width: rows of its lm_head.
+        one_pass: all drafts come from one pass over drafts + 1 places.
+    """
+
+    model: ModelSizes
+    layers: int
+    width: int
+    one_pass: bool = False
+
+    def passes(self, drafts: int) -> int:
+        return 1 if self.one_pass else drafts
+
+    def rows(self, sequences: float, drafts: int) -> float:
+        """Rows of one pass."""
+        return sequences * (drafts + 1 if self.one_pass else 1)
+
+    def products(self, sequences: float, drafts: int) -> Iterator[tuple[float, int, int]]:
+        """(rows, inputs, outputs) of each product of one pass."""
+        model = self.model
+        rows = self.rows(sequences, drafts)
+        yield rows, 2 * model.hidden, model.hidden
+        for _ in range(self.layers):
+            yield from layer_products(model, rows, 1)
+        yield sequences * (drafts if self.one_pass else 1), model.hidden, self.width
+
+
+def layer_products(model: ModelSizes, rows: float, ranks: int) -> Iterator[tuple[float, int, int]]:
+    """(rows, inputs, outputs) of the products of one of the actor's layers on one rank."""
+    inner = model.intermediate // ranks
+    attended = model.heads * model.head_dim // ranks
+    key_value = 2 * max(1, model.kv_heads // ranks) * model.head_dim
+    yield rows, model.hidden, attended + key_value
+    yield rows, attended, model.hidden
+    yield rows, model.hidden, (2 if model.gated else 1) * inner
+    yield rows, inner, model.hidden
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    found = 1
+    for side in shape:
+        found *= side
+    return found

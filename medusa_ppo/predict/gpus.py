@@ -1,0 +1,62 @@
+"""GPUs that a prediction knows: their vendors' figures, and where their measured tables are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from heads.errors import UsageError
+
+
+@dataclass(frozen=True)
+class GpuFigures:
+    """A vendor's figures of one GPU.
+
+    Attributes:
+        name: what `--gpu` calls it.
+        flops: dense bf16 products per second.
+        memory_bytes_per_s: to its own memory.
+        memory_bytes: of its own.
+        link_bytes_per_s: to the other GPUs of its node, one direction.
+        host_bytes_per_s: to its host.
+        tables: its name in aiconfigurator's data.
+    """
+
+    name: str
+    flops: float
+    memory_bytes_per_s: float
+    memory_bytes: float
+    link_bytes_per_s: float
+    host_bytes_per_s: float
+    tables: str
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GpuFigures("h100", 989e12, 3.35e12, 80 * 2**30, 450e9, 64e9, "h100_sxm"),
+        GpuFigures("h200", 989e12, 4.8e12, 141 * 2**30, 450e9, 64e9, "h200_sxm"),
+        GpuFigures("a100", 312e12, 2.039e12, 80 * 2**30, 300e9, 32e9, "a100_sxm"),
+    )
+}
+"""The SXM forms, which nodes for training have."""
+CPU = "cpu"
+"""This machine's, which is measured and not looked up."""
+
+
+def find_gpu(name: str) -> GpuFigures:
+    """The GPU of this name.
+
+    Raises:
+        UsageError: nothing is known of it.
+    """
+    if name not in GPUS:
+        raise UsageError(
+            "Nothing is known of this GPU.",
+            given=f"--gpu {name}",
+            expected=" | ".join([*GPUS, CPU]),
+            do=(
+                "Take the nearest one and read the ratio as a guess, or measure yours:"
+                " `medusa-ppo bench rollout`."
+            ),
+        )
+    return GPUS[name]

@@ -1,0 +1,61 @@
+"""Seconds of one operation on a GPU: a product, an attention, a pass over memory, an all-reduce.
+
+`RooflineTimes` knows the vendor's figures and shares of them. `TableTimes` (`measured_tables.py`)
+has what vLLM's operators really took.
+"""
+
+from __future__ import annotations
+
+from medusa_ppo.predict.gpus import GpuFigures
+from medusa_ppo.predict.step_costs import StepCosts
+from medusa_ppo.runtime.hardware import BFLOAT16, FLOAT32, ModelSizes
+
+
+def attention_flops(model: ModelSizes, sequences: float, queries: int, context: float) -> float:
+    """Products of one layer's attention."""
+    return 4.0 * model.heads * model.head_dim * context * sequences * queries
+
+
+class RooflineTimes:
+    """The longer of reading and multiplying, at shares of the vendor's figures.
+
+    Attributes:
+        source: where the seconds come from, in words.
+    """
+
+    def __init__(self, gpu: GpuFigures, costs: StepCosts) -> None:
+        self.gpu = gpu
+        self.costs = costs
+        self.source = f"a roofline of the {gpu.name}'s figures by its vendor"
+
+    def product(self, rows: float, inputs: int, outputs: int) -> float:
+        """Rows `[N, in]` by a bf16 weight `[out, in]`."""
+        read = BFLOAT16 * (inputs * outputs + rows * (inputs + outputs))
+        return self.bounded(read, 2.0 * rows * inputs * outputs)
+
+    def attention(
+        self, model: ModelSizes, ranks: int, sequences: float, queries: int, context: float
+    ) -> float:
+        """Of one layer: `queries` new rows of each sequence on `context` cached tokens."""
+        cached = 2 * model.kv_heads * model.head_dim * BFLOAT16 * context * sequences
+        return self.bounded(
+            cached / ranks, attention_flops(model, sequences, queries, context) / ranks
+        )
+
+    def bounded(self, nbytes: float, flops: float) -> float:
+        """What a large operation that reads so much and multiplies so much takes."""
+        return max(
+            nbytes / (self.gpu.memory_bytes_per_s * self.costs.memory_share),
+            flops / (self.gpu.flops * self.costs.flops_share),
+        )
+
+    def passes(self, rows: float, width: float, reads: float, element: int = FLOAT32) -> float:
+        """Small operations that read or write rows `[N, width]` so many times."""
+        speed = self.gpu.memory_bytes_per_s * self.costs.small_share
+        return element * rows * width * reads / speed
+
+    def reduce(self, rows: float, width: int, ranks: int) -> float:
+        """One all-reduce of bf16 rows between tensor-parallel ranks."""
+        if ranks == 1:
+            return 0.0
+        return self.costs.reduce_s + 2 * BFLOAT16 * rows * width / self.gpu.link_bytes_per_s

@@ -1,0 +1,62 @@
+"""Options of `medusa-ppo predict`, read without torch and without numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Option
+
+from medusa_ppo.predict.gpus import CPU, GPUS
+
+LENGTH_SPREAD = 0.6
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """Options of `medusa-ppo predict`. 0 is: as the run says, or the default."""
+
+    model: Annotated[
+        str,
+        Option(help="Folder or hub name of the actor; only its configuration is read."),
+    ] = ""
+    gpu: Annotated[
+        str, Option(metavar=f"{'|'.join([*GPUS, CPU])}", help="Of the engines; cpu: this machine.")
+    ] = "h100"
+    tp: Annotated[int, Option(min=0, help="GPUs of an engine (tensor parallel).")] = 0
+    acceptance: Annotated[
+        tuple[float, ...],
+        Option(min=0, help="Shares of runs that reach positions 1, 2, ..., e.g. 0.6,0.4,0.3,0.2."),
+    ] = ()
+    heads: Annotated[
+        str, Option(help="Native heads directory; with --data their acceptance is measured.")
+    ] = ""
+    data: Annotated[str, Option(help="With --heads: prompts for the replay.")] = ""
+    template: Annotated[
+        str, Option(help="With --data: prompt template with the row's fields in braces.")
+    ] = ""
+    lengths: Annotated[
+        Path | None, Option(help="File with the tokens of a response on each line.")
+    ] = None
+    length_mean: Annotated[float, Option(min=0, help="Mean tokens of a response.")] = 0.0
+    length_spread: Annotated[
+        float, Option(min=0, help="Standard deviation of the lengths' logarithm.")
+    ] = LENGTH_SPREAD
+    longest: Annotated[int, Option(min=0, help="Longest response in tokens; 0: no bound.")] = 0
+    responses: Annotated[int, Option(min=0, help="Responses of an engine in a rollout.")] = 0
+    sequences: Annotated[int, Option(min=0, help="Sequences that run at once, at most.")] = 0
+    prompt: Annotated[int, Option(min=0, help="Tokens of a prompt.")] = 0
+    drafts: Annotated[
+        int, Option(min=-1, help="Drafts in every step; -1: as many as pay best.")
+    ] = -1
+    other_seconds: Annotated[
+        float, Option(min=-1, help="Seconds of a step beside its rollouts; -1: by arithmetic.")
+    ] = -1.0
+    config: Annotated[
+        Path | None, Option(help="YAML file of a run: its model, heads, engines and lengths.")
+    ] = None
+    dtype: Annotated[
+        Literal["bfloat16", "float32"], Option(help="With --gpu cpu: of the engine.")
+    ] = "bfloat16"
+    threads: Annotated[int, Option(min=1, help="With --gpu cpu: of the engine.")] = 2

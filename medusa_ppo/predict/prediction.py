@@ -1,0 +1,494 @@
+"""What drafting would bring: rollouts and steps on paper, the best number of drafts by running
+sequences, the acceptance from which it pays, and how sure all that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from heads.errors import ConfigError, ModelError, UsageError
+from heads.heads_config import HeadsConfig
+from medusa_ppo.predict.draft_work import HeadsDrafter
+from medusa_ppo.predict.gpus import GpuFigures
+from medusa_ppo.predict.measured_tables import operator_times
+from medusa_ppo.predict.rollout_model import ResponseLengths, RolloutModel, octaves
+from medusa_ppo.predict.step_costs import StepCosts, varied
+from medusa_ppo.predict.step_model import GpuSteps, Steps
+from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes
+
+MODEL_ERROR = 0.10
+"""Mean absolute error of speed-ups on published cases that nothing was fitted to
+(`python benchmarks/predict_published.py`); a part of every interval.
+"""
+MEMORY_SHARE = 0.9
+"""Of a GPU, for weights and KV cache: vLLM's default."""
+OTHER_BYTES = 4 * 2**30
+"""Of a GPU, for CUDA, graphs and activations."""
+TRAIN_SHARE = 0.4
+"""Of a GPU's products per second, reached in scoring and updates."""
+SWAP_S = 0.3
+"""A swap of heads beside moving them: checks, tables, a pause between two steps."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure, and between which two it lies."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True)
+class LoopWork:
+    """What a step does beside its rollouts.
+
+    Attributes:
+        seconds: measured or given; None: estimated by arithmetic.
+        forwards: passes that score a batch (actor, reference, critic).
+        updates: models that learn from it.
+        epochs: passes of the update.
+    """
+
+    seconds: float | None = None
+    forwards: int = 2
+    updates: int = 1
+    epochs: int = 1
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a prediction is asked for.
+
+    Attributes:
+        name: of the model, as it was given.
+        model: its sizes.
+        heads: the heads' sizes.
+        acceptance: share of draft runs that reach each position, falling.
+        acceptance_said: where it comes from, in words.
+        acceptance_error: half of the interval of the mean acceptance length; 0: given.
+        lengths: of the responses of one engine.
+        sequences: that run at once, at most (vLLM's max_num_seqs).
+        prompt: tokens of a prompt.
+        alike: responses to each prompt, which is read once for all of them.
+        ranks: GPUs of an engine (tensor parallel).
+        engines: alike, each with such lengths.
+        drafts: in every step; None: as many as pay best at each number of running sequences.
+        width: tokens that drafts come from; 0: all.
+        loop: the rest of a step.
+        longest: tokens that the model can hold; None: not known.
+    """
+
+    name: str
+    model: ModelSizes
+    heads: HeadsConfig
+    acceptance: tuple[float, ...]
+    lengths: ResponseLengths
+    acceptance_said: str = "given"
+    acceptance_error: float = 0.0
+    sequences: int = 256
+    prompt: int = 512
+    alike: int = 1
+    ranks: int = 1
+    engines: int = 1
+    drafts: int | None = None
+    width: int = 0
+    loop: LoopWork = LoopWork()
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        check_acceptance(self.acceptance, self.heads.num_heads)
+        longest = self.prompt + max(self.lengths.tokens)
+        if self.longest is not None and longest > self.longest:
+            raise UsageError(
+                "Responses are longer than the model can hold.",
+                given=f"a prompt of {self.prompt} and a response of {max(self.lengths.tokens)}",
+                expected=f"at most {self.longest} tokens together",
+                do="Give shorter ones: --length-mean, --longest, --lengths or --prompt.",
+            )
+        if self.model.heads % self.ranks or self.ranks < 1:
+            raise UsageError(
+                "The attention can't be split so.",
+                given=f"--tp {self.ranks}, {self.model.heads} heads",
+                expected="a number that divides them",
+                do="Correct --tp.",
+            )
+        if self.drafts is not None and not 0 <= self.drafts <= len(self.acceptance):
+            raise UsageError(
+                "There is no acceptance for so many drafts.",
+                given=f"--drafts {self.drafts}, {len(self.acceptance)} positions of acceptance",
+                expected=f"0 to {len(self.acceptance)}",
+                do="Give one share for each draft.",
+            )
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a step when every head drafts, MAL."""
+        return 1.0 + sum(self.acceptance)
+
+
+def check_acceptance(shares: Sequence[float], heads: int) -> None:
+    """Shares of draft runs that reach each position.
+
+    Raises:
+        UsageError: one is no share, they rise, or there are more of them than heads.
+    """
+    falling = all(a >= b for a, b in pairwise(shares))
+    if shares and falling and all(0 <= share <= 1 for share in shares) and len(shares) <= heads:
+        return
+    problem = (
+        "There are more positions than heads."
+        if len(shares) > heads
+        else "Shares of draft runs that reach each position lie in 0 to 1 and never rise."
+    )
+    raise UsageError(
+        problem,
+        given=f"acceptance {','.join(f'{share:g}' for share in shares) or 'of nothing'}",
+        expected=f"at most {heads} falling shares, like 0.6,0.4,0.3,0.2",
+        do="Take them from `medusa-ppo eval` (positions 1, 2, ... in a run that begins anew).",
+    )
+
+
+def read_sizes(raw: Mapping[str, Any]) -> tuple[ModelSizes, int | None]:
+    """The model's sizes, and the tokens that it can hold.
+
+    Raises:
+        ModelError: a size is missing, or the model is a mixture of experts.
+    """
+    text = {**raw, **(raw.get("text_config") or {})}
+    if any(text.get(key) for key in EXPERTS):
+        raise ModelError(
+            "Mixtures of experts can't be predicted: which experts rows of one step share decides"
+            " what verification costs, and no table here has that.",
+            given=f"{text.get('model_type')}: {_mixture(text)}",
+            expected="a dense model",
+            do="Measure it: `medusa-ppo bench rollout` on your GPU.",
+        )
+    longest = text.get("max_position_embeddings") or text.get("n_positions")
+    return ModelSizes.from_config(raw), int(longest) if longest else None
+
+
+def _mixture(text: Mapping[str, Any]) -> str:
+    """Total and active parameters of a mixture of experts, as far as its sizes say."""
+    experts = next(int(text[key]) for key in EXPERTS if text.get(key))
+    active = int(text.get("num_experts_per_tok") or text.get("top_k_experts") or 1)
+    without = {key: value for key, value in text.items() if key not in EXPERTS}
+    inner = text.get("moe_intermediate_size") or text.get("intermediate_size")
+    try:
+        dense = ModelSizes.from_config({**without, "intermediate_size": inner})
+    except ModelError:
+        return f"{experts} experts, {active} of them active"
+    one = dense.layers * 3 * dense.hidden * dense.intermediate
+    rest = dense.parameters - one
+    return (
+        f"about {(rest + experts * one) / 1e9:.1f} B parameters in all,"
+        f" {(rest + active * one) / 1e9:.1f} B of them active"
+    )
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """At so many running sequences: what each number of drafts brings.
+
+    Attributes:
+        sequences: that run.
+        speedups: tokens/s over vLLM's plain step, with 1, 2, ... drafts.
+        best: drafts that bring most; 0: none is faster than vLLM's plain step.
+        pays_from: mean acceptance length from which `best` (or one draft) is faster.
+    """
+
+    sequences: int
+    speedups: tuple[float, ...]
+    best: int
+    pays_from: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The answer. Seconds are of one engine's rollout and of a whole step.
+
+    Attributes:
+        speedup: rollouts without over with drafts.
+        plain_s, drafted_s: of a rollout, prompts included.
+        tail_share: of the plain rollout, with fewer than half of the slots in use.
+        tail_speedup: of that part.
+        pays_from: mean acceptance length from which rollouts are faster; None: never.
+        step, async_step: a step without over one with drafts, one phase after the other, or
+            rollouts beside the rest; None: the rest is not known.
+        other_s: the rest of a step.
+        slots, drafted_slots: sequences that fit at once, without and with drafting.
+        rows: by running sequences.
+        source: where the seconds of operations come from.
+        assumptions: every number that was taken for granted.
+    """
+
+    question: Question
+    machine: str
+    speedup: Interval
+    plain_s: float
+    drafted_s: float
+    mean_drafts: float
+    tail_share: float
+    tail_speedup: float
+    pays_from: float | None
+    step: Interval | None
+    async_step: Interval | None
+    other_s: float | None
+    slots: int
+    drafted_slots: int
+    rows: tuple[SizeRow, ...]
+    source: str
+    assumptions: dict[str, Any]
+
+    @property
+    def sentence(self) -> str:
+        """What a reader wants first."""
+        asked = self.question
+        faster = f"rollouts {self.speedup} times as fast"
+        step = f", a step {self.step.value:.2f}" if self.step else ""
+        pays = (
+            f"it pays from {self.pays_from:.2f} on"
+            if self.pays_from is not None
+            else "it pays at no acceptance"
+        )
+        return (
+            f"With {asked.name} on {self.machine}, {len(asked.lengths.tokens)} responses of"
+            f" {asked.lengths.mean:,.0f} tokens: {faster}{step}, if"
+            f" {asked.acceptance_length:.2f} tokens a step are accepted; {pays}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        values = dataclasses.asdict(self)
+        question = values.pop("question")
+        question["lengths"] = {
+            "said": self.question.lengths.said,
+            "count": len(self.question.lengths.tokens),
+            "mean": self.question.lengths.mean,
+            "longest": max(self.question.lengths.tokens),
+        }
+        return {"sentence": self.sentence, "asked": question, **values}
+
+
+def predict_on_gpu(
+    question: Question, gpu: GpuFigures, costs: StepCosts | None = None, *, tables: bool = True
+) -> Prediction:
+    """The answer for engines on such GPUs."""
+    costs = costs or StepCosts()
+    drafter = HeadsDrafter(question.heads, question.width or question.model.vocab)
+
+    def steps_at(at: StepCosts) -> Steps:
+        times = operator_times(gpu, at, tables=tables)
+        return GpuSteps(question.model, drafter, times, question.ranks)
+
+    slots = sequences_that_fit(question, gpu, 0.0)
+    drafted_slots = sequences_that_fit(question, gpu, drafter.kept_bytes(question.sequences))
+    other = question.loop.seconds
+    if other is None:
+        gpus = question.ranks * question.engines
+        other = _arithmetic_seconds(question, gpus * gpu.flops * TRAIN_SHARE)
+    several = f"{question.ranks} {gpu.name.upper()}s" if question.ranks > 1 else gpu.name.upper()
+    machine = f"{'one ' if question.ranks == 1 else ''}{several}" + (
+        f", {question.engines} engines" * (question.engines > 1)
+    )
+    swap = SWAP_S + BFLOAT16 * drafter.parameters / gpu.host_bytes_per_s
+    return _answer(
+        question,
+        machine,
+        steps_at(costs),
+        [(steps_at(low), steps_at(high)) for _, low, high in varied(costs)],
+        (slots, drafted_slots),
+        other,
+        swap,
+        {
+            "gpu": dataclasses.asdict(gpu),
+            "costs": dataclasses.asdict(costs),
+            "memory_share": MEMORY_SHARE,
+            "other_bytes": OTHER_BYTES,
+            "train_share": TRAIN_SHARE,
+            "swap_s": swap,
+            "model_error": MODEL_ERROR,
+            "companion": "trains on a device of its own",
+        },
+    )
+
+
+def predict_on(
+    question: Question, machine: str, steps: Steps, measured: Mapping[str, Any], error: float
+) -> Prediction:
+    """The answer where this machine's own steps were measured."""
+    slots = (question.sequences, question.sequences)
+    assumptions = {"measured": dict(measured), "model_error": error}
+    other = question.loop.seconds
+    return _answer(question, machine, steps, [], slots, other, 0.0, assumptions)
+
+
+def _answer(
+    question: Question,
+    machine: str,
+    steps: Steps,
+    variations: Sequence[tuple[Steps, Steps]],
+    slots: tuple[int, int],
+    other: float | None,
+    swap: float,
+    assumptions: dict[str, Any],
+) -> Prediction:
+    prefill = steps.prefill(question.prompt * len(question.lengths.tokens) / question.alike)
+    most = len(question.acceptance)
+
+    def model_of(these: Steps) -> RolloutModel:
+        return RolloutModel(
+            these, question.lengths, slots[0], question.prompt, most, drafted_slots=slots[1]
+        )
+
+    def speedup_of(model: RolloutModel, shares: Sequence[float]) -> float:
+        plain, drafted = model.plain(), model.drafted(shares, question.drafts)
+        return (plain.seconds + prefill) / (drafted.seconds + prefill)
+
+    model = model_of(steps)
+    plain = model.plain()
+    drafted = model.drafted(question.acceptance, question.drafts)
+    plain_s, drafted_s = plain.seconds + prefill, drafted.seconds + prefill
+    speedup = plain_s / drafted_s
+    # Each cost by itself at both ends, and the model's error: independent, so squares add.
+    downs, ups = [assumptions["model_error"] ** 2], [assumptions["model_error"] ** 2]
+    pairs = [
+        (
+            speedup_of(model_of(low), question.acceptance),
+            speedup_of(model_of(high), question.acceptance),
+        )
+        for low, high in variations
+    ]
+    if question.acceptance_error:
+        share = question.acceptance_error / max(question.acceptance_length - 1, 1e-9)
+        pairs.append(
+            (
+                speedup_of(model, _scaled(question.acceptance, 1 - share)),
+                speedup_of(model, _scaled(question.acceptance, 1 + share)),
+            )
+        )
+    for pair in pairs:
+        downs.append(min(0.0, math.log(min(pair) / speedup)) ** 2)
+        ups.append(max(0.0, math.log(max(pair) / speedup)) ** 2)
+    low_ratio, high_ratio = math.exp(-math.sqrt(sum(downs))), math.exp(math.sqrt(sum(ups)))
+    interval = Interval(speedup, speedup * low_ratio, speedup * high_ratio)
+
+    def whole(together: Callable[[float, float], float]) -> Interval | None:
+        if other is None:
+            return None
+        rest = other
+        before = together(plain_s, rest)
+        ends = (
+            before / together(plain_s / ratio + swap, rest)
+            for ratio in (interval.value, interval.low, interval.high)
+        )
+        return Interval(*ends)
+
+    tail_drafted = drafted.tail_s
+    return Prediction(
+        question=question,
+        machine=machine,
+        speedup=interval,
+        plain_s=plain_s,
+        drafted_s=drafted_s,
+        mean_drafts=drafted.drafts,
+        tail_share=plain.tail_s / plain_s,
+        tail_speedup=plain.tail_s / tail_drafted if tail_drafted else 1.0,
+        pays_from=_pays_from(lambda shares: speedup_of(model, shares), question.acceptance),
+        step=whole(lambda rollout, rest: rollout + rest),
+        async_step=whole(max),
+        other_s=other,
+        slots=model.slots,
+        drafted_slots=model.drafted_slots,
+        rows=tuple(_size_rows(model, question.acceptance)),
+        source=steps.source,
+        assumptions=assumptions,
+    )
+
+
+def _size_rows(model: RolloutModel, acceptance: Sequence[float]) -> Iterator[SizeRow]:
+    for sequences in sorted({*octaves(model.slots), model.slots}):
+        prices = [model.price(sequences, drafts) for drafts in range(1, len(acceptance) + 1)]
+        speedups = tuple(
+            (1.0 + sum(acceptance[:drafts])) / price for drafts, price in enumerate(prices, 1)
+        )
+        best = max(range(len(speedups)), key=speedups.__getitem__)
+        yield SizeRow(sequences, speedups, best + 1 if speedups[best] > 1 else 0, prices[best])
+
+
+def _scaled(acceptance: Sequence[float], factor: float) -> tuple[float, ...]:
+    """Shares whose sum is so many times as large, falling as before."""
+    wanted = factor * sum(acceptance)
+    low, high = 0.0, 50.0
+    for _ in range(50):
+        power = (low + high) / 2
+        if sum(_bent(acceptance, power)) > wanted:
+            low = power
+        else:
+            high = power
+    return _bent(acceptance, high)
+
+
+def _bent(acceptance: Sequence[float], power: float) -> tuple[float, ...]:
+    """Better (power below 1) or worse heads of the same shape: shares to a power."""
+    # A share of 0 or 1 would stay what it is whatever the power.
+    return tuple(min(max(share, 1e-4), 1 - 1e-4) ** power for share in acceptance)
+
+
+def _pays_from(
+    speedup: Callable[[Sequence[float]], float], acceptance: Sequence[float]
+) -> float | None:
+    """The mean acceptance length from which rollouts are faster than vLLM's own."""
+    low, high = 0.0, 50.0
+    if speedup(_bent(acceptance, low)) <= 1:
+        return None
+    for _ in range(14):
+        power = (low + high) / 2 if high < 50 else low + 1.0
+        if speedup(_bent(acceptance, power)) > 1:
+            low = power
+            if high == 50.0 and low > 12:
+                break
+        else:
+            high = power
+    return 1.0 + sum(_bent(acceptance, low))
+
+
+def sequences_that_fit(question: Question, gpu: GpuFigures, drafting_bytes: float) -> int:
+    """Sequences whose prompts and mean responses fit into the KV cache, at most as many as asked.
+
+    Raises:
+        ConfigError: the weights alone are too large.
+    """
+    model = question.model
+    weights = BFLOAT16 * model.parameters / question.ranks
+    free = gpu.memory_bytes * MEMORY_SHARE - OTHER_BYTES - weights - drafting_bytes / question.ranks
+    token = BFLOAT16 * model.cache_elements / question.ranks
+    fits = int(free / (token * (question.prompt + question.lengths.mean)))
+    if fits < 1:
+        raise ConfigError(
+            "The model does not fit.",
+            given=(
+                f"{model.parameters / 1e9:.1f} B parameters on {question.ranks} x {gpu.name},"
+                f" responses of {question.lengths.mean:,.0f} tokens"
+            ),
+            expected="weights and the cache of one sequence in the GPU's memory",
+            do="Give more GPUs (--tp) or shorter responses.",
+        )
+    return min(question.sequences, fits)
+
+
+def _arithmetic_seconds(question: Question, flops: float) -> float:
+    """Scoring and update of a step's tokens at a share of the GPUs' arithmetic."""
+    loop = question.loop
+    tokens = question.engines * sum(question.prompt + length for length in question.lengths.tokens)
+    passes = 2 * loop.forwards + 6 * loop.updates * loop.epochs
+    return passes * question.model.product_parameters * tokens / flops

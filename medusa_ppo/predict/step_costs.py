@@ -1,0 +1,83 @@
+"""What a prediction takes for granted beside a GPU's tables: each number with its unit, its reason
+and the range that it may lie in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Prices of an engine's step that no table of operators has.
+
+    `plain_host_s`, `draft_host_s` and `pass_host_s` are fitted to the first half of
+    benchmarks/published_cases.json by `python benchmarks/predict_published.py`; a test compares
+    them with what it finds.
+
+    Attributes:
+        flops_share: of the vendor's products per second, reached by large products. Without tables.
+        memory_share: of the vendor's memory speed, reached by large reads. Without tables.
+        small_share: of the memory's speed, reached by the passes of samplers and norms.
+        layer_passes: reads and writes of a layer's rows between its products (norms, rotations,
+            gate), in widths of the hidden state.
+        layer_launches: kernels of a layer that are no products.
+        launch_s: from one kernel to the next inside of a CUDA graph.
+        eager_s: the host's time to launch one operation outside of a graph.
+        reduce_s: an all-reduce of a few rows between tensor-parallel ranks; two a layer. Without
+            tables.
+        sampler_reads: float32 passes over the logits of a row in vLLM's samplers.
+        draw_reads: float32 passes over the logits of a draft in our drawing: scale, softmax,
+            running sums, search.
+        plain_host_s: host time of a plain step that the device waits for.
+        draft_host_s: what being configured for speculation adds to each step, drafts or not.
+        draft_sequence_s: the same for each running sequence: drafts, positions and accepted tokens
+            are kept by request on the host. From vllm 49548: K = 0 costs 0.95 ms at 2 sequences and
+            16.6 ms at 189 (V1 runner).
+        pass_host_s: the host's time for one pass of a drafter that runs pass by pass. The device
+            works meanwhile, so a pass takes what is longer.
+    """
+
+    flops_share: float = 0.65
+    memory_share: float = 0.8
+    small_share: float = 0.35
+    layer_passes: float = 14.0
+    layer_launches: float = 5.0
+    launch_s: float = 1.5e-6
+    eager_s: float = 6e-6
+    reduce_s: float = 10e-6
+    sampler_reads: float = 6.0
+    draw_reads: float = 10.0
+    plain_host_s: float = 0.00097
+    draft_host_s: float = 0.00055
+    draft_sequence_s: float = 84e-6
+    pass_host_s: float = 0.00093
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "flops_share": (0.5, 0.75),
+    "memory_share": (0.7, 0.9),
+    "small_share": (0.2, 0.6),
+    "launch_s": (1e-6, 3e-6),
+    "eager_s": (3e-6, 10e-6),
+    "sampler_reads": (4.0, 10.0),
+    "draw_reads": (6.0, 14.0),
+    "plain_host_s": (0.0002, 0.0013),
+    "draft_host_s": (0.0002, 0.002),
+    "draft_sequence_s": (10e-6, 100e-6),
+}
+"""Where a cost may lie: its interval is what the prediction becomes at both ends. What is not named
+moves no prediction by a percent.
+"""
+
+
+def varied(costs: StepCosts) -> Iterator[tuple[str, StepCosts, StepCosts]]:
+    """Each uncertain cost at the lower and the upper end of its range, the others as they are."""
+    for name, (low, high) in RANGES.items():
+        yield (
+            name,
+            dataclasses.replace(costs, **{name: low}),
+            dataclasses.replace(costs, **{name: high}),
+        )

@@ -1,0 +1,105 @@
+"""Seconds of one engine step: the actor's pass over all rows, its samplers, drafting, the host.
+
+A step with K drafts for S sequences passes S (K + 1) rows through the actor, judges them, and
+drafts anew. Compared is vLLM's own plain step: asynchronous, in CUDA graphs, not configured for
+speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from medusa_ppo.predict.draft_work import HeadsDrafter, LayeredDrafter, layer_products
+from medusa_ppo.predict.operator_times import RooflineTimes
+from medusa_ppo.predict.step_costs import StepCosts
+from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes
+
+Drafter = HeadsDrafter | LayeredDrafter
+PREFILL_ROWS = 2048
+"""Rows of a pass that reads prompts."""
+
+
+class Steps(Protocol):
+    """What steps take on some machine.
+
+    Attributes:
+        source: where the seconds come from, in words.
+    """
+
+    source: str
+
+    def plain(self, sequences: float, context: float) -> float:
+        """vLLM's own step, without speculation."""
+        ...
+
+    def drafted(self, sequences: float, drafts: int, context: float) -> float:
+        """A step of an engine with heads, drafting so many for each sequence; 0: none."""
+        ...
+
+    def prefill(self, tokens: float) -> float:
+        """Reading so many tokens of prompts."""
+        ...
+
+
+class GpuSteps:
+    """Steps on GPUs, from the seconds of operations."""
+
+    def __init__(
+        self,
+        model: ModelSizes,
+        drafter: Drafter,
+        times: RooflineTimes,
+        ranks: int = 1,
+    ) -> None:
+        self.model = model
+        self.drafter = drafter
+        self.source = times.source
+        self._times = times
+        self._costs: StepCosts = times.costs
+        self._ranks = ranks
+
+    def plain(self, sequences: float, context: float) -> float:
+        return self.forward(sequences, 1, context) + self._costs.plain_host_s
+
+    def drafted(self, sequences: float, drafts: int, context: float) -> float:
+        costs = self._costs
+        configured = costs.plain_host_s + costs.draft_host_s + costs.draft_sequence_s * sequences
+        seconds = self.forward(sequences, drafts + 1, context) + configured
+        return seconds + (self.drafting(sequences, drafts, context) if drafts else 0.0)
+
+    def prefill(self, tokens: float) -> float:
+        return tokens / PREFILL_ROWS * self.forward(1, PREFILL_ROWS, PREFILL_ROWS / 2)
+
+    def forward(self, sequences: float, queries: int, context: float) -> float:
+        """The actor's pass over `queries` rows of each sequence, and its samplers."""
+        model, times, ranks = self.model, self._times, self._ranks
+        rows = sequences * queries
+        layer = self._products(layer_products(model, rows, ranks))
+        layer += times.attention(model, ranks, sequences, queries, context)
+        layer += times.passes(rows, model.hidden, self._costs.layer_passes, BFLOAT16)
+        layer += 2 * times.reduce(rows, model.hidden, ranks)
+        layer += self._costs.layer_launches * self._costs.launch_s
+        head = times.product(rows, model.hidden, max(1, model.vocab // ranks))
+        sampler = times.passes(rows, model.vocab, self._costs.sampler_reads)
+        return model.layers * layer + head + sampler
+
+    def drafting(self, sequences: float, drafts: int, context: float) -> float:
+        """One drafting call. The host launches while the device works, so the slower of them
+        counts.
+        """
+        drafter, costs = self.drafter, self._costs
+        device = self._products(drafter.products(sequences, drafts))
+        if isinstance(drafter, HeadsDrafter):
+            device = device / self._ranks + self._times.passes(
+                drafter.drawn_rows(sequences, drafts), drafter.width, costs.draw_reads
+            )
+            return max(device, drafter.launches(drafts) * costs.eager_s)
+        queries = drafts + 1 if drafter.one_pass else 1
+        device += drafter.layers * self._times.attention(
+            drafter.model, 1, sequences, queries, context
+        )
+        return drafter.passes(drafts) * max(device, costs.pass_host_s)
+
+    def _products(self, products: Iterable[tuple[float, int, int]]) -> float:
+        return sum(self._times.product(*product) for product in products)

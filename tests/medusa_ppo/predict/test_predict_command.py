@@ -1,0 +1,160 @@
+"""`medusa-ppo predict` as it is typed, and the lines that it prints to be checked with."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from medusa_ppo.cli.app import app
+from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.predict.check_lines import check_lines
+from medusa_ppo.predict.gpus import find_gpu
+from medusa_ppo.predict.prediction import Question, predict_on_gpu
+from medusa_ppo.predict.rollout_model import ResponseLengths
+from medusa_ppo.runtime.hardware import ModelSizes
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "actor"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["predict", *words])
+    return result.exit_code, result.output
+
+
+def test_it_answers_from_a_configuration_alone(model: Path, tmp_path: Path) -> None:
+    out, picture = tmp_path / "answer.json", tmp_path / "answer.svg"
+    code, said = run(
+        *("--model", str(model), "--gpu", "h200", "--acceptance", "0.7,0.5,0.3"),
+        *("--length-mean", "800", "--sequences", "32", "--responses", "64"),
+        *("--json", str(out), "--picture", str(picture)),
+    )
+    assert code == 0, said
+    answer = json.loads(out.read_text())
+    assert said.startswith(answer["sentence"])
+    assert "one H200, 64 responses of 800 tokens" in answer["sentence"]
+    assert any("synthetic" in line for line in answer["check"])
+    svg = picture.read_text()
+    assert svg.startswith("<svg")
+    assert svg.count("<polyline") == 3
+
+
+def test_no_torch_is_loaded(model: Path) -> None:
+    code = (
+        "import sys; from medusa_ppo.cli.app import app\n"
+        f"app(['predict', '--model', {str(model)!r}, '--acceptance', '0.5'],"
+        " standalone_mode=False)\n"
+        "sys.exit(bool({'torch', 'vllm', 'ray', 'transformers'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_run_says_what_options_don_t(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {{path: {model}}}\n"
+        "sampling: {max_new_tokens: 600, responses_per_prompt: 4}\n"
+        "ppo: {prompts_per_step: 32, minibatch_size: 32}\n"
+        "engine: {replicas: 2, extra: {tensor_parallel_size: 2}}\n"
+        "data: {path: demo}\n"
+    )
+    out = tmp_path / "answer.json"
+    code, said = run("--config", str(file), "--acceptance", "0.7,0.5,0.3,0.2", "--json", str(out))
+    assert code == 0, said
+    asked = json.loads(out.read_text())["asked"]
+    assert asked["lengths"]["count"] == 64, "of 128 responses half are each engine's"
+    assert asked["lengths"]["mean"] == pytest.approx(300, rel=0.01)
+    assert asked["ranks"] == asked["engines"] == 2
+    assert asked["loop"]["updates"] == 2, "an actor and a critic learn"
+    assert asked["alike"] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--acceptance", "0.5,0.6"), "never rise"),
+        (("--acceptance", "1.2"), "0 to 1"),
+        ((), "Nothing says how much is accepted"),
+        (("--acceptance", "0.5", "--gpu", "b200"), "Nothing is known of this GPU"),
+        (("--acceptance", "0.5", "--length-mean", "9000"), "longer than the model can hold"),
+        (
+            ("--acceptance", "0.5", "--longest", "9000", "--length-spread", "1.5"),
+            "longer than the model can hold",
+        ),
+        (("--acceptance", "0.5", "--heads", "/no/heads"), "no folder of native heads"),
+    ],
+)
+def test_bad_input_is_refused_in_words(model: Path, words: tuple[str, ...], said: str) -> None:
+    code, output = run("--model", str(model), *words)
+    assert code != 0
+    assert said in output
+    assert "given:" in output and "expected:" in output and "do this:" in output
+
+
+def fields_of(module: str, name: str) -> set[str]:
+    """Annotated names of a class, from its source: vLLM takes many seconds to import."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    file = Path(spec.submodule_search_locations[0]) / module
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return {
+                item.target.id
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            }
+    raise AssertionError(f"no class {name} in {file}")
+
+
+def test_the_lines_are_ones_that_vllm_takes() -> None:
+    model = ModelSizes(2048, 16, 32, 8, 64, 8192, 128256)
+    question = Question(
+        "org/name",
+        model,
+        HeadsSection().sizes(2048, 128256),
+        (0.6, 0.4, 0.25, 0.15),
+        ResponseLengths.log_normal(64, 500, 0.5),
+        sequences=16,
+    )
+    lines = check_lines(predict_on_gpu(question, find_gpu("h100"), tables=False))
+    speculative = next(line for line in lines if "--speculative-config" in line)
+    words = shlex.split(speculative)
+    given = json.loads(words[words.index("--speculative-config") + 1])
+    known = fields_of("config/speculative.py", "SpeculativeConfig")
+    assert set(given) <= known
+    rates = given["synthetic_acceptance_rates"]
+    assert len(rates) == given["num_speculative_tokens"]
+    assert rates == sorted(rates, reverse=True)
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0])
+    bench = (root / "benchmarks/serve.py").read_text() + (
+        root / "benchmarks/datasets/datasets.py"
+    ).read_text()
+    line = next(line for line in lines if line.startswith("vllm bench serve"))
+    for word in shlex.split(line):
+        assert not word.startswith("--") or f'"{word}"' in bench, word

@@ -1,0 +1,197 @@
+"""The answer: what moves it and what doesn't, what is refused, and how long it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Any
+
+import pytest
+
+from heads.errors import ConfigError, ModelError, UsageError
+from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.predict.answer_lines import answer_lines
+from medusa_ppo.predict.gpus import find_gpu
+from medusa_ppo.predict.prediction import (
+    LoopWork,
+    Prediction,
+    Question,
+    predict_on_gpu,
+    read_sizes,
+)
+from medusa_ppo.predict.rollout_model import ResponseLengths
+from medusa_ppo.predict.step_costs import StepCosts
+from medusa_ppo.runtime.hardware import ModelSizes
+
+MODEL = ModelSizes(4096, 32, 32, 8, 128, 14336, 128256)
+H100 = find_gpu("h100")
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+def question(**given: Any) -> Question:
+    asked: dict[str, Any] = {
+        "name": "8B",
+        "model": MODEL,
+        "heads": HeadsSection().sizes(MODEL.hidden, MODEL.vocab),
+        "acceptance": (0.6, 0.4, 0.25, 0.15),
+        "lengths": ResponseLengths.log_normal(128, 1000, 0.7, 4096),
+        "sequences": 64,
+        "width": 8192,
+    }
+    return Question(**asked | given)
+
+
+def ask(**given: Any) -> Prediction:
+    """Without tables: the same on every machine."""
+    return predict_on_gpu(question(**given), H100, tables=False)
+
+
+@pytest.fixture(scope="module")
+def answer() -> Prediction:
+    return ask()
+
+
+def test_it_takes_less_than_five_seconds() -> None:
+    began = time.process_time()
+    ask()
+    assert time.process_time() - began < 5
+
+
+def test_the_sentence_comes_first_and_says_what_was_found(answer: Prediction) -> None:
+    lines = answer_lines(answer)
+    assert lines[0] == answer.sentence
+    assert answer.sentence.startswith("With 8B on one H100, 128 responses of 1,000 tokens: ")
+    for said in (f"{answer.speedup.value:.2f}", f"{answer.pays_from:.2f}", "2.40 tokens a step"):
+        assert said in answer.sentence
+
+
+def test_better_heads_bring_more_and_none_less_than_nothing(answer: Prediction) -> None:
+    good, bad = ask(acceptance=(0.9, 0.8, 0.7, 0.6)), ask(acceptance=(0.1, 0.01, 0.0, 0.0))
+    assert good.speedup.value > answer.speedup.value > bad.speedup.value
+    # With none accepted only being configured costs.
+    assert 0.75 < bad.speedup.value < 1
+    assert {row.best for row in bad.rows} == {0}
+
+
+def test_it_pays_exactly_from_where_it_says(answer: Prediction) -> None:
+    assert answer.pays_from is not None
+    # The same shape of acceptance at that length brings nothing and costs nothing.
+    from medusa_ppo.predict.prediction import _scaled
+
+    factor = (answer.pays_from - 1) / (answer.question.acceptance_length - 1)
+    there = ask(acceptance=_scaled(answer.question.acceptance, factor))
+    assert there.speedup.value == pytest.approx(1, abs=0.02)
+
+
+def test_few_running_sequences_gain_most(answer: Prediction) -> None:
+    best = [max(row.speedups) for row in answer.rows]
+    assert best[0] > 1.3 * best[-1]
+    assert answer.tail_speedup > answer.speedup.value
+    prices = [row.pays_from for row in answer.rows]
+    assert prices[-1] > prices[0] > 1
+    for row in answer.rows:
+        if row.best:
+            tokens = 1 + sum(answer.question.acceptance[: row.best])
+            assert row.speedups[row.best - 1] == pytest.approx(tokens / row.pays_from)
+
+
+def test_an_interval_holds_its_value_and_grows_with_doubt(answer: Prediction) -> None:
+    assert answer.speedup.low < answer.speedup.value < answer.speedup.high
+    unsure = ask(acceptance_error=0.3)
+    assert unsure.speedup.high > answer.speedup.high
+    assert unsure.speedup.low < answer.speedup.low
+
+
+def test_a_step_gains_less_than_its_rollouts_and_nothing_where_the_rest_takes_longer() -> None:
+    given = ask(loop=LoopWork(5.0))
+    assert given.step is not None and given.async_step is not None
+    assert 1 < given.step.value < given.speedup.value
+    # Rollouts are the longer part here, so beside the rest all of their gain counts.
+    assert given.async_step.value > given.step.value
+    slow = ask(loop=LoopWork(1e4))
+    assert slow.async_step is not None
+    assert slow.async_step.value == pytest.approx(1)
+
+
+def test_the_rest_of_a_step_is_arithmetic_where_nobody_gave_it() -> None:
+    small, large = ask(), ask(loop=LoopWork(None, forwards=4, updates=2, epochs=2))
+    assert small.other_s is not None and large.other_s is not None
+    assert large.other_s / small.other_s == pytest.approx((2 * 4 + 6 * 4) / (2 * 2 + 6))
+
+
+def test_a_prompt_is_read_once_for_all_of_its_responses(answer: Prediction) -> None:
+    shared = ask(alike=8)
+    saved = answer.plain_s - shared.plain_s
+    assert saved > 0
+    assert saved == pytest.approx(answer.drafted_s - shared.drafted_s)
+
+
+def test_slower_costs_make_drafts_worth_less(answer: Prediction) -> None:
+    costs = dataclasses.replace(StepCosts(), draft_host_s=0.005)
+    assert predict_on_gpu(question(), H100, costs, tables=False).speedup.value < (
+        answer.speedup.value
+    )
+
+
+def test_memory_bounds_what_runs_at_once() -> None:
+    found = ask(sequences=512, lengths=ResponseLengths.log_normal(1024, 4000, 0.0))
+    assert found.slots < 200
+    assert found.drafted_slots < found.slots
+
+
+def test_json_holds_every_assumption(answer: Prediction) -> None:
+    values = json.loads(json.dumps(answer.to_json()))
+    assert values["sentence"] == answer.sentence
+    assert values["assumptions"]["costs"] == dataclasses.asdict(StepCosts())
+    assert values["assumptions"]["gpu"]["flops"] == H100.flops
+    assert values["asked"]["acceptance"] == [0.6, 0.4, 0.25, 0.15]
+    assert len(values["rows"]) == len(answer.rows)
+
+
+@pytest.mark.parametrize("shares", [(), (0.6, 0.7), (1.1,), (-0.1,), (0.5, 0.4, 0.3, 0.2, 0.1)])
+def test_acceptance_that_is_none_is_refused(shares: tuple[float, ...]) -> None:
+    with pytest.raises(UsageError) as caught:
+        question(acceptance=shares)
+    assert "falling shares" in str(caught.value.expected)
+
+
+def test_what_can_not_be_asked_is_refused() -> None:
+    with pytest.raises(UsageError, match="longer than the model can hold"):
+        question(longest=2048)
+    with pytest.raises(UsageError, match="split"):
+        question(ranks=5)
+    with pytest.raises(UsageError, match="so many drafts"):
+        question(drafts=5)
+    with pytest.raises(ConfigError, match="does not fit"):
+        ask(model=ModelSizes(8192, 80, 64, 8, 128, 28672, 128256))
+
+
+def test_sizes_are_read_or_missed_by_name() -> None:
+    assert read_sizes(LLAMA) == (MODEL, 8192)
+    without = {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"}
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        read_sizes(without)
+
+
+def test_a_mixture_is_refused_with_its_parameters() -> None:
+    mixture = {
+        **LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+    }
+    with pytest.raises(ModelError) as caught:
+        read_sizes(mixture)
+    # Mixtral 8x7B has 46.7 B parameters, 12.9 B of them active.
+    assert "46.7 B" in str(caught.value) and "12.9 B" in str(caught.value)
