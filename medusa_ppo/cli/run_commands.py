@@ -165,11 +165,14 @@ def _run(config: RunConfig, resume: bool, allow: Sequence[str] = ()) -> None:
 def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
     from rich.table import Table
 
+    from medusa_ppo.reports.plain_words import in_plain_words
     from medusa_ppo.reports.tables import summary_rows
 
     table = Table(title=f"{run_dir.name}: what the heads were worth", show_header=False)
     for name, value in summary_rows(summary):
         table.add_row(name, value)
     console.print(table)
+    if sentences := in_plain_words(summary):
+        say("\n" + " ".join(sentences) + "\n")
     say(f"Report: {run_dir / 'report.html'}")
     say(f"Figures: {run_dir / 'summary.json'}")

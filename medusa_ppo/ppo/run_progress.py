@@ -269,7 +269,7 @@ class LiveProgress(PrintedProgress):
         rate = values.get(names.TOKENS_PER_S)
         acceptance = values.get(names.MAL_SERVING)
         parts = [f"{rate:.0f} tokens/s"] * bool(rate) + [
-            f"acceptance length {acceptance:.2f}"
+            f"{acceptance:.2f} tokens a step"
         ] * bool(acceptance)
         self._bars.update(
             self._steps, advance=1, note="  ".join([*parts, f"left {self._clock.left_text()}"])
@@ -308,10 +308,10 @@ def step_line(values: Mapping[str, Any]) -> str:
         (names.EVAL_REWARD, "evaluation {:.3f}"),
         (names.KL_REFERENCE, "kl {:.3f}"),
         (names.ENTROPY, "entropy {:.2f}"),
-        (names.MAL_SERVING, "acceptance length {:.2f}"),
+        (names.MAL_SERVING, "{:.2f} tokens a step"),
         (names.HEADS_VERSION, "heads v{}"),
         (names.TOKENS_PER_S, "{:.0f} tokens/s"),
-        (names.PAIR_SPEEDUP, "speed-up {:.2f}"),
+        (names.PAIR_PLAIN_TOKENS_PER_S, "({:.0f} without drafts)"),
         (names.IMAGES, "{} images"),
     )
     parts = [form.format(values[key]) for key, form in shown if values.get(key) is not None]

@@ -28,7 +28,7 @@ VALUES = {
     names.TOKENS_PER_S: 1234.4,
     names.MAL_SERVING: 1.789,
     names.HEADS_VERSION: 2,
-    names.PAIR_SPEEDUP: 1.4,
+    names.PAIR_PLAIN_TOKENS_PER_S: 881.7,
 }
 
 
@@ -62,8 +62,8 @@ def test_lines_for_logs(monkeypatch: pytest.MonkeyPatch):
         "demo: steps 3 to 4",
     ]
     assert lines[3].startswith(
-        "step   3  reward 0.500  right 50%  acceptance length 1.79  heads v2  1234 tokens/s "
-        " speed-up 1.40  left "
+        "step   3  reward 0.500  right 50%  1.79 tokens a step  heads v2  1234 tokens/s "
+        " (882 without drafts)  left "
     )
     assert lines[4].endswith("left 0:00") and lines[5] == "done"
     assert "\x1b" not in out.file.getvalue()
@@ -79,7 +79,7 @@ def test_the_live_bar_shows_step_speed_acceptance_and_time_left():
         "demo",
         "5/5",
         "1234 tokens/s",
-        "acceptance length 1.79",
+        "1.79 tokens a step",
         "left 0:00",
         "step   4",
         "done",

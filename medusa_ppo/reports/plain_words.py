@@ -1,0 +1,57 @@
+"""What a run was worth, in three sentences that a person understands: the last that the terminal
+shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medusa_ppo.runtime import wording as w
+
+
+def in_plain_words(summary: dict[str, Any]) -> list[str]:
+    """At most three sentences: how fast, what the heads brought, what the policy learned. What a
+    run did not measure is left out.
+    """
+    said = (_speed(summary), _heads(summary), _policy(summary))
+    return [sentence for sentence in said if sentence]
+
+
+def _speed(summary: dict[str, Any]) -> str:
+    ratio = summary["rollout_speedup"]
+    if ratio is None:
+        return ""
+    pairs = summary["rollout_speedup_pairs"]
+    spread = f"{pairs['min']:.2f} to {pairs['max']:.2f} in {pairs['count']} pairs"
+    against = w.AGAINST[pairs["against"]]
+    step = summary["step_ratio"]
+    whole = "" if step is None else f", and a whole PPO step took {w.more_time(step)}"
+    return f"Rollouts were {ratio:.2f} times as fast as {against} ({spread}){whole}."
+
+
+def _heads(summary: dict[str, Any]) -> str:
+    mal = summary["mean_acceptance_length"]
+    if mal["serving"] is None:
+        return ""
+    most = 1 + len(summary["acceptance_per_position"] or [])
+    sentence = f"In the last steps an engine step gave {mal['serving']:.2f} tokens of {most}"
+    if mal["frozen"] is None or mal["serving_replay"] is None:
+        return f"{sentence}."
+    return (
+        f"{sentence}: {mal['serving_replay']:.2f} by replay with the heads that were trained"
+        f" beside the loop, {mal['frozen']:.2f} with those of the first version."
+    )
+
+
+def _policy(summary: dict[str, Any]) -> str:
+    reward = summary["reward"]
+    if reward["first"] is None or reward["last"] is None:
+        return ""
+    right = summary["correct_frac"]
+    answers = ""
+    if right["first"] is not None and right["last"] is not None:
+        answers = f", right answers from {w.percent(right['first'])} to {w.percent(right['last'])}"
+    return (
+        f"Meanwhile the policy went from a reward of {reward['first']:.2f} to"
+        f" {reward['last']:.2f}{answers}."
+    )

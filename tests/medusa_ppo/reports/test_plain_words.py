@@ -1,0 +1,53 @@
+"""The three sentences at a run's end: their figures, and what is left out where nothing was
+measured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medusa_ppo.reports.plain_words import in_plain_words
+
+
+def summary(**given: Any) -> dict[str, Any]:
+    return {
+        "rollout_speedup": None,
+        "rollout_speedup_pairs": {"count": 0, "min": None, "max": None, "against": None},
+        "step_ratio": None,
+        "mean_acceptance_length": {"serving": None, "frozen": None, "serving_replay": None},
+        "acceptance_per_position": None,
+        "reward": {"first": None, "last": None},
+        "correct_frac": {"first": None, "last": None},
+        **given,
+    }
+
+
+def test_all_three_sentences() -> None:
+    said = in_plain_words(
+        summary(
+            rollout_speedup=1.414,
+            rollout_speedup_pairs={"count": 5, "min": 1.3, "max": 1.5, "against": "vllm"},
+            step_ratio=0.88,
+            mean_acceptance_length={"serving": 4.1, "frozen": 3.7, "serving_replay": 4.2},
+            acceptance_per_position=[0.9, 0.8, 0.7, 0.6],
+            reward={"first": 0.2, "last": 1.1},
+            correct_frac={"first": 0.1, "last": 0.4},
+        )
+    )
+    assert len(said) == 3
+    speed, heads, policy = said
+    assert "1.41 times as fast as vLLM without speculation (1.30 to 1.50 in 5 pairs)" in speed
+    assert speed.endswith("a whole PPO step took 12 % less time.")
+    assert "4.10 tokens of 5" in heads and "4.20 by replay" in heads and "3.70 with" in heads
+    assert "0.20 to 1.10" in policy and "10 % to 40 %" in policy
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    assert in_plain_words(summary()) == []
+    (heads,) = in_plain_words(
+        summary(
+            mean_acceptance_length={"serving": 1.5, "frozen": None, "serving_replay": None},
+            acceptance_per_position=[0.5],
+        )
+    )
+    assert heads == "In the last steps an engine step gave 1.50 tokens of 2."
