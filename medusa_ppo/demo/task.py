@@ -40,8 +40,10 @@ ANSWER_MARK = "####"
 CHECK_MARK = "To check:"
 """Stands before the sum of a step that can be checked."""
 
-CHECKED_WORTH = 1.0
-"""What a response is paid for steps that can all be checked; a right answer is worth 1."""
+CHECKED_WORTH = 0.9
+"""What a response is paid for steps that can all be checked; a right answer is worth 1, and alone
+tells right responses from others.
+"""
 
 _SUM = re.compile(rf"{re.escape(CHECK_MARK)} (\d+) ([-+]) (\d+) = (\d+)\b")
 """The sum of a step that can be checked."""

@@ -9,7 +9,17 @@ import pytest
 
 from heads.errors import DataError
 from medusa_ppo.demo.pretraining import Recipe, _encode_pool
-from medusa_ppo.demo.task import LARGEST, SPLITS, build_tokenizer, demo_rows, problem, split_of
+from medusa_ppo.demo.task import (
+    CHECK_MARK,
+    CHECKED_WORTH,
+    LARGEST,
+    SPLITS,
+    build_tokenizer,
+    demo_rows,
+    graded,
+    problem,
+    split_of,
+)
 from medusa_ppo.ppo.rewards import exact_answer
 
 _SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+) ")
@@ -101,3 +111,33 @@ def test_the_first_part_of_the_training_has_no_slips() -> None:
         ]
         right = [int(a.split("=")[-1].split()[0]) == int(a.split("####")[1]) for a in answers]
         assert not any(right) if slips else all(right)
+
+
+def test_steps_that_can_be_checked_come_at_their_rate_and_say_the_same() -> None:
+    marked = steps = 0
+    for index in range(400):
+        plain = problem(index, 7)
+        checked = problem(index, 7, checked_rate=0.1)
+        assert checked.question == plain.question and checked.answer == plain.answer
+        assert _sums(checked.solution) == _sums(plain.solution)
+        lines = checked.solution.splitlines()[:-1]
+        steps += len(lines)
+        marked += sum(CHECK_MARK in line for line in lines)
+    assert 0.07 < marked / steps < 0.13
+
+
+@pytest.mark.parametrize(
+    ("solution", "expected"),
+    [
+        (" Then. To check: 2 + 3 = 5 pens.\nFinally. To check: 5 - 1 = 4 pens.\n#### 4", 1.9),
+        (" Then. To check: 2 + 3 = 5 pens.\nFinally 5 - 1 = 4 pens.\n#### 4", 1.45),
+        (" Then. To check: 2 + 3 = 6 pens.\nFinally. To check: 5 - 1 = 4 pens.\n#### 5", 0.45),
+        ("#### 4", 1.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_pays_for_a_right_answer_and_for_steps_whose_sum_is_right(
+    solution: str, expected: float
+) -> None:
+    assert graded("", solution, {"answer": "4"}) == pytest.approx(expected)
+    assert CHECKED_WORTH < 1, "or a wrong answer would count as right"
