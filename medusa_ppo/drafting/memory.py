@@ -227,7 +227,7 @@ class ResponseMemory:
         self,
         key: bytes,
         tail: Sequence[int],
-        beside: Iterable[Sequence[int]],
+        beside: Iterable[Sequence[int] | np.ndarray],
         places: int,
         seed: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -211,49 +211,32 @@ def accepted_run(
     logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_q: DraftQ
 ) -> Run:
     """The run of accepted drafts. logprobs are of the distribution to sample from."""
-    ids_BK = drafts.draft_ids_BK.clamp_min(0)
-    ratio_BK = logprobs_NV[drafts.rows_BK, ids_BK].double().exp()
-    q_BK = draft_q.of(ids_BK).double()
+    logp_BK = logprobs_NV[drafts.rows_BK, drafts.draft_ids_BK.clamp_min(0)].double()
+    if isinstance(draft_q, OneHot) or not logp_BK.shape[1]:
+        accept_BK = (uniform_BK < logp_BK.exp()) & (drafts.draft_ids_BK >= 0)
+        length_B = accept_BK.to(torch.int64).cumprod(1).sum(1)
+        return Run(length_B, logp_BK.new_ones(len(logp_BK)))
+    q_BK = draft_q.of(drafts.draft_ids_BK.clamp_min(0)).double()
     # A draft that q could not have drawn says that q is not what was drafted from: refuse it.
-    ratio_BK = torch.where(q_BK > 0, ratio_BK / q_BK, 0.0)
+    ratio_BK = torch.where(q_BK > 0, logp_BK - q_BK.log(), -torch.inf)
+    # The docstring's w_1 .. w_K at once: what the products of ratios have lost since their largest,
+    # or since 1. That is 0, and w 1 to the bit, where they are at their largest.
+    product_BK = ratio_BK.cumsum(1)
+    weight_BK = (product_BK - product_BK.cummax(1).values.clamp_min(0)).exp()
     # What stands behind a draft that must be refused was never drafted.
-    there_BK = (drafts.draft_ids_BK >= 0).to(torch.int64).cumprod(1)
-    if isinstance(draft_q, OneHot):
-        length_B = (there_BK * (uniform_BK < ratio_BK)).cumprod(1).sum(1)
-        return Run(length_B, ratio_BK.new_ones(len(ratio_BK)))
-    return _run_of_block(logprobs_NV, drafts, uniform_BK, draft_q, ratio_BK, there_BK.sum(1))
-
-
-def _run_of_block(
-    logprobs_NV: torch.Tensor,
-    drafts: DraftRows,
-    uniform_BK: torch.Tensor,
-    draft_q: DraftQ,
-    ratio_BK: torch.Tensor,
-    count_B: torch.Tensor,
-) -> Run:
-    """`accepted_run` by w and h of the module's docstring; `count_B` drafts of each request."""
-    weight_B = ratio_BK.new_ones(len(ratio_BK))
-    weights = [weight_B]
-    for ratio_B in ratio_BK.unbind(1):
-        weight_B = (weight_B * ratio_B).clamp_max(1)
-        weights.append(weight_B)
-    length_B = torch.zeros_like(count_B)
-    # From the longest run backwards: where it is found nothing shorter is looked at.
-    for length in range(len(weights) - 1, 0, -1):
-        weight_B = weights[length]
-        # h is at most w, and is w behind the last draft. (1 where w is 1: both leave the number
-        # below.)
-        below_B = (uniform_BK[:, length - 1] < weight_B) & (length_B == 0)
-        accept_B = below_B & ((count_B == length) | ((weight_B == 1) & (count_B > length)))
-        asked_B = below_B & (weight_B < 1) & (count_B > length)
-        if length < ratio_BK.shape[1]:
-            accept_B |= asked_B & _passes(
-                logprobs_NV, drafts, uniform_BK, draft_q, weight_B, asked_B, length
-            )
-        length_B = torch.where(accept_B, length, length_B)
-    weights_BW = torch.stack(weights, dim=1)
-    return Run(length_B, weights_BW.gather(1, length_B.unsqueeze(1)).squeeze(1))
+    count_B1 = (drafts.draft_ids_BK >= 0).to(torch.int64).cumprod(1).sum(1, keepdim=True)
+    run_K = torch.arange(1, weight_BK.shape[1] + 1, device=weight_BK.device)
+    # h is at most w, is w behind the last draft, and 1 where w is 1; the rest asks for a pass over
+    # the vocabulary, unless a longer run is found already.
+    below_BK = (uniform_BK < weight_BK) & (run_K <= count_B1)
+    sure_BK = below_BK & ((run_K == count_B1) | (weight_BK == 1))
+    length_B = (sure_BK * run_K).amax(1)
+    asked_BK = below_BK & (run_K > length_B.unsqueeze(1))
+    found_BK = _passes(logprobs_NV, drafts, uniform_BK, draft_q, weight_BK, asked_BK)
+    if found_BK is not None:
+        length_B = torch.maximum(length_B, (found_BK * run_K).amax(1))
+    weight_BW = torch.nn.functional.pad(weight_BK, (1, 0), value=1.0)
+    return Run(length_B, weight_BW.gather(1, length_B.unsqueeze(1)).squeeze(1))
 
 
 def waits_for(device: torch.device) -> bool:
@@ -266,34 +249,46 @@ def _passes(
     drafts: DraftRows,
     uniform_BK: torch.Tensor,
     draft_q: DraftQ,
-    weight_B: torch.Tensor,
-    asked_B: torch.Tensor,
-    length: int,
+    weight_BK: torch.Tensor,
+    asked_BK: torch.Tensor,
+) -> torch.Tensor | None:
+    """Whether the uniform numbers lie below h, where `asked_BK`, bool `[B, K]`; None: nowhere."""
+    if not waits_for(asked_BK.device):
+        # A pass over the vocabulary for a few runs in place of all.
+        requests_C, columns_C = asked_BK.nonzero().unbind(1)
+        if not len(requests_C):
+            return None
+        weight_C = weight_BK[requests_C, columns_C]
+        left_C = _left(logprobs_NV, drafts, draft_q, weight_C, columns_C + 1, requests_C)
+        # u < r / (r + 1 - w), without the division.
+        below_C = uniform_BK[requests_C, columns_C] * (left_C + 1 - weight_C) < left_C
+        return torch.zeros_like(asked_BK).index_put_((requests_C, columns_C), below_C)
+    found = torch.zeros_like(asked_BK)
+    # One after the other: rows of the vocabulary for all runs at once take too much room.
+    for column in range(asked_BK.shape[1] - 1):
+        weight_B = weight_BK[:, column]
+        runs_B = torch.full_like(drafts.starts_B, column + 1)
+        left_B = _left(logprobs_NV, drafts, draft_q, weight_B, runs_B, None)
+        found[:, column] = uniform_BK[:, column] * (left_B + 1 - weight_B) < left_B
+    return found & asked_BK
+
+
+def _left(
+    logprobs_NV: torch.Tensor,
+    drafts: DraftRows,
+    draft_q: DraftQ,
+    weight_C: torch.Tensor,
+    runs_C: torch.Tensor,
+    requests_C: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Whether the uniform number of a run of this length lies below h, where `asked_B`; bool
-    `[B]`.
-    """
-    rows_B = drafts.starts_B + length
-    refused_B = drafts.draft_ids_BK[:, length]
-    requests_C = None
-    uniform_C = uniform_BK[:, length - 1]
-    if not waits_for(asked_B.device):
-        # A pass over the vocabulary for few requests in place of all.
-        requests_C = asked_B.nonzero().squeeze(1)
-        rows_B = rows_B[requests_C]
-        refused_B = refused_B[requests_C]
-        weight_B = weight_B[requests_C]
-        uniform_C = uniform_C[requests_C]
-    rows_C = rows_B.clamp_max(logprobs_NV.shape[0] - 1)
-    mass_CV = logprobs_NV[rows_C].exp() * weight_B.unsqueeze(1).to(logprobs_NV.dtype)
-    at_C1 = torch.full_like(rows_C, length).unsqueeze(1)
-    left_CV = draft_q.residual(mass_CV, at_C1, refused_B.unsqueeze(1), requests_C)
-    left_C = left_CV.sum(1, dtype=torch.float64)
-    # u < r / (r + 1 - w), without the division.
-    passes_C = uniform_C * (left_C + 1 - weight_B) < left_C
-    if requests_C is None:
-        return passes_C
-    return torch.zeros_like(asked_B).index_copy_(0, requests_C, passes_C)
+    """r of the module's docstring behind runs of these lengths, float64 `[C]`."""
+    starts_C = drafts.starts_B if requests_C is None else drafts.starts_B[requests_C]
+    ids_CK = drafts.draft_ids_BK if requests_C is None else drafts.draft_ids_BK[requests_C]
+    rows_C = (starts_C + runs_C).clamp_max(logprobs_NV.shape[0] - 1)
+    mass_CV = logprobs_NV[rows_C].exp() * weight_C.unsqueeze(1).to(logprobs_NV.dtype)
+    at_C1 = runs_C.unsqueeze(1)
+    left_CV = draft_q.residual(mass_CV, at_C1, ids_CK.gather(1, at_C1), requests_C)
+    return left_CV.sum(1, dtype=torch.float64)
 
 
 def greedy_run(argmax_N: torch.Tensor, drafts: DraftRows) -> torch.Tensor:

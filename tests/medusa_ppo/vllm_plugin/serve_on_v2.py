@@ -112,6 +112,7 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         tell(drafted=sorted(noted))
         if kind == "v1":
             return
+        tell(block=getattr(runner.rejection_sampler, "use_block_verification", False))
         exact = greedy(model, asked[:4])
         asked_greedily = Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True)
         for count in range(HEADS, -1, -1):

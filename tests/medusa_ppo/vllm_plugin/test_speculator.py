@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from medusa_ppo.vllm_plugin.vllm_versions import has_block, vllm_version
+
 SCRIPT = Path(__file__).with_name("serve_on_v2.py")
 pytestmark = [
     pytest.mark.engine,
@@ -56,6 +58,7 @@ def seen(
 def test_it_is_v2_that_runs(seen: dict[str, Any]) -> None:
     assert seen["runner"] in ("vllm.v1.worker.cpu.model_runner", "vllm.v1.worker.gpu.model_runner")
     assert seen["report"]["kind"] == "hydra" and seen["report"]["max_drafts"] == 2
+    assert seen["block"] == has_block(vllm_version()), "drafts are verified as a block"
 
 
 def test_greedy_tokens_are_the_models_own_whatever_is_drafted(seen: dict[str, Any]) -> None:
