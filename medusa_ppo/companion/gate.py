@@ -211,7 +211,7 @@ def _acceptance(
     device = lm_head_VD.device
     ids_W = served.ids_W
     segment_M = segments_from_lengths(batch.lengths_S)
-    hidden_MD = batch.hidden_MD.to(device, torch.float32)
+    hidden_MD = batch.hidden_MD.to(device).float()
     condition_MK = (
         condition_ids(batch.response_ids_M, segment_M, config.num_heads).to(device)
         if config.conditioned
