@@ -161,7 +161,9 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
         training, holdout = hold_out(batch, 0.2, 0)
         assert holdout is not None and training.lengths_S.numel() > holdout.lengths_S.numel()
     assert quarters.min() > 0.15 * quarters.sum() and quarters.max() < 0.35 * quarters.sum()
-    assert places.min() > 0.8 * places.max(), places
+    # A piece that is due little more than a block takes a second one only where it is short: at a
+    # response's two ends.
+    assert places.min() > 0.75 * places.max(), places
 
 
 @torch.no_grad()
