@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
+from medusa_ppo.config.companion_section import LOGITS_BYTES
 from medusa_ppo.config.engine_section import SERVER
 from medusa_ppo.config.model_section import EMBEDDED_ACTORS
 from medusa_ppo.config.run_config import RunConfig
@@ -33,8 +34,11 @@ ADAM_COPIES = 4
 # The companion keeps the running mean, the serving heads, those before them and the frozen control
 # beside those that it trains.
 OTHER_HEADS = 4
-# What AdamW makes of all parameters together on a GPU; on a CPU it goes tensor by tensor.
-STEP_COPIES = 1
+# Of a step: gradients that drafts add to one cell, and what AdamW makes of all parameters.
+STEP_COPIES = 2
+# Of a chunk's logits: the heads' own, the actor's where the loss reads them, and what is made of
+# them until the gradient is there. Measured, as the numbers of states below.
+LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 3, 9
 ON_HOST = ", on the host"
 """Ends the name of a part that is in the host's memory, also where the process has a GPU."""
 # An id (int64) and a log-prob (float32).
@@ -46,24 +50,39 @@ def heads_parameters(config: HeadsConfig) -> int:
     return sum(math.prod(shape) for shape in config.tensor_shapes().values())
 
 
+def kept_states(heads: HeadsConfig) -> int:
+    """What the heads' backward pass keeps of a position, in states of the actor's width."""
+    if not heads.conditioned:
+        return 4 * heads.num_heads
+    attention = heads.context_layers * (2 * heads.context + 2 * heads.feed_forward)
+    copying = 10 + 4 * heads.copy_parts if heads.copies else 0
+    return 6 + 12 * heads.num_heads + attention * (heads.context > 0) + copying
+
+
 def companion_parts(
     config: RunConfig, heads: HeadsConfig, model: ModelSizes, gpus: bool
 ) -> dict[str, int]:
     """Memory of each process of the companion: every worker holds all of it."""
     section = config.companion
-    copies = ADAM_COPIES + OTHER_HEADS + STEP_COPIES * gpus
+    copies = ADAM_COPIES + OTHER_HEADS + STEP_COPIES
     drafted = draft_vocabulary(config.engine, heads, config.engine.runner) or model.vocab
-    chunk = GPU_CHUNK if gpus else CPU_CHUNK
+    rows = min(section.batch_positions, max(1, LOGITS_BYTES // (FLOAT32 * model.vocab)))
+    logits = min(max(GPU_CHUNK if gpus else CPU_CHUNK, drafted), rows * drafted)
+    reads_actor = section.loss.startswith("kl")
+    tables = (1 + int(heads.needs_embedding)) * model.vocab * model.hidden
     parts = {
         f"heads, {copies} copies with optimizer and versions": (
             copies * FLOAT32 * heads_parameters(heads)
         ),
-        "the actor's tables": (
-            FLOAT32 * (1 + int(heads.needs_embedding)) * model.vocab * model.hidden
-        ),
+        "the actor's tables": FLOAT32 * tables,
         # In the dtype of the products, and of a draft vocabulary in any case, they are a copy.
         "rows of lm_head that are multiplied by": BFLOAT16 * drafted * model.hidden,
-        "logits of a chunk, and what is made of them": 4 * FLOAT32 * max(chunk, drafted),
+        "what a micro-batch keeps for its backward pass": (
+            rows * kept_states(heads) * model.hidden * FLOAT32
+        ),
+        "logits of a chunk, and what is made of them": (
+            (LOGITS_COPIES_WITH_ACTOR if reads_actor else LOGITS_COPIES) * FLOAT32 * logits
+        ),
         f"waiting batches, at most{ON_HOST}": section.queue_bytes,
     }
     if section.replay_versions:

@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 
 from heads.errors import DataError
-from medusa_ppo.companion.positions import EarlySample, with_states
+from medusa_ppo.companion.holdout import cut_to_states
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts, copyable
 
@@ -78,6 +79,11 @@ class BatchCollector:
     def kept(self) -> int:
         """States that are wanted."""
         return sum(self._counts)
+
+    @property
+    def has_states(self) -> bool:
+        """A response of which a state is wanted has been scored."""
+        return any(seen and count for seen, count in zip(self._seen, self._counts, strict=True))
 
     def add(
         self,
@@ -217,8 +223,8 @@ class BatchCollector:
         seen_S = torch.tensor(
             [seen for seen, length in zip(self._seen, self._lengths, strict=True) if length]
         )
-        found = with_states(whole if seen_S.all() else whole.select(seen_S.nonzero()[:, 0]))
-        return found if self.sample is not None else replace(found, weights_M=None)
+        seen = whole if seen_S.all() else whole.select(seen_S.nonzero()[:, 0])
+        return replace(seen, weights_M=None) if self.sample is None else cut_to_states(seen)
 
     def _before(self, prompts_S: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What stood before each response, as `RolloutBatch` has it. A loop may number its prompts

@@ -208,7 +208,7 @@ def _acceptance(
     if served.draft_temperature <= 0:
         ids_MK = draft_ids_for_rows(
             heads,
-            batch.hidden_MD.to(lm_head_VD.device, torch.float32),
+            batch.hidden_MD.to(lm_head_VD.device).float(),
             lm_head_VD,
             **_tables(heads, batch, embedding_VD, served.ids_W, lm_head_VD.device),
         ).cpu()
@@ -252,7 +252,7 @@ def _sampled_ratios(
     )
     logprobs_QMK = draft_logprobs_for_rows(
         heads,
-        batch.hidden_MD.to(device, torch.float32),
+        batch.hidden_MD.to(device).float(),
         places_MK.clamp(min=0).to(device),
         lm_head_VD,
         temperatures=temperatures,

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from heads.heads_config import COPY_WINDOW, GAP, KEY_TOKENS
 from heads.targets import segments_from_lengths
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
@@ -131,8 +132,7 @@ def stretches(batch: RolloutBatch, seed: int = 0) -> RolloutBatch:
     """What heads can be judged on: each run of rows whose states are here as a response of its own,
     behind what stood before it. Of very many tokens so many that HOLDOUT_TOKENS hold them.
     """
-    whole = batch if batch.weights_M is None else _cut(batch)
-    whole = replace(whole, weights_M=None, held_S=None)
+    whole = replace(cut_to_states(batch), weights_M=None, held_S=None)
     if int(whole.lengths_S.sum()) <= HOLDOUT_TOKENS:
         return whole
     # Whole responses that are long are cut, so that many prompts are judged on.
@@ -146,15 +146,18 @@ def stretches(batch: RolloutBatch, seed: int = 0) -> RolloutBatch:
     first_S = (torch.rand(spare_S.shape, generator=generator) * (spare_S + 1)).long()
     first_M = first_S[segment_M]
     within_M = (place_M >= first_M) & (place_M < first_M + most)
-    shorter = _cut(replace(whole, weights_M=within_M.float() - (~within_M).float()))
+    shorter = cut_to_states(replace(whole, weights_M=within_M.float() - (~within_M).float()))
     order = torch.randperm(shorter.lengths_S.numel(), generator=generator)
     fits = shorter.lengths_S[order].cumsum(0) <= HOLDOUT_TOKENS
     return replace(shorter.select(order[fits].sort().values), weights_M=None)
 
 
-def _cut(batch: RolloutBatch) -> RolloutBatch:
-    """Each run of rows that are wanted as a response of its own."""
-    assert batch.weights_M is not None, "a sample has weights"
+def cut_to_states(batch: RolloutBatch) -> RolloutBatch:
+    """Each run of rows with a state as a response of its own, behind what stood before it. Nothing
+    else of a response is read, in training or in a replay, and tokens of long ones add up.
+    """
+    if batch.weights_M is None:
+        return batch
     kept_M = batch.weights_M >= 0
     if bool(kept_M.all()):
         return batch
@@ -173,7 +176,7 @@ def _cut(batch: RolloutBatch) -> RolloutBatch:
         if batch.before_ids_X is not None and batch.before_S is not None and ends_S is not None:
             end = int(ends_S[sequence])
             parts.insert(0, batch.before_ids_X[end - int(batch.before_S[sequence]) : end])
-        earlier.append(torch.cat(parts))
+        earlier.append(_searched(torch.cat(parts)))
     return replace(
         batch,
         hidden_MD=batch.hidden_MD[batch.state_rows_M[kept_M]],
@@ -183,10 +186,21 @@ def _cut(batch: RolloutBatch) -> RolloutBatch:
         # Stretches of one response are answers to one prompt, also where that is not known.
         prompts_S=of_R if batch.prompts_S is None else batch.prompts_S[of_R],
         weights_M=batch.weights_M[kept_M],
-        held_S=None,
+        held_S=None if batch.held_S is None else batch.held_S[of_R],
         before_ids_X=torch.cat(earlier),
         before_S=torch.tensor([ids.numel() for ids in earlier], dtype=torch.int64),
+        left_out=batch.left_out + int((~kept_M).sum()),
     )
+
+
+def _searched(ids_X: torch.Tensor) -> torch.Tensor:
+    """Of what stands before a run, what heads that copy search: earlier parts, and so much of the
+    run's own part as reaches into their window.
+    """
+    gaps = (ids_X == GAP).nonzero()[:, 0]
+    own = int(gaps[-1]) + 1 if gaps.numel() else 0
+    first = max(own, ids_X.numel() - COPY_WINDOW - KEY_TOKENS)
+    return ids_X if first == own else torch.cat([ids_X[:own], ids_X[first:]])
 
 
 def _drawn(

@@ -24,7 +24,7 @@ from heads.targets import (
     segments_from_lengths,
     used_rows,
 )
-from medusa_ppo.companion.holdout import held_stretches
+from medusa_ppo.companion.holdout import cut_to_states, held_stretches
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 BLOCK = 256
@@ -107,7 +107,7 @@ class TrainingRows:
         rows_Nn = self.context_Mn[rows_N]
         age_n = torch.arange(rows_Nn.shape[1] - 1, -1, -1)
         used_P, places_Nn = used_rows(torch.where(age_n < seen_N.unsqueeze(1), rows_Nn, MISSING))
-        hidden_PD = self.states(used_P).to(device, torch.float32)
+        hidden_PD = self.states(used_P).to(device).float()
         return Context(
             hidden_PD, self.batch.response_ids_M[used_P].to(device), places_Nn.to(device)
         )
@@ -195,7 +195,8 @@ def sampled_share(batch: RolloutBatch) -> float:
     usable_M[batch.lengths_S.cumsum(0) - 1] = False
     if batch.weights_M is None or not usable_M.any():
         return 1.0
-    return float((usable_M & (batch.weights_M > 0)).sum() / usable_M.sum())
+    all_of_it = int(usable_M.sum()) + batch.left_out
+    return float((usable_M & (batch.weights_M > 0)).sum() / all_of_it)
 
 
 def block_rows(rows: int, ahead: int) -> int:
@@ -247,11 +248,11 @@ class EarlySample:
         # Blocks begin at another place in each response, so that every row is as often at an edge,
         # where it isn't trained on, as any other.
         phase_S = torch.randint(block, lengths_S.shape, generator=generator)
-        most_blocks = int(lengths_S.max()) // block + 2  # Of a response; numbers must not collide.
-        block_M = (place_M + phase_S[segment_M]) // block + segment_M * most_blocks
-        block_M = block_M.unique(return_inverse=True)[1]
+        blocks_S = (lengths_S + phase_S - 1) // block + 1
+        first_S = blocks_S.cumsum(0) - blocks_S
+        block_M = (place_M + phase_S[segment_M]) // block + first_S[segment_M]
         rows_B = torch.bincount(block_M)
-        spared_B = spared_S[segment_M][torch.zeros_like(rows_B).scatter_(0, block_M, row_M)]
+        spared_B = spared_S.repeat_interleave(blocks_S)
         order_B = torch.randperm(rows_B.numel(), generator=generator)
         order_B = order_B[~spared_B[order_B]]
         fits_B = rows_B[order_B].cumsum(0) <= self.rows - int(judged_M.sum())
@@ -270,20 +271,11 @@ class EarlySample:
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The same of a batch whose states are all here."""
         weights_M, held_S = self.draw(batch.lengths_S, batch.prompts_S, batch.policy_version)
-        return with_states(
+        return cut_to_states(
             replace(
                 batch, hidden_MD=batch.hidden_MD[weights_M >= 0], weights_M=weights_M, held_S=held_S
             )
         )
-
-
-def with_states(batch: RolloutBatch) -> RolloutBatch:
-    """The responses of which a state is here."""
-    if batch.weights_M is None:
-        return batch
-    kept_S = torch.zeros(batch.lengths_S.shape, dtype=torch.bool)
-    kept_S[segments_from_lengths(batch.lengths_S)[batch.weights_M >= 0]] = True
-    return batch if kept_S.all() else batch.select(kept_S.nonzero()[:, 0])
 
 
 FIELDS = (

@@ -26,13 +26,12 @@ from heads.modules import MedusaHeads, clip_per_head
 from medusa_ppo.companion.gate import RunningMean, under
 from medusa_ppo.companion.positions import TrainingRows, in_blocks, look_up
 from medusa_ppo.companion.wire import tied
-from medusa_ppo.config.companion_section import CompanionConfig
+from medusa_ppo.config.companion_section import LOGITS_BYTES, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.runtime.rendezvous import Meeting
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 CLIP_NORM = 1.0  # Largest gradient norm of each head.
-LOGITS_BYTES = 1024**3  # Of a micro-batch of one head, in float32, at most.
 TOGETHER = 32
 """Consecutive positions that heads are trained on together."""
 CUT_SHARE = 0.1
@@ -348,7 +347,8 @@ class HeadsTrainer:
         """
         (rows_N, seen_N), batch = rows_N2.unbind(1), source.batch
         lm_head_VD, embedding_VD, product_WD = self._tables_of(batch)
-        hidden_ND = source.states(rows_N).to(self.device, torch.float32)
+        # Across in the states' dtype: `to` with a dtype would convert on the host first.
+        hidden_ND = source.states(rows_N).to(self.device).float()
         own_rows = None if batch.table_ids_R is None else batch.table_ids_R.numel()
         products = torch.autocast(
             self.device.type,
@@ -445,7 +445,7 @@ class HeadsTrainer:
         """
         batch = source.batch
         used_U, places_NK = source.teacher_rows_MK[rows_N].unique(return_inverse=True)
-        hidden_UD = source.states(used_U).to(self.device, torch.float32)
+        hidden_UD = source.states(used_U).to(self.device).float()
         lse_U = None
         if self.ids_W is not None:
             ids_U = batch.response_ids_M[used_U].to(self.device)

@@ -10,6 +10,8 @@ from medusa_ppo.config.section import Count, Section, Text
 
 HOLDOUT_SHARE = 0.2
 """Share of each batch's responses kept out of training, to judge candidates on."""
+LOGITS_BYTES = 1024**3
+"""Of a micro-batch of one head, in float32, at most."""
 
 
 class CompanionConfig(Section):

@@ -49,6 +49,7 @@ class RolloutBatch:
         lm_head_VD, embedding_VD: the tables of the actor that wrote it, where these are no longer
             the newest.
         table_ids_R: int64, ascending, the tokens whose rows these two hold; None: all of them.
+        left_out: response tokens that are not here at all, of a sample.
         rising_s: train on it for as long as acceptance on its held-out part rises, at most so many
             seconds, whatever `passes` says; None: it is an ordinary batch.
     """
@@ -70,6 +71,7 @@ class RolloutBatch:
     lm_head_VD: torch.Tensor | None = None
     embedding_VD: torch.Tensor | None = None
     table_ids_R: torch.Tensor | None = None
+    left_out: int = 0
     rising_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -180,7 +182,7 @@ class RolloutBatch:
             found = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
             # What only some parts know would stand beside the wrong sequences.
             joined[name] = torch.cat(found) if len(found) == len(parts) else None
-        return replace(parts[0], **joined)
+        return replace(parts[0], left_out=sum(part.left_out for part in parts), **joined)
 
     def _picked(self, index: Any, *names: str) -> dict[str, Any]:
         """The same rows of several tensors, of those that there are."""

@@ -250,7 +250,7 @@ class RowShare:
         """What was seen since `expect`."""
         collector = self._collector
         self._collector = None
-        return collector.batch() if collector is not None and collector.seen else None
+        return collector.batch() if collector is not None and collector.has_states else None
 
 
 Row = tuple[Sequence[int], Sequence[int]]
@@ -288,6 +288,7 @@ class RowTap(ABC):
         # Of the batch: passes so far, and rows of its sample that the next ones may still take.
         self._passes = 0
         self._owed = 0.0
+        self._left_out = 0
 
     def expect(self, tokens: int) -> None:
         """The next passes, up to `take`, are over so many response tokens: each gives its share of
@@ -340,16 +341,21 @@ class RowTap(ABC):
         collector = self._collector
         self._collector = None
         self._finder = None
-        if collector is not None and collector.seen and collector.kept:
+        if collector is None:
+            return
+        if collector.has_states:
             self._parts.append(collector.batch(logprobs_by_row))
+        else:
+            self._left_out += collector.left_out
 
     def take(self, policy_version: int) -> RolloutBatch | None:
         """All that was collected since the last call, as one batch; None when there is nothing."""
         parts = self._parts
         self._parts = []
         self._prompts = {}
+        left_out = self._left_out
         self._batches += 1
-        self._passes = 0
+        self._passes = self._left_out = 0
         self._owed = 0.0
         self._expected = None
         if not parts:
@@ -361,7 +367,8 @@ class RowTap(ABC):
                 else replace(part, weights_M=torch.ones(part.response_ids_M.shape[0]))
                 for part in parts
             ]
-        return replace(RolloutBatch.join(parts), policy_version=policy_version)
+        joined = RolloutBatch.join(parts)
+        return replace(joined, policy_version=policy_version, left_out=joined.left_out + left_out)
 
     def _prompt(self, prompt: Sequence[int]) -> int:
         """Number of a prompt; answers to equal prompts share it over all passes of a batch."""

@@ -322,7 +322,7 @@ class MedusaPlugin:
         finally:
             self._collector = None
             self._hands_over = True
-        return collector.batch() if collector.seen else None
+        return collector.batch() if collector.has_states else None
 
     def _trained(
         self,
@@ -443,26 +443,6 @@ class MedusaPlugin:
             yield
         with self._exposed():
             collector.add(tap.hidden_BTD, response_mask_BT, sequences)
-            if collector.complete and self._hands_over:
-                self._flush()
-
-    @property
-    def wanted(self) -> tuple[torch.Tensor, ...] | None:
-        """Of each response of the last rollouts, the tokens whose states are wanted, bool; None:
-        none are.
-        """
-        return None if self._collector is None else self._collector.wanted
-
-    def states_picked(self, states: Mapping[int, torch.Tensor]) -> None:
-        """In the place of `actor_forward`, where other processes make the passes: the wanted states
-        of some responses, by their index.
-        """
-        collector = self._collector
-        if collector is None:
-            return
-        with self._exposed():
-            for sequence, states_ND in states.items():
-                collector.put(sequence, states_ND)
             if collector.complete and self._hands_over:
                 self._flush()
 
@@ -615,6 +595,8 @@ class MedusaPlugin:
                 " companion gets nothing."
             )
             return
+        if collector.seen and not collector.has_states:
+            return  # Of the few that were scored the sample wants nothing.
         self._submit(collector.batch())
 
     def _submit(self, batch: RolloutBatch) -> None:
@@ -666,12 +648,24 @@ class StatesTap:
 
     @property
     def wanted(self) -> tuple[torch.Tensor, ...] | None:
-        """As of MedusaPlugin."""
-        return self._plugin.wanted
+        """Of each response of the last rollouts, the tokens whose states are wanted, bool; None:
+        none are.
+        """
+        collector = self._plugin._collector
+        return None if collector is None else collector.wanted
 
     def put(self, states: Mapping[int, torch.Tensor]) -> None:
-        """As `MedusaPlugin.states_picked`."""
-        self._plugin.states_picked(states)
+        """In the place of a call, where other processes make the passes: the wanted states of some
+        responses, by their index.
+        """
+        plugin, collector = self._plugin, self._plugin._collector
+        if collector is None:
+            return
+        with plugin._exposed():
+            for sequence, states_ND in states.items():
+                collector.put(sequence, states_ND)
+            if collector.complete and plugin._hands_over:
+                plugin._flush()
 
 
 def _why_none(status: CompanionStatus, published: bool) -> str:

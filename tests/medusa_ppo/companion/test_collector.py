@@ -159,15 +159,12 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
         )
     )
     seen = [weights[i] for i in sorted(order[:scored]) if i in weights]
-    kept_S = torch.tensor([bool((weight >= 0).any()) for weight in seen])
-    expected = full.select(kept_S.nonzero()[:, 0])
-    kept_M = torch.cat([weight for weight, kept in zip(seen, kept_S, strict=True) if kept]) >= 0
-    assert torch.equal(some.hidden_MD, expected.hidden_MD[kept_M]) and torch.equal(
-        some.response_ids_M, expected.response_ids_M
-    )
-    assert torch.equal(some.logprobs_M, expected.logprobs_M) and torch.equal(
-        some.lengths_S, expected.lengths_S
-    )
+    kept_M = torch.cat(seen) >= 0
+    assert torch.equal(some.hidden_MD, full.hidden_MD[kept_M])
+    assert torch.equal(some.response_ids_M, full.response_ids_M[kept_M])
+    assert torch.equal(some.logprobs_M, full.logprobs_M[kept_M])
+    assert int(some.lengths_S.sum()) == int(kept_M.sum()) == len(kept_M) - some.left_out
+    assert torch.equal(some.weights_M, torch.cat(seen)[kept_M])
     training, holdout = hold_out(some, 0.3, seed=99)
     assert 0 < kept_M.sum() < full.hidden_MD.shape[0] and training.weights_M is not None
     assert holdout is None or holdout.hidden_MD.shape[0] == int(holdout.lengths_S.sum())

@@ -229,6 +229,7 @@ def test_any_sample_of_any_batch_can_be_drawn_and_split(chain, prompts: int, row
     some = EarlySample(rows, HOLDOUT_SHARE, 0, ahead=3).of(batch)
     training, holdout = hold_out(some, HOLDOUT_SHARE, 0)
     assert training.hidden_MD.shape[0] > 0 and (holdout is None) == (prompts == 1)
+    assert some.left_out == batch.hidden_MD.shape[0] - some.hidden_MD.shape[0]
     judged = stretches(training, 0) if holdout is None else holdout
     assert judged.hidden_MD.shape[0] == int(judged.lengths_S.sum()) > 0
 

@@ -151,19 +151,19 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
             tap.add_logprobs([torch.zeros(500) for _ in own])
         batch = tap.take(batch_number)
         assert batch is not None and batch.weights_M is not None
-        assert 0.9 * budget < batch.hidden_MD.shape[0] <= 1.02 * budget
-        kept_S = torch.tensor(
-            [int((weights >= 0).sum()) for weights in batch.weights_M.split(500)]
-        ).float()
+        assert 0.9 * budget < batch.hidden_MD.shape[0] <= budget + 256
+        assert batch.prompts_S is not None and batch.before_S is not None
         # Each prompt is its response here, and prompts are numbered in their order.
-        assert batch.prompts_S is not None
-        quarters.index_add_(0, batch.prompts_S // 32, kept_S)
-        within = torch.arange(500).repeat(batch.lengths_S.numel())[batch.weights_M >= 0]
-        places += torch.bincount(within // 100, minlength=5)
+        quarters.index_add_(0, batch.prompts_S // 32, batch.lengths_S.float())
+        tokens_M = batch.response_ids_M - 10  # Each is its place.
+        places += torch.bincount(tokens_M // 100, minlength=5)
+        assert batch.left_out + batch.hidden_MD.shape[0] == 128 * 500
         training, holdout = hold_out(batch, 0.2, 0)
         assert holdout is not None and training.lengths_S.numel() > holdout.lengths_S.numel()
     assert quarters.min() > 0.15 * quarters.sum() and quarters.max() < 0.35 * quarters.sum()
-    assert places.min() > 0.8 * places.max(), places
+    # A piece that is due little more than a block takes a second one only where it is short: at a
+    # response's two ends.
+    assert places.min() > 0.75 * places.max(), places
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,15 +229,25 @@ def test_ranks_hand_in_the_states_of_the_sample_alone(pair: Pair, make_rollouts)
         BatchCollector(batch.rollouts, EarlySample(tokens // 2, 0.2, 0, ahead=2)),
     ]
     crossed = [0, 0]
-    for n, collector in enumerate(collectors):
 
-        def put(states: dict[int, torch.Tensor], n: int = n) -> None:
-            crossed[n] += sum(values.shape[0] for values in states.values())
+    class Taken(StatesTap):
+        """Into one of the collectors; None: nothing is trained in this step."""
+
+        def __init__(self, n: int | None) -> None:
+            self.n = n
+
+        @property
+        def wanted(self) -> tuple[torch.Tensor, ...] | None:
+            return None if self.n is None else collectors[self.n].wanted
+
+        def put(self, states: Mapping[int, torch.Tensor]) -> None:
+            assert self.n is not None, "none were asked for"
+            crossed[self.n] += sum(values.shape[0] for values in states.values())
             for sequence, values in states.items():
-                collectors[n].put(sequence, values)
+                collectors[self.n].put(sequence, values)
 
-        plugin: Any = SimpleNamespace(wanted=collector.wanted, states_picked=put)
-        pair.ranked.score(batch, torch.zeros(8), Sampling(), StatesTap(plugin))
+    for n, collector in enumerate(collectors):
+        pair.ranked.score(batch, torch.zeros(8), Sampling(), Taken(n))
         assert collector.complete
     assert crossed == [tokens, collectors[1].kept] and 0 < crossed[1] <= tokens // 2
     wanted_M = torch.cat(collectors[1].wanted)
@@ -247,8 +257,7 @@ def test_ranks_hand_in_the_states_of_the_sample_alone(pair: Pair, make_rollouts)
     )
     lm_head_VD = pair.ranked.actor.lm_head_VD
     logprobs_MV = (whole.hidden_MD @ lm_head_VD.T).log_softmax(-1)
-    unasked: Any = SimpleNamespace(wanted=None)  # Nothing is trained in this step.
-    scores, _ = pair.ranked.score(batch, torch.zeros(8), Sampling(), StatesTap(unasked))
+    scores, _ = pair.ranked.score(batch, torch.zeros(8), Sampling(), Taken(None))
     first = int(batch.rollouts.responses[0].token_ids[0])
     torch.testing.assert_close(logprobs_MV[0, first], scores.logprobs_SR[0, 0], **CLOSE)
 
