@@ -2,18 +2,23 @@
 
     medusa-ppo bench rollout --model DIR --heads HEADS --data FILE --template ... --dtype bfloat16
         --batches 1,4,16,64 --fixed 1,2,4 --others none --json CELLS/actor-bfloat16.json
-    python benchmarks/predict_cpu.py CELLS/*.json
+    python benchmarks/predict_cpu.py CELLS/*.json [--prompt 64]
+    python benchmarks/predict_cpu.py --step-times ~/.cache/medusa-ppo/step-times/KEY.json
 
 The measured files are those of `bench rollout`; each names its actor, heads, dtype and threads.
 What was accepted is taken from them, since acceptance is given to a prediction; seconds are not. A
 cell is a number of sequences: predicted is the ratio of each fixed number of drafts to vLLM's
 defaults, and of the best of them, none included, where the measured engine chose for itself.
+
+Step times are those that an engine measured for itself when it started with `num_drafts` chosen by
+it; predicted is each of them, from a calibration of the same sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -24,10 +29,14 @@ from medusa_ppo.predict.asking import Accepted, PredictOptions, question_of
 from medusa_ppo.predict.rollout_model import ResponseLengths, RolloutModel
 from medusa_ppo.predict.step_model import Steps
 from medusa_ppo.predict.trained_heads import read_trained
+from medusa_ppo.runtime.hardware import ModelSizes
 
+NEAR = 0.1
 FIXED, CHOSEN = "ours, K = ", "ours, K chosen"
 PROMPT = 64
 """Tokens of a prompt, about: a cell does not say."""
+STEP_CONTEXT = 120
+"""Tokens in the cache of each request, about, while an engine measures its steps."""
 
 
 def accepted_shares(rows: Sequence[Mapping[str, Any]], heads: int) -> tuple[float, ...]:
@@ -51,12 +60,12 @@ def accepted_shares(rows: Sequence[Mapping[str, Any]], heads: int) -> tuple[floa
 
 
 def predicted_ratios(
-    steps: Steps, batch: int, shares: Sequence[float], tokens: int
+    steps: Steps, batch: int, shares: Sequence[float], tokens: int, prompt: int = PROMPT
 ) -> dict[int, float]:
     """Ratio to vLLM's defaults by number of drafts, at so many sequences that run together."""
     lengths = ResponseLengths((tokens,) * batch, "alike")
-    model = RolloutModel(steps, lengths, batch, PROMPT, len(shares))
-    prefill = steps.prefill(PROMPT * batch)
+    model = RolloutModel(steps, lengths, batch, prompt, len(shares))
+    prefill = steps.prefill(prompt * batch)
     plain = model.plain().seconds + prefill
     return {
         drafts: plain / (model.drafted(shares, drafts).seconds + prefill)
@@ -64,14 +73,16 @@ def predicted_ratios(
     }
 
 
-def cells_of(measured: Mapping[str, Any], steps: Steps, heads: int) -> list[dict[str, Any]]:
+def cells_of(
+    measured: Mapping[str, Any], steps: Steps, heads: int, prompt: int = PROMPT
+) -> list[dict[str, Any]]:
     """Each number of sequences: measured and predicted."""
     found = []
     for batch in measured["batches"]:
         rows = [row for row in measured["rows"] if row["batch"] == batch]
         shares = accepted_shares(rows, heads)
         tokens = measured["settings"]["max_new_tokens"]
-        ratios = predicted_ratios(steps, batch, shares, tokens)
+        ratios = predicted_ratios(steps, batch, shares, tokens, prompt)
         fixed = {
             int(row["arm"].removeprefix(FIXED)): row["ratio"]
             for row in rows
@@ -116,10 +127,67 @@ def markdown(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
+def step_rows(kept: Mapping[str, Any], steps: Steps) -> list[str]:
+    """By running sequences: an engine's plain step over its steps with drafts, and predicted."""
+    measured = {(row["running"], row["drafts"]): row["seconds"] for row in kept["rows"]}
+    out: list[str] = []
+    errors: list[float] = []
+    for running in sorted({running for running, _ in measured}):
+        plain = measured[running, 0], steps.plain(running, STEP_CONTEXT)
+        pairs = []
+        for drafts in sorted(k for size, k in measured if size == running and k):
+            real = plain[0] / measured[running, drafts]
+            paper = plain[1] / steps.drafted(running, drafts, STEP_CONTEXT)
+            errors.append(abs(paper / real - 1))
+            pairs.append(f"K = {drafts}: {real:.2f} / {paper:.2f}")
+        seconds = f"{1e3 * plain[0]:.2f} / {1e3 * plain[1]:.2f}"
+        out.append(f"| {running} | {seconds} | {', '.join(pairs)} |")
+    close = sum(error <= NEAR for error in errors)
+    mean = 100 * sum(errors) / len(errors)
+    out.append(f"\n{close} of {len(errors)} ratios within {100 * NEAR:.0f} %, mean {mean:.1f} %")
+    return out
+
+
+def _steps_of_kept(kept: Mapping[str, Any]) -> Steps:
+    """A calibration for the sizes of an engine's kept step times."""
+    import torch
+
+    from heads.heads_config import HeadsConfig
+    from medusa_ppo.predict.cpu_steps import CpuSteps
+    from medusa_ppo.vllm_plugin.int8_products import onednn_product, packed_linear
+
+    key = kept["key"]
+    torch.set_num_threads(int(re.findall(r"(\d+) threads", key["machine"])[0]))
+    return CpuSteps(
+        ModelSizes.from_config(key["model"]),
+        HeadsConfig(**key["heads"]),
+        getattr(torch, key["dtype"].removeprefix("torch.")),
+        onednn_product,
+        packed_linear,
+        key["max_num_seqs"],
+        STEP_CONTEXT,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Rollouts on this CPU, predicted and measured.")
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
+    parser.add_argument("--step-times", type=Path, help="an engine's kept step times")
     options = parser.parse_args()
+    if options.step_times:
+        kept = json.loads(options.step_times.read_text(encoding="utf-8"))
+        out = [
+            "| running | plain ms, measured / predicted | plain over drafted, the same |",
+            "|---|---|---|",
+            *step_rows(kept, _steps_of_kept(kept)),
+        ]
+    else:
+        out = _cells(options.files, options.prompt)
+    sys.stdout.write("\n".join(out) + "\n")
+
+
+def _cells(files: Sequence[Path], prompt: int) -> list[str]:
     import torch
 
     from medusa_ppo.engines.launch import read_model_config
@@ -131,7 +199,7 @@ def main() -> None:
         " | its measured rate over the best |",
         "|---|---|---|---|---|---|",
     ]
-    for file in options.files:
+    for file in files:
         measured = json.loads(file.read_text(encoding="utf-8"))
         settings = measured["settings"]
         torch.set_num_threads(settings["threads"])
@@ -139,7 +207,7 @@ def main() -> None:
         raw = read_model_config(settings["model"])
         tokens = settings["max_new_tokens"]
         asked = PredictOptions(
-            model=settings["model"], length_mean=tokens, length_spread=0.0, prompt=PROMPT
+            model=settings["model"], length_mean=tokens, length_spread=0.0, prompt=prompt
         )
         question = question_of(asked, raw, Accepted((0.5,)), trained=trained)
         dtype = settings["dtype"] if settings["dtype"] != "auto" else "float32"
@@ -150,11 +218,11 @@ def main() -> None:
             onednn_product,
             packed_linear,
             max(measured["batches"]),
-            PROMPT + tokens / 2,
+            prompt + tokens / 2,
         )
-        cells = cells_of(measured, steps, trained.num_heads)
+        cells = cells_of(measured, steps, trained.num_heads, prompt)
         out += markdown(f"{Path(settings['model']).name}, {dtype}", cells)
-    sys.stdout.write("\n".join(out) + "\n")
+    return out
 
 
 if __name__ == "__main__":

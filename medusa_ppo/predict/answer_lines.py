@@ -25,8 +25,8 @@ def answer_lines(prediction: Prediction) -> list[str]:
         "",
         (
             f"Rollout   {_duration(prediction.plain_s)} without drafts,"
-            f" {_duration(prediction.drafted_s)} with, {prediction.mean_drafts:.1f} a step in the"
-            f" mean; responses {asked.lengths.said}, {prediction.slots} at once"
+            f" {_duration(prediction.drafted_s)} with, {prediction.mean_drafts:.1f} drafts a step"
+            f" in the mean; responses {asked.lengths.said}, {prediction.slots} at once"
             + (
                 f" ({prediction.drafted_slots} beside drafting's memory)"
                 if prediction.drafted_slots != prediction.slots

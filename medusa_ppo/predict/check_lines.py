@@ -16,8 +16,10 @@ FOLDER = "any-heads"
 """Where the configuration of heads without weights goes."""
 
 
-def check_lines(prediction: Prediction, heads: str = "HEADS") -> list[str]:
-    """Shell lines: vLLM plain, vLLM with synthetic acceptance, ours with real heads."""
+def check_lines(prediction: Prediction, heads: str = "HEADS", on_gpu: bool = True) -> list[str]:
+    """Shell lines: vLLM plain, vLLM with synthetic acceptance, ours with real heads; on a CPU only
+    the last, for vLLM has no synthetic acceptance there.
+    """
     asked = prediction.question
     sequences = prediction.drafted_slots
     drafts = next(
@@ -55,6 +57,12 @@ def check_lines(prediction: Prediction, heads: str = "HEADS") -> list[str]:
     )
     batches = ",".join(str(row.sequences) for row in prediction.rows[::2])
     fixed = ",".join(str(count) for count in range(1, len(asked.acceptance) + 1))
+    ours = (
+        f"medusa-ppo bench rollout --model {name} --heads {shlex.quote(heads)} --data DATA"
+        f" --template TEMPLATE --batches {batches} --fixed {fixed} --max-new-tokens {length}"
+    )
+    if not on_gpu:
+        return ["# with trained heads, on your prompts", ours]
     return [
         "# 1. vLLM without speculation",
         serve,
@@ -65,9 +73,5 @@ def check_lines(prediction: Prediction, heads: str = "HEADS") -> list[str]:
         f"VLLM_PLUGINS=none {serve} --speculative-config {shlex.quote(json.dumps(speculative))}",
         bench,
         "# 3. with trained heads, on your prompts",
-        (
-            f"medusa-ppo bench rollout --model {name} --heads {shlex.quote(heads)} --data DATA"
-            f" --template TEMPLATE --batches {batches} --fixed {fixed}"
-            f" --max-new-tokens {length}"
-        ),
+        ours,
     ]

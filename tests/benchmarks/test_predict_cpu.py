@@ -71,3 +71,23 @@ def test_a_cell_holds_both_and_judges_the_best_number(comparison: ModuleType) ->
     assert many["at_best"] == pytest.approx(1 / 1.5)
     line = comparison.markdown("actor", [few])[0]
     assert "1.45 / 1.71, +18 %" in line
+
+
+def test_an_engines_own_step_times_beside_a_prediction(comparison: ModuleType) -> None:
+    kept = {
+        "rows": [
+            {"running": running, "drafts": drafts, "seconds": seconds}
+            for running, drafts, seconds in [
+                (1, 0, 1.0),
+                (1, 1, 1.1),
+                (1, 2, 1.5),
+                (4, 0, 2.0),
+                (4, 1, 2.8),
+            ]
+        ]
+    }
+    first, second, errors = comparison.step_rows(kept, Priced())
+    assert first == "| 1 | 1000.00 / 1000.00 | K = 1: 0.91 / 0.91, K = 2: 0.67 / 0.83 |"
+    assert second == "| 4 | 2000.00 / 1000.00 | K = 1: 0.71 / 0.71 |"
+    # Of three ratios one is 25 % off.
+    assert errors == "\n2 of 3 ratios within 10 %, mean 8.3 %"

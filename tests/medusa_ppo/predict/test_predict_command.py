@@ -140,7 +140,11 @@ def test_the_lines_are_ones_that_vllm_takes() -> None:
         ResponseLengths.log_normal(64, 500, 0.5),
         sequences=16,
     )
-    lines = check_lines(predict_on_gpu(question, find_gpu("h100"), tables=False))
+    prediction = predict_on_gpu(question, find_gpu("h100"), tables=False)
+    on_cpu = check_lines(prediction, "HEADS", on_gpu=False)
+    assert not [line for line in on_cpu if "synthetic" in line]
+    assert any(line.startswith("medusa-ppo bench rollout") for line in on_cpu)
+    lines = check_lines(prediction)
     speculative = next(line for line in lines if "--speculative-config" in line)
     words = shlex.split(speculative)
     given = json.loads(words[words.index("--speculative-config") + 1])

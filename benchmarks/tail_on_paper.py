@@ -1,6 +1,6 @@
 """A rollout with a long tail, simulated by `medusa-ppo predict`'s model and run on a real engine.
 
-    python benchmarks/long_tail.py --model DIR [--responses 256] [--mean 100] [--spread 0.7]
+    python benchmarks/tail_on_paper.py --model DIR [--responses 256] [--mean 100] [--spread 0.7]
         [--sequences 32] [--dtype bfloat16] [--threads 2] [--rounds 3]
 
 Responses have log-normal lengths, on vLLM without speculation (compiled, in this process), each cut
