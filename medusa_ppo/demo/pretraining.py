@@ -220,9 +220,7 @@ def _encode_pool(
     # A pool has one rate: where slips begin is rounded to whole pools, also on resume.
     slip_rate = recipe.slip_rate if pool * _POOL >= recipe.slips_from * recipe.steps else 0.0
     texts = [
-        document(
-            problem(pool * count + i, recipe.seed, "pretrain", slip_rate, recipe.checked_rate)
-        )
+        document(problem(pool * count + i, recipe.seed, "pretrain", slip_rate, recipe.checked_rate))
         for i in range(count)
     ]
     prompts = tokenizer([prompt for prompt, _ in texts], add_special_tokens=False)["input_ids"]

@@ -268,9 +268,9 @@ class LiveProgress(PrintedProgress):
         self.note(step_line(values))
         rate = values.get(names.TOKENS_PER_S)
         acceptance = values.get(names.MAL_SERVING)
-        parts = [f"{rate:.0f} tokens/s"] * bool(rate) + [
-            f"{acceptance:.2f} tokens a step"
-        ] * bool(acceptance)
+        parts = [f"{rate:.0f} tokens/s"] * bool(rate) + [f"{acceptance:.2f} tokens a step"] * bool(
+            acceptance
+        )
         self._bars.update(
             self._steps, advance=1, note="  ".join([*parts, f"left {self._clock.left_text()}"])
         )
