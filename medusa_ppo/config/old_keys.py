@@ -43,8 +43,8 @@ OLD_KEYS = {
         " each batch with companion.wait or ppo.staleness."
     ),
     "companion.min_epochs": (
-        "It trains at least a whole pass, or nothing: set companion.share, the most that training"
-        " may take of the loop's seconds."
+        "It trains a quarter of a pass or more, or nothing: set companion.share, the most that"
+        " training may take of the loop's seconds."
     ),
     "companion.upper_mark_every": (
         "No upper mark is taken any more; replay_mal_frozen, heads that stopped learning, is what"

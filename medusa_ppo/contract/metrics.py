@@ -200,7 +200,9 @@ COMPANION_LOST_S = "companion_lost_s"
 COMPANION_TAKEN = "companion_taken_frac"
 """Share of the loop's seconds that training took so far; companion.share is the most."""
 COMPANION_BUDGET_S = "companion_budget_s"
-"""Seconds of training that are left in the budget; below 0: borrowed."""
+"""Seconds of training that are left in the budget; below 0: the last pass took longer than was
+expected.
+"""
 COMPANION_TRAINED_TOKENS = "companion_trained_tokens"
 """Positions trained on so far."""
 COMPANION_STEPS = "companion_optimizer_steps"
@@ -235,7 +237,7 @@ REASONS = {
     "fixed": "the loop waits for the companion, or the engine writes ahead: no budget",
     "alone": "training takes nothing from the loop: no budget",
     "training": "new versions still come, and the budget has room",
-    "waiting": "the budget has no room for a whole pass, or a batch waits already",
+    "waiting": "the budget has no room for a quarter of a pass, or a batch waits already",
     "resting": "many verdicts in a row brought no new version; now and then one pass is tried",
 }
 """State of the training -> what it means."""
