@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from heads.heads_config import context_prefix
 from heads.modules import MedusaHeads
+from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.products import (
     EMBED,
     LINEAR,
@@ -239,10 +240,8 @@ class Arrived:
             own.append(max(len(found) - 1, 0))
             row += 1 if alike else count + 1
         # One copy to the device for all four columns.
-        numbers = torch.tensor([*zip(*found, strict=True)], dtype=torch.int64).to(
-            hidden_TD.device, non_blocking=True
-        )
-        own_B = torch.tensor(own).to(hidden_TD.device, non_blocking=True)
+        numbers = sending.sent([*zip(*found, strict=True)], hidden_TD.device)
+        own_B = sending.sent(own, hidden_TD.device)
         row_N, ids_N, request_N, back_N = numbers.unbind(0)
         positions_N = at.positions_B[request_N] - back_N
         return cls(

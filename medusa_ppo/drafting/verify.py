@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.noise import draw
 
 PLACEHOLDER = -1
@@ -51,16 +52,29 @@ class DraftRows:
         cls, draft_ids_T: torch.Tensor, counts: Sequence[int], *, bonus_rows: bool = True
     ) -> DraftRows:
         """From vLLM's flat form. `bonus_rows=False`: rows of logits exist for drafts only."""
-        counts_B, starts_B, rows_BK = _places(tuple(counts), int(bonus_rows), draft_ids_T.device)
+        device = draft_ids_T.device
+        counts_B, starts_B, rows_BK = _places(tuple(counts), int(bonus_rows), device)
         width = rows_BK.shape[1]
         if min(counts) == width:
             ids_BK = draft_ids_T.to(torch.int64).view(len(counts), width)
-        else:
+        elif not len(draft_ids_T):
             ids_BK = torch.full_like(rows_BK, PLACEHOLDER)
-            ids_BK[torch.arange(width, device=draft_ids_T.device) < counts_B.unsqueeze(1)] = (
-                draft_ids_T.to(torch.int64)
-            )
+        else:
+            # By lookup: which places a mask has is read on the host.
+            _, _, drafts_BK = _places(tuple(counts), 0, device)
+            there_BK = torch.arange(width, device=device) < counts_B.unsqueeze(1)
+            found_BK = draft_ids_T.to(torch.int64)[drafts_BK.clamp(0, len(draft_ids_T) - 1)]
+            ids_BK = torch.where(there_BK, found_BK, PLACEHOLDER)
         return cls(ids_BK, counts_B, starts_B, rows_BK)
+
+    def part(self, requests: slice) -> DraftRows:
+        """Of some requests in a row."""
+        return DraftRows(
+            self.draft_ids_BK[requests],
+            self.counts_B[requests],
+            self.starts_B[requests],
+            self.rows_BK[requests],
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -70,7 +84,7 @@ def _places(
     """counts_B, starts_B and rows_BK of `DraftRows`. Most steps have the counts of the step before;
     nobody writes into these.
     """
-    counts_B = torch.tensor(counts, dtype=torch.int64, device=device)
+    counts_B = sending.sent(counts, device)
     starts_B = torch.cumsum(counts_B + extra, 0) - (counts_B + extra)
     steps_K = torch.arange(max(counts), device=device)
     last_B = (counts_B + extra - 1).clamp_min(0)
@@ -113,6 +127,10 @@ class DraftQ(Protocol):
         """
         ...
 
+    def part(self, requests: slice) -> DraftQ:
+        """Of some requests in a row."""
+        ...
+
 
 class OneHot:
     """Drafts that were not sampled."""
@@ -127,6 +145,9 @@ class OneHot:
         return probs_BV.scatter(
             1, ids_B1, torch.where(refused_B1 >= 0, 0.0, probs_BV.gather(1, ids_B1))
         )
+
+    def part(self, requests: slice) -> OneHot:
+        return self
 
 
 class WholeRows:
@@ -144,6 +165,9 @@ class WholeRows:
         q_BV = self._probs_BKV[torch.arange(len(at_B1), device=at_B1.device), at_B1.squeeze(1)]
         return (probs_BV - q_BV * (refused_B1 >= 0)).clamp_min(0)
 
+    def part(self, requests: slice) -> WholeRows:
+        return WholeRows(self._probs_BKV[requests])
+
 
 @dataclass(frozen=True)
 class Proposed:
@@ -159,14 +183,44 @@ class Proposed:
     uniforms_BW: torch.Tensor
 
 
-def accepted_run(
-    logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_q: DraftQ
-) -> torch.Tensor:
-    """Length of the run of accepted drafts, int64 `[B]`. logprobs are of the distribution to sample
-    from.
+class TargetRows:
+    """Log-probs of the distribution to sample from, row by row. Of logits alone only what is asked
+    for is normalised: a second `[N, V]` is gigabytes where many sequences run.
     """
+
+    def __init__(self, logits_NV: torch.Tensor, logprobs_NV: torch.Tensor | None = None) -> None:
+        self._values_NV = logits_NV if logprobs_NV is None else logprobs_NV
+        self._sums_N = None
+        if logprobs_NV is None:
+            # float32 also for 16-bit logits: ratios of probabilities decide what is accepted.
+            parts = self._values_NV.split(rows_at_once(logits_NV.shape[-1]))
+            self._sums_N = torch.cat([part_NV.float().logsumexp(-1) for part_NV in parts])
+
+    def at(self, rows_BK: torch.Tensor, ids_BK: torch.Tensor) -> torch.Tensor:
+        """Log-probs of single tokens, float64."""
+        values_BK = self._values_NV[rows_BK, ids_BK].double()
+        return values_BK if self._sums_N is None else values_BK - self._sums_N[rows_BK].double()
+
+    def rows(self, rows_B: torch.Tensor) -> torch.Tensor:
+        """Whole rows, float32 `[B, V]`."""
+        rows_BV = self._values_NV[rows_B].float()
+        return rows_BV if self._sums_N is None else rows_BV - self._sums_N[rows_B].unsqueeze(1)
+
+
+ROW_BYTES = 64 * 1024**2
+"""Bytes of float64 that a residual holds at a time."""
+
+
+def rows_at_once(vocab_size: int) -> int:
+    return max(1, ROW_BYTES // (8 * vocab_size))
+
+
+def accepted_run(
+    target: TargetRows, drafts: DraftRows, uniform_BK: torch.Tensor, draft_q: DraftQ
+) -> torch.Tensor:
+    """Length of the run of accepted drafts, int64 `[B]`."""
     ids_BK = drafts.draft_ids_BK.clamp_min(0)
-    ratio_BK = logprobs_NV[drafts.rows_BK, ids_BK].double().exp()
+    ratio_BK = target.at(drafts.rows_BK, ids_BK).exp()
     q_BK = draft_q.of(ids_BK).double()
     # A draft that q could not have drawn says that q is not what was drafted from: refuse it.
     ratio_BK = torch.where(q_BK > 0, ratio_BK / q_BK, 0.0)
@@ -238,9 +292,7 @@ def verify_rows(
         argmax_N = logits_NV.argmax(-1)
         run_B = greedy_run(argmax_N, drafts)
         return run_B, argmax_N[end_rows(run_B)]
-    if logprobs_NV is None:
-        # float32 also for 16-bit logits: ratios of probabilities decide what is accepted.
-        logprobs_NV = logits_NV.log_softmax(-1, dtype=torch.float32)
+    target = TargetRows(logits_NV, logprobs_NV)
     width = drafts.draft_ids_BK.shape[1]
     if isinstance(proposed, Proposed):
         draft_q = proposed.q or OneHot()
@@ -248,10 +300,22 @@ def verify_rows(
     else:
         draft_q = OneHot() if proposed is None else WholeRows(spread_draft_probs(proposed, counts))
         uniforms_BW = uniform_numbers(counts, width + 1, rule.generators, logits_NV.device)
-    run_B = accepted_run(logprobs_NV, drafts, uniforms_BW[:, :width], draft_q)
-    last_B = residual_sample(
-        logprobs_NV[end_rows(run_B)], drafts, run_B, uniforms_BW[:, -1], draft_q
-    )
+    run_B = accepted_run(target, drafts, uniforms_BW[:, :width], draft_q)
+    ends_B = end_rows(run_B)
+    chunk = rows_at_once(logits_NV.shape[-1])
+    last = []
+    for first in range(0, len(run_B), chunk):
+        some = slice(first, first + chunk)
+        last.append(
+            residual_sample(
+                target.rows(ends_B[some]),
+                drafts.part(some),
+                run_B[some],
+                uniforms_BW[some, -1],
+                draft_q.part(some),
+            )
+        )
+    last_B = last[0] if len(last) == 1 else torch.cat(last)
     if rule.greedy_B is not None:
         argmax_N = logits_NV.argmax(-1)
         run_B = torch.where(rule.greedy_B, greedy_run(argmax_N, drafts), run_B)

@@ -101,35 +101,43 @@ def rejection_in_torch(original: Replaced) -> Replaced:
         max_spec_len: int,
         cu_num_draft_tokens: torch.Tensor,
         draft_probs: PROPOSED,
-        target_logits: torch.Tensor,
-        bonus_token_ids: torch.Tensor,
-        sampling_metadata: Any,
-        synthetic_mode: bool = False,
-        *_: Any,
-        **__: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        if synthetic_mode:
-            refuse_lossy_rule("synthetic")
-        bonus_B = bonus_token_ids.view(-1).to(torch.int64)
-        if max_spec_len == 0:
-            return bonus_B.unsqueeze(1).to(torch.int32)
-        drafts = verify.DraftRows.build(draft_token_ids, num_draft_tokens, bonus_rows=False)
-        # A request without drafts has no row of its own here; any row will do, its run ends at the
-        # bonus token.
-        drafts = verify.DraftRows(
-            drafts.draft_ids_BK,
-            drafts.counts_B,
-            drafts.starts_B,
-            drafts.rows_BK.clamp(0, target_logits.shape[0] - 1),
-        )
-        run_B, last_B = verify.verify_rows(
-            target_logits, None, drafts, num_draft_tokens, draft_probs, _rule(sampling_metadata)
-        )
-        return verify.assemble(
-            drafts, run_B, torch.where(run_B >= drafts.counts_B, bonus_B, last_B)
+        return verified_in_torch(
+            draft_token_ids, num_draft_tokens, max_spec_len, draft_probs, *args, **kwargs
         )
 
     return rejection_sample
+
+
+def verified_in_torch(
+    draft_token_ids: torch.Tensor,
+    num_draft_tokens: list[int],
+    max_spec_len: int,
+    draft_probs: PROPOSED,
+    target_logits: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    sampling_metadata: Any,
+    synthetic_mode: bool = False,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    """vLLM's `rejection_sample`, on any device."""
+    if synthetic_mode:
+        refuse_lossy_rule("synthetic")
+    bonus_B = bonus_token_ids.view(-1).to(torch.int64)
+    if max_spec_len == 0:
+        return bonus_B.unsqueeze(1).to(torch.int32)
+    drafts = verify.DraftRows.build(draft_token_ids, num_draft_tokens, bonus_rows=False)
+    # A request without drafts has no row of its own here; any row will do, its run ends at the
+    # bonus token.
+    rows_BK = drafts.rows_BK.clamp(0, target_logits.shape[0] - 1)
+    drafts = verify.DraftRows(drafts.draft_ids_BK, drafts.counts_B, drafts.starts_B, rows_BK)
+    run_B, last_B = verify.verify_rows(
+        target_logits, None, drafts, num_draft_tokens, draft_probs, _rule(sampling_metadata)
+    )
+    return verify.assemble(drafts, run_B, torch.where(run_B >= drafts.counts_B, bonus_B, last_B))
 
 
 def verification_in_one_pass(original: Replaced) -> Replaced:

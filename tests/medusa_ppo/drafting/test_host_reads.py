@@ -133,7 +133,6 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
                 slots.stamp(rows_B, stamps(rows_B, rows_B), count)
             kept = slots.look_up(rows_B, stamps(rows_B, rows_B), K)
             assert kept.rows(rows_B.unsqueeze(1)).shape == (B, width)
-            assert slots.whole_rows(kept, rows_B, rows_B, rows_B, V).shape == (B, V)
             uniforms(rows_B, None, None, ACCEPT_LANE, K)
 
 

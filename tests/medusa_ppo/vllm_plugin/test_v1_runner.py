@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from medusa_ppo.drafting.verify import Proposed
 from medusa_ppo.vllm_plugin import v1_runner
+from tests.medusa_ppo.vllm_plugin.test_proposer import D, K, ProposerStep, V
 
 
 @pytest.mark.parametrize(
@@ -24,3 +29,41 @@ def test_drafts_start_where_a_request_s_last_token_was_sampled(
     """
     hidden_TD = torch.arange(sum(drafted) + len(drafted)).unsqueeze(1).expand(-1, 4)
     assert v1_runner._last_states(hidden_TD, sampled, drafted)[:, 0].tolist() == rows
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("copy_parts", [0, 2])
+def test_the_memory_profile_sees_a_full_batch_with_all_drafts(
+    sampled: bool, copy_parts: int
+) -> None:
+    """vLLM's own has one draft a request, and no q."""
+    batch = 4
+    step = ProposerStep(batch, pairs=3 if copy_parts else 0, copy_parts=copy_parts)
+    step.proposer.sampled = sampled
+    step.proposer._use_vocabulary()
+    verified: list[tuple[Any, ...]] = []
+    sampling = SimpleNamespace(temperature=torch.ones(batch))
+
+    def original(self: Any, hidden_ND: torch.Tensor) -> str:
+        return self.rejection_sampler("one draft each", None, hidden_ND, sampling)
+
+    runner = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        drafter=step.proposer,
+        model=SimpleNamespace(compute_logits=step.logits),
+        rejection_sampler=lambda *args: verified.append(args),
+    )
+    profiled = v1_runner.with_drafts_profiled(original)
+    with torch.inference_mode():
+        profiled(runner, torch.zeros(batch, D))
+    assert [args[0] for args in verified[:1]] == ["one draft each"] and len(verified) == 2
+    meta, proposed, logits_NV, asked = verified[1]
+    assert meta.num_draft_tokens == [K] * batch and asked is sampling
+    assert logits_NV.shape == (batch * (K + 1), V)
+    assert isinstance(proposed, Proposed) == sampled
+    if sampled:
+        assert proposed.q.sampled_BK.all() and proposed.uniforms_BW.shape == (batch, K + 1)
+        assert not (step.proposer._slots.stamps_R >= 0).any(), "nobody's drafts are kept"
+    runner.device = SimpleNamespace(type="cpu")
+    profiled(runner, torch.zeros(batch, D))
+    assert len(verified) == 3, "vLLM's CPU build profiles nothing"
