@@ -303,10 +303,11 @@ def verify_rows(
     run_B = accepted_run(target, drafts, uniforms_BW[:, :width], draft_q)
     ends_B = end_rows(run_B)
     chunk = rows_at_once(logits_NV.shape[-1])
-    last = []
-    for first in range(0, len(run_B), chunk):
-        some = slice(first, first + chunk)
-        last.append(
+    if len(run_B) <= chunk:
+        last_B = residual_sample(target.rows(ends_B), drafts, run_B, uniforms_BW[:, -1], draft_q)
+    else:
+        parts = [slice(first, first + chunk) for first in range(0, len(run_B), chunk)]
+        last = [
             residual_sample(
                 target.rows(ends_B[some]),
                 drafts.part(some),
@@ -314,8 +315,9 @@ def verify_rows(
                 uniforms_BW[some, -1],
                 draft_q.part(some),
             )
-        )
-    last_B = last[0] if len(last) == 1 else torch.cat(last)
+            for some in parts
+        ]
+        last_B = torch.cat(last)
     if rule.greedy_B is not None:
         argmax_N = logits_NV.argmax(-1)
         run_B = torch.where(rule.greedy_B, greedy_run(argmax_N, drafts), run_B)
