@@ -48,6 +48,10 @@ def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
             tensor.dim() - len([p for p in parts if p is not None]) + 1
         )
     if any(isinstance(part, torch.Tensor) for part in parts):
+        for dim, part in enumerate(parts):
+            if isinstance(part, slice):
+                ends = part.start, part.stop, part.step or 1
+                tensor = torch.ops.aten.slice(tensor, dim, *ends)
         return torch.ops.aten.index(
             tensor, [None if isinstance(part, slice) else part for part in parts]
         )

@@ -92,7 +92,7 @@ def test_a_v1_step_waits_for_nothing(
     keys = [str(row) for row in range(batch)]
     asked = SimpleNamespace(seed=None, structured_outputs=None)
     live = {key: SimpleNamespace(sampling_params=asked, prompt_token_ids=[1, 2, 3]) for key in keys}
-    with FakeTensorMode(), Indexing():
+    with torch.inference_mode(), FakeTensorMode(), Indexing():
         drafter, device = proposer(context, copy_parts)
         rows = sum(counts) + batch
         with torch.device("cuda"):

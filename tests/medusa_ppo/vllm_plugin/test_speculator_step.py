@@ -100,7 +100,7 @@ def test_what_is_kept_is_what_was_drawn_from() -> None:
             drawn_V = speculator.drafter._slots.q(torch.tensor([row]), torch.tensor([k]))[0]
             kept_V = (speculator._kept_SKV[slot, k] / temperature).softmax(-1)
             assert torch.equal(kept_V > 0, drawn_V > 0)
-            torch.testing.assert_close(kept_V, drawn_V, rtol=2e-6, atol=0)
+            torch.testing.assert_close(kept_V, drawn_V, rtol=1e-5, atol=0)
     assert speculator._kept_SKV[3].isfinite().sum(1).tolist() == [1, 1]
     assert speculator._kept_SKV[3].argmax(1).tolist() == ids_BK[2].tolist()
     assert bool((speculator._kept_SKV[[0, 2]] == 7.0).all())
@@ -116,9 +116,9 @@ def test_a_dummy_run_takes_the_path_that_serves_and_changes_nothing(
     asked = []
     draft = DraftingCore.draft
 
-    def seen(self: DraftingCore, *args: Any) -> Any:
+    def seen(self: DraftingCore, *args: Any, **named: Any) -> Any:
         asked.append(args[3] if len(args) > 3 else None)
-        return draft(self, *args)
+        return draft(self, *args, **named)
 
     monkeypatch.setattr(DraftingCore, "draft", seen)
     step.batch.positions = step.batch.positions + 1
