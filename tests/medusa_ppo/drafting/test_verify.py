@@ -199,7 +199,8 @@ def test_blocks_are_verified_as_the_reference_says(
     batch = 900
     drafts, logprobs_NV, kept, counts, dense_BKV = block_batch(width, batch, width, mapped)
     numbers_BK = torch.rand(batch, width, dtype=torch.float64)
-    run = verify.accepted_run(logprobs_NV, drafts, numbers_BK, kept)
+    target = verify.TargetRows(logprobs_NV, logprobs_NV)
+    run = verify.accepted_run(target, drafts, numbers_BK, kept)
     at_B1 = run.length_B.clamp_max(width - 1).unsqueeze(1)
     seen = set()
     for row, count in enumerate(counts):
@@ -212,11 +213,8 @@ def test_blocks_are_verified_as_the_reference_says(
         assert int(run.length_B[row]) == length, row
         refused = ids[length] if length < there else verify.PLACEHOLDER
         p_1V = logprobs_NV[first + length].exp().unsqueeze(0)
-        left_1V = kept.residual(
-            p_1V * float(run.weight_B[row]),
-            at_B1[row : row + 1],
-            torch.tensor([[refused]]),
-            torch.tensor([row]),
+        left_1V = kept.part(slice(row, row + 1)).residual(
+            p_1V * float(run.weight_B[row]), at_B1[row : row + 1], torch.tensor([[refused]])
         )
         if length == there:
             left_1V = p_1V
@@ -226,7 +224,7 @@ def test_blocks_are_verified_as_the_reference_says(
         seen.add(length)
     assert seen == set(range(width + 1))
     monkeypatch.setattr(verify, "waits_for", lambda device: True)
-    again = verify.accepted_run(logprobs_NV, drafts, numbers_BK, kept)
+    again = verify.accepted_run(target, drafts, numbers_BK, kept)
     assert torch.equal(again.length_B, run.length_B)
     assert torch.equal(again.weight_B, run.weight_B)
 
