@@ -126,16 +126,18 @@ class HeldHeads(MedusaProposer):
         last_ids_B: torch.Tensor,
         sampled_B: torch.Tensor,
         at: Standing,
+        drafted: Sequence[int],
         count: int,
     ) -> Seen | None:
-        """What requests attend to after a step (`Arrived.of_step`) that are to have `count` drafts;
-        None for heads without a context, and where none are wanted: then what came is held.
+        """What requests attend to after a step (`Arrived.of_step`) that verified so many drafts of
+        each, and that are to have `count` now; None for heads without a context, and where none are wanted: then what came is held.
         """
         ring, unread = self._ring, self._unread
         fused = self._core.fused
         if ring is None or unread is None or not isinstance(fused, ContextHeads):
             return None
-        most = min(self.num_speculative_tokens + 1, ring.pairs)
+        # Steps that are held must be small: without drafts each request brought one pair at most.
+        most = min(max(drafted) + 1, ring.pairs)
         arrived = Arrived.of_step(
             hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most
         )
@@ -330,6 +332,7 @@ class MedusaSpeculator(DraftModelSpeculator):
                 last_ids_B,
                 num_sampled[:batch],
                 at,
+                drafted,
                 count,
             )
         if not count:

@@ -194,7 +194,7 @@ def test_blocks_are_verified_as_the_reference_says(
     width: int, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged, with refused ids, one-hot requests and a draft vocabulary; on all rows at once, as on
-    a GPU, the same.
+    a GPU, the same, and so a part of the requests after the other.
     """
     batch = 900
     drafts, logprobs_NV, kept, counts, dense_BKV = block_batch(width, batch, width, mapped)
@@ -227,6 +227,14 @@ def test_blocks_are_verified_as_the_reference_says(
     again = verify.accepted_run(target, drafts, numbers_BK, kept)
     assert torch.equal(again.length_B, run.length_B)
     assert torch.equal(again.weight_B, run.weight_B)
+    numbers_BW = torch.cat([numbers_BK, torch.rand(batch, 1, dtype=torch.float64)], dim=1)
+    given = logprobs_NV, None, drafts, counts, verify.Proposed(kept, numbers_BW), verify.Rule()
+    at_once = verify.verify_rows(*given)
+    monkeypatch.setattr(verify, "ROW_BYTES", 8 * logprobs_NV.shape[1] * 100)
+    for waits in (True, False):
+        monkeypatch.setattr(verify, "waits_for", lambda device, waits=waits: waits)
+        for whole, in_parts in zip(at_once, verify.verify_rows(*given), strict=True):
+            assert torch.equal(whole, in_parts)
 
 
 def test_a_block_accepts_more_than_token_by_token() -> None:

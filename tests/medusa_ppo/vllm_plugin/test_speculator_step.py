@@ -28,9 +28,10 @@ D, V, K, B, SLOTS = 8, 1 << 14, 2, 3, 5
 class Step:
     """A speculator, and a batch of three requests, the last of which is greedy."""
 
-    def __init__(self) -> None:
+    def __init__(self, pairs: int = 0) -> None:
         torch.manual_seed(0)
-        heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra")).requires_grad_(False)
+        config = HeadsConfig(D, V, K, kind="hydra", context=pairs)
+        heads = MedusaHeads(config).requires_grad_(False)
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 4)
         lm_head_VD, table_VD = torch.randn(V, D) / 2, torch.randn(V, D)
@@ -47,6 +48,7 @@ class Step:
         drafter.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=SLOTS))
         drafter.draft_vocabulary = drafter._new_vocabulary(0)
         drafter._slots = DraftSlots(SLOTS, K, V, drafter.device)
+        drafter._make_ring()
         speculator: Any = object.__new__(MedusaSpeculator)
         speculator.drafter, speculator.states = drafter, None
         speculator.num_speculative_steps, speculator.vocab_size = K, V
@@ -56,6 +58,7 @@ class Step:
         speculator._grammar_S = torch.zeros(SLOTS, dtype=torch.bool)
         speculator._requests_S = torch.arange(SLOTS)
         self.speculator = speculator
+        self.states_seed = 1
         self.sampled_B = torch.ones(B, dtype=torch.int64)
         self.temperature_S = torch.tensor([1.0, 0.7, 1.0, 0.0, 1.0])
         self.batch = SimpleNamespace(
@@ -75,7 +78,7 @@ class Step:
             self.batch,
             None,
             None,
-            torch.randn(8, D, generator=torch.Generator().manual_seed(1)),
+            torch.randn(8, D, generator=torch.Generator().manual_seed(self.states_seed)),
             None,
             self.sampled_B,
             nothing_B,
@@ -143,15 +146,35 @@ def test_the_number_of_drafts_is_chosen_and_learned_from(monkeypatch: pytest.Mon
     assert step.speculator.count == 1 and not seen and not accepted
     step.batch.cu_num_logits_np, step.batch.num_tokens = np.arange(B + 1) * 2, 2 * B
     step.propose()
-    assert accepted == [([0] * B, [0] * B)] and not seen, "the first step has no beginning"
+    assert not accepted, "nothing was drafted before the first step"
+    assert not seen, "and it has no beginning"
     step.propose(dummy_run=True)
-    assert len(accepted) == 1, "a dummy run shows nothing"
+    assert not accepted and not seen, "a dummy run shows nothing"
     step.propose()
-    assert accepted[1:] == [([1] * B, [0] * B)] and seen == [(B, 1)]
+    assert accepted == [([1] * B, [0] * B)] and seen == [(B, 1)]
     step.batch.num_tokens += 5  # A prompt among them.
     step.propose()
     step.propose()
     assert seen == [(B, 1)] * 2, "the step with a prompt is none of those that are timed"
+
+
+@pytest.mark.parametrize("without", [1, 2, 5])
+def test_after_steps_without_drafts_it_drafts_as_if_it_always_had(without: int) -> None:
+    """What heads with a context attend to came in steps after which nothing was drafted, out of
+    buffers that V2 writes into again.
+    """
+    found = []
+    for pausing in (False, True):
+        step = Step(pairs=4)
+        for number in range(without + 2):
+            step.speculator.drafter.num_drafts = 0 if pausing and 0 < number <= without else K
+            step.states_seed = number
+            ids_BK = step.propose().clone()
+            step.batch.positions += 1
+            step.batch.input_ids += 1
+        found.append((ids_BK, step.speculator._kept_SKV))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])
 
 
 def test_a_draft_vocabulary_is_counted_on_the_device_and_drafted_from() -> None:
