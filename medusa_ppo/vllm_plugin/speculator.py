@@ -130,7 +130,8 @@ class HeldHeads(MedusaProposer):
         count: int,
     ) -> Seen | None:
         """What requests attend to after a step (`Arrived.of_step`) that verified so many drafts of
-        each, and that are to have `count` now; None for heads without a context, and where none are wanted: then what came is held.
+        each, and that are to have `count` now; None for heads without a context, and where none
+        are wanted: then what came is held.
         """
         ring, unread = self._ring, self._unread
         fused = self._core.fused
