@@ -80,9 +80,9 @@ class EngineConfig(Section):
     """
     num_drafts: Drafts = AUTO
     """Draft tokens in each engine step. `auto`: chosen for each step, none included and at most one
-    of each head, from what steps take and what is accepted (runner v1; with v2 always one of each
-    head). A number: always so many; 0: no drafting. Set it to a number for runs that must repeat
-    themselves, since a choice follows the clock; to 0 to switch drafting off.
+    of each head, from what steps take and what is accepted. A number: always so many; 0: no
+    drafting. Set it to a number for runs that must repeat themselves, since a choice follows the
+    clock; to 0 to switch drafting off.
     """
     draft_temperature: float = Field(1.0, ge=0)
     """Factor on the temperature that drafts are sampled at, beside the request's and each head's
@@ -91,8 +91,8 @@ class EngineConfig(Section):
     """
     draft_vocab: int | None = Field(None, ge=0)
     """Draft only from this many tokens, the most frequent ones seen so far; 0: from all; null:
-    8,192 for vocabularies of 32,768 or more, with heads.lm_head=shared and runner v1, else all. Set
-    it higher when responses use many rare tokens; a lower number makes drafts cheaper.
+    8,192 for vocabularies of 32,768 or more, with heads.lm_head=shared, else all. Set it
+    higher when responses use many rare tokens; a lower number makes drafts cheaper.
     """
     memory_bytes: int | None = Field(None, ge=0)
     """Bytes for earlier responses, remembered by prompt, from which drafts are drawn as well
@@ -101,7 +101,7 @@ class EngineConfig(Section):
     """
     stop_below: float | None = Field(None, gt=0, lt=1)
     """End a request's drafts in a step before the first one whose chance to be accepted is
-    estimated below this (runner v1, sampled drafts, a fixed num_drafts); null: never. Set it to
+    estimated below this (sampled drafts, a fixed num_drafts); null: never. Set it to
     0.05 to 0.08 when the engine verifies more drafts than it has room for.
     """
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -111,8 +111,8 @@ class EngineConfig(Section):
 
     @property
     def chooses_drafts(self) -> bool:
-        """The engine chooses the number of drafts of each step; V2 can't."""
-        return self.num_drafts == AUTO and self.runner == "v1"
+        """The engine chooses the number of drafts of each step."""
+        return self.num_drafts == AUTO
 
     @property
     def most_drafts(self) -> int | None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from heads.heads_config import context_prefix
 from heads.modules import MedusaHeads
+from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.products import (
     EMBED,
     LINEAR,
@@ -199,10 +200,8 @@ class Arrived:
             own.append(max(len(found) - 1, 0))
             row += 1 if alike else count + 1
         # One copy to the device for all four columns.
-        numbers = torch.tensor([*zip(*found, strict=True)], dtype=torch.int64).to(
-            hidden_TD.device, non_blocking=True
-        )
-        own_B = torch.tensor(own).to(hidden_TD.device, non_blocking=True)
+        numbers = sending.sent([*zip(*found, strict=True)], hidden_TD.device)
+        own_B = sending.sent(own, hidden_TD.device)
         row_N, ids_N, request_N, back_N = numbers.unbind(0)
         positions_N = at.positions_B[request_N] - back_N
         return cls(
@@ -239,6 +238,9 @@ class Arrived:
         )
 
 
+_Unread = tuple[torch.Tensor, Sequence[Sequence[int]], Sequence[int], Standing]
+
+
 class UnreadSteps:
     """Steps after which nothing was drafted. Nobody reads their pairs, so nothing is computed of
     them: what the steps left is only held, until drafts are wanted again.
@@ -249,8 +251,7 @@ class UnreadSteps:
         Args:
             pairs: of a context; the pair that drafts are wanted at is one of them.
         """
-        self._steps: deque[tuple[torch.Tensor, Sequence[Sequence[int]], Sequence[int], Standing]]
-        self._steps = deque(maxlen=max(pairs - 1, 1))
+        self._steps: deque[_Unread | Arrived] = deque(maxlen=max(pairs - 1, 1))
         self._pairs = pairs
 
     def hold(
@@ -263,9 +264,17 @@ class UnreadSteps:
         """A step; arguments as of `Arrived.of_lists`. None of the tensors may change afterwards."""
         self._steps.append((hidden_TD, sampled_token_ids, drafted, at))
 
+    def hold_pairs(self, arrived: Arrived) -> None:
+        """A step whose tensors the next one writes over, so that its pairs were copied out."""
+        self._steps.append(arrived)
+
     def take(self) -> list[Arrived]:
         """The pairs of the steps that are held, oldest first; none is held afterwards."""
-        found = [Arrived.of_lists(*step, self._pairs) for step in self._steps if any(step[1])]
+        found = [
+            step if isinstance(step, Arrived) else Arrived.of_lists(*step, self._pairs)
+            for step in self._steps
+            if isinstance(step, Arrived) or any(step[1])
+        ]
         self._steps.clear()
         return found
 

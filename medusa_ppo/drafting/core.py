@@ -309,26 +309,47 @@ class _Drawing:
         return None if self._ending is None else self._ending.lengths_B
 
 
+CUT_RANGE, CUT_STEPS = 32.0, 18
+"""A cut is looked for so many nats below the likeliest token, by halving so often: to 1e-4."""
+
+
 def cut(
     logits_BW: torch.Tensor, top_k_B: torch.Tensor | None, top_p_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """-inf for what each row's top-k, then its top-p, leave out; ties with the k-th are kept, and
-    at least one token.
+    """-inf for what each row's top-k, then its top-p, leave out; ties are kept, and at least one
+    token.
 
-    A top-k beyond the width cuts nothing: a draft vocabulary is narrower than what requests count
-    in.
+    By a threshold that is found by halving, and not by sorting the vocabulary: tokens that lie
+    within 1e-4 of it may be kept. Drafts need no exact cut, since they are verified against what
+    they were drawn from. A top-k beyond the width cuts nothing: a draft vocabulary is narrower than
+    what requests count in.
     """
-    width = logits_BW.shape[-1]
-    # The rule of vLLM's `apply_top_k_top_p`, ties included: heads that agree with the actor are cut
-    # where the actor is.
-    ascending_BW, order_BW = logits_BW.sort(dim=-1)
+    below_BW = logits_BW - logits_BW.amax(-1, keepdim=True)
     if top_k_B is not None:
-        place_B1 = (width - top_k_B.to(torch.int64)).clamp(0, width - 1).unsqueeze(1)
-        least_B1 = ascending_BW.gather(1, place_B1)
-        ascending_BW = ascending_BW.masked_fill(ascending_BW < least_B1, -torch.inf)
+        wanted_B1 = top_k_B.unsqueeze(1)
+        least_B1 = _threshold(below_BW, lambda kept_BW: kept_BW.sum(1, keepdim=True) >= wanted_B1)
+        below_BW = below_BW.masked_fill(below_BW < least_B1, -torch.inf)
     if top_p_B is not None:
-        out_BW = ascending_BW.softmax(-1).cumsum(-1) <= 1 - top_p_B.unsqueeze(1)
-        # The largest always stays, also where top-p is so small that the sum would cut it.
-        out_BW = out_BW & (torch.arange(width, device=out_BW.device) < width - 1)
-        ascending_BW = ascending_BW.masked_fill(out_BW, -torch.inf)
-    return torch.empty_like(logits_BW).scatter_(1, order_BW, ascending_BW)
+        share_BW = below_BW.softmax(-1)
+        share_B1 = top_p_B.unsqueeze(1)
+        least_B1 = _threshold(
+            below_BW, lambda kept_BW: (share_BW * kept_BW).sum(1, keepdim=True) >= share_B1
+        )
+        below_BW = below_BW.masked_fill(below_BW < least_B1, -torch.inf)
+    return logits_BW.masked_fill(below_BW == -torch.inf, -torch.inf)
+
+
+def _threshold(
+    below_BW: torch.Tensor, enough: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The highest of some thresholds `[B, 1]` above which there are `enough`; -inf where there is
+    none.
+    """
+    low_B1 = torch.full_like(below_BW[:, :1], -CUT_RANGE)
+    high_B1 = torch.zeros_like(low_B1)
+    for _ in range(CUT_STEPS):
+        middle_B1 = (low_B1 + high_B1) / 2
+        good_B1 = enough(below_BW >= middle_B1)
+        low_B1 = torch.where(good_B1, middle_B1, low_B1)
+        high_B1 = torch.where(good_B1, high_B1, middle_B1)
+    return torch.where(low_B1 > -CUT_RANGE, low_B1, -torch.inf)

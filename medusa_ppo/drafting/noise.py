@@ -31,6 +31,7 @@ _WORD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
+SCAN_BYTES = 64 * 1024**2
 # What lies between two neighbouring uniforms.
 UNIT = 2.0**-53
 
@@ -125,9 +126,18 @@ def cumulate(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
         # torch adds one after the other here, in double, so the sums never fall.
         torch.cumsum(mass_BW[:, :-1], -1, out=out_BX)
     else:
-        # A parallel scan may fall by a rounding; then a column would have a q below 0.
-        sums_BX = mass_BW[:, :-1].cumsum(-1, dtype=torch.float64)
-        out_BX[:] = sums_BX.cummax(-1).values
+        # A parallel scan may fall by a rounding; then a column would have a q below 0. Some rows at
+        # a time, because both are 8 bytes a number, and the maximum says where it was, too.
+        rows = max(1, SCAN_BYTES // (8 * mass_BW.shape[1]))
+        for part_BW, part_BX in zip(mass_BW.split(rows), out_BX.split(rows), strict=True):
+            part_BX[:] = part_BW[:, :-1].cumsum(-1, dtype=torch.float64).cummax(-1).values
+
+
+def drawn_from(sums_BX: torch.Tensor) -> torch.Tensor:
+    """q `[B, W]` of what `cumulate` made."""
+    sums_BX = sums_BX.clamp_max(1)
+    ends_B1 = sums_BX.new_zeros(sums_BX.shape[0], 1)
+    return torch.diff(sums_BX, prepend=ends_B1, append=ends_B1 + 1)
 
 
 def draw(mass_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from heads.modules import RMS_EPS, MedusaHeads, rms_normalise
+from medusa_ppo.drafting import sending
 
 LINEAR = Callable[[torch.Tensor], torch.Tensor]
 """Rows `[N, in]` of any floating dtype -> `[N, out]` in the dtype that the product has chosen."""
@@ -108,15 +109,28 @@ class DraftVocabulary:
         self._pack = pack
         self._whole = whole
 
+    def count_on(self, device: torch.device) -> None:
+        """Count there, where tokens are seen on a device alone."""
+        self._counts_V = self._counts_V.to(device)
+
     def observe(self, tokens: Iterable[Sequence[int]]) -> None:
         """Count what a step sampled, or the prompts of new requests."""
         if self.size:
             # vLLM has placeholders below 0.
-            ids = torch.tensor(
-                [token for some in tokens for token in some if token >= 0], dtype=torch.int64
-            )
-            self._counts_V.index_add_(0, ids, torch.ones(len(ids), dtype=torch.float64))
-            self._counted += ids.numel()
+            ids = [token for some in tokens for token in some if token >= 0]
+            ids_N = sending.sent(ids, self._counts_V.device)
+            self.observe_there(ids_N, torch.ones_like(ids_N, dtype=torch.bool), len(ids))
+
+    def observe_there(self, ids_N: torch.Tensor, there_N: torch.Tensor, least: int) -> None:
+        """Count those of `ids_N` that are `there_N`, on the device of the counts.
+
+        Args:
+            least: so many are, as far as the host knows.
+        """
+        if self.size:
+            # Sums of ones are exact, so ranks that add them in another order agree.
+            self._counts_V.index_add_(0, ids_N, there_N.to(self._counts_V.dtype))
+            self._counted += least
 
     @property
     def due(self) -> bool:
@@ -142,7 +156,7 @@ class DraftVocabulary:
         # throws away, and counts that were halved may be too few for another.
         if self.size:
             chosen_W = most_frequent(self._counts_V, self.size)
-            self._chosen_W = self._chosen_W if chosen_W is None else chosen_W
+            self._chosen_W = self._chosen_W if chosen_W is None else chosen_W.cpu()
         self.ids_W = None if self._chosen_W is None else self._chosen_W.to(device)
         whole = self._whole and self._counts_V.numel() * hidden_size <= SMALL_ENTRIES
         self.product = None

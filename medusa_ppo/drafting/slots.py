@@ -15,12 +15,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from medusa_ppo.drafting.noise import keys_of
+from medusa_ppo.drafting import sending
+from medusa_ppo.drafting.noise import drawn_from, keys_of
 
 POSITIONS = 1 << 24
 """Positions that a stamp tells apart; 2^39 requests beside them."""
@@ -127,19 +128,15 @@ class Seating:
             self._free.append(self._seats.pop(key).slot)
 
     def _tensors(self, seats: list[_Seat]) -> Seats:
-        def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+        def tensor(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return sending.sent(values, self._device, dtype)
 
         seeds = [seat.traits.seed for seat in seats]
         seeded = [seed is not None for seed in seeds]
         return Seats(
             tensor([seat.slot for seat in seats]),
             tensor([seat.serial for seat in seats]),
-            (
-                keys_of([seed or 0 for seed in seeds]).to(self._device, non_blocking=True)
-                if any(seeded)
-                else None
-            ),
+            tensor(keys_of([seed or 0 for seed in seeds])) if any(seeded) else None,
             tensor(seeded, torch.bool) if any(seeded) and not all(seeded) else None,
             (
                 tensor([not seat.traits.one_hot for seat in seats], torch.float32)
@@ -173,38 +170,41 @@ class KeptDrafts:
         """The probabilities of the drafts `ids_BK`, which are those that were kept."""
         return self.q_BK
 
+    def part(self, requests: slice | torch.Tensor) -> KeptDrafts:
+        """Of some requests."""
+        return KeptDrafts(
+            self.rows_B[requests], self.sampled_BK[requests], self.q_BK[requests], self.slots
+        )
+
+    def rows(self, at_B1: torch.Tensor) -> torch.Tensor:
+        """q `[B, W]` of the draft at index `at_B1` of each request; only to be read where that was
+        sampled.
+        """
+        return self.slots.q(self.rows_B, at_B1.squeeze(1))
+
     def residual(
-        self,
-        mass_CV: torch.Tensor,
-        at_C1: torch.Tensor,
-        refused_C1: torch.Tensor,
-        requests_C: torch.Tensor | None = None,
+        self, mass_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
     ) -> torch.Tensor:
-        """max(mass - q, 0) where the draft `refused_C1` at index `at_C1` was refused; the mass
+        """max(mass - q, 0) where the draft `refused_B1` at index `at_B1` was refused; the mass
         where that is below 0.
 
         q is one-hot, and the mass without the draft is left, where it was not sampled.
-
-        Args:
-            requests_C: which ones the rows are of; None: all, in order.
         """
-        rows_C = self.rows_B if requests_C is None else self.rows_B[requests_C]
-        sampled_CK = self.sampled_BK if requests_C is None else self.sampled_BK[requests_C]
-        refused = refused_C1 >= 0
-        sampled_C1 = sampled_CK.gather(1, at_C1)
-        q_CW = torch.where(refused & sampled_C1, self.slots.q(rows_C, at_C1.squeeze(1)), 0.0)
+        refused = refused_B1 >= 0
+        sampled_B1 = self.sampled_BK.gather(1, at_B1)
+        q_BW = torch.where(refused & sampled_B1, self.rows(at_B1), 0.0)
         ids_W = self.slots.ids_W
-        ids_C1 = refused_C1.clamp_min(0)
+        ids_B1 = refused_B1.clamp_min(0)
         if ids_W is None:
-            left_CV = (mass_CV - q_CW).clamp_min(0)
+            left_BV = (mass_BV - q_BW).clamp_min(0)
         else:
-            left_CV = mass_CV.index_add(1, ids_W, q_CW, alpha=-1).clamp_min(0)
+            left_BV = mass_BV.index_add(1, ids_W, q_BW, alpha=-1).clamp_min(0)
         # All rows go through the scatter, also those that keep what they have: a branch would read
         # a host value.
-        at_draft_C1 = torch.where(
-            refused & torch.logical_not(sampled_C1), 0.0, left_CV.gather(1, ids_C1)
+        at_draft_B1 = torch.where(
+            refused & sampled_B1.logical_not(), 0.0, left_BV.gather(1, ids_B1)
         )
-        return left_CV.scatter(1, ids_C1, at_draft_C1)
+        return left_BV.scatter(1, ids_B1, at_draft_B1)
 
 
 class Places(NamedTuple):
@@ -313,30 +313,4 @@ class DraftSlots:
 
     def q(self, rows_N: torch.Tensor, drafts_N: torch.Tensor) -> torch.Tensor:
         """q `[N, W]` of some drafts, by row and place among the drafts."""
-        # Indexing by tensors copies, so the kept sums stay as they are.
-        sums_NX = self.cumulative_KRX[drafts_N, rows_N].clamp_max_(1)
-        ends_N1 = sums_NX.new_zeros(sums_NX.shape[0], 1)
-        return torch.diff(sums_NX, prepend=ends_N1, append=ends_N1 + 1)
-
-    def whole_rows(
-        self,
-        kept: KeptDrafts,
-        requests_T: torch.Tensor,
-        drafts_T: torch.Tensor,
-        draft_ids_T: torch.Tensor,
-        vocab_size: int,
-    ) -> torch.Tensor:
-        """q of all drafts `[T, V]` as vLLM's kernels read it: rows of zeros for placeholders (ids
-        below 0), one-hot where not sampled.
-
-        Args:
-            requests_T: int64, the index in the batch of each draft's request.
-            drafts_T: int64, its place among the drafts of that request.
-        """
-        q_TV = q_TW = self.q(kept.rows_B[requests_T], drafts_T)
-        if self.ids_W is not None:
-            q_TV = q_TW.new_zeros(q_TW.shape[0], vocab_size).index_copy_(1, self.ids_W, q_TW)
-        ids_T1 = draft_ids_T.to(torch.int64).unsqueeze(1)
-        one_hot_TV = torch.zeros_like(q_TV).scatter_(1, ids_T1.clamp_min(0), (ids_T1 >= 0).float())
-        sampled_T1 = kept.sampled_BK[requests_T, drafts_T].unsqueeze(1) & (ids_T1 >= 0)
-        return torch.where(sampled_T1, q_TV, one_hot_TV)
+        return drawn_from(self.cumulative_KRX[drafts_N, rows_N])

@@ -272,7 +272,7 @@ class Copier:
         positions_BL = ring.positions(newest_B, searched)
         there_BL = (positions_BL >= 0) & (positions_BL + K <= newest_B.unsqueeze(1))
         score_BAL = score_BAL + (AGE_STEP * positions_BL).unsqueeze(1)
-        score_BAL = score_BAL.masked_fill(~there_BL.unsqueeze(1), -torch.inf)
+        score_BAL = score_BAL.masked_fill(there_BL.logical_not().unsqueeze(1), -torch.inf)
         best_BAm, place_BAm = score_BAL.topk(min(SERVED_PLACES, searched), dim=2)
         best_BAm = best_BAm - (AGE_STEP * newest_B).view(-1, 1, 1)
         none_BA1 = self._none_A.view(1, -1, 1).expand(len(slots_B), -1, 1)

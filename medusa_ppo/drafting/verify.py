@@ -31,12 +31,13 @@ no noise of size V.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 
+from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.noise import draw
 
 PLACEHOLDER = -1
@@ -64,18 +65,27 @@ class DraftRows:
         cls, draft_ids_T: torch.Tensor, counts: Sequence[int], *, bonus_rows: bool = True
     ) -> DraftRows:
         """From vLLM's flat form. `bonus_rows=False`: rows of logits exist for drafts only."""
-        counts_B, starts_B, rows_BK = _places(tuple(counts), int(bonus_rows), draft_ids_T.device)
+        device = draft_ids_T.device
+        counts_B, starts_B, rows_BK = _places(tuple(counts), int(bonus_rows), device)
         width = rows_BK.shape[1]
         if min(counts) == width:
             ids_BK = draft_ids_T.to(torch.int64).view(len(counts), width)
         else:
-            # Not by a mask: how many it chooses would be a host value.
-            steps_K = torch.arange(width, device=draft_ids_T.device)
-            first_B1 = (counts_B.cumsum(0) - counts_B).unsqueeze(1)
-            places_BK = (first_B1 + steps_K).clamp_max(draft_ids_T.shape[0] - 1)
-            there_BK = steps_K < counts_B.unsqueeze(1)
-            ids_BK = torch.where(there_BK, draft_ids_T.to(torch.int64)[places_BK], PLACEHOLDER)
+            # By lookup: which places a mask has is read on the host.
+            _, _, drafts_BK = _places(tuple(counts), 0, device)
+            there_BK = torch.arange(width, device=device) < counts_B.unsqueeze(1)
+            found_BK = draft_ids_T.to(torch.int64)[drafts_BK.clamp_max(len(draft_ids_T) - 1)]
+            ids_BK = torch.where(there_BK, found_BK, PLACEHOLDER)
         return cls(ids_BK, counts_B, starts_B, rows_BK)
+
+    def part(self, requests: slice | torch.Tensor) -> DraftRows:
+        """Of some requests."""
+        return DraftRows(
+            self.draft_ids_BK[requests],
+            self.counts_B[requests],
+            self.starts_B[requests],
+            self.rows_BK[requests],
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,7 +95,7 @@ def _places(
     """counts_B, starts_B and rows_BK of `DraftRows`. Most steps have the counts of the step before;
     nobody writes into these.
     """
-    counts_B = torch.tensor(counts, dtype=torch.int64, device=device)
+    counts_B = sending.sent(counts, device)
     starts_B = torch.cumsum(counts_B + extra, 0) - (counts_B + extra)
     steps_K = torch.arange(max(counts), device=device)
     last_B = (counts_B + extra - 1).clamp_min(0)
@@ -121,18 +131,15 @@ class DraftQ(Protocol):
         ...
 
     def residual(
-        self,
-        mass_CV: torch.Tensor,
-        at_C1: torch.Tensor,
-        refused_C1: torch.Tensor,
-        requests_C: torch.Tensor | None = None,
+        self, mass_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
     ) -> torch.Tensor:
-        """max(mass - q, 0) where the draft `refused_C1` at index `at_C1` was refused; the mass
+        """max(mass - q, 0) where the draft `refused_B1` at index `at_B1` was refused; the mass
         where that is below 0.
-
-        Args:
-            requests_C: which ones the rows are of; None: all, in order.
         """
+        ...
+
+    def part(self, requests: slice | torch.Tensor) -> DraftQ:
+        """Of some requests."""
         ...
 
 
@@ -143,38 +150,44 @@ class OneHot:
         return torch.ones_like(ids_BK, dtype=torch.float32)
 
     def residual(
-        self,
-        mass_CV: torch.Tensor,
-        at_C1: torch.Tensor,
-        refused_C1: torch.Tensor,
-        requests_C: torch.Tensor | None = None,
+        self, mass_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
     ) -> torch.Tensor:
-        ids_C1 = refused_C1.clamp_min(0)
-        return mass_CV.scatter(
-            1, ids_C1, torch.where(refused_C1 >= 0, 0.0, mass_CV.gather(1, ids_C1))
+        ids_B1 = refused_B1.clamp_min(0)
+        return mass_BV.scatter(
+            1, ids_B1, torch.where(refused_B1 >= 0, 0.0, mass_BV.gather(1, ids_B1))
         )
+
+    def part(self, requests: slice | torch.Tensor) -> OneHot:
+        return self
 
 
 class WholeRows:
-    """q as vLLM hands it on, `[B, K, V]`."""
+    """q as vLLM hands it on, `[B, K, V]`.
 
-    def __init__(self, probs_BKV: torch.Tensor) -> None:
+    Args:
+        requests_C: whose they are, where only some are asked about; the rows stay where they are.
+    """
+
+    def __init__(self, probs_BKV: torch.Tensor, requests_C: torch.Tensor | None = None) -> None:
         self._probs_BKV = probs_BKV
+        self._requests_C = (
+            torch.arange(len(probs_BKV), device=probs_BKV.device)
+            if requests_C is None
+            else requests_C
+        )
 
     def of(self, ids_BK: torch.Tensor) -> torch.Tensor:
-        return self._probs_BKV.gather(2, ids_BK.unsqueeze(2)).squeeze(2)
+        drafts_K = torch.arange(ids_BK.shape[1], device=ids_BK.device)
+        return self._probs_BKV[self._requests_C.unsqueeze(1), drafts_K, ids_BK]
 
     def residual(
-        self,
-        mass_CV: torch.Tensor,
-        at_C1: torch.Tensor,
-        refused_C1: torch.Tensor,
-        requests_C: torch.Tensor | None = None,
+        self, mass_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
     ) -> torch.Tensor:
-        if requests_C is None:
-            requests_C = torch.arange(len(at_C1), device=at_C1.device)
-        q_CV = self._probs_BKV[requests_C, at_C1.squeeze(1)]
-        return (mass_CV - q_CV * (refused_C1 >= 0)).clamp_min(0)
+        q_BV = self._probs_BKV[self._requests_C, at_B1.squeeze(1)]
+        return (mass_BV - q_BV * (refused_B1 >= 0)).clamp_min(0)
+
+    def part(self, requests: slice | torch.Tensor) -> WholeRows:
+        return WholeRows(self._probs_BKV, self._requests_C[requests])
 
 
 @dataclass(frozen=True)
@@ -185,13 +198,10 @@ class Proposed:
     Attributes:
         q: of the drafts; None when none was sampled.
         uniforms_BW: float64 `[B, K + 1]`; the last column is for the token that ends the run.
-        whole_rows: q of all drafts as vLLM's kernels read it, `[T, V]`, for requests that only
-            these verify; None where they never do.
     """
 
     q: DraftQ | None
     uniforms_BW: torch.Tensor
-    whole_rows: Callable[[], torch.Tensor] | None = None
 
 
 class Run(NamedTuple):
@@ -206,17 +216,63 @@ class Run(NamedTuple):
     length_B: torch.Tensor
     weight_B: torch.Tensor
 
+    def part(self, requests: slice) -> Run:
+        """Of some requests in a row."""
+        return Run(self.length_B[requests], self.weight_B[requests])
+
+
+class TargetRows:
+    """Log-probs of the distribution to sample from, row by row. Of logits alone only what is asked
+    for is normalised: a second `[N, V]` is gigabytes where many sequences run.
+    """
+
+    def __init__(self, logits_NV: torch.Tensor, logprobs_NV: torch.Tensor | None = None) -> None:
+        self._values_NV = logits_NV if logprobs_NV is None else logprobs_NV
+        self._sums_N = None
+        self.count, self.vocab_size = logits_NV.shape
+        if logprobs_NV is None:
+            # float32 also for 16-bit logits: ratios of probabilities decide what is accepted.
+            parts = self._values_NV.split(rows_at_once(logits_NV.shape[-1]))
+            self._sums_N = torch.cat([part_NV.float().logsumexp(-1) for part_NV in parts])
+
+    def at(self, rows_BK: torch.Tensor, ids_BK: torch.Tensor) -> torch.Tensor:
+        """Log-probs of single tokens, float64."""
+        values_BK = self._values_NV[rows_BK, ids_BK].double()
+        return values_BK if self._sums_N is None else values_BK - self._sums_N[rows_BK].double()
+
+    def rows(self, rows_B: torch.Tensor) -> torch.Tensor:
+        """Whole rows, float32 `[B, V]`."""
+        rows_BV = self._values_NV[rows_B].float()
+        return rows_BV if self._sums_N is None else rows_BV - self._sums_N[rows_B].unsqueeze(1)
+
+
+ROW_BYTES = 64 * 1024**2
+"""Bytes of float64 that a residual holds at a time."""
+
+
+def rows_at_once(vocab_size: int) -> int:
+    return max(1, ROW_BYTES // (8 * vocab_size))
+
+
+def _in_parts(batch: int, vocab_size: int) -> list[slice]:
+    """Requests of which a residual is made at a time; empty where that is all of them at once."""
+    most = rows_at_once(vocab_size)
+    if batch <= most:
+        return []
+    return [slice(first, first + most) for first in range(0, batch, most)]
+
 
 def accepted_run(
-    logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_q: DraftQ
+    target: TargetRows, drafts: DraftRows, uniform_BK: torch.Tensor, draft_q: DraftQ
 ) -> Run:
-    """The run of accepted drafts. logprobs are of the distribution to sample from."""
-    logp_BK = logprobs_NV[drafts.rows_BK, drafts.draft_ids_BK.clamp_min(0)].double()
+    """The run of accepted drafts."""
+    ids_BK = drafts.draft_ids_BK.clamp_min(0)
+    logp_BK = target.at(drafts.rows_BK, ids_BK)
     if isinstance(draft_q, OneHot) or not logp_BK.shape[1]:
         accept_BK = (uniform_BK < logp_BK.exp()) & (drafts.draft_ids_BK >= 0)
         length_B = accept_BK.to(torch.int64).cumprod(1).sum(1)
         return Run(length_B, logp_BK.new_ones(len(logp_BK)))
-    q_BK = draft_q.of(drafts.draft_ids_BK.clamp_min(0)).double()
+    q_BK = draft_q.of(ids_BK).double()
     # A draft that q could not have drawn says that q is not what was drafted from: refuse it.
     ratio_BK = torch.where(q_BK > 0, logp_BK - q_BK.log(), -torch.inf)
     # The docstring's w_1 .. w_K at once: what the products of ratios have lost since their largest,
@@ -232,7 +288,7 @@ def accepted_run(
     sure_BK = below_BK & ((run_K == count_B1) | (weight_BK == 1))
     length_B = (sure_BK * run_K).amax(1)
     asked_BK = below_BK & (run_K > length_B.unsqueeze(1))
-    found_BK = _passes(logprobs_NV, drafts, uniform_BK, draft_q, weight_BK, asked_BK)
+    found_BK = _passes(target, drafts, uniform_BK, draft_q, weight_BK, asked_BK)
     if found_BK is not None:
         length_B = torch.maximum(length_B, (found_BK * run_K).amax(1))
     weight_BW = torch.nn.functional.pad(weight_BK, (1, 0), value=1.0)
@@ -245,7 +301,7 @@ def waits_for(device: torch.device) -> bool:
 
 
 def _passes(
-    logprobs_NV: torch.Tensor,
+    target: TargetRows,
     drafts: DraftRows,
     uniform_BK: torch.Tensor,
     draft_q: DraftQ,
@@ -259,7 +315,8 @@ def _passes(
         if not len(requests_C):
             return None
         weight_C = weight_BK[requests_C, columns_C]
-        left_C = _left(logprobs_NV, drafts, draft_q, weight_C, columns_C + 1, requests_C)
+        asked = drafts.part(requests_C), draft_q.part(requests_C)
+        left_C = _left(target, *asked, weight_C, columns_C + 1)
         # u < r / (r + 1 - w), without the division.
         below_C = uniform_BK[requests_C, columns_C] * (left_C + 1 - weight_C) < left_C
         return torch.zeros_like(asked_BK).index_put_((requests_C, columns_C), below_C)
@@ -268,27 +325,32 @@ def _passes(
     for column in range(asked_BK.shape[1] - 1):
         weight_B = weight_BK[:, column]
         runs_B = torch.full_like(drafts.starts_B, column + 1)
-        left_B = _left(logprobs_NV, drafts, draft_q, weight_B, runs_B, None)
+        left_B = _left(target, drafts, draft_q, weight_B, runs_B)
         found[:, column] = uniform_BK[:, column] * (left_B + 1 - weight_B) < left_B
     return found & asked_BK
 
 
 def _left(
-    logprobs_NV: torch.Tensor,
+    target: TargetRows,
     drafts: DraftRows,
     draft_q: DraftQ,
-    weight_C: torch.Tensor,
-    runs_C: torch.Tensor,
-    requests_C: torch.Tensor | None,
+    weight_B: torch.Tensor,
+    runs_B: torch.Tensor,
 ) -> torch.Tensor:
-    """r of the module's docstring behind runs of these lengths, float64 `[C]`."""
-    starts_C = drafts.starts_B if requests_C is None else drafts.starts_B[requests_C]
-    ids_CK = drafts.draft_ids_BK if requests_C is None else drafts.draft_ids_BK[requests_C]
-    rows_C = (starts_C + runs_C).clamp_max(logprobs_NV.shape[0] - 1)
-    mass_CV = logprobs_NV[rows_C].exp() * weight_C.unsqueeze(1).to(logprobs_NV.dtype)
-    at_C1 = runs_C.unsqueeze(1)
-    left_CV = draft_q.residual(mass_CV, at_C1, ids_CK.gather(1, at_C1), requests_C)
-    return left_CV.sum(1, dtype=torch.float64)
+    """r of the module's docstring behind runs of these lengths, float64 `[B]`."""
+    parts = _in_parts(len(runs_B), target.vocab_size)
+    if parts:
+        return torch.cat(
+            [
+                _left(target, drafts.part(some), draft_q.part(some), weight_B[some], runs_B[some])
+                for some in parts
+            ]
+        )
+    rows_B = (drafts.starts_B + runs_B).clamp_max(target.count - 1)
+    mass_BV = target.rows(rows_B).exp_().mul_(weight_B.unsqueeze(1))
+    at_B1 = runs_B.unsqueeze(1)
+    left_BV = draft_q.residual(mass_BV, at_B1, drafts.draft_ids_BK.gather(1, at_B1))
+    return left_BV.sum(1, dtype=torch.float64)
 
 
 def greedy_run(argmax_N: torch.Tensor, drafts: DraftRows) -> torch.Tensor:
@@ -358,9 +420,7 @@ def verify_rows(
         argmax_N = logits_NV.argmax(-1)
         run_B = greedy_run(argmax_N, drafts)
         return run_B, argmax_N[end_rows(run_B)]
-    if logprobs_NV is None:
-        # float32 also for 16-bit logits: ratios of probabilities decide what is accepted.
-        logprobs_NV = logits_NV.log_softmax(-1, dtype=torch.float32)
+    target = TargetRows(logits_NV, logprobs_NV)
     width = drafts.draft_ids_BK.shape[1]
     if isinstance(proposed, Proposed):
         draft_q = proposed.q or OneHot()
@@ -368,9 +428,24 @@ def verify_rows(
     else:
         draft_q = OneHot() if proposed is None else WholeRows(spread_draft_probs(proposed, counts))
         uniforms_BW = uniform_numbers(counts, width + 1, rule.generators, logits_NV.device)
-    run = accepted_run(logprobs_NV, drafts, uniforms_BW[:, :width], draft_q)
+    run = accepted_run(target, drafts, uniforms_BW[:, :width], draft_q)
     run_B = run.length_B
-    last_B = residual_sample(logprobs_NV[end_rows(run_B)], drafts, run, uniforms_BW[:, -1], draft_q)
+    ends_B = end_rows(run_B)
+    parts = _in_parts(len(run_B), target.vocab_size)
+    if parts:
+        last = [
+            residual_sample(
+                target.rows(ends_B[some]),
+                drafts.part(some),
+                run.part(some),
+                uniforms_BW[some, -1],
+                draft_q.part(some),
+            )
+            for some in parts
+        ]
+        last_B = torch.cat(last)
+    else:
+        last_B = residual_sample(target.rows(ends_B), drafts, run, uniforms_BW[:, -1], draft_q)
     if rule.greedy_B is not None:
         argmax_N = logits_NV.argmax(-1)
         run_B = torch.where(rule.greedy_B, greedy_run(argmax_N, drafts), run_B)

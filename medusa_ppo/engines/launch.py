@@ -77,6 +77,7 @@ SET_BY_THE_ENGINE = {
 WITHOUT_MEDUSA = {
     "async_scheduling": "vLLM's Medusa drafts need each step's tokens on the host",
     "enable_lora": "the heads share the actor's plain lm_head",
+    "enable_expert_parallel": "it was never run",
     "logits_processors": "vLLM refuses them with speculative decoding",
 }
 
@@ -173,6 +174,10 @@ def plan_launch(
             sampled=config.draft_temperature > 0,
             block=runner == "v2" and has_block(vllm_version()),
         )
+        if not is_cpu_build() and runner == "v1":
+            most = int(config.extra.get("max_num_batched_tokens", 0)) or None
+            sizes = graph_sizes(config.max_num_seqs, max_drafts, most)
+            args["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         _refuse_with_heads(config.extra, runner)
     # See cache_bytes: a share of the memory can come out negative there.
     if is_cpu_build() and "gpu_memory_utilization" not in config.extra:
@@ -187,7 +192,7 @@ def plan_launch(
             args["enable_sleep_mode"] = True
     # Last, so that the user's word counts; what must not be changed has been refused by name.
     args.update(config.extra)
-    drafting = _drafting(config, heads, runner)
+    drafting = _drafting(config, heads)
     return LaunchPlan(
         args,
         stop_ids(model_path, text),
@@ -197,6 +202,19 @@ def plan_launch(
         vocab_size,
         runner,
     )
+
+
+def graph_sizes(sequences: int, most_drafts: int, most_tokens: int | None = None) -> list[int]:
+    """Tokens of a step that vLLM's V1 runner captures graphs for: multiples of what a sequence has
+    with all drafts, which V1 rounds to, as far as `sequences` with all drafts need.
+
+    Left to itself V1 stops at 512 tokens (1,024 on Blackwell): with four drafts 103 sequences ran
+    without any graph. A step with fewer drafts takes the next graph of more tokens.
+    """
+    counts = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, sequences, 32)}
+    counts = {count for count in counts if count < sequences} | {sequences}
+    sizes = {count * (most_drafts + 1) for count in counts}
+    return sorted(size for size in sizes if most_tokens is None or size <= most_tokens)
 
 
 def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
@@ -220,15 +238,14 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
                 "a GPU (tests run it on Triton's interpreter)",
             )
         )
-    for name in ("draft_vocab", "memory_bytes", "stop_below"):
-        if getattr(config, name):
-            lacks.append(
-                (
-                    ConfigError,
-                    f"engine.{name}={getattr(config, name)}",
-                    "unset: V2 tells a drafter no tokens on the host",
-                )
+    if config.memory_bytes:
+        lacks.append(
+            (
+                ConfigError,
+                f"engine.memory_bytes={config.memory_bytes}",
+                "unset: V2 tells a drafter no tokens on the host",
             )
+        )
     if lacks:
         error, given, expected = lacks[0]
         raise error(
@@ -240,18 +257,16 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
     return "v2"
 
 
-def _drafting(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> Drafting:
+def _drafting(config: EngineConfig, heads: HeadsConfig | None) -> Drafting:
     sampled = config.draft_temperature > 0
     most = heads.num_heads if heads else 0
-    if runner == "v2" and config.num_drafts == AUTO:
-        logger.info("V2 can't choose the number of drafts: each step has %d.", most)
     drafting: Drafting = {
         "num_drafts": most if config.most_drafts is None else min(config.most_drafts, most),
         "sampled": sampled,
         "draft_temperature": config.draft_temperature if sampled else 1.0,
         "choose": config.chooses_drafts,
     }
-    if (size := draft_vocabulary(config, heads, runner)) is not None:
+    if (size := draft_vocabulary(config, heads)) is not None:
         drafting["draft_vocab"] = size
     if config.memory_bytes:
         drafting["memory_bytes"] = config.memory_bytes
@@ -269,15 +284,15 @@ def with_all_heads(config: EngineConfig, heads_path: str | Path) -> EngineConfig
     return config.model_copy(update={"num_drafts": read_heads_config(heads_path, 0, 0).num_heads})
 
 
-def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> int | None:
+def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None) -> int | None:
     """Of how many tokens drafts come, and what heads are trained for; 0: of all; None: nobody says,
     and so of all.
     """
     if config.draft_vocab is not None:
         return config.draft_vocab
-    # It is cut from the actor's lm_head, which heads with their own don't read; V2 has none.
+    # It is cut from the actor's lm_head, which heads with their own don't read.
     large = heads is not None and heads.vocab_size >= LARGE_VOCABULARY and heads.lm_head == "shared"
-    return DRAFT_VOCABULARY if large and runner != "v2" else None
+    return DRAFT_VOCABULARY if large else None
 
 
 def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:

@@ -200,7 +200,7 @@ class MedusaPlugin:
                 seed=config.seed,
                 draft_temperature=config.engine.draft_temperature,
                 num_drafts=config.engine.most_drafts,
-                draft_vocab=draft_vocabulary(config.engine, heads.config, config.engine.runner),
+                draft_vocab=draft_vocabulary(config.engine, heads.config),
                 run_dir=run_dir,
                 initial_state=heads.trainable_state(),
                 embedding_VD=_embedding(tables_VD, heads.config),

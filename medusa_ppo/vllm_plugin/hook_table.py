@@ -30,6 +30,7 @@ from medusa_ppo.vllm_plugin.vllm_versions import (
 RUN = "run on CPU"
 CALLED = "called on CPU, where it frees nothing"
 INTERPRETED = "run on Triton's interpreter"
+PROFILED = "its name found in 0.32; the CPU build profiles no memory"
 READ = "its name found in 0.32; no engine test copies drafts yet"
 CPU = "V1 on CPU"
 V2 = "V2"
@@ -170,13 +171,19 @@ HOOKS: tuple[Hook, ...] = (
         ("num_draft_tokens", "cu_num_scheduled_tokens"),
     ),
     Hook(
-        "the same for seeded requests",
+        "the same for seeded requests, and drafts in the memory profile",
         "vllm.v1.spec_decode.metadata",
         "SpecDecodeMetadata.make_dummy",
         ("draft_token_ids", "device"),
-        last=(0, 31),
-        runner=CPU,
     ),
+    Hook(
+        "drafts in the memory profile",
+        _RUNNER,
+        "GPUModelRunner._dummy_sampler_run",
+        ("hidden_states",),
+        checked=PROFILED,
+    ),
+    Hook("drafts are verified where their q stands", _SAMPLER, "rejection_sample", _REJECTION),
     Hook("top-k and top-p of drafts", _SAMPLER, "apply_top_k_top_p", ("logits", "k", "p")),
     Hook(
         "tokens that drafts are copied from",
@@ -215,15 +222,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook("layers are loaded anew one by one", _RELOAD, "initialize_layerwise_reload", ("model",)),
     Hook("and the rest of the model", _RELOAD, "finalize_layerwise_reload"),
+    # Patches of the CPU build.
     Hook(
         "verification in one pass",
         _SAMPLER,
         "RejectionSampler.forward",
         ("metadata", "draft_probs", "logits", "sampling_metadata"),
-    ),
-    # Patches of the CPU build.
-    Hook(
-        "verification with logits processors", _SAMPLER, "rejection_sample", _REJECTION, runner=CPU
+        runner=CPU,
     ),
     Hook(
         "the packed copy of a tied lm_head",
@@ -357,6 +362,12 @@ HOOKS: tuple[Hook, ...] = (
         first=FIRST_V2,
         runner=V2,
         checked=READ,
+    ),
+    _v2(
+        "how many drafts were verified",
+        "vllm.v1.worker.gpu.input_batch",
+        "InputBatch.__init__",
+        *("cu_num_logits_np", "num_tokens"),
     ),
     _v2("as many drafts as were made", _V2_RUNNER, "GPUModelRunner.take_draft_token_ids"),
     _v2(

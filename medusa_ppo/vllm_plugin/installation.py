@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.vllm_plugin import v1_runner
 from medusa_ppo.vllm_plugin.hook_table import HOOKS, V2, Hook, compare
-from medusa_ppo.vllm_plugin.patches import CPU_PATCHES, V1_PATCHES, Patch, patches_of_older
+from medusa_ppo.vllm_plugin.patches import CPU_PATCHES, Patch, patches_of_older
 from medusa_ppo.vllm_plugin.vllm_versions import (
     TESTED,
     can_transfer,
@@ -91,7 +91,6 @@ def _refuse_faults(hooks: tuple[Hook, ...]) -> None:
 def _install_for_v1() -> None:
     version = require_vllm()
     _refuse_faults(tuple(hook for hook in HOOKS if hook.runner != V2))
-    _apply(V1_PATCHES)
     if current_platform.is_cpu():
         _apply(CPU_PATCHES)
     for holder, name, wrapper in v1_runner.PLACES:

@@ -101,42 +101,48 @@ def rejection_in_torch(original: Replaced) -> Replaced:
         max_spec_len: int,
         cu_num_draft_tokens: torch.Tensor,
         draft_probs: PROPOSED,
-        target_logits: torch.Tensor,
-        bonus_token_ids: torch.Tensor,
-        sampling_metadata: Any,
-        synthetic_mode: bool = False,
-        *_: Any,
-        **__: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        if synthetic_mode:
-            refuse_lossy_rule("synthetic")
-        bonus_B = bonus_token_ids.view(-1).to(torch.int64)
-        if max_spec_len == 0:
-            return bonus_B.unsqueeze(1).to(torch.int32)
-        drafts = verify.DraftRows.build(draft_token_ids, num_draft_tokens, bonus_rows=False)
-        # A request without drafts has no row of its own here; any row will do, its run ends at the
-        # bonus token.
-        drafts = verify.DraftRows(
-            drafts.draft_ids_BK,
-            drafts.counts_B,
-            drafts.starts_B,
-            drafts.rows_BK.clamp(0, target_logits.shape[0] - 1),
-        )
-        run_B, last_B = verify.verify_rows(
-            target_logits, None, drafts, num_draft_tokens, draft_probs, _rule(sampling_metadata)
-        )
-        return verify.assemble(
-            drafts, run_B, torch.where(run_B >= drafts.counts_B, bonus_B, last_B)
+        return verified_in_torch(
+            draft_token_ids, num_draft_tokens, max_spec_len, draft_probs, *args, **kwargs
         )
 
     return rejection_sample
 
 
-def verification_in_one_pass(original: Replaced) -> Replaced:
-    """No failure, but accepted drafts and time: V1's kernels verify draft by draft, ours a block,
-    with one softmax for verification and log-probs, and random numbers for B rows only.
+def verified_in_torch(
+    draft_token_ids: torch.Tensor,
+    num_draft_tokens: list[int],
+    max_spec_len: int,
+    draft_probs: PROPOSED,
+    target_logits: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    sampling_metadata: Any,
+    synthetic_mode: bool = False,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    """vLLM's `rejection_sample`, on any device."""
+    if synthetic_mode:
+        refuse_lossy_rule("synthetic")
+    bonus_B = bonus_token_ids.view(-1).to(torch.int64)
+    if max_spec_len == 0:
+        return bonus_B.unsqueeze(1).to(torch.int32)
+    drafts = verify.DraftRows.build(draft_token_ids, num_draft_tokens, bonus_rows=False)
+    # A request without drafts has no row of its own here; any row will do, its run ends at the
+    # bonus token.
+    rows_BK = drafts.rows_BK.clamp(0, target_logits.shape[0] - 1)
+    drafts = verify.DraftRows(drafts.draft_ids_BK, drafts.counts_B, drafts.starts_B, rows_BK)
+    run_B, last_B = verify.verify_rows(
+        target_logits, None, drafts, num_draft_tokens, draft_probs, _rule(sampling_metadata)
+    )
+    return verify.assemble(drafts, run_B, torch.where(run_B >= drafts.counts_B, bonus_B, last_B))
 
-    On a GPU for drafts of our heads alone; vLLM's own verify as they did.
+
+def verification_in_one_pass(original: Replaced) -> Replaced:
+    """No failure, but time: the same distribution with one softmax for verification and log-probs,
+    and random numbers for B rows only.
     """
 
     @functools.wraps(original)
@@ -147,12 +153,9 @@ def verification_in_one_pass(original: Replaced) -> Replaced:
         logits: torch.Tensor,
         sampling_metadata: Any,
     ) -> Any:
-        here = isinstance(draft_probs, verify.Proposed) or current_platform.is_cpu()
-        if here and not self.synthetic_mode and _is_plain(self, sampling_metadata):
-            return _verify_in_one_pass(self, metadata, draft_probs, logits, sampling_metadata)
-        if isinstance(draft_probs, verify.Proposed) and draft_probs.whole_rows is not None:
-            return original(self, metadata, draft_probs.whole_rows(), logits, sampling_metadata)
-        return original(self, metadata, draft_probs, logits, sampling_metadata)
+        if self.synthetic_mode or not _is_plain(self, sampling_metadata):
+            return original(self, metadata, draft_probs, logits, sampling_metadata)
+        return _verify_in_one_pass(self, metadata, draft_probs, logits, sampling_metadata)
 
     return forward
 
@@ -396,7 +399,7 @@ def kind_of_heads_known(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def patches_of_older(release: tuple[int, int]) -> tuple[Patch, ...]:
-    """What an older release needs beside `V1_PATCHES` and `CPU_PATCHES`."""
+    """What an older release needs beside `CPU_PATCHES`."""
     runner = model_runner.GPUModelRunner
     found = []
     if current_platform.is_cpu() and "_copy_draft_token_ids_to_cpu" in vars(
@@ -417,14 +420,6 @@ def patches_of_older(release: tuple[int, int]) -> tuple[Patch, ...]:
     return tuple(found)
 
 
-V1_PATCHES = (
-    Patch(
-        "verification in one pass",
-        rejection_sampler.RejectionSampler,
-        "forward",
-        verification_in_one_pass,
-    ),
-)
 CPU_PATCHES = (
     Patch("temperatures of drafts", rejection_sampler, "expand_batch_to_tokens", values_of_rows),
     Patch(
@@ -434,6 +429,12 @@ CPU_PATCHES = (
         no_constraints_without_rows,
     ),
     Patch("rejection sampling", rejection_sampler, "rejection_sample", rejection_in_torch),
+    Patch(
+        "verification in one pass",
+        rejection_sampler.RejectionSampler,
+        "forward",
+        verification_in_one_pass,
+    ),
     Patch(
         "seeds in chunked prefill",
         model_runner.GPUModelRunner,

@@ -25,6 +25,7 @@ from heads.errors import ConfigError, SwapError
 from heads.heads_config import COPY_WINDOW
 from heads.modules import MedusaHeads
 from medusa_ppo.contract.status import Checked
+from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.context import (
     Arrived,
@@ -41,7 +42,6 @@ from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import (
     NOTHING,
     DraftSlots,
-    KeptDrafts,
     Seating,
     Seats,
     Traits,
@@ -235,19 +235,12 @@ class MedusaProposer(Drafter):
             target_hidden_states: h_t `[B, D]` of each request, after the last norm.
         """
         hidden_BD = target_hidden_states  # vLLM's own name for it, should it call.
-        count = min(num_speculative_tokens, self.num_drafts) if self.drafting else 0
-        if self._calibrating is not None:
-            count = min(count, self._calibrating.drafts)
-        elif self.choose and count:
-            # Each rank learns by its own clock, and all must draft the same: the first one decides.
-            count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
+        count = self.wanted(num_speculative_tokens, hidden_BD.shape[0])
         seen = self._look_back(count)
         if count == 0:
             # Lists, which vLLM takes as they are; a tensor it would copy to the host first.
             return [[] for _ in range(hidden_BD.shape[0])]
-        last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64).to(
-            self.device, non_blocking=True
-        )
+        last_ids_B = sending.sent(self._last_ids, self.device)
         if not self.sampled or sampling_metadata.all_greedy:
             return self._core.draft(hidden_BD, last_ids_B, count, seen=seen).ids_BK
         drafted = self._draft_and_keep(hidden_BD, last_ids_B, count, sampling_metadata, seen)
@@ -257,6 +250,16 @@ class MedusaProposer(Drafter):
             ids[:length]
             for ids, length in zip(drafted.ids_BK.tolist(), drafted.lengths_B.tolist(), strict=True)
         ]
+
+    def wanted(self, most: int, batch: int) -> int:
+        """Drafts of the next step for `batch` requests, `most` at most."""
+        count = min(most, self.num_drafts) if self.drafting else 0
+        if self._calibrating is not None:
+            return min(count, self._calibrating.drafts)
+        if self.choose and count:
+            # Each rank learns by its own clock, and all must draft the same: the first one decides.
+            return min(count, agreed(self.chooser.choose(batch)))
+        return count
 
     def _draft_and_keep(
         self,
@@ -305,9 +308,7 @@ class MedusaProposer(Drafter):
         self._seats = self._seating.seat(
             request_ids, lambda key: self._meet(live_requests[key]), live_requests
         )
-        # A copy: vLLM goes on counting in its own array.
-        positions_B = torch.from_numpy(tokens.astype(np.int64))
-        self._positions_B = positions_B.to(self.device, non_blocking=True)
+        self._positions_B = sending.sent(tokens, self.device)
         self._running = request_ids, live_requests
 
     def _meet(self, request: Any) -> Traits:
@@ -319,11 +320,9 @@ class MedusaProposer(Drafter):
             Traits() if asked is None else Traits(asked.seed, asked.structured_outputs is not None)
         )
 
-    def proposed(
-        self, counts: Sequence[int], draft_ids_T: torch.Tensor, vocab_size: int, all_greedy: bool
-    ) -> Proposed | None:
-        """What verification of `counts` drafts of each request needs; None: vLLM's own verifies
-        one-hot drafts.
+    def proposed(self, counts: Sequence[int], all_greedy: bool) -> Proposed | None:
+        """What verification of `counts` drafts of each request needs (`v1_runner`); None: all of
+        them are one-hot, and vLLM's own can do it.
         """
         width = max(counts)
         seats = self._seats
@@ -333,31 +332,11 @@ class MedusaProposer(Drafter):
             if self._slots is not None and width and not all_greedy
             else None
         )
-        on_cpu = self.device.type == "cpu"
-        if kept is None and (seats.keys_B is None or not on_cpu):
+        if kept is None and (seats.keys_B is None or self.device.type != "cpu"):
             return None
         lanes = ((ACCEPT_LANE, width), (LAST_LANE, 1))
         noise = [uniforms(self._positions_B, seats.keys_B, seats.seeded_B, *lane) for lane in lanes]
-        uniforms_BW = torch.cat(noise, dim=1)
-        if kept is None or on_cpu:
-            return Proposed(kept, uniforms_BW)
-        return Proposed(
-            kept,
-            uniforms_BW,
-            lambda: self._whole_rows(kept, counts, draft_ids_T, vocab_size),
-        )
-
-    def _whole_rows(
-        self, kept: KeptDrafts, counts: Sequence[int], draft_ids_T: torch.Tensor, vocab_size: int
-    ) -> torch.Tensor:
-        """q `[T, V]` for vLLM's kernels, which verify what asks for more than temperature, top-k
-        and top-p.
-        """
-        requests_T = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
-        drafts_T = torch.tensor([draft for count in counts for draft in range(count)])
-        return kept.slots.whole_rows(
-            kept, requests_T.to(self.device), drafts_T.to(self.device), draft_ids_T, vocab_size
-        )
+        return Proposed(kept, torch.cat(noise, dim=1))
 
     def before_step(
         self,
@@ -388,7 +367,7 @@ class MedusaProposer(Drafter):
             self.memory.attend(*self._running)
             self.memory.settle(self._running[0], drafted)
         if self.stopping is not None:
-            counts_2B = torch.tensor([list(drafted), accepted]).to(self.device, non_blocking=True)
+            counts_2B = sending.sent([list(drafted), accepted], self.device)
             self.stopping.settle(self._seats.slots_B, *counts_2B.unbind(0))
         self._came = hidden_TD, sampled_token_ids, drafted
 
@@ -427,7 +406,7 @@ class MedusaProposer(Drafter):
         ids_N = self._token_ids[request_N, position_N]
         numbers_3N = np.stack([slots_B[request_N], position_N, ids_N.astype(np.int64)])
         for part_3N in torch.from_numpy(numbers_3N).split(TEXT_TOKENS_AT_ONCE, dim=1):
-            copier.write(ring, *part_3N.to(self.device, non_blocking=True).unbind(0))
+            copier.write(ring, *sending.sent(part_3N, self.device).unbind(0))
         longest = int(self._tokens_B.max())
         return copier.find(ring, self._seats.slots_B, self._positions_B - 1, longest)
 
@@ -437,21 +416,64 @@ class MedusaProposer(Drafter):
         drafted: Sequence[int],
         scheduled_tokens: int,
     ) -> None:
+        seconds = self._seconds_of_step()
+        self._learn([*map(len, sampled_token_ids)], drafted, scheduled_tokens, seconds)
+
+    def _seconds_of_step(self) -> float | None:
+        """Since the last call; None where there was none."""
         now = time.perf_counter()
         began = self._step_began
         self._step_began = now
+        return None if began is None else now - began
+
+    def _learn(
+        self,
+        sampled: Sequence[int],
+        drafted: Sequence[int],
+        scheduled_tokens: int,
+        seconds: float | None,
+    ) -> None:
+        """What a step shows: how many tokens each request sampled of how many drafts, and how long
+        that took.
+        """
         calibrating = self._calibrating
         if calibrating is None and any(drafted):
-            self.chooser.observe_acceptance(
-                drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
-            )
-        only_decodes = scheduled_tokens == len(drafted) + sum(drafted) and all(sampled_token_ids)
-        if began is None or not only_decodes or min(drafted) != max(drafted):
+            self.chooser.observe_acceptance(drafted, [max(count - 1, 0) for count in sampled])
+        only_decodes = scheduled_tokens == len(drafted) + sum(drafted) and all(sampled)
+        if seconds is None or not only_decodes or min(drafted) != max(drafted):
             return
         if calibrating is None:
-            self.chooser.observe_step(len(drafted), drafted[0], now - began)
+            self.chooser.observe_step(len(drafted), drafted[0], seconds)
         else:
-            calibrating.steps.append([len(drafted), drafted[0], now - began])
+            calibrating.steps.append([len(drafted), drafted[0], seconds])
+
+    @torch.inference_mode()
+    def rehearse(self, hidden_BD: torch.Tensor) -> Proposed | None:
+        """What a step asks for with all drafts of so many requests, before there are any: vLLM
+        measures meanwhile how much memory is left for keys and values. Returns what verification
+        of these drafts gets (as `proposed`).
+        """
+        count = self.num_speculative_tokens
+        numbers_B = torch.arange(hidden_BD.shape[0], device=self.device)
+        ids_B = torch.zeros_like(numbers_B)
+        seen = None
+        if isinstance(self._core.fused, ContextHeads):
+            seen = self._core.fused.alone(hidden_BD, ids_B)
+            if self._texts is not None and self._core.copier is not None:
+                told_BKH = self._core.copier.find(self._texts, numbers_B, ids_B)
+                seen = replace(seen, told_BKH=told_BKH)
+        slots = self._slots
+        if slots is None:
+            self._core.draft(hidden_BD, ids_B, count, seen=seen)
+            return None
+        noise_BW = uniforms(numbers_B, None, None, DRAFT_LANE, count + 1)
+        how = DraftSampling(torch.ones_like(numbers_B, dtype=torch.float32), noise_BW[:, :count])
+        self._core.draft(hidden_BD, ids_B, count, how, seen, slots)
+        stamps_B = stamps(numbers_B, numbers_B)
+        slots.stamp(numbers_B, stamps_B, count)
+        kept = slots.look_up(numbers_B, stamps_B, count)
+        slots.forget()
+        return Proposed(kept, noise_BW)
 
     @torch.inference_mode()
     def probe(self, hidden: Sequence[Sequence[float]], last_ids: Sequence[int]) -> list[list[int]]:

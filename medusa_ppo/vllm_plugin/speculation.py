@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from heads.errors import LossyError
+from heads.errors import ConfigError, LossyError
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
 from medusa_ppo.vllm_plugin.worker_calls import HEADS, SAMPLED
 
@@ -63,6 +63,33 @@ def refuse_lossy_rule(rule: str) -> None:
             expected=" or ".join(LOSSLESS),
             do="Leave rejection_sample_method out of vLLM's speculative configuration.",
         )
+
+
+def refuse_what_heads_lack(vllm_config: Any) -> None:
+    """ConfigError for ways to serve a model in which our heads were never run, whoever started the
+    engine: `medusa_ppo.engines.launch` refuses them too, but other loops start vLLM themselves.
+    """
+    parallel = getattr(vllm_config, "parallel_config", None)
+    stages = getattr(parallel, "pipeline_parallel_size", 1)
+    if stages > 1:
+        raise _not_with_heads(
+            "pipeline_parallel_size", stages, 1, "Use tensor parallelism, or leave the heads out."
+        )
+    if getattr(parallel, "enable_expert_parallel", False):
+        raise _not_with_heads(
+            "enable_expert_parallel", True, False, "Leave it out, or leave the heads out."
+        )
+    lora = getattr(vllm_config, "lora_config", None)
+    if lora is not None:
+        raise _not_with_heads(
+            "enable_lora", True, False, "Merge the adapter into the actor, or leave the heads out."
+        )
+
+
+def _not_with_heads(name: str, given: object, expected: object, do: str) -> ConfigError:
+    return ConfigError(
+        f"vLLM's {name} can't be combined with draft heads.", given=given, expected=expected, do=do
+    )
 
 
 def rule_of(speculative_config: Any) -> str:

@@ -16,9 +16,10 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import vllm.v1.worker.gpu.model_runner as v2_runner
 from torch import nn
@@ -27,11 +28,19 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from heads.errors import ConfigError
+from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftSampling
-from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
+from medusa_ppo.drafting.noise import DRAFT_LANE, drawn_from, keys_of, uniforms
+from medusa_ppo.drafting.products import DraftVocabulary
+from medusa_ppo.drafting.stopping import Ending
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
-from medusa_ppo.vllm_plugin.speculation import heads_folder, refuse_lossy_rule, rule_of
+from medusa_ppo.vllm_plugin.speculation import (
+    heads_folder,
+    refuse_lossy_rule,
+    refuse_what_heads_lack,
+    rule_of,
+)
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 logger = logging.getLogger(__name__)
@@ -39,13 +48,27 @@ CUTS_ASK_FOR_V = "vocab_size" in inspect.signature(SamplingStates.get_top_k_top_
 """From 0.33 on. Looked up once: `_cuts` runs between two steps."""
 
 
+@dataclass(frozen=True)
+class _LastStep:
+    """A step of which it isn't known yet how many tokens it sampled.
+
+    Attributes:
+        there: that `sampled_B` is on the host; None where it always was.
+    """
+
+    sampled_B: torch.Tensor
+    there: torch.cuda.Event | None
+    drafted: Sequence[int]
+    scheduled_tokens: int
+    seconds: float | None
+
+
 class HeldHeads(MedusaProposer):
     """The serving heads, how they are changed while they serve, and what they may be told. q is
     V2's to keep.
     """
 
-    def _use_vocabulary(self) -> None:
-        self._core.use_vocabulary(None, None)
+    _last_step: _LastStep | None = None
 
     def draft(
         self,
@@ -54,8 +77,46 @@ class HeldHeads(MedusaProposer):
         count: int,
         sampling: DraftSampling | None = None,
         seen: Seen | None = None,
+        ending: Ending | None = None,
     ) -> Drafted:
-        return self._core.draft(hidden_BD, last_ids_B, count, sampling, seen)
+        slots = self._slots if sampling is not None else None
+        return self._core.draft(hidden_BD, last_ids_B, count, sampling, seen, slots, ending=ending)
+
+    def drawn(self, k: int, batch: int) -> torch.Tensor:
+        """What draft k of the last sampled call was drawn from, float32 `[B, W]`."""
+        assert self._slots is not None, "who samples drafts has room for them"
+        return drawn_from(self._slots.cumulative_KRX[k, :batch])
+
+    @property
+    def ids_W(self) -> torch.Tensor | None:
+        """The tokens that drafts come from; None: all."""
+        return self._core.ids_W
+
+    def _new_vocabulary(self, size: int) -> DraftVocabulary:
+        vocabulary = super()._new_vocabulary(size)
+        vocabulary.count_on(self.device)
+        return vocabulary
+
+    def observe(
+        self,
+        ids_T: torch.Tensor,
+        rows_B: torch.Tensor,
+        last_ids_B: torch.Tensor,
+        sampled_B: torch.Tensor,
+    ) -> None:
+        """Count the tokens that a step sampled (`Arrived.of_step` has the same arguments)."""
+        vocabulary = self.draft_vocabulary
+        if not vocabulary.size or self._calibrating is not None:
+            return
+        back_n = torch.arange(self.num_speculative_tokens + 1, device=rows_B.device)
+        rows_Bn = (rows_B.unsqueeze(1) - back_n + 1).clamp(0, len(ids_T) - 1)
+        ids_Bn = ids_T[rows_Bn].long().clamp_min(0)
+        ids_Bn[:, 0] = last_ids_B
+        there_Bn = back_n < sampled_B.unsqueeze(1)
+        # A request whose prompt isn't finished samples none: the host's count is a little high.
+        vocabulary.observe_there(ids_Bn.flatten(), there_Bn.flatten(), len(rows_B))
+        if vocabulary.due:
+            self._refresh_vocabulary()
 
     def look_back(
         self,
@@ -65,31 +126,41 @@ class HeldHeads(MedusaProposer):
         last_ids_B: torch.Tensor,
         sampled_B: torch.Tensor,
         at: Standing,
+        drafted: Sequence[int],
+        count: int,
     ) -> Seen | None:
-        """What requests attend to after a step (`Arrived.of_step`); None for heads without a
-        context.
+        """What requests attend to after a step (`Arrived.of_step`) that verified so many drafts of
+        each, and that are to have `count` now; None for heads without a context, and where none
+        are wanted: then what came is held.
         """
-        ring = self._ring
+        ring, unread = self._ring, self._unread
         fused = self._core.fused
-        if ring is None or not isinstance(fused, ContextHeads):
+        if ring is None or unread is None or not isinstance(fused, ContextHeads):
             return None
-        most = min(self.num_speculative_tokens + 1, ring.pairs)
+        # Steps that are held must be small: without drafts each request brought one pair at most.
+        most = min(max(drafted) + 1, ring.pairs)
         arrived = Arrived.of_step(
             hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most
         )
-        seen = fused.look_back(ring, arrived, at)
         texts = self._texts
         copier = self._core.copier
+        if texts is not None and copier is not None:
+            # The token x_{j+1} of a pair stands one position behind its state.
+            copier.write(texts, arrived.slots_N, arrived.positions_N + 1, arrived.ids_N)
+        if not count:
+            unread.hold_pairs(arrived)
+            return None
+        seen = fused.look_back(ring, arrived.after(unread.take(), at, ring), at)
         if texts is None or copier is None:
             return seen
-        # The token x_{j+1} of a pair stands one position behind its state.
-        copier.write(texts, arrived.slots_N, arrived.positions_N + 1, arrived.ids_N)
         told_BKH = copier.find(texts, at.slots_B, at.positions_B + 1)
         return replace(seen, told_BKH=told_BKH)
 
     @torch.inference_mode()
     def admit(self, slot: int, token_ids: Sequence[int]) -> None:
         """A request takes a slot with these tokens, its prompt and what it has said before."""
+        if self._calibrating is None:
+            self.draft_vocabulary.observe([token_ids])
         texts = self._texts
         copier = self._core.copier
         if texts is None or copier is None:
@@ -108,19 +179,47 @@ class HeldHeads(MedusaProposer):
         if self._texts is not None and self._core.copier is not None:
             self._core.copier.write_again(self._texts)
 
+    def step_ended(
+        self, sampled_B: torch.Tensor, drafted: Sequence[int], scheduled_tokens: int
+    ) -> None:
+        """A step has verified `drafted` drafts of each request, and sampled so many tokens. The
+        latter is read one step later, when its copy is on the host without waiting.
+        """
+        self._learn_of_last_step()
+        if not self.choose and self._calibrating is None:
+            return
+        on_device = sampled_B.device.type == "cuda"
+        host_B = torch.empty(sampled_B.shape, dtype=sampled_B.dtype, pin_memory=on_device)
+        host_B.copy_(sampled_B, non_blocking=True)
+        there = torch.cuda.Event() if on_device else None
+        if there is not None:
+            there.record()
+        self._last_step = _LastStep(
+            host_B, there, drafted, scheduled_tokens, self._seconds_of_step()
+        )
+
+    def _learn_of_last_step(self) -> None:
+        last = self._last_step
+        self._last_step = None
+        if last is None:
+            return
+        if last.there is not None:
+            last.there.synchronize()
+        self._learn(last.sampled_B.tolist(), last.drafted, last.scheduled_tokens, last.seconds)
+
+    def calibrate(self, drafts: int | None) -> list[list[float]]:
+        self._learn_of_last_step()
+        return super().calibrate(drafts)
+
     def configure(self, settings: Drafting) -> Drafting:
-        if settings.get("choose"):
-            logger.info("V2 can't choose the number of drafts: each step has the same.")
-            settings = settings | {"choose": False}
-        for name in ("draft_vocab", "memory_bytes", "stop_below"):
-            if settings.get(name):
-                raise ConfigError(
-                    "vLLM's V2 model runner tells a drafter no tokens on the host, and this setting"
-                    " needs them.",
-                    given=f"{name}={settings[name]}",
-                    expected="a fixed number of drafts from the whole vocabulary",
-                    do="Set engine.runner=v1, or leave the setting out.",
-                )
+        if settings.get("memory_bytes"):
+            raise ConfigError(
+                "vLLM's V2 model runner tells a drafter no tokens on the host, and a memory needs"
+                " them.",
+                given=f"memory_bytes={settings['memory_bytes']}",
+                expected="0",
+                do="Set engine.runner=v1, or leave the setting out.",
+            )
         return super().configure(settings)
 
 
@@ -133,6 +232,8 @@ class MedusaSpeculator(DraftModelSpeculator):
         count: drafts that the last step made of each request.
         draft_logits: float32 `[S, K, V]`, what V2 verifies against. Made at once, so that vLLM's
             memory profile counts it.
+        lengths_B: int64, drafts of each request that are to be verified, where some have fewer
+            than `count`; None: all have as many.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
@@ -147,6 +248,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         self.draft_logits = self._kept_SKV
         self.states: Any = None
         self.count = 0
+        self.lengths_B: torch.Tensor | None = None
         self._grammar_S = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         self._requests_S = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self._admitted = 0
@@ -196,29 +298,33 @@ class MedusaSpeculator(DraftModelSpeculator):
         """Draft ids int64 `[B, K]`; columns from `count` on mean nothing and are not scheduled."""
         drafter = self.drafter
         batch = input_batch.num_reqs
-        count = min(
-            (
-                self.num_speculative_steps
-                if num_speculative_tokens is None
-                else num_speculative_tokens
-            ),
-            drafter.num_drafts,
-        )
-        self.count = count = count if drafter.drafting else 0
+        most = self.num_speculative_steps
+        if num_speculative_tokens is not None:
+            most = min(most, num_speculative_tokens)
+        if dummy_run:
+            count = min(most, drafter.num_drafts) if drafter.drafting else 0
+        else:
+            drafted = (np.diff(input_batch.cu_num_logits_np)[:batch] - 1).tolist()
+            drafter.step_ended(num_sampled[:batch], drafted, input_batch.num_tokens)
+            self.count = count = drafter.wanted(most, batch)
         ids_BK = torch.zeros(
             batch, self.num_speculative_steps, dtype=torch.int64, device=self.device
         )
-        if not count:
-            return ids_BK
         slots_B = input_batch.idx_mapping[:batch].long()
         rows_B = (
             input_batch.query_start_loc[1 : batch + 1] - 1 - num_rejected[:batch]
         ).long()  # Of each request's last accepted token.
-        hidden_BD = last_hidden_states[rows_B]
         last_ids_B = last_sampled[slots_B].view(-1)
+        if not dummy_run:
+            self.lengths_B = None
+            drafter.observe(input_batch.input_ids, rows_B, last_ids_B, num_sampled[:batch])
+            if drafter.stopping is not None:
+                drafted_B = sending.sent(drafted, self.device)
+                accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
+                drafter.stopping.settle(slots_B, drafted_B, accepted_B)
         seen = None
         positions_B = input_batch.positions[rows_B].long()
-        if not dummy_run:
+        if not dummy_run and drafter.drafting:
             at = Standing(slots_B, self._requests_S[slots_B], positions_B)
             seen = drafter.look_back(
                 last_hidden_states,
@@ -227,20 +333,33 @@ class MedusaSpeculator(DraftModelSpeculator):
                 last_ids_B,
                 num_sampled[:batch],
                 at,
+                drafted,
+                count,
             )
-        if not drafter.sampled or dummy_run:
-            drafted = drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
+        if not count:
+            return ids_BK
+        hidden_BD = last_hidden_states[rows_B]
+        if not drafter.sampled:
+            drafts = drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
             temperature_B = None
         else:
             temperature_B = torch.where(self._grammar_S[slots_B], 0.0, temperature[slots_B])
             noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_LANE, count)
             cuts = self._cuts(slots_B, input_batch.idx_mapping_np[:batch])
-            drafted = drafter.draft(
-                hidden_BD, last_ids_B, count, DraftSampling(temperature_B, noise_BK, *cuts), seen
-            )
-        ids_BK[:, :count] = drafted.ids_BK
-        if not dummy_run:
-            self._keep(slots_B, drafted, temperature_B)
+            sampling = DraftSampling(temperature_B, noise_BK, *cuts)
+            ending = None
+            if drafter.stopping is not None and not dummy_run:
+                ending = drafter.stopping.begin(slots_B)
+            drafts = drafter.draft(hidden_BD, last_ids_B, count, sampling, seen, ending)
+            if not dummy_run:
+                self.lengths_B = drafts.lengths_B
+        ids_BK[:, :count] = drafts.ids_BK
+        # A dummy run computes what a step does, so that the profile sees it, and leaves the q of
+        # those alone that wait.
+        for k, ids_B in enumerate(drafts.ids_BK.unbind(1)):
+            kept_BV = self._kept(k, ids_B, temperature_B)
+            if not dummy_run:
+                self._kept_SKV[slots_B, k] = kept_BV
         return ids_BK
 
     def _cuts(
@@ -253,20 +372,21 @@ class MedusaSpeculator(DraftModelSpeculator):
         top_k_B, top_p_B, *_ = self.states.get_top_k_top_p(slots_B, slots, *more)
         return top_k_B, top_p_B
 
-    def _keep(
-        self, slots_B: torch.Tensor, drafted: Drafted, temperature_B: torch.Tensor | None
-    ) -> None:
-        """For verification: log q times the temperature; one-hot rows where the temperature is 0,
-        and everywhere without q.
+    def _kept(
+        self, k: int, ids_B: torch.Tensor, temperature_B: torch.Tensor | None
+    ) -> torch.Tensor:
+        """For verification: the log of what draft k was drawn from, times the temperature; one-hot
+        rows where the temperature is 0, and everywhere without q.
         """
-        for k, ids_B in enumerate(drafted.ids_BK.unbind(1)):
-            logits_BV = _one_hot(ids_B, self.vocab_size)
-            if temperature_B is not None:
-                temperature_B1 = temperature_B.unsqueeze(1)
-                logits_BV = torch.where(
-                    temperature_B1 > 0, drafted.q[k].log() * temperature_B1, logits_BV
-                )
-            self._kept_SKV[slots_B, k] = logits_BV
+        one_hot_BV = _one_hot(ids_B, self.vocab_size)
+        if temperature_B is None:
+            return one_hot_BV
+        temperature_B1 = temperature_B.unsqueeze(1)
+        logits_BV = logits_BW = self.drafter.drawn(k, len(ids_B)).log() * temperature_B1
+        if self.drafter.ids_W is not None:
+            nowhere_BV = torch.full_like(one_hot_BV, -torch.inf)
+            logits_BV = nowhere_BV.index_copy_(1, self.drafter.ids_W, logits_BW)
+        return torch.where(temperature_B1 > 0, logits_BV, one_hot_BV)
 
 
 def _one_hot(ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -285,6 +405,7 @@ def with_our_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_speculator(vllm_config: Any, device: torch.device, *args: Any) -> Any:
         if heads_folder(vllm_config):
             refuse_lossy_rule(rule_of(vllm_config.speculative_config))
+            refuse_what_heads_lack(vllm_config)
             return MedusaSpeculator(vllm_config, device, *args)
         return original(vllm_config, device, *args)
 
@@ -333,8 +454,15 @@ def with_as_many_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     def take_draft_token_ids(self: Any) -> Any:
         drafts = original(self)
         if drafts is not None and isinstance(self.speculator, MedusaSpeculator):
+            ours = self.speculator
+            # How long runs are is known when they are drawn, and the scheduler has to know it.
+            lengths = (
+                [ours.count] * len(drafts.draft_token_ids)
+                if ours.lengths_B is None
+                else ours.lengths_B.tolist()
+            )
             drafts.draft_token_ids = [
-                ids[: self.speculator.count] for ids in drafts.draft_token_ids
+                ids[:length] for ids, length in zip(drafts.draft_token_ids, lengths, strict=True)
             ]
         return drafts
 

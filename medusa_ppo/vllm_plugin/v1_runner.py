@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm.v1.sample.rejection_sampler as rejection_sampler
 import vllm.v1.worker.gpu_model_runner as model_runner
 import vllm.v1.worker.gpu_worker as gpu_worker
 from vllm.platforms import current_platform
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from medusa_ppo.drafting import sending, verify
 from medusa_ppo.vllm_plugin.drafter import Drafter, drafter_of
+from medusa_ppo.vllm_plugin.patches import verified_in_torch
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
-from medusa_ppo.vllm_plugin.speculation import heads_folder, refuse_lossy_rule, rule_of
+from medusa_ppo.vllm_plugin.speculation import (
+    heads_folder,
+    refuse_lossy_rule,
+    refuse_what_heads_lack,
+    rule_of,
+)
 
 
 def is_native(folder: str | Path) -> bool:
@@ -47,6 +55,7 @@ def with_our_proposer(original: Callable[..., None]) -> Callable[..., None]:
         folder = heads_folder(stock.vllm_config) if type(stock) is Drafter else ""
         if folder and is_native(folder):
             refuse_lossy_rule(rule_of(stock.spec_config))
+            refuse_what_heads_lack(stock.vllm_config)
             self.drafter = MedusaProposer(stock.vllm_config, self.device)
 
     return __init__
@@ -100,7 +109,7 @@ def _last_states(
     for tokens, count in zip(sampled_token_ids, drafted, strict=True):
         rows.append(begin + max(len(tokens) - 1, 0))
         begin += count + 1
-    return hidden_TD[torch.tensor(rows).to(hidden_TD.device, non_blocking=True)]
+    return hidden_TD[sending.sent(rows, hidden_TD.device)]
 
 
 def with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,16 +118,88 @@ def with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_ours(self):
             return original(self, spec_decode_metadata)
         _seat(self)
-        meta = spec_decode_metadata
-        batch = self.input_batch
         return self.drafter.proposed(
-            meta.num_draft_tokens,
-            meta.draft_token_ids,
-            batch.vocab_size,
-            batch.sampling_metadata.all_greedy,
+            spec_decode_metadata.num_draft_tokens,
+            self.input_batch.sampling_metadata.all_greedy,
         )
 
     return _get_spec_decode_draft_probs
+
+
+def with_our_verification(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`rejection_sample`: drafts of ours that were drawn are verified as a block, where their q
+    stands. V1's kernels verify draft by draft, and ask for q of all tokens and all drafts, three
+    times as much memory as the logits.
+    """
+
+    @functools.wraps(original)
+    def rejection_sample(
+        draft_token_ids: Any,
+        num_draft_tokens: Any,
+        max_spec_len: int,
+        cu_num_draft_tokens: Any,
+        draft_probs: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(draft_probs, verify.Proposed):
+            return original(
+                draft_token_ids,
+                num_draft_tokens,
+                max_spec_len,
+                cu_num_draft_tokens,
+                draft_probs,
+                *args,
+                **kwargs,
+            )
+        return verified_in_torch(
+            draft_token_ids, num_draft_tokens, max_spec_len, draft_probs, *args, **kwargs
+        )
+
+    return rejection_sample
+
+
+def with_drafts_profiled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`_dummy_sampler_run`: vLLM measures memory with one draft a request, of which nobody keeps a
+    q. Here as many are made and verified as a full batch has. (The CPU build measures nothing.)
+    """
+
+    @functools.wraps(original)
+    def _dummy_sampler_run(self: Any, hidden_states: torch.Tensor) -> Any:
+        if not _is_ours(self) or self.device.type == "cpu":
+            return original(self, hidden_states)
+        sampler = self.rejection_sampler
+        asked: list[Any] = []
+
+        def listening(*args: Any) -> Any:
+            asked.append(args[-1])
+            return sampler(*args)
+
+        # Its own settings of so many requests that sample, as this release makes them.
+        self.rejection_sampler = listening
+        try:
+            result = original(self, hidden_states)
+        finally:
+            self.rejection_sampler = sampler
+        if asked:
+            rehearse(self, hidden_states, asked[0])
+        return result
+
+    return _dummy_sampler_run
+
+
+@torch.inference_mode()
+def rehearse(runner: Any, hidden_ND: torch.Tensor, sampling: Any) -> None:
+    """Draft for all requests of `sampling`, and verify that."""
+    drafter = runner.drafter
+    batch = len(sampling.temperature)
+    count = drafter.num_speculative_tokens
+    rows_ND = torch.rand(
+        batch * (count + 1), hidden_ND.shape[1], dtype=hidden_ND.dtype, device=hidden_ND.device
+    )
+    proposed = drafter.rehearse(rows_ND[:batch])
+    meta = SpecDecodeMetadata.make_dummy([[0] * count] * batch, rows_ND.device)
+    runner.rejection_sampler(meta, proposed, runner.model.compute_logits(rows_ND), sampling)
 
 
 def _seat(runner: Any) -> None:
@@ -205,7 +286,7 @@ def few_indices_without_drafts(original: Callable[..., Any]) -> Callable[..., An
         count = len(num_draft_tokens)
         none = torch.empty(0, dtype=torch.int32, device=self.device)
         rows_B = torch.arange(count, dtype=torch.int32, device=self.device)
-        last_B = torch.from_numpy(cu_num_scheduled_tokens - 1)
+        last_rows = cu_num_scheduled_tokens - 1
         return SpecDecodeMetadata(
             draft_token_ids=none,
             num_draft_tokens=[0] * count,
@@ -213,7 +294,7 @@ def few_indices_without_drafts(original: Callable[..., Any]) -> Callable[..., An
             cu_num_sampled_tokens=rows_B + 1,
             target_logits_indices=none,
             bonus_logits_indices=rows_B,
-            logits_indices=last_B.to(self.device, non_blocking=True),
+            logits_indices=sending.sent(last_rows, self.device, torch.int32),
         )
 
     return _calc_spec_decode_metadata
@@ -241,5 +322,7 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (model_runner.GPUModelRunner, "_input_fits_in_drafter", drafting_to_the_end),
     (model_runner.GPUModelRunner, "_calc_spec_decode_metadata", few_indices_without_drafts),
     (model_runner.GPUModelRunner, "_sample", plain_without_drafts),
+    (model_runner.GPUModelRunner, "_dummy_sampler_run", with_drafts_profiled),
+    (rejection_sampler, "rejection_sample", with_our_verification),
     (gpu_worker.Worker, "wake_up", with_heads_looked_at),
 )

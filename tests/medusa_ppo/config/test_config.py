@@ -264,7 +264,7 @@ def test_the_number_of_drafts_is_auto_or_a_number() -> None:
         assert (found(value).num_drafts, found(value).most_drafts) == ("auto", None)
         assert found(value).chooses_drafts
     assert EngineConfig.model_validate({"num_drafts": None}).chooses_drafts
-    assert not load_config(None, ["engine.runner=v2"]).engine.chooses_drafts
+    assert load_config(None, ["engine.runner=v2"]).engine.chooses_drafts
     for wrong in ("many", "1.5", "-1"):
         with pytest.raises(ConfigError, match=r"engine\.num_drafts"):
             found(wrong)

@@ -23,7 +23,7 @@ from medusa_ppo.drafting.memory import SUFFIX, Drawn, Recall, Trust, Waiting
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, uniforms
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Stopping
-from medusa_ppo.drafting.verify import DraftRows, accepted_run, residual_sample
+from medusa_ppo.drafting.verify import DraftRows, TargetRows, accepted_run, residual_sample
 
 D, V, K, B, W = 8, 12, 4, 5, 6
 
@@ -49,6 +49,10 @@ def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
             tensor.dim() - len([p for p in parts if p is not None]) + 1
         )
     if any(isinstance(part, torch.Tensor) for part in parts):
+        for dim, part in enumerate(parts):
+            if isinstance(part, slice):
+                ends = part.start, part.stop, part.step or 1
+                tensor = torch.ops.aten.slice(tensor, dim, *ends)
         return torch.ops.aten.index(
             tensor, [None if isinstance(part, slice) else part for part in parts]
         )
@@ -136,12 +140,12 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
                 assert drafted.ids_BK.shape == (B, count) and drafted.ids_BK.device.type == "cuda"
                 slots.stamp(rows_B, stamps(rows_B, rows_B), count)
             kept = slots.look_up(rows_B, stamps(rows_B, rows_B), K)
-            assert slots.q(kept.rows_B, rows_B).shape == (B, width)
-            assert slots.whole_rows(kept, rows_B, rows_B, rows_B, V).shape == (B, V)
+            assert kept.rows(rows_B.unsqueeze(1)).shape == (B, width)
             uniforms(rows_B, None, None, ACCEPT_LANE, K)
             drafts = DraftRows(rows_BK, rows_B, rows_B, rows_BK)
-            run = accepted_run(logprobs_NV, drafts, numbers_BW[:, :K], kept)
-            ends_BV = logprobs_NV[run.length_B]
+            target = TargetRows(logprobs_NV)
+            run = accepted_run(target, drafts, numbers_BW[:, :K], kept)
+            ends_BV = target.rows(run.length_B)
             last_B = residual_sample(ends_BV, drafts, run, numbers_BW[:, -1], kept)
             assert last_B.shape == (B,) and last_B.device.type == "cuda"
 

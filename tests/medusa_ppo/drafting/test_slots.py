@@ -117,26 +117,3 @@ def test_places_beyond_what_was_drafted_have_no_q() -> None:
     slots.stamp(slots_B, later_B, 1)
     assert slots.look_up(slots_B, later_B, K).sampled_BK.tolist() == [[True, False, False]] * 3
     assert not slots.look_up(slots_B, stamps_B, K).sampled_BK.any()
-
-
-def test_whole_rows_are_spread_one_hot_or_empty() -> None:
-    torch.manual_seed(0)
-    slots = DraftSlots(S, 2, 3, torch.device("cpu"), torch.tensor([1, 4, 6]))
-    slots_B = torch.tensor([1, 2])
-    stamps_B = stamps(torch.tensor([1, 2]), torch.tensor([3, 3]))
-    q = [torch.rand(2, 3).softmax(-1) for _ in range(2)]
-    draw(slots, q, torch.tensor([[0, 2], [1, 1]]))
-    slots.stamp(slots_B, stamps_B, 2)
-    stale_B = torch.stack([stamps_B[0], stamps_B[1] + 1])
-    kept = slots.look_up(slots_B, stale_B, 2)
-    rows_TV = slots.whole_rows(
-        kept,
-        torch.tensor([0, 0, 1, 1]),
-        torch.tensor([0, 1, 0, 1]),
-        torch.tensor([1, -1, 4, -1]),
-        8,
-    )
-    expected_TV = torch.zeros(4, 8)
-    expected_TV[0, [1, 4, 6]] = q[0][0]
-    expected_TV[2, 4] = 1
-    torch.testing.assert_close(rows_TV, expected_TV)

@@ -194,12 +194,13 @@ def test_blocks_are_verified_as_the_reference_says(
     width: int, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged, with refused ids, one-hot requests and a draft vocabulary; on all rows at once, as on
-    a GPU, the same.
+    a GPU, the same, and so a part of the requests after the other.
     """
     batch = 900
     drafts, logprobs_NV, kept, counts, dense_BKV = block_batch(width, batch, width, mapped)
     numbers_BK = torch.rand(batch, width, dtype=torch.float64)
-    run = verify.accepted_run(logprobs_NV, drafts, numbers_BK, kept)
+    target = verify.TargetRows(logprobs_NV, logprobs_NV)
+    run = verify.accepted_run(target, drafts, numbers_BK, kept)
     at_B1 = run.length_B.clamp_max(width - 1).unsqueeze(1)
     seen = set()
     for row, count in enumerate(counts):
@@ -212,11 +213,8 @@ def test_blocks_are_verified_as_the_reference_says(
         assert int(run.length_B[row]) == length, row
         refused = ids[length] if length < there else verify.PLACEHOLDER
         p_1V = logprobs_NV[first + length].exp().unsqueeze(0)
-        left_1V = kept.residual(
-            p_1V * float(run.weight_B[row]),
-            at_B1[row : row + 1],
-            torch.tensor([[refused]]),
-            torch.tensor([row]),
+        left_1V = kept.part(slice(row, row + 1)).residual(
+            p_1V * float(run.weight_B[row]), at_B1[row : row + 1], torch.tensor([[refused]])
         )
         if length == there:
             left_1V = p_1V
@@ -226,9 +224,17 @@ def test_blocks_are_verified_as_the_reference_says(
         seen.add(length)
     assert seen == set(range(width + 1))
     monkeypatch.setattr(verify, "waits_for", lambda device: True)
-    again = verify.accepted_run(logprobs_NV, drafts, numbers_BK, kept)
+    again = verify.accepted_run(target, drafts, numbers_BK, kept)
     assert torch.equal(again.length_B, run.length_B)
     assert torch.equal(again.weight_B, run.weight_B)
+    numbers_BW = torch.cat([numbers_BK, torch.rand(batch, 1, dtype=torch.float64)], dim=1)
+    given = logprobs_NV, None, drafts, counts, verify.Proposed(kept, numbers_BW), verify.Rule()
+    at_once = verify.verify_rows(*given)
+    monkeypatch.setattr(verify, "ROW_BYTES", 8 * logprobs_NV.shape[1] * 100)
+    for waits in (True, False):
+        monkeypatch.setattr(verify, "waits_for", lambda device, waits=waits: waits)
+        for whole, in_parts in zip(at_once, verify.verify_rows(*given), strict=True):
+            assert torch.equal(whole, in_parts)
 
 
 def test_a_block_accepts_more_than_token_by_token() -> None:

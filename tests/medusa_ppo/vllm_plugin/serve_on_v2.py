@@ -45,6 +45,11 @@ SETTINGS = {
     "top-p": Sampling(0.7, top_p=0.9),
     "top-k": Sampling(1.2, top_k=9),
 }
+FEATURES: dict[str, dict[str, Any]] = {
+    "draft vocabulary": {"draft_vocab": VOCAB // 2},
+    "early end": {"stop_below": 0.3},
+}
+"""What is asked for beside sampled drafts, with the settings of `plain`."""
 
 
 def random_heads(seed: int, context: int, copy_parts: int) -> MedusaHeads:
@@ -144,6 +149,21 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
                     | {"accepted": accepted, "seconds": time.perf_counter() - began}
                 }
             )
+        for name, settings in FEATURES.items():
+            engine.configure(**settings)
+            test = Uniformity()
+            wanted = Sampling(1.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            rollouts = engine.generate(asked, wanted)
+            add_rollouts(test, model, rollouts)
+            counters = rollouts.counters
+            tell(
+                **{
+                    name: test.figures()
+                    | {"accepted": counters.accepted}
+                    | {"drafts": counters.drafts, "draft_tokens": counters.draft_tokens}
+                }
+            )
+            engine.configure(**dict.fromkeys(settings, 0))
         hidden = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(0)).tolist()
         before = engine.probe(hidden, [5, 6])
         engine.swap_heads(folder / "new-heads", 3)
@@ -158,7 +178,14 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
             synced=[list(response.token_ids) for response in rollouts.responses]
             == greedy(model, asked[:4])
         )
+        timed = engine._calibrate(range(HEADS + 1))
+        tell(**{"timed drafts": sorted({row.drafts for row in timed})})
         tell(chooses=engine._call("medusa_configure", {"choose": True})["choose"])
+        rollouts = engine.generate(asked[:4], asked_greedily)
+        same = [list(response.token_ids) for response in rollouts.responses] == greedy(
+            model, asked[:4]
+        )
+        tell(chosen=(same, sum(sum(row["steps"]) for row in engine.choices())))
         try:
             engine.configure(memory_bytes=1000)
         except ConfigError as error:

@@ -10,14 +10,21 @@ import pytest
 import torch
 from vllm.v1.sample.sampler import Sampler
 
-from medusa_ppo.drafting.verify import DraftRows, Proposed
-from medusa_ppo.vllm_plugin import patches
+from medusa_ppo.drafting.noise import draw
+from medusa_ppo.drafting.verify import (
+    DraftRows,
+    Proposed,
+    Rule,
+    WholeRows,
+    assemble,
+    verify_rows,
+)
 from medusa_ppo.vllm_plugin.patches import (
     _gather_logprobs,
     drafts_as_lists,
     kind_of_heads_known,
-    verification_in_one_pass,
 )
+from medusa_ppo.vllm_plugin.v1_runner import with_our_verification
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 3])
@@ -68,30 +75,30 @@ def test_our_kinds_of_heads_are_medusa_to_vllm(given: str, seen: str) -> None:
     assert asked == [seen]
 
 
-@pytest.mark.parametrize("on_cpu", [False, True])
-@pytest.mark.parametrize("plain", [False, True])
-def test_our_drafts_are_verified_by_us_on_every_device(
-    on_cpu: bool, plain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No test machine has a GPU: the platform says what it is, and vLLM's kernels are a stand-in.
-    What asks for more than they share goes to those, with q as they read it.
+@pytest.mark.parametrize("counts", [[3, 3, 3, 3], [3, 0, 1, 2]])
+def test_our_drafts_are_verified_as_a_block_on_every_device(counts: list[int]) -> None:
+    """A GPU's V1 asks us for the rows of drafts alone, and vLLM's sampler for the tokens behind
+    them; the CPU build asks for all rows at once. Of the same numbers both make the same.
     """
-    monkeypatch.setattr(patches.current_platform, "is_cpu", lambda: on_cpu)
-    monkeypatch.setattr(patches, "_is_plain", lambda sampler, metadata: plain)
-    monkeypatch.setattr(patches, "_verify_in_one_pass", lambda *given: ("ours", given[2]))
-    rows_TV = torch.ones(2, 3)
-    dense = None if on_cpu else (lambda: rows_TV)
-    ours = Proposed(None, torch.zeros(1, 3), dense)
-    forward = verification_in_one_pass(lambda *given: ("vLLM's", given[2]))
-    sampler = SimpleNamespace(synthetic_mode=False)
-
-    def verified(draft_probs: Proposed | torch.Tensor | None) -> tuple[str, object]:
-        return forward(sampler, None, draft_probs, torch.zeros(3, 3), None)
-
-    if plain:
-        assert verified(ours) == ("ours", ours)
-    else:
-        by, given = verified(ours)
-        assert by == "vLLM's" and given is (ours if on_cpu else rows_TV)
-    assert verified(None)[0] == ("ours" if plain and on_cpu else "vLLM's")
-    assert verified(rows_TV)[0] == ("ours" if plain and on_cpu else "vLLM's")
+    torch.manual_seed(0)
+    vocab, batch = 6, len(counts)
+    drafted = sum(counts)
+    q_BKV = torch.randn(batch, 3, vocab).softmax(-1)
+    numbers_BW = torch.rand(batch, 4, dtype=torch.float64)
+    ours = Proposed(WholeRows(q_BKV), numbers_BW)
+    drafts = torch.multinomial(q_BKV.view(-1, vocab), 1).view(batch, 3)
+    ids_T = torch.cat([ids[:count] for ids, count in zip(drafts, counts, strict=True)])
+    logits_NV = torch.randn(drafted + batch, vocab)
+    rows = DraftRows.build(ids_T, counts)
+    ends_B = rows.starts_B + rows.counts_B
+    of_drafts_N = torch.ones(drafted + batch, dtype=torch.bool).index_fill(0, ends_B, False)
+    rule = Rule()
+    run_B, last_B = verify_rows(logits_NV, None, rows, counts, ours, rule)
+    bonus_B = draw(logits_NV[ends_B].softmax(-1), numbers_BW[:, -1:])
+    sampling = SimpleNamespace(all_greedy=False, all_random=True, temperature=None, generators={})
+    original = with_our_verification(lambda *_: "vLLM's")
+    given = (ids_T, counts, max(counts), None)
+    more = (logits_NV[of_drafts_N], bonus_B, sampling)
+    found = original(*given, ours, *more)
+    assert torch.equal(found, assemble(rows, run_B, last_B))
+    assert original(*given, None, *more) == original(*given, q_BKV, *more) == "vLLM's"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from heads.errors import LossyError, UnsupportedVersionError
+from heads.errors import ConfigError, LossyError, UnsupportedVersionError
 from medusa_ppo.vllm_plugin import speculation
 
 
@@ -60,3 +62,45 @@ def test_a_lossy_rule_is_refused_whoever_started_the_engine(rule: str) -> None:
         speculation.refuse_lossy_rule(
             speculation.rule_of(SimpleNamespace(rejection_sample_method=rule))
         )
+
+
+SERVED: dict[str, Any] = {"pipeline_parallel_size": 1, "enable_expert_parallel": False}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "lora", "name"),
+    [
+        ({"pipeline_parallel_size": 2}, None, "pipeline_parallel_size"),
+        ({"enable_expert_parallel": True}, None, "enable_expert_parallel"),
+        ({}, SimpleNamespace(max_loras=1), "enable_lora"),
+    ],
+)
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_what_heads_lack_is_refused_in_vllms_own_process(
+    parallel: dict[str, Any], lora: Any, name: str, runner: str, tmp_path: Path
+) -> None:
+    """Other loops start vLLM themselves, past our launcher."""
+    from medusa_ppo.vllm_plugin import v1_runner
+    from medusa_ppo.vllm_plugin.drafter import Drafter
+
+    (tmp_path / "config.json").write_text('{"medusa_ppo": {}}')
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(
+            method="medusa", draft_model_config=SimpleNamespace(model=str(tmp_path))
+        ),
+        parallel_config=SimpleNamespace(**SERVED | parallel),
+        lora_config=lora,
+    )
+    if runner == "v1":
+        stock = object.__new__(Drafter)
+        stock.vllm_config, stock.spec_config = config, config.speculative_config
+
+        def start(self: Any) -> None:
+            self.drafter = stock
+
+        with pytest.raises(ConfigError, match=name):
+            v1_runner.with_our_proposer(start)(SimpleNamespace(device=None))
+        return
+    speculator = pytest.importorskip("medusa_ppo.vllm_plugin.speculator")
+    with pytest.raises(ConfigError, match=name):
+        speculator.with_our_speculator(lambda *_: None)(config, None)

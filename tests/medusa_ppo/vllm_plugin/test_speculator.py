@@ -74,10 +74,18 @@ def test_it_drafts_what_v1_drafts(seen: dict[str, Any]) -> None:
     assert seen["drafted"] == seen["v1"] and len(seen["drafted"]) > 500
 
 
-@pytest.mark.parametrize("name", ["plain", "top-p", "top-k"])
-def test_sampled_tokens_have_the_models_distribution(seen: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [("plain", 20), ("top-p", 20), ("top-k", 20), ("draft vocabulary", 10), ("early end", 5)],
+)
+def test_sampled_tokens_have_the_models_distribution(
+    seen: dict[str, Any], name: str, accepted: int
+) -> None:
     figures = seen[name]
-    assert figures["honest"] and figures["tokens"] >= 700 and figures["accepted"] > 20, figures
+    assert figures["honest"] and figures["tokens"] >= 700, figures
+    assert figures["accepted"] > accepted, figures
+    if name == "early end":
+        assert figures["draft_tokens"] < 2 * figures["drafts"], "runs end before the last head"
 
 
 def test_swaps_and_syncs_reach_what_drafts_and_what_samples(seen: dict[str, Any]) -> None:
@@ -87,4 +95,10 @@ def test_swaps_and_syncs_reach_what_drafts_and_what_samples(seen: dict[str, Any]
 
 def test_what_v2_cannot_have_is_refused(seen: dict[str, Any]) -> None:
     assert "engine.runner=v1" in seen["refused"]
-    assert seen["chooses"] is False, "what is asked for by default is a fixed number there"
+
+
+def test_the_number_of_drafts_is_chosen_from_steps_that_were_timed(seen: dict[str, Any]) -> None:
+    """As on V1: seconds by sequences and drafts, none among them, and what was accepted."""
+    assert seen["chooses"] is True and seen["timed drafts"] == [0, 1, 2]
+    same, steps = seen["chosen"]
+    assert same and steps > 0

@@ -1,0 +1,142 @@
+"""Bytes that drafting and verification hold beyond the logits, counted under a fake CUDA device.
+
+    PYTHONPATH=. python tests/medusa_ppo/drafting/test_bytes.py     # the table of docs/limits.md
+
+Operations' own temporary memory is not seen; what they give is. Letters as in the modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.drafting import sending, verify
+from medusa_ppo.drafting.core import DraftingCore, DraftSampling
+from medusa_ppo.drafting.slots import DraftSlots, stamps
+from tests.medusa_ppo.drafting.test_host_reads import Indexing
+
+D = 64
+"""Width of the heads: small, because their weights are no part of what is counted."""
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made meanwhile held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Before, too: what was let go since the last operation is gone.
+        known = self._holding(args)
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if storage._cdata not in known:
+                    self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {
+            key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()
+        }
+        self.most = max(self.most, sum(size for _, size in self._alive.values()))
+        return result
+
+    def _holding(self, args: Any) -> set[int]:
+        """Storages that were there before: results that are views or written in place."""
+        found: set[int] = set()
+        for value in args:
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    found.add(tensor.untyped_storage()._cdata)
+        return found
+
+
+def counted(sequences: int, drafts: int, vocab: int, width: int) -> dict[str, int]:
+    """Bytes of one step: what is held for good, and at most beside it while drafts are drawn and
+    while they are verified; of these, what logits take that the engine makes anyway.
+    """
+    with FakeTensorMode(), Indexing(), pytest.MonkeyPatch.context() as patch:
+        with torch.device("cuda"):
+            heads = MedusaHeads(HeadsConfig(D, vocab, drafts, kind="hydra")).requires_grad_(False)
+            lm_head_VD, table_VD = torch.zeros(vocab, D), torch.zeros(vocab, D)
+            hidden_BD = torch.zeros(sequences, D, dtype=torch.bfloat16)
+            ids_W = torch.zeros(width, dtype=torch.int64) if width < vocab else None
+            rows_B = torch.zeros(sequences, dtype=torch.int64)
+            share_B = torch.ones(sequences)
+            noise_BK = torch.zeros(sequences, drafts + 1, dtype=torch.float64)
+            target_TV = torch.zeros(sequences * drafts, vocab)
+            draft_ids_T = torch.zeros(sequences * drafts, dtype=torch.int64)
+        device = rows_B.device
+        patch.setattr(
+            sending,
+            "sent",
+            lambda values, device, dtype=torch.int64: torch.empty(
+                len(values), dtype=dtype, device=device
+            ),
+        )
+        verify._places.cache_clear()
+        core = DraftingCore(
+            heads,
+            lambda rows: F.linear(rows.float(), lm_head_VD),
+            lambda ids: F.embedding(ids, table_VD),
+        )
+        if ids_W is not None:
+            part_WD = lm_head_VD.narrow(0, 0, width)
+            core.use_vocabulary(ids_W, lambda rows: F.linear(rows.float(), part_WD))
+        with Peak() as held:
+            slots = DraftSlots(sequences, drafts, width, device, ids_W)
+        with Peak() as drawing:
+            how = DraftSampling(share_B, noise_BK[:, :drafts])
+            core.draft(hidden_BD, rows_B, drafts, how, None, slots)
+            slots.stamp(rows_B, stamps(rows_B, rows_B), drafts)
+        counts = [drafts] * sequences
+        with Peak() as verifying:
+            kept = slots.look_up(rows_B, stamps(rows_B, rows_B), drafts)
+            rows = verify.DraftRows.build(draft_ids_T, counts, bonus_rows=False)
+            proposed = verify.Proposed(kept, noise_BK)
+            verify.verify_rows(target_TV, None, rows, counts, proposed, verify.Rule())
+        verify._places.cache_clear()
+    return {"held": held.most, "drawing": drawing.most, "verifying": verifying.most}
+
+
+def test_the_instrument_sees_what_is_held_and_what_is_let_go() -> None:
+    with FakeTensorMode(), Peak() as seen:
+        first = torch.empty(1000, dtype=torch.uint8)
+        for _ in range(5):
+            torch.empty(500, dtype=torch.uint8)
+        first.view(10, 100).add_(1)
+    assert seen.most == 1500
+
+
+def test_a_large_batch_drafts_and_verifies_in_little_memory() -> None:
+    """1,024 sequences, four drafts, 152k tokens of which drafts come from 8,192: q of all tokens
+    and all drafts took 7.5 GB in verification alone.
+    """
+    found = counted(1024, 4, 152_064, 8192)
+    assert found["held"] + max(found["drawing"], found["verifying"]) < 600e6, found
+
+
+def test_without_a_draft_vocabulary_verification_holds_no_second_row_of_each_draft() -> None:
+    found = counted(1024, 4, 152_064, 152_064)
+    assert found["verifying"] < 600e6, found
+    assert found["held"] < 4e9, found
+
+
+if __name__ == "__main__":
+    for sequences in (64, 256, 1024):
+        for vocab in (32_000, 152_064, 262_144):
+            for width in (8192, vocab):
+                for drafts in (4, 8):
+                    found = counted(sequences, drafts, vocab, width)
+                    sizes = [f"{value / 2**20:,.0f}" for value in found.values()]
+                    cells = [f"{sequences}", f"{vocab:,}", f"{width:,}", f"{drafts}", *sizes]
+                    print("|", " | ".join(cells), "|")
