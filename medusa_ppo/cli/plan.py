@@ -65,7 +65,7 @@ def companion_parts(
     """Memory of each process of the companion: every worker holds all of it."""
     section = config.companion
     copies = ADAM_COPIES + OTHER_HEADS + STEP_COPIES
-    drafted = draft_vocabulary(config.engine, heads, config.engine.runner) or model.vocab
+    drafted = draft_vocabulary(config.engine, heads) or model.vocab
     rows = min(section.batch_positions, max(1, LOGITS_BYTES // (FLOAT32 * model.vocab)))
     logits = min(max(GPU_CHUNK if gpus else CPU_CHUNK, drafted), rows * drafted)
     reads_actor = section.loss.startswith("kl")
