@@ -164,17 +164,23 @@ def test_after_steps_without_drafts_it_drafts_as_if_it_always_had(without: int) 
     buffers that V2 writes into again.
     """
     found = []
-    for pausing in (False, True):
+    for pausing, forgetting in ((False, False), (True, False), (True, True)):
         step = Step(pairs=4)
+        drafter = step.speculator.drafter
         for number in range(without + 2):
-            step.speculator.drafter.num_drafts = 0 if pausing and 0 < number <= without else K
+            drafter.num_drafts = 0 if pausing and 0 < number <= without else K
             step.states_seed = number
-            ids_BK = step.propose().clone()
+            if forgetting:
+                drafter._unread.forget()
+            step.propose()
             step.batch.positions += 1
             step.batch.input_ids += 1
-        found.append((ids_BK, step.speculator._kept_SKV))
-    assert torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(found[0][1], found[1][1])
+        temperature_211 = step.temperature_S[[1, 4]].view(2, 1, 1)
+        found.append((step.speculator._kept_SKV[[1, 4]] / temperature_211).softmax(-1))
+    always, paused, without_them = found
+    # The drawing rounds sums of 16,384 probabilities.
+    torch.testing.assert_close(paused, always, atol=1e-6, rtol=0.01)
+    assert (without_them - always).abs().max() > 1e-5
 
 
 def test_a_draft_vocabulary_is_counted_on_the_device_and_drafted_from() -> None:
