@@ -1,5 +1,5 @@
 """Verification in plain torch: the joint distribution of the emitted tokens must be the target's,
-whatever was drafted (docs/theory.md, lemma 1 and theorem 2).
+whatever was drafted (docs/theory.md, lemma 1, lemma 2 and theorem 2).
 """
 
 from __future__ import annotations
