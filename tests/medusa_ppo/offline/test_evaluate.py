@@ -18,6 +18,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.demo.task import build_tokenizer
 from medusa_ppo.drafting.memory import FIRST_SHARES
 from medusa_ppo.offline import evaluate
 from medusa_ppo.offline.evaluate import PromptGroup, Recalled
@@ -66,7 +67,7 @@ def test_figures_by_category_and_against_other_heads(
     options: EvalOptions, chain_actor: Path
 ) -> None:
     torch.manual_seed(0)
-    config = HeadsConfig(64, 430, 2, "medusa")
+    config = HeadsConfig(64, len(build_tokenizer()), 2, "medusa")
     start = MedusaHeads(config)
     moved = MedusaHeads(config)
     for parameter in moved.parameters():
