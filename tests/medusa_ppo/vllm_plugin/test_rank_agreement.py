@@ -85,10 +85,12 @@ REFUSED = SwapError("Not these heads.", given="a file", expected="another", do="
 
 def swapping(ranks: TwoRanks, path: Path) -> Callable[[int], Any]:
     """A swap on ranks whose lm_head and embedding meet."""
-    save_state(path, ProposerStep(2, pairs=2).proposer.heads.trainable_state())
+    # Not in the threads: they share torch's generator, and the ranks' tables would differ.
+    steps = [ProposerStep(2, pairs=2) for _ in range(RANKS)]
+    save_state(path, steps[0].proposer.heads.trainable_state())
 
-    def work(_: int) -> Any:
-        step = ProposerStep(2, pairs=2)
+    def work(rank: int) -> Any:
+        step = steps[rank]
         proposer = step.proposer
         proposer._lm_head = lambda rows: ranks.product(step.logits(rows))
         proposer._core._whole_lm_head = proposer._lm_head
