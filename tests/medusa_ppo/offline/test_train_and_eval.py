@@ -129,7 +129,7 @@ def test_trained_heads_are_worth_what_replay_and_the_engine_say(
         for low, high in (figures[name]["confidence_interval"] for name in ("replay", "vllm"))
     ]
     assert abs(by_replay - by_engine) < 3 * math.hypot(*deviations) < 1.2
-    assert figures["vllm"]["drafts"] > 300
+    assert figures["vllm"]["drafts"] > 200
 
 
 @pytest.mark.slow
