@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,25 @@ def plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     return _sample
 
 
+@dataclass(frozen=True)
+class WithoutDrafts:
+    """Where the rows of up to R requests lie when none of them has a draft, int32."""
+
+    none: torch.Tensor
+    zeros_R: torch.Tensor
+    numbers_R: torch.Tensor
+
+
+@functools.lru_cache
+def without_drafts(requests: int, device: torch.device) -> WithoutDrafts:
+    """The same at every step, so it is made once."""
+    return WithoutDrafts(
+        torch.empty(0, dtype=torch.int32, device=device),
+        torch.zeros(requests + 1, dtype=torch.int32, device=device),
+        torch.arange(requests + 1, dtype=torch.int32, device=device),
+    )
+
+
 def few_indices_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     """Where each request's row of logits lies in a step in which nobody has a draft: vLLM counts
     and copies seven arrays for that, and all but one are of the drafts.
@@ -284,17 +304,15 @@ def few_indices_without_drafts(original: Callable[..., Any]) -> Callable[..., An
         if not _is_ours(self) or num_draft_tokens.any():
             return original(self, num_draft_tokens, cu_num_scheduled_tokens)
         count = len(num_draft_tokens)
-        none = torch.empty(0, dtype=torch.int32, device=self.device)
-        rows_B = torch.arange(count, dtype=torch.int32, device=self.device)
-        last_rows = cu_num_scheduled_tokens - 1
+        fixed = without_drafts(self.max_num_reqs, self.device)
         return SpecDecodeMetadata(
-            draft_token_ids=none,
+            draft_token_ids=fixed.none,
             num_draft_tokens=[0] * count,
-            cu_num_draft_tokens=torch.zeros_like(rows_B),
-            cu_num_sampled_tokens=rows_B + 1,
-            target_logits_indices=none,
-            bonus_logits_indices=rows_B,
-            logits_indices=sending.sent(last_rows, self.device, torch.int32),
+            cu_num_draft_tokens=fixed.zeros_R[:count],
+            cu_num_sampled_tokens=fixed.numbers_R[1 : count + 1],
+            target_logits_indices=fixed.none,
+            bonus_logits_indices=fixed.numbers_R[:count],
+            logits_indices=sending.sent(cu_num_scheduled_tokens - 1, self.device, torch.int32),
         )
 
     return _calc_spec_decode_metadata
