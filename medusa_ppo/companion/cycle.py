@@ -347,15 +347,16 @@ class Cycle:
 
     def _measure(self, heads: MedusaHeads, batch: RolloutBatch) -> ReplayResult:
         trainer = self.trainer
-        return replay(
-            heads,
-            batch,
-            trainer.lm_head_VD,
-            embedding_VD=trainer.embedding_VD,
-            served=self._served,
-            team=self.team,
-            give_way=trainer.give_way,
-        )
+        with trainer.products():  # An engine drafts in this dtype, too.
+            return replay(
+                heads,
+                batch,
+                trainer.lm_head_VD,
+                embedding_VD=trainer.embedding_VD,
+                served=self._served,
+                team=self.team,
+                give_way=trainer.give_way,
+            )
 
     def move_to(self, device: torch.device) -> None:
         """Carry all heads, the optimizer and the tables to another device."""

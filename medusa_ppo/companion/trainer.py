@@ -339,6 +339,14 @@ class HeadsTrainer:
         self.optimizer_steps += 1
         return loss_K
 
+    def products(self) -> torch.autocast:
+        """In this context products are of the dtype that training's are; sums stay float32."""
+        return torch.autocast(
+            self.device.type,
+            self._dtype or torch.float32,
+            enabled=self._dtype not in (None, torch.float32),
+        )
+
     def _losses(
         self, source: TrainingRows, rows_N2: torch.Tensor, loss: LossConfig
     ) -> torch.Tensor:
@@ -350,12 +358,7 @@ class HeadsTrainer:
         # Across in the states' dtype: `to` with a dtype would convert on the host first.
         hidden_ND = source.states(rows_N).to(self.device).float()
         own_rows = None if batch.table_ids_R is None else batch.table_ids_R.numel()
-        products = torch.autocast(
-            self.device.type,
-            self._dtype or torch.float32,
-            enabled=self._dtype not in (None, torch.float32),
-        )
-        with products, self.heads.tables_of(own_rows):
+        with self.products(), self.heads.tables_of(own_rows):
             condition = (
                 source.condition_MK[rows_N].to(self.device)
                 if source.condition_MK is not None

@@ -28,7 +28,7 @@ KEPT_STEPS = 96
 """Steps of one kind whose median is what such a step takes: enough to tell 5 % apart on a noisy
 machine, and few enough that the table follows a machine that changes within seconds.
 """
-LEARNED_STEPS = 8
+LEARNED_STEPS = 4
 """What an earlier start measured counts as so many steps at most, so that today's soon decide."""
 LEAST_STEPS = 4
 """Steps of a kind before it may be chosen."""
@@ -53,7 +53,7 @@ where it promises so much of the best so far.
 """
 KEPT_RUNS = 200.0
 """Draft runs over which acceptance is averaged."""
-FIRST_ODDS, PRIOR_RUNS = 0.7, 2.0
+FIRST_ODDS, PRIOR_RUNS = 0.9, 2.0
 """What is thought of heads before they were tried, and how many runs that is worth: more than most
 have, or a first wrong draft would keep them from being tried.
 """
@@ -96,14 +96,15 @@ class StepTable:
     Kinds stand at powers of two of sequences; between them seconds are a line.
 
     Attributes:
-        pace: how much slower (log) the machine is now than the table says.
         noise: standard deviation of a step's log seconds around table and pace.
     """
 
     def __init__(self) -> None:
         self.kinds: dict[tuple[int, int], StepKind] = {}
-        self.pace = 0.0
         self.noise = 0.1
+        self._paces: dict[int, float] = {}
+        self._paced: dict[int, int] = {}
+        self._last_pace = 0.0
         self._last_drafts = 0
         self._alike = 0
 
@@ -112,15 +113,20 @@ class StepTable:
 
         Returns how much longer (log) it took than was expected at the pace of now.
         """
-        log_seconds = math.log(seconds) - self.pace
+        nearest = round(math.log2(batch))
+        pace = self.pace(batch)
         expected = self.seconds(batch, drafts)
         surprise = 0.0
-        nearest = round(math.log2(batch))
         if expected is not None:
-            surprise = log_seconds - math.log(expected)
+            surprise = math.log(seconds) - pace - math.log(expected)
             believed = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
-            self.pace += believed / PACE_STEPS
+            self._paced[nearest] = self._paced.get(nearest, 0) + 1
+            # Soon at first: in service steps of a size may all take longer than the calibration
+            # said, and a table that took it for the cost of these drafts would be wrong for long.
+            pace += believed / min(self._paced[nearest], PACE_STEPS)
+            self._paces[nearest] = self._last_pace = pace
             self.noise += (1.25 * abs(believed) - self.noise) / PACE_STEPS
+        log_seconds = math.log(seconds) - pace
         kind = self.kinds.setdefault((nearest, drafts), StepKind())
         here = self._line(batch, lambda power: self._own(power, drafts))
         if here is not None and kind.steps:
@@ -134,6 +140,10 @@ class StepTable:
         if self._alike <= KEPT_STEPS or kind.steps < LEAST_STEPS:
             kind.add(log_seconds)
         return surprise
+
+    def pace(self, batch: int) -> float:
+        """How much slower (log) steps of about so many sequences are now than the table says."""
+        return self._paces.get(round(math.log2(batch)), self._last_pace)
 
     def seconds(self, batch: int, drafts: int) -> float | None:
         """What such a step takes at the machine's usual pace; None: not known.
@@ -183,7 +193,7 @@ class StepTable:
             {
                 "running": 2**power,
                 "drafts": drafts,
-                "seconds": math.exp(kind.median + self.pace),
+                "seconds": math.exp(kind.median + self.pace(2**power)),
                 "steps": kind.steps,
             }
             for (power, drafts), kind in sorted(self.kinds.items())
@@ -259,7 +269,7 @@ class DraftChooser:
         self.table = StepTable()
         self.acceptance = Acceptance(max_drafts)
         self._held = (0, 0, 0)
-        self._pace_of_none = 0.0
+        self._pace_of_none: dict[int, float] = {}
         self._surprise_of_none = 0.0
         self._savings_s = dict.fromkeys(self.allowed, 0.0)
         self._seen: dict[tuple[int, int], int] = {}
@@ -286,7 +296,7 @@ class DraftChooser:
         for k in self.allowed:
             self._savings_s[k] += self._share_of(k) * afforded_s
         if not drafts:
-            self._pace_of_none = self.table.pace
+            self._pace_of_none[batch.bit_length()] = self.table.pace(batch)
             self._surprise_of_none = surprise
 
     def heads_changed(self) -> None:
@@ -304,7 +314,8 @@ class DraftChooser:
             return 0
         rates = self.tokens_per_second(batch)
         best = self._best(batch, rates)
-        pace_changed = abs(self.table.pace - self._pace_of_none) > OTHER_PACE
+        pace = self.table.pace(batch)
+        pace_changed = abs(pace - self._pace_of_none.get(bits, pace)) > OTHER_PACE
         if best and (pace_changed or self._surprise_of_none < -OTHER_PACE):
             # Is it the machine that is slower, or are drafts alone? Steps without any tell.
             return 0
@@ -345,21 +356,24 @@ class DraftChooser:
         Each number has savings of its own, so that those that lose little are tried often.
         """
         tokens = self._tokens()
+        picked, most_s, price_s = None, 0.0, 0.0
         for k in self.allowed:
             if k not in rates:
                 # More drafts are looked at when fewer were.
                 seconds = self._by_a_line(batch, k, rates)
-                hoped = batch * tokens[k] / seconds
-                return k if hoped > NEW_MAY_LOSE * rates[best] else None
+                if batch * tokens[k] / seconds > NEW_MAY_LOSE * rates[best]:
+                    return k
+                break
             loss_s = batch * tokens[k] * (1.0 / rates[k] - 1.0 / rates[best])
-            if k != best and loss_s <= self._savings_s[k]:
+            left_s = self._savings_s[k] - loss_s
+            if k != best and left_s >= most_s:
                 # One that looks faster, but not beyond the noise, loses nothing, and waits a while
                 # all the same.
-                usual_s = batch * tokens[k] / rates[k]
-                least_s = TRIAL_STEPS * self._share_of(k) * usual_s
-                self._savings_s[k] -= max(loss_s, least_s)
-                return k
-        return None
+                least_s = TRIAL_STEPS * self._share_of(k) * batch * tokens[k] / rates[k]
+                picked, most_s, price_s = k, left_s, max(loss_s, least_s)
+        if picked is not None:
+            self._savings_s[picked] -= price_s
+        return picked
 
     def _share_of(self, k: int) -> float:
         """Share of the steps' time that trials of k may lose: half of all for none, to which drafts

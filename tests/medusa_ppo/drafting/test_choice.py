@@ -133,7 +133,7 @@ def test_a_machine_that_became_slower_is_believed() -> None:
         chooser.observe_step(8, 0, 0.01)
     for _ in range(200):
         chooser.observe_step(8, 0, 0.1)
-    at_its_pace = chooser.table.seconds(8, 0) * math.exp(chooser.table.pace)
+    at_its_pace = chooser.table.seconds(8, 0) * math.exp(chooser.table.pace(8))
     assert at_its_pace == pytest.approx(0.1, rel=0.05)
 
 
@@ -276,16 +276,21 @@ device with captured sizes.
 
 
 def served(
-    machine: Callable[[int, int], float], keep: float, batch: int, chooser: DraftChooser, seed: int
+    machine: Callable[[int, int], float],
+    keep: float,
+    batch: int,
+    chooser: DraftChooser,
+    seed: int,
+    steps: int = 800,
 ) -> float:
-    """Tokens per second of 800 steps over those of the best fixed number of drafts, by true costs;
-    what is learned on the way counts.
+    """Tokens per second of `steps` steps over those of the best fixed number of drafts, by true
+    costs; what is learned on the way counts.
     """
     rng = np.random.default_rng(seed)
     tokens = 0.0
     seconds = 0.0
     pace = 0.0
-    for _ in range(800):
+    for _ in range(steps):
         k = chooser.choose(batch)
         pace = 0.95 * pace + 0.02 * rng.standard_normal()
         accepted = np.minimum(rng.geometric(1 - keep, size=batch) - 1, k)
@@ -407,3 +412,25 @@ def test_thousands_of_steps_without_drafts_do_not_make_them_look_fast() -> None:
     ratio = chooser.table.seconds(4, 4) / chooser.table.seconds(4, 0)
     true = MACHINES["cache"](4, 4) / MACHINES["cache"](4, 0)
     assert ratio == pytest.approx(true, rel=0.25)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.7])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_steps_that_all_take_longer_than_the_calibration_said_change_nothing(
+    batch: int, factor: float
+) -> None:
+    """Long texts, a cold cache, another program: in service all kinds of steps of one size take
+    longer, or less, than what was measured. What was best stays best, from the first steps on.
+    """
+    machine = MACHINES["cache"]
+
+    def in_service(size: int, k: int) -> float:
+        return machine(size, k) * (factor if size == batch else 1.0)
+
+    found = []
+    for seed in range(8):
+        chooser = DraftChooser(K)
+        chooser.table.learn(calibration(machine, np.random.default_rng(100 + seed)))
+        served(machine, 0.9, 8, chooser, seed)
+        found.append(served(in_service, 0.9, batch, chooser, seed, steps=60))
+    assert np.mean(found) >= 0.97
