@@ -20,7 +20,7 @@ from medusa_ppo.predict.asking import DRAFT_VOCABULARY
 from medusa_ppo.predict.gpus import find_gpu
 from medusa_ppo.predict.prediction import Prediction, Question, predict_on_gpu
 from medusa_ppo.predict.rollout_model import ResponseLengths
-from medusa_ppo.reports.prediction_picture import draw_curves
+from medusa_ppo.reports.picture_files import draw_curves
 from medusa_ppo.runtime.hardware import ModelSizes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -41,6 +41,7 @@ WRITTEN = {
     "docs/glossary.md": "glossary.md",
     "docs/security.md": "security.md",
     "docs/releases.md": "releases.md",
+    "docs/supported.md": "supported.md",
     "docs/limits.md": "limits.md",
     "docs/decisions.md": "decisions.md",
     "docs/formats.md": "formats.md",
@@ -103,24 +104,41 @@ def settings() -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load((HERE / "mkdocs.yml").read_text(encoding="utf-8"))
     pages = [{f"medusa-ppo {name}": page_of(name)} for name in command_names()]
     config["nav"] = [
-        {"Overview": "index.md"},
-        {"In your loop": "hooks.md"},
-        {"SkyRL, prime-rl, slime, NeMo-RL": "other-loops.md"},
-        {"Which K, which kind": "choosing.md"},
-        {"On a cluster": "cluster.md"},
-        {"When something breaks": "faults.md"},
-        {"Who may do what": "security.md"},
-        {"Releases": "releases.md"},
-        {"Known limits": "limits.md"},
-        {"The companion": "companion.md"},
-        {"The options of PPO": "practice.md"},
-        {"Commands": [f"{COMMANDS}/index.md", *pages]},
-        {"Reference": [CONFIGURATION, "metrics.md", API, "glossary.md", TREE]},
-        {"Formats": ["format.md", "formats.md"]},
-        {"Theory": "theory.md"},
-        {"Decisions": "decisions.md"},
-        {"Results": "results.md"},
-        {"Changes": "changelog.md"},
+        {"Start": ["index.md", {"Is it worth it?": "choosing.md"}]},
+        {
+            "Guides": [
+                {"In the loop you have": "hooks.md"},
+                {"SkyRL, prime-rl, slime, NeMo-RL": "other-loops.md"},
+                {"The options of PPO": "practice.md"},
+                {"The companion": "companion.md"},
+                {"On a cluster": "cluster.md"},
+                {"When something breaks": "faults.md"},
+                {"Who may do what": "security.md"},
+            ]
+        },
+        {
+            "Reference": [
+                {"Commands": [f"{COMMANDS}/index.md", *pages]},
+                CONFIGURATION,
+                "metrics.md",
+                API,
+                {"Checkpoints of heads": "format.md"},
+                {"Other formats": "formats.md"},
+                {"What is supported": "supported.md"},
+                {"Known limits": "limits.md"},
+                {"Releases": "releases.md"},
+                {"Changes": "changelog.md"},
+                "glossary.md",
+                TREE,
+            ]
+        },
+        {
+            "Background": [
+                {"Results": "results.md"},
+                {"Decisions": "decisions.md"},
+                {"Theory": "theory.md"},
+            ]
+        },
     ]
     return config
 

@@ -52,7 +52,7 @@ def predict(
     from medusa_ppo.predict.check_lines import check_lines
     from medusa_ppo.predict.gpus import CPU, find_gpu
     from medusa_ppo.predict.prediction import predict_on_gpu
-    from medusa_ppo.reports.prediction_picture import draw_curves
+    from medusa_ppo.reports.picture_files import draw_curves
 
     run = load_config(options.config) if options.config else None
     name = options.model or (run.model.path if run else "")

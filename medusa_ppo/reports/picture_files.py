@@ -1,11 +1,11 @@
-"""The picture of a prediction: speed-up against running sequences, a line for each number of
-drafts, as an SVG file of its own.
+"""Pictures that are SVG files of their own: speed-up against running sequences, acceptance against
+steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from medusa_ppo.reports.svg import nice_ticks
@@ -25,14 +25,34 @@ def draw_curves(
         curves: name -> one value for each size.
         unit: what the sizes count.
     """
+    return _draw(title, sizes, curves, unit, math.log2, 1.0)
+
+
+def draw_steps(
+    title: str, steps: Sequence[int], curves: Mapping[str, Sequence[float]], unit: str
+) -> str:
+    """Values against steps, both axes linear; arguments as of `draw_curves`."""
+    return _draw(title, steps, curves, unit, float, None)
+
+
+def _draw(
+    title: str,
+    sizes: Sequence[int],
+    curves: Mapping[str, Sequence[float]],
+    unit: str,
+    place: Callable[[float], float],
+    line_at: float | None,
+) -> str:
     values = [value for curve in curves.values() for value in curve]
-    ticks = nice_ticks(min([*values, 1.0]), max([*values, 1.0]))
+    if line_at is not None:
+        values.append(line_at)
+    ticks = nice_ticks(min(values), max(values))
     low, high = ticks[0], ticks[-1]
-    first = math.log2(min(sizes))
-    across = max(math.log2(max(sizes)) - first, 1e-9)
+    first = place(min(sizes))
+    across = max(place(max(sizes)) - first, 1e-9)
 
     def x(size: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (math.log2(size) - first) / across
+        return LEFT + (WIDTH - LEFT - RIGHT) * (place(size) - first) / across
 
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - low) / (high - low))
@@ -44,7 +64,9 @@ def draw_curves(
     for tick in ticks:
         parts.append(_line(LEFT, y(tick), WIDTH - RIGHT, y(tick), "#ddd"))
         parts.append(_text(LEFT - 6, y(tick) + 4, f"{tick:g}", 'text-anchor="end"'))
-    parts.append(_line(LEFT, y(1), WIDTH - RIGHT, y(1), "#333", ' stroke-dasharray="4 3"'))
+    if line_at is not None:
+        level = y(line_at)
+        parts.append(_line(LEFT, level, WIDTH - RIGHT, level, "#333", ' stroke-dasharray="4 3"'))
     for size in sizes:
         parts.append(_text(x(size), HEIGHT - BOTTOM + 16, f"{size}", 'text-anchor="middle"'))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, unit, 'text-anchor="middle"'))
