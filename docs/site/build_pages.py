@@ -41,6 +41,7 @@ WRITTEN = {
     "docs/glossary.md": "glossary.md",
     "docs/security.md": "security.md",
     "docs/releases.md": "releases.md",
+    "docs/quickstart.md": "quickstart.md",
     "docs/supported.md": "supported.md",
     "docs/limits.md": "limits.md",
     "docs/decisions.md": "decisions.md",
@@ -104,7 +105,13 @@ def settings() -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load((HERE / "mkdocs.yml").read_text(encoding="utf-8"))
     pages = [{f"medusa-ppo {name}": page_of(name)} for name in command_names()]
     config["nav"] = [
-        {"Start": ["index.md", {"Is it worth it?": "choosing.md"}]},
+        {
+            "Start": [
+                "index.md",
+                {"Your own model": "quickstart.md"},
+                {"Is it worth it?": "choosing.md"},
+            ]
+        },
         {
             "Guides": [
                 {"In the loop you have": "hooks.md"},

@@ -36,6 +36,12 @@ KL_UPDATE_NATS = 0.05
 TRUNCATED_SHARE = 0.5
 COLLAPSED_ENTROPY_SHARE = 0.2
 LENGTH_GROWTH = 1.5
+NEVER_PAID_SHARE = 0.95
+"""An engine that drafted nothing in so many of its steps would be as fast, or faster, without being
+set up for drafts.
+"""
+ENOUGH_STEPS = 1000
+"""Engine steps that say so."""
 NOTICEABLE_RATIO = 1.005
 """Of the times of whole steps: what is below is called the same time."""
 SWAP_LOSS_SHARE = 0.2
@@ -153,7 +159,7 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
             yield Finding("restarts", text, "Read the logs of Ray's workers, and mind the memory.")
 
 
-def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
+def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
     speedup = summary["rollout_speedup"]
     count = summary["rollout_speedup_pairs"]["count"]
     if speedup is not None and speedup < 1.0:
@@ -163,6 +169,19 @@ def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
             text,
             "Draft fewer tokens (engine.num_drafts), or none while batches are large.",
         )
+    counts = [row["steps"] for step in run.steps for row in step.get(m.DRAFT_CHOICES) or []]
+    steps = sum(sum(row) for row in counts)
+    without = sum(row[0] for row in counts if row)
+    if steps >= ENOUGH_STEPS and without >= NEVER_PAID_SHARE * steps:
+        text = (
+            f"Drafts were not worth their time in {w.percent(without / steps)} of the engine's"
+            " steps."
+        )
+        do = (
+            "Start the next run without the plugin (companion.enabled=false): an engine that is set"
+            " up for drafts can't schedule ahead of its steps, as vLLM does by default on a GPU."
+        )
+        yield Finding("drafts_never_paid", text, do)
     ratio = summary["step_ratio"]
     pairs = summary["step_pairs"]
     if ratio is not None and ratio >= NOTICEABLE_RATIO:

@@ -15,7 +15,11 @@ from medusa_ppo.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MOST_LINES = 150
+RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+MOST_LINES, MOST_COLUMNS = 110, 100
+MOST_FIGURES = 25
+"""In the table of what was measured: more than a reader takes in."""
+FIGURE = re.compile(r"\d+(?:[.,]\d+)*")
 # Command -> the file that runs it on something real, and what of it stands there.
 RUN_BY = {
     "make demo": ("tests/medusa_ppo/ppo/test_loop_end_to_end.py", "demo"),
@@ -52,8 +56,24 @@ def name_of(words: list[str]) -> str:
     return " ".join(words[: 3 if words[1] == "bench" else 2])
 
 
+def measured() -> list[str]:
+    """The values in the table of what was measured."""
+    table = re.search(r"^\| measured.*\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE)
+    assert table, "the table's first cell begins with `measured`"
+    return [row.strip("|").split("|")[1] for row in table[1].splitlines()]
+
+
 def test_it_is_one_page() -> None:
     assert README.count("\n") <= MOST_LINES
+    assert all(len(line) <= MOST_COLUMNS for line in README.splitlines())
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
+    assert pictures and all((ROOT / picture).is_file() for picture in pictures)
+
+
+def test_its_table_is_short_and_each_figure_stands_in_the_results() -> None:
+    figures = [figure for value in measured() for figure in FIGURE.findall(value)]
+    assert 0 < len(figures) <= MOST_FIGURES
+    assert [figure for figure in figures if figure not in FIGURE.findall(RESULTS)] == []
 
 
 @pytest.mark.parametrize("words", commands(), ids=name_of)

@@ -51,6 +51,9 @@ CASES: dict[str, Run] = {
         {"engine_restarts": 0, "companion_restarts": 2},
     ),
     "drafting_did_not_pay": make({"pair_speedup": 0.9}),
+    "drafts_never_paid": make(
+        {"draft_choices": [{"running": 64, "steps": [1900, 0, 60], "speedup": 1.0}]}
+    ),
     "plugin_did_not_pay": make(
         {}, comparison={"steps": [{"with": {"step_s": 11.0}, "without": {"step_s": 10.0}}]}
     ),
