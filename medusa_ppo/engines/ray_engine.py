@@ -379,7 +379,6 @@ def make_engine(
     engines = pool(
         start,
         config.replicas,
-        smallest_piece=max(1, config.max_num_seqs // 2),
         on_close=lambda: release(group),
     )
     engines.memory = SharedMemory(config.memory_bytes or 0 if heads_path else 0)
