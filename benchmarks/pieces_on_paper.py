@@ -1,6 +1,7 @@
 """How long the engines of each preset stand idle in a rollout with a long tail, on paper.
 
-    python benchmarks/pieces_on_paper.py [--mean 200] [--spread 0.8] [--lengths FILE] [--full-step 2]
+    python benchmarks/pieces_on_paper.py [--mean 200] [--spread 0.8]
+        [--lengths FILE] [--full-step 2]
 
 Responses have log-normal lengths, cut at the preset's `sampling.max_new_tokens` (or those of a
 file, one number a line), four draws. A step of an engine takes 1 with hardly a sequence and
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -135,8 +137,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, help="one number of tokens a line")
     parser.add_argument("--full-step", type=float, default=2.0)
     options = parser.parse_args()
-    print(f"| preset | engines | sequences | slots | {' | '.join(WAYS)} |")
-    print("|---" * (4 + len(WAYS)) + "|")
+    lines = [f"| preset | engines | sequences | slots | {' | '.join(WAYS)} |"]
+    lines.append("|---" * (4 + len(WAYS)) + "|")
     for path in sorted(preset("demo").parent.glob("*.yaml")):
         if path.stem == "kuberay":
             continue
@@ -161,10 +163,11 @@ def main() -> None:
             steps = fmean(draw[way][1] for draw in found)
             idle = fmean(draw[way][2] for draw in found)
             cells.append(f"{pieces}{100 * idle:.0f} %, {steps:,.0f}")
-        print(
+        lines.append(
             f"| {path.stem} | {config.engine.replicas} | {count} | {config.engine.max_num_seqs}"
             f" | {' | '.join(cells)} |"
         )
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def test_a_call_by_hand(paper: ModuleType) -> None:
     assert engines.call([3, 1, 2]) == 1 * 2.0 + 2 * 2.0
     assert engines.call([3, 1]) == 1 * 2.0 + 2 * 1.5
     assert engines.one_by_one([[3, 1], [1]]) == (5.0, 1 - 6.5 / 10)
-    assert engines.by_slots([3, 1, 1, 1, 1]) == (1 * 2.0 + 1 * 2.0 + 1 * 1.5, 1 - (5.5 + 4) / 11)
+    assert engines.by_slots([3, 1, 1, 1, 1]) == (2 * 2.0 + 1 * 1.5, 1 - (5.5 + 2) / 11)
 
 
 def test_no_preset_leaves_engines_idle(
