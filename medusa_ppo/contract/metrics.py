@@ -95,6 +95,10 @@ POLICY_LOSS = "policy_loss"
 """Clipped surrogate, mean over the update."""
 VALUE_LOSS = "value_loss"
 """Clipped value loss, mean over the update."""
+VALUE_EXPLAINED = "value_explained_frac"
+"""Share of the variance of the returns that the critic's values explain, before the update; below
+0: a constant would do better.
+"""
 CLIP_FRAC = "clip_frac"
 """Share of tokens whose ratio was clipped."""
 LOGPROB_GAP = "logprob_gap"
