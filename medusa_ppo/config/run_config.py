@@ -86,6 +86,16 @@ class RunConfig(Section):
         """
         return not (self.companion.wait or self.ppo.staleness)
 
+    @property
+    def seeds_requests(self) -> bool:
+        """Requests have seeds: as `sampling.seeded` says, or where a run can repeat itself: its
+        drafts follow no clock, and neither do the heads that draw them.
+        """
+        if self.sampling.seeded is not None:
+            return self.sampling.seeded
+        heads_wait = not self.companion.enabled or self.companion.wait
+        return heads_wait and not self.engine.chooses_drafts
+
     def contradictions(self) -> Iterator[Contradiction]:
         """Between sections; what one section can see by itself it has refused before."""
         yield from _of_the_engine(self)

@@ -40,8 +40,8 @@ CURVE_STEPS = 10
 """Of fewer steps no curve is judged."""
 JUMP = 8
 """A change of the mean reward within a step is called a jump from this many times the median change
-on: of rewards that move by chance alone one in ten million does. Of few changes the median itself is
-chance: n of them ask for 1 + 10 / n times as much.
+on: of rewards that move by chance alone one in ten million does. Of few changes the median itself
+is chance: n of them ask for 1 + 10 / n times as much.
 """
 JUMP_ALONE = 2
 """... and when it is this many times the changes beside it, which a quick rise is not."""
