@@ -83,6 +83,10 @@ CORRECT_FRAC = "correct_frac"
 """Share of responses with the right answer."""
 REWARDS_LATE = "rewards_late"
 """Rewards so far that took longer than ppo.reward_timeout_s, and are 0."""
+REWARDS_CUT = "rewards_cut"
+"""Texts so far that lost their first tokens, as the reward model reads no more
+(ppo.reward_too_long=cut).
+"""
 KL_REFERENCE = "kl_reference"
 """Mean over tokens of log pi - log pi_ref on the rollouts, nats."""
 KL_COEFFICIENT = "kl_coefficient"

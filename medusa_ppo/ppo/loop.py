@@ -373,12 +373,13 @@ class PPOLoop:
         rewards_S = rewards.sum(dim=1) if rewards.dim() == 2 else rewards
         correct_S = self.reward.correct(rewards_S)
         known = {} if correct_S is None else {names.CORRECT_FRAC: correct_S.float().mean().item()}
-        late = (
-            {}
-            if self.config.ppo.reward_timeout_s is None
-            else {names.REWARDS_LATE: self.reward.late}
-        )
-        return {names.REWARD_MEAN: rewards_S.mean().item(), **known, **late}
+        ppo = self.config.ppo
+        counted = {}
+        if ppo.reward_timeout_s is not None:
+            counted[names.REWARDS_LATE] = self.reward.late
+        if ppo.reward_too_long == "cut":
+            counted[names.REWARDS_CUT] = self.reward.cut
+        return {names.REWARD_MEAN: rewards_S.mean().item(), **known, **counted}
 
 
 def run_ppo(
