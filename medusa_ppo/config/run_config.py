@@ -134,13 +134,6 @@ def _of_the_engine(config: RunConfig) -> Iterator[Contradiction]:
             "engine.backend=colocated or server",
             "Set report.compare_pairs=null, or let the engine be started.",
         )
-    if config.ppo.piece_prompts and engine.sleep_level:
-        yield Contradiction(
-            "An engine that gives its memory to the scoring can't write meanwhile.",
-            ("ppo.piece_prompts", "engine.sleep_level"),
-            "one of the two",
-            "Set one of the two to null.",
-        )
 
 
 def _of_what_is_learned(config: RunConfig) -> Iterator[Contradiction]:

@@ -172,12 +172,14 @@ class PPOLoop:
 
     def _in_turns(self, step: int) -> Metrics:
         """As `_serial`, where the engine sleeps from its rollouts to the sync (engine.sleep_level),
-        and the models take turns on its device meanwhile (ppo.placement=shared).
+        and the models take turns on its device meanwhile (ppo.placement=shared). With
+        ppo.piece_prompts they begin to, for their passes, beside the engine while it writes.
         """
         with self._generating(step):
             self.turns.clear()
             self.plugin.before_generation()  # medusa
-            rollouts, written = self.maker.write(*self._asked(step))
+            tapped = self.tap is not None
+            rollouts, written = self.maker.write(*self._asked(step), tapped=tapped)
             self.plugin.rollout_ready(rollouts)  # medusa
             self.turns.sleep(self.engine, self.config.engine.sleep_level)
         values = self._keep(step, rollouts, written)

@@ -196,7 +196,7 @@ class RunSession:
                 torch.cuda.device_count() == 1
                 and config.replicas == 1
                 and not config.addresses
-                and not turns.shared
+                and (not turns.shared or self._config.ppo.piece_prompts is not None)
             )
             turns.check_room(room, round(room * (config.memory_fraction or 0)) if beside else 0)
         else:
