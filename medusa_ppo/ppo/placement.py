@@ -241,7 +241,10 @@ class Turns:
         until another one comes. Other threads wait with theirs: pieces are judged by a reward model
         in one and scored by the others in another.
         """
-        with self._turn if self.shared else contextlib.nullcontext():
+        turn: contextlib.AbstractContextManager[Any] = (
+            self._turn if self.shared else contextlib.nullcontext()
+        )
+        with turn:
             if self.shared and role in self._roles:
                 self._move(role, training)
                 self._roles[role].changed |= training
