@@ -491,8 +491,8 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
 
 
 def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
-    """What roles that take turns copy in a step: each comes to score, once for each piece, actor and
-    critic come to learn and leave as they became then.
+    """What roles that take turns copy in a step: each comes to score, once for each piece; actor
+    and critic come to learn and leave as they became then.
     """
     ppo = config.ppo
     pieces = -(-ppo.prompts_per_step // ppo.piece_prompts) if ppo.piece_prompts else 1
