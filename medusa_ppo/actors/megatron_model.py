@@ -2,8 +2,8 @@
 checkpoint, run, and joined again.
 
 Layers are those that megatron-core has without TransformerEngine: they run wherever torch runs. Two
-are our own, because its own ask for TransformerEngine: the norm (for sequence parallelism) and the
-attention over tokens that several ranks share (for context parallelism). Shape letters: B batch
+are our own, because its own ask for TransformerEngine or keep a score of each token for each other
+one: the norm (for sequence parallelism) and the attention, which is torch's. Shape letters: B batch
 rows, T tokens, P tokens of one context-parallel rank, V vocabulary, D hidden, N heads, W width of a
 head, M rows.
 """
@@ -45,7 +45,7 @@ from medusa_ppo.config.ppo_section import ATTENTION
 from medusa_ppo.runtime.rendezvous import Meeting
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-Inputs = Mapping[str, torch.Tensor]
+Inputs = Mapping[str, torch.Tensor | None]
 """A micro-batch as `forward` of a GPTModel takes it: input_ids, position_ids, attention_mask."""
 OnOutput = Callable[[int, torch.Tensor], torch.Tensor | None]
 """What the last stage does with a micro-batch's logits `BTV` (this rank's columns): a loss to go
@@ -250,17 +250,14 @@ class RankModel:
 
     def inputs(self, input_ids_BT: torch.Tensor) -> Inputs:
         """This rank's part of a micro-batch, padded on the right, as a GPTModel takes it: plain
-        positions, a causal mask.
+        positions, and no mask, since `CausalAttention` knows which tokens a token sees.
         """
         (rows, width), columns_P = input_ids_BT.shape, self.columns(input_ids_BT.shape[1])
         padded_BT = F.pad(input_ids_BT, (0, max(0, int(columns_P.max()) + 1 - width), 0, 0))
-        hidden = torch.ones(
-            1, 1, len(columns_P), len(columns_P), dtype=torch.bool, device=self.device
-        ).triu(diagonal=1)
         return {
             "input_ids": padded_BT[:, columns_P],
             "position_ids": columns_P.expand(rows, -1).contiguous(),
-            "attention_mask": hidden,  # `ContextAttention` has its own.
+            "attention_mask": None,
         }
 
     def of_all_columns(
@@ -295,7 +292,9 @@ class RankModel:
 
             return model(**micros[number]), finish
 
-        rows, width = micros[0]["input_ids"].shape
+        input_ids_BP = micros[0]["input_ids"]
+        assert input_ids_BP is not None, "`inputs` made them"
+        rows, width = input_ids_BP.shape
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(range(len(micros))),
@@ -404,8 +403,7 @@ def _build(sizes: LlamaSizes, settings: TransformerConfig, section: ActorConfig)
     attention = layer.submodules.self_attention.submodules
     if sizes.qk_norm:
         attention.q_layernorm = attention.k_layernorm = SharedNorm
-    if section.context_parallel > 1:
-        attention.core_attention = ContextAttention
+    attention.core_attention = CausalAttention
     return GPTModel(
         settings,
         TransformerBlockSubmodules(
@@ -435,9 +433,13 @@ class SharedNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class ContextAttention(nn.Module):
-    """Causal attention of this rank's queries over the keys and values of all context-parallel
-    ranks, which are gathered for it.
+class CausalAttention(nn.Module):
+    """Causal attention of this rank's queries, by torch's own kernels: memory grows with the
+    tokens and not with their square, on a GPU and on a CPU. Megatron's own without
+    TransformerEngine keeps a score of each token for each other one, more than once.
+
+    With context parallelism over the keys and values of all ranks, which are gathered for it; a
+    mask of this rank's tokens by all tokens says then who sees whom.
     """
 
     def __init__(self, config: TransformerConfig, **named: Any) -> None:
@@ -446,20 +448,23 @@ class ContextAttention(nn.Module):
 
     def forward(self, query_PBNW: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
         ranks = dist.get_world_size(self._group)
-        share = query_PBNW.shape[0]
-        places = [context_positions(rank, ranks, ranks * share) for rank in range(ranks)]
-        # Keys come in the order of ranks, not of positions.
-        allowed = torch.cat(places) <= places[dist.get_rank(self._group)][:, None]
+        allowed = None
+        if ranks > 1:
+            places = [
+                context_positions(rank, ranks, ranks * query_PBNW.shape[0]) for rank in range(ranks)
+            ]
+            # Keys come in the order of ranks, not of positions.
+            seen = torch.cat(places) <= places[dist.get_rank(self._group)][:, None]
+            allowed = seen.to(query_PBNW.device)
+            key, value = (_AllTokens.apply(part, self._group) for part in (key, value))
         repeats = query_PBNW.shape[2] // key.shape[2]
         keys, values = (
-            _AllTokens.apply(part, self._group)
-            # A query group shares one key and value; this attention wants one for each head.
-            .repeat_interleave(repeats, dim=2)
-            .permute(1, 2, 0, 3)
+            # A query group shares one key and value; not every kernel of torch's knows groups.
+            part.repeat_interleave(repeats, dim=2).permute(1, 2, 0, 3)
             for part in (key, value)
         )
         out_BNPW = F.scaled_dot_product_attention(
-            query_PBNW.permute(1, 2, 0, 3), keys, values, allowed.to(query_PBNW.device)
+            query_PBNW.permute(1, 2, 0, 3), keys, values, allowed, is_causal=ranks == 1
         )
         return out_BNPW.permute(2, 0, 1, 3).flatten(2)
 

@@ -491,9 +491,11 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
 
 
 def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
-    """What roles that take turns copy in a step: each comes to score, actor and critic come to
-    learn and leave as they became then.
+    """What roles that take turns copy in a step: each comes to score, once for each piece; actor
+    and critic come to learn and leave as they became then.
     """
+    ppo = config.ppo
+    pieces = -(-ppo.prompts_per_step // ppo.piece_prompts) if ppo.piece_prompts else 1
     critic = _critic(config, model)
     parts = _actor_parts(config, model)
     learning = FLOAT32 * (model.parameters + (critic.parameters if critic else 0))
@@ -501,7 +503,7 @@ def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
         Move(
             "reference, and weights and moments of actor and critic",
             "host memory to the device",
-            parts["reference"] + 4 * learning,
+            pieces * (parts["reference"] + learning) + 3 * learning,
         ),
         Move("weights and moments of actor and critic", "the device to host memory", 3 * learning),
     ]

@@ -189,6 +189,12 @@ class PPOConfig(Section):
     """The text that a reward model reads. Set it to the form that the model was trained on, with
     its marks and its end token.
     """
+    reward_too_long: Literal["error", "cut"] = "error"
+    """What becomes of a text that has more tokens than the reward model reads. `error`: the run
+    ends. `cut`: the text loses its first tokens, never the last ones, where such models look, and
+    is counted in `rewards_cut`. Set it to cut when few responses are so long, or prompts have long
+    beginnings that say little.
+    """
     step_separator: Text | None = None
     """Text that ends a step of a response, each of which has a reward of its own: the function
     returns a list, the model is a token classifier; null: one reward for the whole response. Set it

@@ -86,6 +86,16 @@ class RunConfig(Section):
         """
         return not (self.companion.wait or self.ppo.staleness)
 
+    @property
+    def seeds_requests(self) -> bool:
+        """Requests have seeds: as `sampling.seeded` says, or where a run can repeat itself: its
+        drafts follow no clock, and neither do the heads that draw them.
+        """
+        if self.sampling.seeded is not None:
+            return self.sampling.seeded
+        heads_wait = not self.companion.enabled or self.companion.wait
+        return heads_wait and not self.engine.chooses_drafts
+
     def contradictions(self) -> Iterator[Contradiction]:
         """Between sections; what one section can see by itself it has refused before."""
         yield from _of_the_engine(self)
@@ -123,13 +133,6 @@ def _of_the_engine(config: RunConfig) -> Iterator[Contradiction]:
             ("report.compare_pairs", "engine.backend"),
             "engine.backend=colocated or server",
             "Set report.compare_pairs=null, or let the engine be started.",
-        )
-    if config.ppo.piece_prompts and engine.sleep_level:
-        yield Contradiction(
-            "An engine that gives its memory to the scoring can't write meanwhile.",
-            ("ppo.piece_prompts", "engine.sleep_level"),
-            "one of the two",
-            "Set one of the two to null.",
         )
 
 

@@ -31,3 +31,10 @@ class SamplingConfig(Section):
     """Responses sampled for each prompt. Set it higher with ppo.advantages=grpo or rloo, which
     compare a prompt's responses with each other.
     """
+    seeded: bool | None = None
+    """Give each request a seed of its own, which follows from `seed`, the step and its place, so
+    that a run writes the same responses again; null: where nothing else keeps a run from repeating
+    itself (engine.num_drafts is a number, the companion waits or is off). vLLM draws for seeded
+    requests one by one, which takes time in each step. Set it to false for speed, to true to
+    compare runs whose drafts or heads follow the clock.
+    """

@@ -83,6 +83,10 @@ CORRECT_FRAC = "correct_frac"
 """Share of responses with the right answer."""
 REWARDS_LATE = "rewards_late"
 """Rewards so far that took longer than ppo.reward_timeout_s, and are 0."""
+REWARDS_CUT = "rewards_cut"
+"""Texts so far that lost their first tokens, as the reward model reads no more
+(ppo.reward_too_long=cut).
+"""
 KL_REFERENCE = "kl_reference"
 """Mean over tokens of log pi - log pi_ref on the rollouts, nats."""
 KL_COEFFICIENT = "kl_coefficient"
@@ -95,6 +99,10 @@ POLICY_LOSS = "policy_loss"
 """Clipped surrogate, mean over the update."""
 VALUE_LOSS = "value_loss"
 """Clipped value loss, mean over the update."""
+VALUE_EXPLAINED = "value_explained_frac"
+"""Share of the variance of the returns that the critic's values explain, before the update; below
+0: a constant would do better.
+"""
 CLIP_FRAC = "clip_frac"
 """Share of tokens whose ratio was clipped."""
 LOGPROB_GAP = "logprob_gap"

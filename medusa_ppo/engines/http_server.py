@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Unpack
@@ -69,10 +69,17 @@ class ServerEngine(base.WorkerEngine):
         heads_path: str | Path | None,
         config: EngineConfig,
         seed: int = 0,
+        *,
+        devices: Sequence[str] = (),
     ) -> None:
         """Start a server, or attach to the one at `config.backend`. Raises as `plan_launch`, and
         EngineError when no server answers.
+
+        Args:
+            devices: the GPUs that a server which is started here sees, as CUDA_VISIBLE_DEVICES
+                names them; none: those that this process sees.
         """
+        self._devices = tuple(devices)
         self.plan = plan_launch(model_path, heads_path, config, seed)
         self._process: subprocess.Popen[bytes] | None = None
         # Stands for no log, where the server is somebody else's.
@@ -243,6 +250,8 @@ class ServerEngine(base.WorkerEngine):
             | self.plan.environment
         )
         env |= {"VLLM_SERVER_DEV_MODE": "1", TOKEN: token, "VLLM_API_KEY": token}
+        if self._devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
         # The server keeps its API in one process and the model in another; the setting for
         # in-process engines is not its own.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)

@@ -443,22 +443,38 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
 
 
 def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-text ids of generation_config.json, config.json and the tokenizer: a response ends at
-    whatever any of them calls an end.
+    """End-of-text ids of generation_config.json, config.json and the tokenizer, of a folder or of a
+    hub name: a response ends at whatever any of them calls an end.
     """
     found: list[int] = []
-    path = Path(model_path) / "generation_config.json"
-    first = [_read_json(path).get("eos_token_id")] if path.is_file() else []
-    for value in [*first, text_config.get("eos_token_id")]:
+    generation = _model_json(model_path, "generation_config.json")
+    for value in [generation.get("eos_token_id"), text_config.get("eos_token_id")]:
         found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(int(v) for v in [*found, *_tokenizer_end(Path(model_path))]))
+    return tuple(dict.fromkeys(int(v) for v in [*found, *_tokenizer_end(model_path)]))
 
 
-def _tokenizer_end(folder: Path) -> list[int]:
+def _model_json(model_path: str | Path, name: str) -> dict[str, Any]:
+    """A JSON file of a model's folder or hub name; empty where there is none."""
+    folder = Path(model_path)
+    path: Path | None = folder / name
+    if not folder.is_dir():
+        from transformers.utils import cached_file  # Only needed for hub names.
+
+        # Servers that run already may have a model that is nowhere here.
+        fetched = cached_file(
+            str(model_path),
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        path = None if fetched is None else Path(fetched)
+    return _read_json(path) if path is not None and path.is_file() else {}
+
+
+def _tokenizer_end(model_path: str | Path) -> list[int]:
     """The tokenizer's end token, from its files: the engine has no tokenizer."""
     settings, tokens = (
-        _read_json(path) if path.is_file() else {}
-        for path in (folder / "tokenizer_config.json", folder / "tokenizer.json")
+        _model_json(model_path, name) for name in ("tokenizer_config.json", "tokenizer.json")
     )
     end = settings.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end

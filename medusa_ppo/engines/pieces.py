@@ -1,5 +1,5 @@
-"""The pieces of a generate call: how a pool cuts it for its engines, their seeds, who hears of
-responses, and calls that end early.
+"""The pieces of a generate call: how a pool cuts it and deals it to its engines, their seeds, who
+hears of responses, and calls that end early.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from medusa_ppo.contract.rollouts import Response, Rollouts, Sampling
 from medusa_ppo.drafting.memory import ResponseMemory, Row, prompt_key
 
 Piece = tuple[int, ...]
-"""Indices of some prompts of one generate call, which one engine answers in one go."""
+"""Indices of some prompts of one generate call: what is dealt to an engine as a whole."""
 Finished = Callable[[int, Response], None]
 """Hears of a response that has ended: its place among the responses of the call, and what it is."""
 Ended = dict[int, Response]
 """Responses that have ended, by their places."""
+ALIKE = 0.2
+"""Engines whose speeds are within this share of their mean are called equally fast."""
 UNFINISHED = "unfinished"
 """Reason of a response that has not ended (`Response.finish_reason`)."""
 
@@ -75,19 +77,14 @@ def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
     return len(prompt) + sampling.responses_per_prompt * sampling.max_new_tokens
 
 
-def cut(
-    prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smallest: int = 1
-) -> list[Piece]:
-    """The call's pieces in the order in which they are given out; a function of the prompts alone,
-    not of who is quick.
+def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int) -> list[Piece]:
+    """The call's pieces in the order in which they are dealt; a function of the prompts alone, not
+    of who is quick.
 
-    Each piece takes a 1 / (2 x engines) share of the tokens that are left: the first ones are
-    large, so that an engine batches well, the last ones small, so that none waits long for the
-    others. One engine gets everything at once, in its own order.
-
-    Args:
-        smallest: fewest prompts of a piece, the last one excepted; as many as keep an engine's
-            slots full.
+    Each piece takes a 1 / (2 x engines) share of the tokens that are left, and at least one prompt:
+    there are twice as many pieces as engines or more, where there are so many prompts, and the last
+    ones are small, so that what `deal` makes of them comes out even. One engine gets everything in
+    one piece, in its own order.
     """
     if engines <= 1:
         return [tuple(range(len(prompts)))]
@@ -101,13 +98,44 @@ def cut(
         wanted = left / (2 * engines)
         taken = 0
         end = at
-        while end < len(order) and (end - at < smallest or taken < wanted):
+        while end < len(order) and (end == at or taken < wanted):
             taken += weights[end]
             end += 1
         pieces.append(tuple(order[at:end]))
         left = left - taken
         at = end
     return pieces
+
+
+def deal(
+    pieces: Sequence[Piece],
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    speeds: Sequence[float],
+) -> list[tuple[Piece, ...]]:
+    """The pieces that each engine answers in one call, all of them from the start.
+
+    One piece after the other goes to the engine that would be through with it first, so the small
+    ones at the end even out what the large ones left. Pieces that wait for an engine's next call
+    would be fairer to slow engines, but a call ends with its longest response while most slots are
+    empty, and each further one has such an end: `benchmarks/pieces_on_paper.py` has both.
+
+    Args:
+        speeds: of the engines, in any unit; speeds that are nearly the same count as the same,
+            because a call's own luck with long responses moves them as much.
+    """
+    middle = sum(speeds) / len(speeds)
+    if all(abs(speed - middle) <= ALIKE * middle for speed in speeds):
+        speeds = [1.0] * len(speeds)
+    loads = [0.0] * len(speeds)
+    dealt: list[list[Piece]] = [[] for _ in speeds]
+    for piece in pieces:
+        tokens = sum(expected_tokens(prompts[index], sampling) for index in piece)
+        ends = [(load + tokens) / speed for load, speed in zip(loads, speeds, strict=True)]
+        engine = ends.index(min(ends))
+        loads[engine] += tokens
+        dealt[engine].append(piece)
+    return [tuple(given) for given in dealt]
 
 
 def in_call(finished: Finished, piece: Piece, repeat: int) -> Finished:
@@ -124,7 +152,9 @@ def in_call(finished: Finished, piece: Piece, repeat: int) -> Finished:
 
 
 def piece_seed(sampling: Sampling, index: int) -> int | None:
-    """Seed of a piece: pieces may hold the same prompt, which must not be answered alike."""
+    """Seed of an engine's part of a call: two may hold the same prompt, which must not be answered
+    alike.
+    """
     return (
         None
         if sampling.seed is None

@@ -1,12 +1,12 @@
 """Many engines behind the interface of one: work balanced between them, every version on all of
 them, lost ones started again.
 
-    generate      pieces of the call (`cut`) go to the engine with the fewest running tokens that is
-                  free
+    generate      the call is cut into pieces (`cut`), and each engine gets its share of them in one
+                  call (`deal`)
     swap, sync    all engines at once, from one file that is checked once; it is kept until the next
                   one, for engines that come late
     memory        what one engine has said goes to all others, and to those that are started again
-    lost engine   its piece goes to another; it is started anew in the background, catches up, and
+    lost engine   its pieces go to the others; it is started anew in the background, catches up, and
                   takes pieces again
 
 An engine answers only with the versions that the pool says: one that missed a swap or sync gets it
@@ -39,6 +39,7 @@ from medusa_ppo.engines.pieces import (
     Piece,
     SharedMemory,
     cut,
+    deal,
     in_call,
     piece_seed,
 )
@@ -69,9 +70,31 @@ class Seat:
     versions: dict[str, int] = field(default_factory=dict)
     remembers: bool = True
     share: EngineShare = field(default_factory=EngineShare)
+    speed: float | None = None
+    """Tokens a second in the calls so far, newer ones more; None: it has answered none."""
 
 
-Running = dict[Future[Rollouts], tuple[Seat, int, Piece]]
+@dataclass(frozen=True)
+class Load:
+    """Pieces that an engine is asked for in one call.
+
+    Attributes:
+        number: its place among the call's loads, which its seed depends on.
+        pieces: as they were dealt.
+        seat: whose it is, as long as that engine is there; None: anybody's.
+    """
+
+    number: int
+    pieces: tuple[Piece, ...]
+    seat: Seat | None
+
+    @property
+    def prompts(self) -> Piece:
+        """Indices of its prompts, in their order within the call to the engine."""
+        return tuple(index for piece in self.pieces for index in piece)
+
+
+Running = dict[Future[Rollouts], tuple[Seat, Load]]
 
 
 class EnginePool(base.RolloutEngine):
@@ -89,7 +112,6 @@ class EnginePool(base.RolloutEngine):
         factory: Factory,
         count: int,
         *,
-        smallest_piece: int = 1,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Start `count` engines, all at once. Raises what the first one that fails raises, after
@@ -98,11 +120,9 @@ class EnginePool(base.RolloutEngine):
         Args:
             factory: starts the engine with a given index; called again for one that is lost.
             count: engines.
-            smallest_piece: fewest prompts that are worth a call.
             on_close: called when all engines are closed.
         """
         self._factory = factory
-        self._smallest = smallest_piece
         self._on_close = on_close
         # For each engine one call, and beside it the start of another one that was lost.
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
@@ -183,7 +203,8 @@ class EnginePool(base.RolloutEngine):
         started = time.perf_counter()
         for seat in self._seats:
             seat.share = EngineShare(seat.index)
-        waiting = list(enumerate(cut(prompts, sampling, len(self._seats), self._smallest)))
+        self._revive()
+        waiting = self._loads(prompts, sampling)
         answers: list[tuple[Piece, Rollouts]] = []
         running: Running = {}
         try:
@@ -199,15 +220,13 @@ class EnginePool(base.RolloutEngine):
                 awaited: list[Future[Any]] = [*running, *starting]
                 wait(awaited, return_when=FIRST_COMPLETED)
                 for job in [job for job in running if job.done()]:
-                    seat, index, piece = running.pop(job)
+                    seat, load = running.pop(job)
                     error = job.exception()
                     if error is not None:
                         self._lost(seat, error)
-                        # Its turn has come already, and it keeps its number, which its seed depends
-                        # on.
-                        waiting.insert(0, (index, piece))
+                        waiting[:0] = self._left_by_a_lost_one(load, sampling)
                     else:
-                        answers.append((piece, job.result()))
+                        answers.append((load.prompts, job.result()))
                         self.memory.hear(seat.engine, job.result(), self.policy_version)
                         seat.share = seat.share.plus(job.result())
                         # It answers again: MAX_RESTARTS is for engines that never do.
@@ -217,34 +236,70 @@ class EnginePool(base.RolloutEngine):
             wait(running)
             raise
         self._spread_news()
+        self._note_speeds()
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
+
+    def _loads(self, prompts: base.Prompts, sampling: Sampling) -> list[Load]:
+        """What each engine is asked for. With a seed the same, whatever has happened to engines and
+        however fast they are: responses depend on it.
+        """
+        pieces = cut(prompts, sampling, len(self._seats))
+        seats = (self._ready() if sampling.seed is None else None) or self._seats
+        known = [seat.speed for seat in seats if seat.speed is not None]
+        speeds = known if len(known) == len(seats) and sampling.seed is None else [1.0] * len(seats)
+        dealt = deal(pieces, prompts, sampling, speeds)
+        return [
+            Load(number, given, seat)
+            for number, (seat, given) in enumerate(zip(seats, dealt, strict=True))
+            if given
+        ]
+
+    @staticmethod
+    def _left_by_a_lost_one(load: Load, sampling: Sampling) -> list[Load]:
+        """What others are asked for in its place: with a seed the same in one go, to the same
+        responses; without one piece by piece, as many can take part.
+        """
+        if sampling.seed is not None:
+            return [replace(load, seat=None)]
+        return [replace(load, pieces=(piece,), seat=None) for piece in load.pieces]
+
+    def _note_speeds(self) -> None:
+        for seat in self._seats:
+            if seat.share.seconds > 0:
+                now = seat.share.tokens / seat.share.seconds
+                seat.speed = now if seat.speed is None else (seat.speed + now) / 2
 
     def _hand_out(
         self,
-        waiting: list[tuple[int, Piece]],
+        waiting: list[Load],
         running: Running,
         prompts: base.Prompts,
         sampling: Sampling,
         ask: Ask,
     ) -> None:
-        """Give each free engine the next piece, the one that ran the fewest tokens first."""
+        """Give each free engine its load, or one that nobody else is there for: the engine that ran
+        the fewest tokens first.
+        """
         self._revive()
-        busy = {seat.index for seat, _, _ in running.values()}
+        busy = {seat.index for seat, _ in running.values()}
         for seat in sorted(self._ready(), key=lambda seat: seat.share.tokens):
-            if waiting and seat.index not in busy:
-                index, piece = waiting.pop(0)
-                seeded = (
-                    # One engine keeps the call's own seed, and samples what it would without a
-                    # pool.
-                    replace(sampling, seed=piece_seed(sampling, index))
-                    if len(self._seats) > 1
-                    else sampling
-                )
-                running[
-                    self._threads.submit(
-                        self._ask, seat, piece, [prompts[i] for i in piece], seeded, ask
-                    )
-                ] = (seat, index, piece)
+            if seat.index in busy:
+                continue
+            own = [load for load in waiting if load.seat is seat]
+            free = [load for load in waiting if load.seat is None or load.seat.engine is None]
+            load = next(iter(own + free), None)
+            if load is None:
+                continue
+            waiting.remove(load)
+            seeded = (
+                # One engine keeps the call's own seed, and samples what it would without a pool.
+                replace(sampling, seed=piece_seed(sampling, load.number))
+                if len(self._seats) > 1
+                else sampling
+            )
+            asked = [prompts[index] for index in load.prompts]
+            call = self._threads.submit(self._ask, seat, load.prompts, asked, seeded, ask)
+            running[call] = (seat, load)
 
     def swap_heads(
         self, path: str | Path, version: int, checked: Checked | None = None

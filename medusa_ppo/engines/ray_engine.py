@@ -34,7 +34,7 @@ from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environme
 from medusa_ppo.engines.pieces import Ended, Finished, Partly, SharedMemory, tell
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.runtime.files import OwnedFolder, forget_registration
-from medusa_ppo.runtime.hardware import settled_engine
+from medusa_ppo.runtime.hardware import gpu_places, settled_engine, visible_gpus
 from medusa_ppo.runtime.processes import TOKEN, bundle, in_bundle, ray_errors, release, reserve
 
 START_TIMEOUT_S = 600.0
@@ -352,16 +352,26 @@ def make_engine(
 
     `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over
     HTTP, started here; or at its addresses. With `config.replicas` above 1, or an actor that is
-    broadcast: a pool of them.
+    broadcast: a pool of them. Raises ConfigError when servers that are started here have not a GPU
+    each.
 
     Args:
         supervised: start one engine again too when it is lost, with the heads and the actor that it
             had; a pool always does.
     """
     config = settled_engine(config)
-    kind = RayEngine if config.backend == COLOCATED else ServerEngine
+    # Before any of them starts, so that the first does not take what is another's.
+    servers = gpu_places(config, visible_gpus()).servers
+
+    def unplaced(index: int, section: EngineConfig, own_seed: int) -> base.RolloutEngine:
+        """One that Ray finds a place for, or a server with GPUs of its own."""
+        if config.backend == COLOCATED:
+            return RayEngine(model_path, heads_path, section, own_seed)
+        devices = servers[index] if servers else ()
+        return ServerEngine(model_path, heads_path, section, own_seed, devices=devices)
+
     if config.replicas == 1 and not supervised and config.transfer == "file":
-        return kind(model_path, heads_path, config, seed)
+        return unplaced(0, config, seed)
     group = None
     if config.replicas > 1 and config.backend == COLOCATED:  # Room for all engines at once.
         gpus = gpus_asked(config, int(config.extra.get("tensor_parallel_size", 1)))
@@ -372,14 +382,13 @@ def make_engine(
         # Engines of one seed would answer the same prompt in two pieces alike.
         own_seed = seed + index
         if group is None:
-            return kind(model_path, heads_path, section, own_seed)
+            return unplaced(index, section, own_seed)
         return RayEngine(model_path, heads_path, section, own_seed, where=in_bundle(group, index))
 
     pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
     engines = pool(
         start,
         config.replicas,
-        smallest_piece=max(1, config.max_num_seqs // 2),
         on_close=lambda: release(group),
     )
     engines.memory = SharedMemory(config.memory_bytes or 0 if heads_path else 0)

@@ -33,6 +33,15 @@ def masked_deviation(values: Tensor, mask: Tensor) -> float:
     return float(masked_mean((values - masked_mean(values, mask)) ** 2, mask).sqrt())
 
 
+def explained_share(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """Share of the variance of `returns` that `values` explain where mask is True: 1 when they are
+    the returns (but for a constant), 0 when they are no better than one constant, below 0 when they
+    are worse. 0 where returns do not vary.
+    """
+    spread = masked_deviation(returns, mask) ** 2
+    return 1 - masked_deviation(returns - values, mask) ** 2 / spread if spread else 0.0
+
+
 def kl_estimates(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     """Of KL(pi || pi_ref), from tokens sampled from pi, with d = log pi - log pi_ref.
 

@@ -226,8 +226,8 @@ def _lines(step: int, rollouts: Rollouts) -> Iterator[str]:
 
 
 def sampling_of(config: RunConfig, step: int) -> Sampling:
-    """How the responses of a step are sampled; the seed is a function of the run's seed and the
-    step.
+    """How the responses of a step are sampled; a seed is a function of the run's seed and the
+    step. None where nothing has to be repeated: the engine draws for all requests at once then.
     """
     section = config.sampling
     return Sampling(
@@ -236,7 +236,7 @@ def sampling_of(config: RunConfig, step: int) -> Sampling:
         top_k=section.top_k or 0,
         max_new_tokens=section.max_new_tokens,
         responses_per_prompt=section.responses_per_prompt,
-        seed=(config.seed * 1_000_003 + step) % 2**31,
+        seed=(config.seed * 1_000_003 + step) % 2**31 if config.seeds_requests else None,
     )
 
 

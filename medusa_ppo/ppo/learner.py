@@ -203,7 +203,13 @@ class PPOLearner(ABC):
         )
         kl = arithmetic.masked_mean(policy.logprobs_SR - policy.reference_SR, mask_SR).item()
         self.shaping.adapt(kl)
+        explained = {}
+        if config.advantages == "gae":
+            explained[names.VALUE_EXPLAINED] = arithmetic.explained_share(
+                measured.values_SR, returns_SR, mask_SR
+            )
         return scores, {
+            **explained,
             names.KL_REFERENCE: kl,
             names.KL_COEFFICIENT: coefficient,
             names.ENTROPY: arithmetic.masked_mean(policy.entropy_SR, mask_SR).item(),

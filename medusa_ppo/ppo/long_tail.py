@@ -92,7 +92,9 @@ class LongTail:
         self._into = {carried[0]: tuple(carried[1])}
 
     def into(self, step: int) -> tuple[Carried, ...]:
-        """What is carried into a step, once the one before has been written."""
+        """What is carried into a step, once the one before has been written; of steps up to the
+        staleness before the last one that was written.
+        """
         return self._into.get(step, ())
 
     def write(
@@ -139,10 +141,10 @@ class LongTail:
             replace(group, responses=tuple(written[i * count : (i + 1) * count]))
             for i, group in enumerate(groups)
         ]
-        self._into = {
-            step: self.into(step),
-            step + 1: tuple(group for group in groups if not group.answered),
-        }
+        # Steps are written up to `staleness` ahead of those that are learned from, and what is
+        # carried into the step after the last of these is saved with the run.
+        kept = {at: left for at, left in self._into.items() if at >= step - self._staleness}
+        self._into = {**kept, step + 1: tuple(group for group in groups if not group.answered)}
         answered = [i for i, group in enumerate(groups) if group.answered]
         responses = tuple(
             replace(r, prompt_index=place)

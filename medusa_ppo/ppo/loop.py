@@ -172,12 +172,14 @@ class PPOLoop:
 
     def _in_turns(self, step: int) -> Metrics:
         """As `_serial`, where the engine sleeps from its rollouts to the sync (engine.sleep_level),
-        and the models take turns on its device meanwhile (ppo.placement=shared).
+        and the models take turns on its device meanwhile (ppo.placement=shared). With
+        ppo.piece_prompts they begin to, for their passes, beside the engine while it writes.
         """
         with self._generating(step):
             self.turns.clear()
             self.plugin.before_generation()  # medusa
-            rollouts, written = self.maker.write(*self._asked(step))
+            tapped = self.tap is not None
+            rollouts, written = self.maker.write(*self._asked(step), tapped=tapped)
             self.plugin.rollout_ready(rollouts)  # medusa
             self.turns.sleep(self.engine, self.config.engine.sleep_level)
         values = self._keep(step, rollouts, written)
@@ -373,12 +375,13 @@ class PPOLoop:
         rewards_S = rewards.sum(dim=1) if rewards.dim() == 2 else rewards
         correct_S = self.reward.correct(rewards_S)
         known = {} if correct_S is None else {names.CORRECT_FRAC: correct_S.float().mean().item()}
-        late = (
-            {}
-            if self.config.ppo.reward_timeout_s is None
-            else {names.REWARDS_LATE: self.reward.late}
-        )
-        return {names.REWARD_MEAN: rewards_S.mean().item(), **known, **late}
+        ppo = self.config.ppo
+        counted = {}
+        if ppo.reward_timeout_s is not None:
+            counted[names.REWARDS_LATE] = self.reward.late
+        if ppo.reward_too_long == "cut":
+            counted[names.REWARDS_CUT] = self.reward.cut
+        return {names.REWARD_MEAN: rewards_S.mean().item(), **known, **counted}
 
 
 def run_ppo(

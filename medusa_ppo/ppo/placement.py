@@ -4,7 +4,8 @@ one set of devices.
     ppo.placement=separate    every role keeps its memory
     ppo.placement=shared      engine | actor, reference, critic, reward: one at a time | engine
                               the engine sleeps while others compute, they wait in host memory while
-                              it writes
+                              it writes; with ppo.piece_prompts one at a time comes for its passes
+                              beside the engine that is awake, with its weights alone
 
 A role that leaves is copied into host buffers of its own (what nobody changed since the last time
 is there already), and its tensors become empty: whoever uses them fails, and the device has the
@@ -20,6 +21,7 @@ tensors really move between buffers of their own.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import Counter
@@ -186,8 +188,16 @@ class Resident:
 
     def full_bytes(self) -> int:
         """On the device at most."""
-        weights = sum(parameter.nbytes for parameter in self._module.parameters())
-        return weights * (TRAINED_COPIES if self._optimizer else 1)
+        return self.weight_bytes() * (TRAINED_COPIES if self._optimizer else 1)
+
+    def weight_bytes(self) -> int:
+        """On the device for a pass without gradients."""
+        return sum(
+            math.prod(self._host[name].shape) * parameter.itemsize
+            if name in self._away
+            else parameter.nbytes
+            for name, parameter in self._module.named_parameters()
+        )
 
 
 class Turns:
@@ -197,6 +207,7 @@ class Turns:
         self.shared = shared
         self.ledger = Ledger()
         self._engine_bytes = 0
+        self._turn = threading.RLock()
         self._roles: dict[str, Resident] = {}
         self._left: list[tuple[StorageWeakRef, int]] = []
         self._moved = 0
@@ -227,14 +238,19 @@ class Turns:
     @contextlib.contextmanager
     def on(self, role: str, *, training: bool = False) -> Iterator[None]:
         """The role computes in this block; if roles take turns the others have left, and it stays
-        until another one comes.
+        until another one comes. Other threads wait with theirs: pieces are judged by a reward model
+        in one and scored by the others in another.
         """
-        if self.shared and role in self._roles:
-            self._move(role, training)
-            self._roles[role].changed |= training
-        self.report(role)
-        yield
-        self.report(role)
+        turn: contextlib.AbstractContextManager[Any] = (
+            self._turn if self.shared else contextlib.nullcontext()
+        )
+        with turn:
+            if self.shared and role in self._roles:
+                self._move(role, training)
+                self._roles[role].changed |= training
+            self.report(role)
+            yield
+            self.report(role)
 
     @contextlib.contextmanager
     def aside(self, *roles: str) -> Iterator[None]:
@@ -250,10 +266,11 @@ class Turns:
 
     def clear(self) -> None:
         """Everyone leaves, if roles take turns."""
-        if self.shared and any(resident.here for resident in self._roles.values()):
-            self._move(None)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # The engine is another process.
+        with self._turn:
+            if self.shared and any(resident.here for resident in self._roles.values()):
+                self._move(None)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()  # The engine is another process.
 
     def sleep(self, engine: Any, level: int | None) -> None:
         """Let the engine sleep, where a level says so."""
@@ -299,10 +316,16 @@ class Turns:
 
         Args:
             room: bytes that all of them can have.
-            engine: of these, what an engine on the same device keeps.
+            engine: of these, what an engine on the same device has while it is awake and others
+                compute; where roles take turns, for passes alone.
         """
         full = {role: resident.full_bytes() for role, resident in self._roles.items()}
-        need = max(full.values()) if self.shared else sum(full.values()) + engine
+        need = sum(full.values()) + engine
+        if self.shared:
+            need = max(full.values())
+            if engine:
+                passes = max(resident.weight_bytes() for resident in self._roles.values())
+                need = max(need, engine + passes)
         if need <= room:
             return
         parts = ", ".join(
@@ -315,6 +338,8 @@ class Turns:
         )
         if self.shared:
             do = "Cut the actor over ranks (actor.backend=megatron), or take a smaller model."
+            if engine and max(full.values()) <= room:
+                do = "Lower engine.memory_fraction, or set ppo.piece_prompts=null."
         raise ConfigError(
             "The roles don't fit the device.",
             given=(

@@ -49,10 +49,12 @@ class RewardSource(ABC):
     Attributes:
         model: what judges; None where no model does.
         late: rewards so far that did not come in time, and are 0.
+        cut: texts so far that lost their first tokens to fit a reward model.
     """
 
     model: nn.Module | None = None
     late: int = 0
+    cut: int = 0
 
     @abstractmethod
     def score(
@@ -207,8 +209,13 @@ class ModelReward(RewardSource):
         template: str = "{prompt}{response}",
         *,
         by_steps: bool = False,
+        cuts: bool = False,
     ) -> None:
         """
+        Args:
+            cuts: a text of more tokens than the model reads loses its first ones; otherwise it is
+                an error.
+
         Raises:
             ConfigError: the template has not both fields.
             ModelError: not loadable, it has more outputs, or its tokenizer has more tokens than it.
@@ -258,8 +265,16 @@ class ModelReward(RewardSource):
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self.model.config.pad_token_id is None:
             self.model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._cuts = cuts
         # One less than fits: a batch without padding would be computed in another way.
-        self._longest = int(getattr(self.model.config, "max_position_embeddings", 0) or 1024) - 1
+        self._longest = self._most_tokens() - 1
+
+    def _most_tokens(self) -> int:
+        """Tokens that the model reads at most: as many as it has positions; where they have no end,
+        as many as its tokenizer says. One that says nothing has a number beyond all texts.
+        """
+        positions = int(getattr(self.model.config, "max_position_embeddings", 0) or 0)
+        return positions if positions > 1 else int(self._tokenizer.model_max_length)
 
     @torch.no_grad()
     def score(
@@ -269,7 +284,17 @@ class ModelReward(RewardSource):
             self._before.format(prompt=p) + r + self._after
             for p, r in zip(prompts, responses, strict=True)
         ]
-        ids = self._tokenizer(texts, truncation=True, max_length=self._longest)["input_ids"]
+        ids = self._tokenizer(texts)["input_ids"]
+        long = [place for place, text in enumerate(ids) if len(text) > self._longest]
+        if long:
+            self._note_too_long([len(ids[place]) for place in long])
+            # The end of the text is what such models judge by; special tokens stay.
+            self._tokenizer.truncation_side = "left"
+            shorter = self._tokenizer(
+                [texts[place] for place in long], truncation=True, max_length=self._longest
+            )["input_ids"]
+            for place, text in zip(long, shorter, strict=True):
+                ids[place] = text
         scores_S = torch.zeros(len(texts))
         for chosen, logits_BX in self._logits(ids):
             scores_S[chosen] = logits_BX[:, 0]
@@ -291,17 +316,16 @@ class ModelReward(RewardSource):
                 if self._after
                 else []
             )
-            whole = [*itertools.chain.from_iterable(parts), *after]
-            if len(whole) > self._longest:
-                given = f"{len(whole)} tokens"
-                do = "Set a smaller sampling.max_new_tokens."
-                raise RunError(
-                    "A response is too long for the reward model.",
-                    given=given,
-                    expected=f"at most {self._longest}",
-                    do=do,
-                )
-            ids.append(whole)
+            over = sum(map(len, parts)) + len(after) - self._longest
+            if over > 0:
+                self._note_too_long([over + self._longest])
+                # Each step keeps its end, which its reward is read at.
+                if over >= len(parts[0]):
+                    raise self._too_long(
+                        over + self._longest, "Set a smaller sampling.max_new_tokens."
+                    )
+                parts[0] = parts[0][over:]
+            ids.append([*itertools.chain.from_iterable(parts), *after])
             ends.append(
                 [total - 1 for total in itertools.accumulate(len(part) for part in parts)][1:]
             )
@@ -314,6 +338,25 @@ class ModelReward(RewardSource):
             for row, s in enumerate(chosen):
                 rewards[s] = judged_BT[row, ends[s]].tolist()
         return rewards
+
+    def _note_too_long(self, lengths: Sequence[int]) -> None:
+        """Count texts that are to be cut. RunError where none may be."""
+        if not self._cuts:
+            raise self._too_long(
+                max(lengths),
+                "Set ppo.reward_too_long=cut, or smaller sampling.max_new_tokens or"
+                " data.max_prompt_tokens.",
+            )
+        self.cut += len(lengths)
+        logger.warning("Texts were too long for the reward model and lost their first tokens.")
+
+    def _too_long(self, length: int, do: str) -> RunError:
+        return RunError(
+            "A text is too long for the reward model.",
+            given=f"prompt and response of {length:,} tokens in its template",
+            expected=f"at most {self._longest:,}",
+            do=do,
+        )
 
     def _logits(self, ids: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
         """Which texts, and the model's output for them, float32 on the CPU."""
@@ -435,6 +478,7 @@ def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> Reward
             device,
             config.reward_template,
             by_steps=config.step_separator is not None,
+            cuts=config.reward_too_long == "cut",
         )
     function = find_callable(config.reward)
     pool = None

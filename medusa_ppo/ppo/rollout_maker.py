@@ -44,6 +44,7 @@ from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.generation import Prompt, SpeedPairs
 from medusa_ppo.ppo.learner import PPOLearner
 from medusa_ppo.ppo.long_tail import Carried, LongTail
+from medusa_ppo.ppo.placement import ACTOR
 from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.scores import Measured, Scores
 
@@ -248,7 +249,9 @@ class RolloutMaker:
         ):
             measured, rewards = self._joined(batch, work.pieces)
             if tap is not None and work.held is not None:
-                work.held.hand_over(self._learner.actor, tap)
+                # Whoever taps may read the actor's tables.
+                with self._learner.turns.on(ACTOR):
+                    work.held.hand_over(self._learner.actor, tap)
         else:
             # In one go; after an engine was lost other responses may have come than those that were
             # scored.

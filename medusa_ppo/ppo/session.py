@@ -44,6 +44,7 @@ from medusa_ppo.reports.run_files import METRICS_FILE
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
 from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.hardware import gpu_places, visible_gpus
 from medusa_ppo.runtime.processes import StopSignals, local_ray
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class RunSession:
         """
         config = self._config
         check_trackers(config.report.trackers)
+        gpu_places(config.engine, visible_gpus())
         torch.set_num_threads(config.ppo.threads or 1)
         warmed_up = False
         if resume and run_state.only_warmed_up(config.run_dir):
@@ -194,7 +196,7 @@ class RunSession:
                 torch.cuda.device_count() == 1
                 and config.replicas == 1
                 and not config.addresses
-                and not turns.shared
+                and (not turns.shared or self._config.ppo.piece_prompts is not None)
             )
             turns.check_room(room, round(room * (config.memory_fraction or 0)) if beside else 0)
         else:
@@ -294,11 +296,14 @@ class RunSession:
         if self._ray_started:
             return
         config = self._config
+        visible = visible_gpus()
+        offered = gpu_places(config.engine, visible).ray if visible else None
         with self._progress.phase(phases.RAY):
             self._stack.enter_context(
                 local_ray(
                     cpus=config.engine.replicas + config.companion.workers,
                     queue_bytes=config.companion.queue_bytes,
+                    gpus=offered,
                 )
             )
             self._signals.install()  # Ray has put a handler of its own in place.

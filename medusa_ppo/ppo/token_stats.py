@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -46,6 +46,72 @@ class TokenStats:
     entropy_M: Tensor | None = None
 
 
+PACKED_BLOCK = 64
+"""Rows whose kept tokens are looked for at once."""
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """Which tokens of the vocabulary some rows keep, on the device of the logits: their ids where
+    that is shorter, which after top-k or top-p it nearly always is, otherwise a bit for each token.
+
+    Attributes:
+        counts: tokens that each row keeps.
+        ids_N: int32, ids of the kept tokens, row after row; None: `bits_CX` has them.
+        bits_CX: uint8, 8 tokens a byte.
+    """
+
+    counts: tuple[int, ...]
+    ids_N: Tensor | None
+    bits_CX: Tensor | None
+
+    @classmethod
+    def of(cls, kept_CV: Tensor) -> KeptTokens:
+        """From bool `CV`."""
+        count_C = kept_CV.sum(dim=1)
+        counts = tuple(count_C.tolist())
+        rows, width = kept_CV.shape
+        if 4 * sum(counts) <= rows * -(-width // 8):
+            return cls(counts, kept_CV.nonzero()[:, 1].int(), None)
+        weights_8 = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], device=kept_CV.device)
+        bits_CX = torch.empty(rows, -(-width // 8), dtype=torch.uint8, device=kept_CV.device)
+        padded_CV = nn.functional.pad(kept_CV, (0, -width % 8))
+        # The product is in int64: some rows at a time.
+        for first in range(0, rows, PACKED_BLOCK):
+            block = slice(first, first + PACKED_BLOCK)
+            bits_CX[block] = (padded_CV[block].unflatten(1, (-1, 8)) * weights_8).sum(-1).byte()
+        return cls(counts, None, bits_CX)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def nbytes(self) -> int:
+        held = self.ids_N if self.bits_CX is None else self.bits_CX
+        return 0 if held is None else held.nbytes
+
+    def part(self, first: int, last: int) -> KeptTokens:
+        """Of the rows from `first` on, up to `last`."""
+        counts = self.counts[first:last]
+        if self.bits_CX is not None:
+            return KeptTokens(counts, None, self.bits_CX[first:last])
+        assert self.ids_N is not None, "one of the two"
+        start = sum(self.counts[:first])
+        return KeptTokens(counts, self.ids_N[start : start + sum(counts)], None)
+
+    def mark(self, kept_CV: Tensor) -> None:
+        """Write them into bool `CV`, which is False."""
+        if self.bits_CX is not None:
+            shifts_8 = torch.arange(7, -1, -1, device=kept_CV.device, dtype=torch.uint8)
+            bits_CX8 = (self.bits_CX.unsqueeze(-1) >> shifts_8) & 1
+            kept_CV.copy_(bits_CX8.flatten(1)[:, : kept_CV.shape[1]])
+            return
+        assert self.ids_N is not None, "one of the two"
+        counts_C = torch.tensor(self.counts, dtype=torch.int64, device=kept_CV.device)
+        rows_N = torch.arange(len(self), device=kept_CV.device).repeat_interleave(counts_C)
+        kept_CV[rows_N, self.ids_N.long()] = True
+
+
 class Support:
     """Which tokens top-k and top-p left to the actor that wrote the rollouts, at each of their
     positions; nothing where neither is on.
@@ -53,13 +119,22 @@ class Support:
     Old and new policy and the reference are all taken over these: the distribution that was sampled
     from, and what the same choice leaves of the others. Each policy's own choice would give tokens
     that were sampled a probability of 0 after an update.
+
+    It stays on the device of the logits: nothing of the size of the vocabulary crosses to the host
+    or back.
     """
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self.cuts = sampling.top_k > 0 or sampling.top_p < 1.0
-        self._bits: dict[int, np.ndarray] = {}  # A bit for each token of the vocabulary.
-        self._begun: list[np.ndarray] = []  # Of a micro batch that comes in parts.
+        # Of each sequence, by its place in the batch: rows in their order.
+        self._kept: dict[int, list[KeptTokens]] = {}
+        self._begun: list[KeptTokens] = []  # Of a micro batch that comes in parts.
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for the batch so far."""
+        return sum(part.nbytes for parts in self._kept.values() for part in parts)
 
     def cut(self, logits_CV: Tensor, micro: MicroBatch, first: int = 0) -> Tensor:
         """The logits, with `NEVER` for all tokens outside the support.
@@ -74,21 +149,22 @@ class Support:
         if not self.cuts:
             return logits_CV
         rows = slice(first, first + len(logits_CV))
-        if micro.places[0] in self._bits:
-            bits_CV = np.concatenate([self._bits[place] for place in micro.places])[rows]
+        if micro.places[0] in self._kept:
+            kept_CV = torch.zeros_like(logits_CV, dtype=torch.bool)
+            parts = [part for place in micro.places for part in self._kept[place]]
+            for part, at in _overlapping(parts, rows):
+                part.mark(kept_CV[at : at + len(part)])
         else:
-            bits_CV = self._choose(logits_CV.detach(), micro.response_ids_M[rows])
-            self._remember(bits_CV, micro, rows)
-        kept_CV = torch.from_numpy(np.unpackbits(bits_CV, axis=1, count=logits_CV.shape[1]))
-        return logits_CV.masked_fill(~kept_CV.to(logits_CV.device).bool(), NEVER)
+            kept_CV = self._choose(logits_CV.detach(), micro.response_ids_M[rows])
+            self._remember(KeptTokens.of(kept_CV), micro, rows)
+        return logits_CV.masked_fill(~kept_CV, NEVER)
 
-    def _choose(self, logits_CV: Tensor, ids_C: Tensor) -> np.ndarray:
-        """Packed bits of the tokens that the sampling leaves of these logits."""
+    def _choose(self, logits_CV: Tensor, ids_C: Tensor) -> Tensor:
+        """Which tokens the sampling leaves of these logits, bool `CV`."""
         truncated_CV = self._truncate(logits_CV)
         # The engine rounds in its own way, so the token that it sampled may lie just outside of
         # what we would keep. It was sampled: it belongs to the support.
-        kept_CV = (truncated_CV > -torch.inf) | self._sampled(logits_CV, ids_C)
-        return np.packbits(kept_CV.cpu().numpy(), axis=1)
+        return (truncated_CV > -torch.inf) | self._sampled(logits_CV, ids_C)
 
     def _truncate(self, logits_CV: Tensor) -> Tensor:
         """The logits with minus infinity for what top-k and top-p leave out."""
@@ -99,15 +175,30 @@ class Support:
         none_CV = torch.zeros_like(logits_CV, dtype=torch.bool)
         return none_CV.scatter_(1, ids_C.unsqueeze(1), True)
 
-    def _remember(self, bits_CV: np.ndarray, micro: MicroBatch, rows: slice) -> None:
-        """Keep the bits by sequence, once those of the whole micro batch are there."""
+    def _remember(self, kept: KeptTokens, micro: MicroBatch, rows: slice) -> None:
+        """Keep it by sequence, once that of the whole micro batch is there."""
         if rows.start == 0:
             self._begun = []
-        self._begun.append(bits_CV)
+        self._begun.append(kept)
         lengths = micro.response_mask_BT.sum(dim=1).tolist()
-        if rows.stop == sum(lengths):
-            by_sequence = np.split(np.concatenate(self._begun), np.cumsum(lengths)[:-1])
-            self._bits.update(zip(micro.places, by_sequence, strict=True))
+        if rows.stop < sum(lengths):
+            return
+        start = 0
+        for place, length in zip(micro.places, lengths, strict=True):
+            own = _overlapping(self._begun, slice(start, start + length))
+            self._kept[place] = [part for part, _ in own]
+            start += length
+        self._begun = []
+
+
+def _overlapping(parts: Sequence[KeptTokens], rows: slice) -> Iterator[tuple[KeptTokens, int]]:
+    """What of parts that follow each other lies within these rows, and from which of them on."""
+    start = 0
+    for part in parts:
+        first, last = max(rows.start, start), min(rows.stop, start + len(part))
+        if first < last:
+            yield part.part(first - start, last - start), first - rows.start
+        start += len(part)
 
 
 def token_stats(

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from medusa_ppo.contract import metrics as m
@@ -42,6 +42,30 @@ set up for drafts.
 """
 ENOUGH_STEPS = 1000
 """Engine steps that say so."""
+CURVE_STEPS = 10
+"""Of fewer steps no curve is judged."""
+JUMP = 8
+"""A change of the mean reward within a step is called a jump from this many times the median change
+on: of rewards that move by chance alone one in ten million does. Of few changes the median itself
+is chance: n of them ask for 1 + 10 / n times as much.
+"""
+JUMP_ALONE = 2
+"""... and when it is this many times the changes beside it, which a quick rise is not."""
+CRITIC_STEPS = 20
+"""A critic has so many steps to learn something."""
+VALUE_LOSS_KEPT = 0.9
+"""A value loss of which this share is left has not fallen."""
+EXPLAINED_SHARE = 0.1
+"""A critic that explains less of the returns' variance knows next to nothing."""
+STILL_REWARD = 0.2
+"""Rewards whose means are this near to each other, relative to the larger, are called the same."""
+FLAT_KL_NATS = 1e-6
+"""Nats a token: a policy that has moved less has not moved, as rounding makes that much."""
+FAR_KL_NATS = 0.5
+"""Nats a token from which on a policy is far away from its reference, however it got there."""
+RUNAWAY_KL_NATS = 0.15
+RUNAWAY_GROWTH = 2.5
+"""A KL above RUNAWAY_KL_NATS that grew by this factor since the middle of the run runs away."""
 NOTICEABLE_RATIO = 1.005
 """Of the times of whole steps: what is below is called the same time."""
 SWAP_LOSS_SHARE = 0.2
@@ -70,6 +94,7 @@ def find(run: Run, summary: Summary) -> list[Finding]:
         *_of_heads(run, summary),
         *_of_the_companion(run, summary),
         *_of_ppo(run, summary),
+        *_of_the_curves(run, summary),
         *_logged(run, summary),
     ]
 
@@ -358,6 +383,103 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
             " length."
         )
         yield Finding("longer_responses", text, "Read some responses of the last steps.")
+
+
+def _of_the_curves(run: Run, _: Summary) -> Iterator[Finding]:
+    """What PPO's curves look like where something is wrong, in runs that are long enough."""
+    if len(run.steps) < CURVE_STEPS:
+        return
+    yield from _reward_jumps(run)
+    yield from _value_loss(run)
+    yield from _kl(run)
+
+
+def _reward_jumps(run: Run) -> Iterator[Finding]:
+    known = [
+        (int(step[m.STEP]), reward)
+        for step in run.steps
+        if (reward := number(step.get(m.REWARD_MEAN))) is not None
+    ]
+    changes = [after - before for (_, before), (_, after) in pairwise(known)]
+    if len(changes) < CURVE_STEPS - 1:
+        return
+    usual = median(abs(change) for change in changes)
+    least = JUMP * (1 + 10 / len(changes)) * usual
+    found = []
+    for place, change in enumerate(changes):
+        beside = changes[max(0, place - 1) : place] + changes[place + 1 : place + 2]
+        # A fall back after a spike is as large, the other way round.
+        alike = max((abs(other) for other in beside if other * change > 0), default=0.0)
+        if abs(change) > max(least, JUMP_ALONE * alike) and change:
+            found.append(place)
+    if found:
+        first = found[0]
+        (_, before), (step, after) = known[first], known[first + 1]
+        times = f", the first of {len(found)} such jumps" if len(found) > 1 else ""
+        yield Finding(
+            "reward_jump",
+            f"The mean reward jumped from {before:.3g} to {after:.3g} in step {step}{times}, where"
+            f" a step changes it by {usual:.2g}.",
+            "Read the responses of the steps before and after: a policy that found a gap in the"
+            " reward, or a reward that failed, looks like this.",
+        )
+
+
+def _value_loss(run: Run) -> Iterator[Finding]:
+    first, recent = _first_and_recent(run, m.VALUE_LOSS)
+    if len(run.steps) < CRITIC_STEPS or not first:
+        return
+    if recent is None or recent < VALUE_LOSS_KEPT * first:
+        return
+    _, explained = _first_and_recent(run, m.VALUE_EXPLAINED)
+    reward, reward_now = _first_and_recent(run, m.REWARD_MEAN)
+    if explained is None:
+        # Rewards that move have another variance, and the loss of as good a critic moves with it.
+        if reward is None or reward_now is None:
+            return
+        if abs(reward_now - reward) > STILL_REWARD * max(abs(reward), abs(reward_now)):
+            return
+        knows = "while the reward stayed where it was"
+    elif explained < EXPLAINED_SHARE:
+        knows = f"and the critic explains {w.percent(max(0.0, explained))} of the returns' variance"
+    else:
+        return
+    yield Finding(
+        "value_loss_flat",
+        f"The value loss did not fall: {first:.3g} in the first steps, {recent:.3g} in the last"
+        f" ones, {knows}.",
+        "Raise ppo.critic_learning_rate or ppo.epochs, or look at ppo.value_clip_range: values that"
+        " may move by less than rewards do are cut.",
+    )
+
+
+def _kl(run: Run) -> Iterator[Finding]:
+    column = run.column(m.KL_REFERENCE)
+    _, recent = _first_and_recent(run, m.KL_REFERENCE)
+    known = [value for value in column if value is not None]
+    if recent is None or len(known) < CURVE_STEPS:
+        return
+    if max(map(abs, known)) < FLAT_KL_NATS:
+        yield Finding(
+            "kl_flat",
+            f"The policy has not moved: its KL to the reference is {recent:.1g} nats a token after"
+            f" {len(run.steps)} steps.",
+            "Raise ppo.actor_learning_rate, and see whether optimizer steps were left out or all"
+            " responses to a prompt have the same reward.",
+        )
+        return
+    window = window_steps(len(known))
+    start = len(known) // 2 - window // 2
+    middle = fmean(known[start : start + window])
+    runs_away = recent > RUNAWAY_KL_NATS and recent > RUNAWAY_GROWTH * max(middle, 0.0)
+    if recent > FAR_KL_NATS or runs_away:
+        yield Finding(
+            "kl_runaway",
+            f"The policy runs away from its reference: {recent:.2f} nats a token in the last steps,"
+            f" {middle:.2f} in the middle of the run.",
+            "Raise ppo.kl_coefficient or set ppo.kl_goal, lower ppo.actor_learning_rate, and read"
+            " responses of the last steps.",
+        )
 
 
 def _logged(run: Run, _: Summary) -> Iterator[Finding]:

@@ -83,7 +83,16 @@ SMALL = (
         "Value loss",
         m.VALUE_LOSS,
         "value",
-        "Should fall and stay low; if it grows, the critic lost the rewards.",
+        "Should fall, as long as rewards vary as before; the next chart does not depend on that.",
+    ),
+    Small(
+        "explained",
+        "Variance of the returns that the critic explains",
+        m.VALUE_EXPLAINED,
+        "value",
+        "Should rise above 0 and stay there; below 0 a constant would do better.",
+        "percent",
+        floor=None,
     ),
     Small("length", "Response length", m.RESPONSE_LENGTH, "length", LENGTH_GROWS, "whole"),
     Small(

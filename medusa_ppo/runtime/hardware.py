@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from heads.errors import ModelError
-from medusa_ppo.config.engine_section import EngineConfig
+from heads.errors import ConfigError, ModelError
+from medusa_ppo.config.engine_section import SERVER, EngineConfig
 from medusa_ppo.config.run_config import RunConfig
 
 BF16_FROM = 8.0  # NVIDIA's compute capability.
@@ -286,6 +286,60 @@ def _cpu_flags() -> set[str]:
         if line.lower().startswith(("flags", "features"))
         for word in line.partition(":")[2].split()
     }
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; the first one is the
+    loop's.
+    """
+    count = find_hardware().gpus
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return tuple(map(str, range(count)))
+    return tuple(name.strip() for name in named.split(",") if name.strip() not in ("", "-1"))[
+        :count
+    ]
+
+
+class GpuPlaces(NamedTuple):
+    """Who on this node gets which of its GPUs, beside the loop, which has the first.
+
+    Attributes:
+        servers: of each engine behind HTTP that is started here, one GPU for each of its ranks;
+            empty ones without GPUs.
+        ray: those that a Ray of ours offers to everyone else.
+    """
+
+    servers: tuple[tuple[str, ...], ...]
+    ray: tuple[str, ...]
+
+
+def gpu_places(engine: EngineConfig, visible: tuple[str, ...]) -> GpuPlaces:
+    """Places on a node with these GPUs. A single GPU is everybody's.
+
+    Raises:
+        ConfigError: engines behind HTTP have not a GPU for each of their ranks.
+    """
+    # Colocated engines are Ray's to place, and servers that run already have their places.
+    servers = engine.replicas if engine.backend == SERVER else 0
+    ranks = math.prod(
+        int(engine.extra.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data")
+    )
+    if not visible:
+        return GpuPlaces(((),) * servers, ())
+    free = visible if len(visible) == 1 else visible[1:]
+    if servers * ranks > len(free):
+        one = "they share" if len(visible) == 1 else "the first is the loop's"
+        raise ConfigError(
+            "The engines behind HTTP have not a GPU each.",
+            given=f"{servers} engines of {ranks} GPUs; visible: {', '.join(visible)}, {one}",
+            expected=f"at most {len(free)} GPUs for all of them",
+            do="Lower engine.replicas, or set engine.backend=colocated on a cluster, or start"
+            " servers by hand and give their addresses.",
+        )
+    taken = [tuple(free[i * ranks : (i + 1) * ranks]) for i in range(servers)]
+    left = visible if len(visible) == 1 else free[servers * ranks :]
+    return GpuPlaces(tuple(taken), tuple(left))
 
 
 def companion_gpus(free: float, workers: int) -> float:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,9 @@ def quiet_libraries() -> None:
 
 
 @contextlib.contextmanager
-def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
+def local_ray(
+    *, cpus: int = 2, queue_bytes: int = 0, gpus: Sequence[str] | None = None
+) -> Iterator[None]:
     """Ray for the time of the block: the caller's when it is initialised, RAY_ADDRESS's when that
     is set, else a local one of ours.
 
@@ -70,6 +72,8 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
         cpus: CPUs that the processes of the block ask for; the machine's own number when that is
             larger.
         queue_bytes: what is on its way to the companion at most.
+        gpus: that a local Ray of ours offers, as CUDA_VISIBLE_DEVICES names them; None: all that
+            this process sees. Another Ray offers what it was started with.
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
     # Ray's servers read them as they start, and inherit them from here; a value that the user has
@@ -91,7 +95,9 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
     folder = OwnedFolder("mppo-")  # Short on purpose: a socket's path may have 107 characters.
     keep = False
     try:
-        _start(folder.path, max(os.cpu_count() or 1, cpus, 2), _object_store_bytes(queue_bytes))
+        store_bytes = _object_store_bytes(queue_bytes)
+        with _offering(gpus) as offered:
+            _start(folder.path, max(os.cpu_count() or 1, cpus, 2), store_bytes, offered)
         yield
     # Not for an interrupt: whoever stops a run does not look for its faults in Ray's logs.
     except Exception:
@@ -105,7 +111,25 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
             folder.close()
 
 
-def _start(folder: Path, cpus: int, store_bytes: int) -> None:
+@contextlib.contextmanager
+def _offering(gpus: Sequence[str] | None) -> Iterator[int | None]:
+    """For a Ray that is started in the block: it sees these GPUs alone; gives their number."""
+    if gpus is None:
+        yield None
+        return
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Ray hands out what the variable names when it starts. torch has read it, or does so later.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    try:
+        yield len(gpus)
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _start(folder: Path, cpus: int, store_bytes: int, gpus: int | None = None) -> None:
     """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError.
 
     Whoever Ray listens to runs code in it: here that is this machine alone, and on it only who has
@@ -119,6 +143,7 @@ def _start(folder: Path, cpus: int, store_bytes: int) -> None:
                 ray.init(
                     address="local",
                     num_cpus=cpus,
+                    num_gpus=gpus,
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,

@@ -32,6 +32,7 @@ from medusa_ppo.cli.plan import (
     lines,
     make_plan,
     size_text,
+    turn_moves,
 )
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.config.run_config import build_config, load_config
@@ -529,3 +530,16 @@ def test_a_gpu_is_asked_what_drafting_would_bring(tmp_path: Path) -> None:
     assert "assumed, 1.80 tokens a step" in result.output
     refused = CliRunner().invoke(app, [*words, "abacus"])
     assert refused.exit_code == 2 and "Nothing is known of this GPU" in refused.output
+
+
+def test_roles_that_take_turns_come_once_for_each_piece() -> None:
+    """Reference and weights of the learners for each, what is learned with once."""
+    sizes = ModelSizes.from_config({**SMALL, "num_key_value_heads": 2})
+    there = []
+    for pieces in (None, 8, 5):
+        ppo = {"placement": "shared", "prompts_per_step": 16, "piece_prompts": pieces}
+        run = settled(build_config({"ppo": ppo, "engine": {"sleep_level": 1}}), NO_GPU)
+        there.append([move.size for move in turn_moves(run, sizes)])
+    once = there[1][0] - there[0][0]
+    assert once > 0 and there[2][0] - there[0][0] == 3 * once, "two pieces, and four"
+    assert there[0][1] == there[1][1] == there[2][1]

@@ -123,10 +123,9 @@ def test_carried_over_with_one_update_nothing_is_written_ahead() -> None:
     assert ppo.steps_ahead == 0 and ppo.model_copy(update={"carry_after": None}).steps_ahead == 1
 
 
-def test_pieces_are_refused_where_they_can_not_be_scored_meanwhile() -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config(None, ["ppo.piece_prompts=2", "engine.sleep_level=1"])
-    assert "ppo.piece_prompts=2" in str(error.value) and "sleep_level" in str(error.value)
+def test_pieces_go_together_with_an_engine_that_sleeps() -> None:
+    beside = ["engine.sleep_level=1", "ppo.placement=shared", "report.compare_pairs=null"]
+    assert load_config(None, ["ppo.piece_prompts=2", *beside]).ppo.piece_prompts == 2
 
 
 @pytest.mark.parametrize(

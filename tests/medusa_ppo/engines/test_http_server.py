@@ -23,7 +23,7 @@ from heads.checkpoint import checksum, save_state
 from heads.errors import EngineError, SwapError
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
-from medusa_ppo.engines import http_server
+from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.http_server import ServerEngine, last_words
 from medusa_ppo.engines.ray_engine import make_engine
 from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
@@ -138,6 +138,42 @@ def test_a_server_that_cannot_start_shows_its_log(
     )
     with pytest.raises(EngineError, match="no-such-engine-option"):
         make_engine(actor.path, None, config)
+
+
+def test_each_server_sees_its_own_gpus_and_not_the_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of GPUs are made up, since no test machine has any; the processes are real, and say
+    what they see in the place of serving.
+    """
+    model = tmp_path / "model"
+    model.mkdir()
+    sizes = {"model_type": "llama", "hidden_size": 8, "vocab_size": 16, "eos_token_id": 3}
+    (model / "config.json").write_text(json.dumps(sizes))
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "sees $CUDA_VISIBLE_DEVICES"; exit 1\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(http_server.sys, "executable", str(python))
+    monkeypatch.setattr(ray_engine, "visible_gpus", lambda: ("0", "3", "5"))
+    section = EngineConfig(backend="server", replicas=2, max_model_len=64, dtype="float32")
+    started: list[str] = []
+
+    class Noted(ServerEngine):
+        def _wait_until_healthy(self, *, started_here: bool) -> None:
+            try:
+                super()._wait_until_healthy(started_here=started_here)
+            except EngineError as error:
+                started.append(str(error))
+                raise
+
+    monkeypatch.setattr(ray_engine, "ServerEngine", Noted)
+    with pytest.raises(EngineError, match="sees"):
+        make_engine(model, None, section)
+    assert sorted(said[said.index("sees") :][:6] for said in started) == ["sees 3", "sees 5"]
+    started.clear()
+    with pytest.raises(EngineError, match="sees 3"):
+        make_engine(model, None, section.model_copy(update={"replicas": 1}))
+    assert len(started) == 1
 
 
 def test_the_first_exception_of_a_log_is_shown_above_its_end() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from heads.checkpoint import save_heads
 from heads.errors import (
@@ -32,7 +33,7 @@ from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.engines import launch
 from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
-from medusa_ppo.engines.launch import plan_launch, process_environment
+from medusa_ppo.engines.launch import plan_launch, process_environment, stop_ids
 from medusa_ppo.engines.pieces import request_seed
 from medusa_ppo.vllm_plugin import vllm_versions
 from medusa_ppo.vllm_plugin.worker_calls import first_of, raise_reported, reports_errors
@@ -105,6 +106,27 @@ def test_a_response_ends_at_the_tokenizers_end_token_too(model: Path, listed: st
         }
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     assert plan_launch(model, None, EngineConfig(), seed=7).stop_ids == (5, 3, 4, 9)
+
+
+def test_of_a_hub_name_the_same_files_are_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only config.json was: responses of chat models ran on to the limit. The hub is a double: no
+    test has a network.
+    """
+    tokens = [{"id": 9, "content": "<end>"}]
+    (model / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+
+    def fetched(name: str, file: str, **_: object) -> str | None:
+        assert name == "someone/actor"
+        return str(model / file) if (model / file).is_file() else None
+
+    monkeypatch.setattr(transformers.utils, "cached_file", fetched)
+    text = json.loads((model / "config.json").read_text())
+    assert stop_ids("someone/actor", text) == stop_ids(model, text) == (5, 3, 4, 9)
+    (model / "generation_config.json").unlink()
+    assert stop_ids("someone/actor", text) == (3, 4, 9)
 
 
 def test_a_broadcast_needs_the_transfer_api_of_a_checked_version(

@@ -22,13 +22,20 @@ from safetensors.torch import save_file
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from medusa_ppo.config.engine_section import EngineConfig
-from medusa_ppo.config.run_config import build_config
+from medusa_ppo.config.run_config import build_config, load_config
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.drafting.memory import OVERHEAD, prompt_key
 from medusa_ppo.engines import ray_engine
-from medusa_ppo.engines.pieces import UNFINISHED, Partly, SharedMemory, cut, expected_tokens
+from medusa_ppo.engines.pieces import (
+    UNFINISHED,
+    Partly,
+    SharedMemory,
+    cut,
+    deal,
+    expected_tokens,
+)
 from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -82,7 +89,8 @@ class EchoEngine(RolloutEngine):
         counters = Counters(
             len(prompts), 4 * len(prompts), self.index * len(prompts), (self.index * len(prompts),)
         )
-        return Rollouts(tuple(map(tuple, prompts)), responses, counters, 0.5, sampling)
+        seconds = 0.5 + self.pace_s * len(prompts)
+        return Rollouts(tuple(map(tuple, prompts)), responses, counters, seconds, sampling)
 
     def _take(self, what: str, path: Any, version: int) -> SwapReceipt:
         if self.refuses_swaps:
@@ -151,9 +159,9 @@ class Factory:
 def make_pool() -> Iterator[Callable[..., tuple[EnginePool, Factory]]]:
     pools = []
 
-    def make(*paces_s: float, smallest_piece: int = 1) -> tuple[EnginePool, Factory]:
+    def make(*paces_s: float) -> tuple[EnginePool, Factory]:
         factory = Factory(*paces_s)
-        pools.append(EnginePool(factory, len(paces_s), smallest_piece=smallest_piece))
+        pools.append(EnginePool(factory, len(paces_s)))
         return pools[-1], factory
 
     yield make
@@ -250,9 +258,52 @@ def test_pieces_hold_every_prompt_once_long_ones_first_and_shrink() -> None:
     assert sizes[0] == max(sizes) and sizes[-1] < sizes[0] / 3 and len(pieces) > 6
 
 
-def test_small_pieces_are_not_worth_a_call_and_one_engine_gets_all() -> None:
-    assert min(len(piece) for piece in cut(PROMPTS, SAMPLING, 2, smallest=5)[:-1]) == 5
+def test_one_engine_gets_all_and_few_prompts_are_a_piece_each() -> None:
     assert [len(piece) for piece in cut(PROMPTS, SAMPLING, 1)] == [len(PROMPTS)]
+    assert [len(piece) for piece in cut(PROMPTS[:5], SAMPLING, 4)] == [1] * 5
+
+
+PRESETS = [
+    path
+    for path in sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
+    if path.stem != "kuberay"
+]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_gives_every_engine_its_share(path: Path) -> None:
+    """The longest prompt that is allowed beside the shortest one, as data has them."""
+    config = load_config(path)
+    count, engines = config.ppo.prompts_per_step, config.engine.replicas
+    prompts = [[1] * (1 + (index * 37) % config.data.max_prompt_tokens) for index in range(count)]
+    sampling = Sampling(
+        max_new_tokens=config.sampling.max_new_tokens,
+        responses_per_prompt=config.sampling.responses_per_prompt,
+    )
+    pieces = cut(prompts, sampling, engines)
+    assert sorted(index for piece in pieces for index in piece) == list(range(count))
+    if engines == 1:
+        assert len(pieces) == 1
+        return
+    assert len(pieces) >= 2 * engines and len(pieces[-1]) == 1 < len(pieces[0])
+    dealt = deal(pieces, prompts, sampling, [1.0] * engines)
+    assert sorted(piece for given in dealt for piece in given) == sorted(pieces)
+    sequences = [
+        sampling.responses_per_prompt * sum(len(piece) for piece in given) for given in dealt
+    ]
+    even = count * sampling.responses_per_prompt / engines
+    assert max(sequences) - even <= 2 * sampling.responses_per_prompt, sequences
+    assert min(sequences) >= 0.9 * even, sequences
+
+
+def test_a_slow_engine_is_dealt_less_and_nearly_equal_ones_the_same() -> None:
+    pieces = cut(PROMPTS, SAMPLING, 3)
+    even = [sum(map(len, given)) for given in deal(pieces, PROMPTS, SAMPLING, [9.0, 10.0, 11.0])]
+    assert max(even) - min(even) <= 2
+    slow, *others = (
+        sum(map(len, given)) for given in deal(pieces, PROMPTS, SAMPLING, [5.0, 10.0, 10.0])
+    )
+    assert slow == pytest.approx(min(others) / 2, abs=2)
 
 
 # ---- generating
@@ -289,12 +340,37 @@ def test_the_same_call_is_cut_and_seeded_alike_whoever_is_quick(make_pool: Any) 
     assert found[0] == found[1]
 
 
-def test_a_slow_engine_gets_less(make_pool: Any) -> None:
-    pool, factory = make_pool(0.001, 0.02)
-    pool.generate(PROMPTS, SAMPLING)
-    quick, slow = (sum(len(call) for call in factory.of(index)[0].calls) for index in (0, 1))
-    assert quick > slow > 0
-    assert len(factory.of(0)[0].calls) > len(factory.of(1)[0].calls)
+def test_a_slow_engine_gets_less_in_the_next_call_but_not_with_a_seed(make_pool: Any) -> None:
+    """Seconds are those that the engines say."""
+    pool, factory = make_pool(0.0, 0.05)
+    free = replace(SAMPLING, seed=None)
+    for sampling in (free, free, SAMPLING):
+        pool.generate(PROMPTS, sampling)
+    quick, slow = ([len(call) for call in factory.of(index)[0].calls] for index in (0, 1))
+    assert abs(quick[0] - slow[0]) <= 2, "nobody knows yet"
+    assert quick[1] > 2 * slow[1] > 0 and (quick[2], slow[2]) == (quick[0], slow[0])
+
+
+def test_what_a_lost_engine_left_is_shared_without_a_seed_and_kept_together_with_one(
+    make_pool: Any,
+) -> None:
+    for sampling in (replace(SAMPLING, seed=None), SAMPLING):
+        pool, factory = make_pool(0.0, 0.0, 0.0)
+        factory.gate = threading.Event()
+        first = factory.of(1)[0]
+        first.dies_at_call = 1
+        rollouts = pool.generate(PROMPTS, sampling)
+        assert [response.prompt_index for response in rollouts.responses] == [
+            index for index in range(len(PROMPTS)) for _ in range(2)
+        ]
+        others = [call for index in (0, 2) for call in factory.of(index)[0].calls]
+        seeds = [seed for index in (0, 2) for seed in factory.of(index)[0].seeds]
+        if sampling.seed is None:
+            assert len(others) > 3 and max(map(len, others[-2:])) < len(first.calls[0])
+        else:
+            assert sorted(others).count(first.calls[0]) == 1 and first.seeds[0] in seeds
+            assert len(others) == 3
+        factory.gate.set()
 
 
 def test_a_wrong_request_is_the_callers(make_pool: Any) -> None:

@@ -66,11 +66,18 @@ class SamplingEngine(RolloutEngine):
         self.closed = False
         self.asleep = 0
         self.slept: list[int] = []
+        self._own = torch.Generator().manual_seed(0)
+
+    def _generator(self, sampling: Sampling) -> torch.Generator:
+        """Without a seed its own goes on, as vLLM's does."""
+        if sampling.seed is None:
+            return self._own
+        return torch.Generator().manual_seed(sampling.seed)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
         assert not self.asleep, "nobody asks a sleeping engine"
-        generator = torch.Generator().manual_seed(sampling.seed or 0)
+        generator = self._generator(sampling)
         self.drafts.append(self.num_drafts)
         responses = []
         for index, prompt in enumerate(prompts):
@@ -105,7 +112,7 @@ class SamplingEngine(RolloutEngine):
         """A token for each that has not ended, until enough have, as vLLM's steps are."""
         assert not self.asleep, "nobody asks a sleeping engine"
         repeat = sampling.responses_per_prompt
-        generator = torch.Generator().manual_seed(sampling.seed or 0)
+        generator = self._generator(sampling)
         found = list(partly.begun)
 
         def unfinished() -> dict[int, int]:

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from heads.checkpoint import checksum, save_heads
+from heads.errors import RunError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors import megatron_model
@@ -68,7 +69,7 @@ Row = tuple[Any, str, dict[str, Any]]
 ROWS: dict[str, Row] = {
     "name": ("other", "rollout_files", {}),
     "out": ("elsewhere", "rollout_files", {}),
-    "seed": (5, "sampling", {}),
+    "seed": (5, "sampling", {"sampling": {"seeded": True}}),
     "model.path": ("larger", "plan", {}),
     "model.critic_path": ("larger", "plan", {}),
     "model.dtype": ("float32", "launch", {}),
@@ -107,6 +108,7 @@ ROWS: dict[str, Row] = {
     "sampling.top_k": (20, "sampling", {}),
     "sampling.max_new_tokens": (32, "sampling", {}),
     "sampling.responses_per_prompt": (2, "sampling", {}),
+    "sampling.seeded": (True, "sampling", {}),
     "engine.backend": ("server", "plan", {}),
     "engine.runner": ("v2", "launch", {}),
     "engine.replicas": (2, "plan", {}),
@@ -210,6 +212,7 @@ ROWS: dict[str, Row] = {
     "ppo.reward_processes": (2, "reward_processes", {}),
     "ppo.reward_timeout_s": (0.01, "reward_processes", {"ppo": {"reward_processes": 1}}),
     "ppo.reward_template": ("{prompt}a{response}", "judged", {}),
+    "ppo.reward_too_long": ("cut", "judged_too_long", {}),
     "ppo.step_separator": ("b", "judged", {}),
     "ppo.eval_every": (1, "evaluated", {}),
     "ppo.checkpoint_every": (3, "loop", {}),
@@ -421,6 +424,15 @@ class KeyEffects:
             stream and [prompt.text for prompt in stream.prompts]
             for stream in session._streams(letters)[1:]
         ]  # type: ignore[arg-type]
+
+    def judged_too_long(self, config: RunConfig) -> Any:
+        """How many texts a reward model cuts, or that it refuses them."""
+        source = make_reward(config.ppo.model_copy(update={"reward": "judge"}))
+        try:
+            source.score(["a" * 5000], ["b"], [{}])
+        except RunError as error:
+            return str(error)
+        return source.cut
 
     def judged(self, config: RunConfig) -> Any:
         """What the loop asks a reward model."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,9 +182,32 @@ def test_drafting_comes_back_even_when_the_plain_run_fails(engine, monkeypatch: 
     assert engine.num_drafts == 4
 
 
+REPEATED = {"engine": {"num_drafts": 2}, "companion": {"wait": True}}
+
+
 def test_sampling_seed_is_the_runs_and_the_steps():
-    assert sampling_of(config(), 3) == sampling_of(config(), 3)
-    assert len({sampling_of(config(), step).seed for step in range(50)}) == 50
+    run = build_config(REPEATED)
+    assert sampling_of(run, 3) == sampling_of(run, 3)
+    assert len({sampling_of(run, step).seed for step in range(50)}) == 50
+
+
+@pytest.mark.parametrize(
+    ("given", "seeded"),
+    [
+        ({}, False),
+        (REPEATED, True),
+        ({"engine": {"num_drafts": 0}, "companion": {"enabled": False}}, True),
+        ({"engine": {"num_drafts": 2}}, False),
+        ({"companion": {"wait": True}}, False),
+        ({"sampling": {"seeded": True}}, True),
+        (REPEATED | {"sampling": {"seeded": False}}, False),
+    ],
+)
+def test_requests_have_seeds_where_a_run_can_repeat_itself_or_says_so(
+    given: dict[str, Any], seeded: bool
+):
+    """Drafts and heads that follow the clock repeat nothing, seeds or not."""
+    assert (sampling_of(build_config(given), 0).seed is not None) is seeded
 
 
 def test_number_of_drafts():

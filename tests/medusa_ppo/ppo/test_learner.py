@@ -197,10 +197,13 @@ def test_the_critic_learns_the_rewards(tiny_actor, make_rollouts):
     rewards = torch.tensor([1.0, -1.0] * 4)
     one = learner(tiny_actor(), value_clip_range=10.0)
     values = []
+    explained = []
     for step in range(30):
-        scores, _ = one.score(batch, rewards, Sampling())
+        scores, report = one.score(batch, rewards, Sampling())
+        explained.append(report[names.VALUE_EXPLAINED])
         values.append(one.update(batch, scores, Sampling(), step)[names.VALUE_LOSS])
     assert values[-1] < 0.5 * values[0]
+    assert explained[-1] > explained[0] + 0.3 and explained[-1] <= 1.0
 
 
 def test_the_reference_stays(tiny_actor, make_rollouts):
@@ -337,7 +340,7 @@ def test_groups_learn_without_a_critic(tiny_actor, make_rollouts, tmp_path, kind
     assert (gained[0::2] > gained[1::2]).all(), (
         "the better of each two became likelier than the other"
     )
-    assert names.VALUE_LOSS not in report
+    assert not {names.VALUE_LOSS, names.VALUE_EXPLAINED} & set(report)
     one.save(tmp_path)
     again = Learner(tiny_actor(seed=5), None, PPOConfig(advantages=kind), seed=3)
     again.load(tmp_path)

@@ -6,6 +6,8 @@ refused.
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +178,56 @@ def test_a_resumed_run_is_to_the_bit_the_run_that_never_stopped(
         ):
             assert [s[name] for s in found] == [s[name] for s in expected], name
         assert torch.equal(rest.weights(), whole.weights())
+
+
+class FarAhead(PPOLoop):
+    """The engine has written all that it may write ahead when a step ends, as a quick one has."""
+
+    def step(self, step: int) -> Any:
+        values = super().step(step)
+        while not self.maker.idle:
+            time.sleep(0.001)
+        return values
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3, 4])
+def test_killed_after_any_step_no_prompt_is_lost_or_learned_from_twice(
+    tmp_path: Path, tiny_actor, sampling_engine, staleness: int
+):
+    """What a killed run leaves is its last checkpoint: one of each step is kept, and gone on
+    from.
+    """
+    steps = 8
+    config = carrying(
+        tmp_path / "whole", staleness, steps=steps, checkpoint_every=1, keep_checkpoints=steps
+    )
+    whole = Snapshots(config, tiny_actor(), sampling_engine)
+    whole.run(cls=FarAhead)
+
+    def learned(scene: Snapshots) -> list[Counter[int]]:
+        return [
+            Counter(prompt[0] for prompt in batch.rollouts.prompts) for batch, *_ in scene.learned
+        ]
+
+    before = learned(whole)
+    carried = 0
+    for killed_after in range(1, steps):
+        again = carrying(tmp_path / str(killed_after), staleness, steps=steps)
+        shutil.copytree(
+            config.run_dir / "checkpoints" / f"step-{killed_after:06d}",
+            again.run_dir / "checkpoint",
+        )
+        allowed = ("ppo.checkpoint_every", "ppo.keep_checkpoints")
+        position = read_position(again.run_dir, again, allowed)
+        assert position.next_step == killed_after
+        carried += len(position.carried)
+        rest = Snapshots(again, tiny_actor(), sampling_engine)
+        rest.learner.load(saved_folder(again.run_dir))
+        rest.sync(rest.learner.actor, position.policy_version)
+        rest.run(position)
+        total = sum([*before[:killed_after], *learned(rest)], Counter[int]())
+        assert total == dict.fromkeys(LETTERS, steps), killed_after
+    assert carried >= steps // 2
 
 
 def test_it_goes_with_an_engine_that_sleeps(tmp_path: Path, tiny_actor, sampling_engine):

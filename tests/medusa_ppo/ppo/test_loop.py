@@ -61,7 +61,7 @@ def settings(tmp_path: Path, **ppo) -> RunConfig:
         "checkpoint_every": None,
         **ppo,
     }
-    sampling = {"max_new_tokens": 3, "responses_per_prompt": 4}
+    sampling = {"max_new_tokens": 3, "responses_per_prompt": 4, "seeded": True}
     return build_config({"name": "run", "out": str(tmp_path), "ppo": section, "sampling": sampling})
 
 

@@ -13,6 +13,7 @@ import torch
 from heads.errors import ConfigError
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.placement import ACTOR, CRITIC, ENGINE, REFERENCE, REWARD, UNFREED, Turns
 from medusa_ppo.ppo.rewards import ModelReward
@@ -20,8 +21,10 @@ from medusa_ppo.ppo.run_state import RunPosition
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.reports.summary import build_summary
 from medusa_ppo.reports.tables import summary_rows
+from tests.medusa_ppo.conftest import RecordingCompanion
 from tests.medusa_ppo.ppo.conftest import SamplingEngine
 from tests.medusa_ppo.ppo.test_loop import LoopScene, Saved, settings
+from tests.medusa_ppo.ppo.test_rollout_maker import in_any_order, same, telling
 
 GIB = 2**30
 
@@ -36,11 +39,13 @@ def placed(tmp_path: Path, placement: str, **ppo: object) -> RunConfig:
     )
 
 
-def scene_of(config: RunConfig, actor, engine_class, judge: Path | None = None) -> LoopScene:
+def scene_of(
+    config: RunConfig, actor, engine_class, judge: Path | None = None, plugin_of=None
+) -> LoopScene:
     """With an engine of as many bytes as the actor's weights, and a reward model that is a role
     too.
     """
-    scene = LoopScene(config, actor, engine_class)
+    scene = LoopScene(config, actor, engine_class, plugin_of)
     turns = scene.learner.turns
     turns.engine_started(sum(p.nbytes for p in actor.parameters()))
     if judge is not None:
@@ -131,6 +136,55 @@ def test_the_ledger_has_the_roles_and_shared_needs_less(runs):
     rows = dict(summary_rows(build_summary(read_run(shared.config.run_dir))))
     assert "actor" in rows["Most that all roles had on devices at once, and each, GiB"]
     assert "MiB" in rows["Roles to host memory and back, in each step"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_pieces_come_beside_an_engine_that_is_awake_and_change_no_bit(
+    tmp_path: Path, tiny_actor, save_judge, seed: int
+):
+    """Actor, reference and critic in one thread and the reward model in another take turns while
+    responses still come, in any order; the companion gets the same states.
+    """
+    save_judge(tmp_path / "judge", hidden=32)
+    found = {}
+    for placement in ("separate", "shared"):
+        recorder = RecordingCompanion()
+        config = placed(
+            tmp_path / placement, placement, piece_prompts=1, micro_batch_size=4, steps=3
+        )
+        scene = scene_of(
+            config,
+            tiny_actor(),
+            telling(SamplingEngine, in_any_order(seed)),
+            tmp_path / "judge",
+            lambda engine, recorder=recorder: MedusaPlugin(engine, recorder),
+        )
+        steps = scene.run()
+        figures = [
+            [step[name] for name in (names.REWARD_MEAN, names.KL_REFERENCE, names.VALUE_LOSS)]
+            for step in steps
+        ]
+        weights = {name: value.clone() for name, value in scene.learner.critic.state_dict().items()}
+        turns = scene.learner.turns
+        with turns.on(ACTOR):
+            found[placement] = figures, scene.weights(), recorder.batches
+        peak = steps[-1][names.LEDGER_PEAK]
+        assert scene.engine.slept == ([1] * 3 if placement == "shared" else [])
+    same(found["shared"], found["separate"])
+    # An actor that learns has four times its weights; beside the engine one role has its own once.
+    actor = sum(p.nbytes for p in tiny_actor().parameters()) / GIB
+    assert peak == pytest.approx(4 * actor, rel=0.02) and weights
+
+
+def test_what_an_engine_leaves_to_passes_is_looked_at_before_it_starts():
+    turns = Turns(shared=True)
+    first = linear(0)
+    turns.add(ACTOR, first, torch.optim.AdamW(first.parameters()))
+    turns.add(REFERENCE, linear(1))
+    weights = sum(p.nbytes for p in first.parameters())
+    turns.check_room(4 * weights, 3 * weights)
+    with pytest.raises(ConfigError, match="memory_fraction"):
+        turns.check_room(4 * weights, 4 * weights)
 
 
 def modules(scene: LoopScene) -> dict[str, torch.nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,38 @@ def test_the_same_text_has_the_same_reward_to_the_bit_whatever_else_is_in_the_ba
         mix = drawn.sample(range(200), size)
         found = source.score([""] * size, [every[i] for i in mix], [{}] * size)
         assert torch.equal(found, expected[mix])
+
+
+@pytest.mark.parametrize("by_steps", [False, True])
+def test_a_text_that_is_too_long_is_an_error_or_loses_its_beginning(
+    tmp_path: Path, save_judge, by_steps: bool
+):
+    """Its end was cut in silence, where such models look."""
+    save_judge(tmp_path, by_steps=by_steps)
+    separator = {"step_separator": "c"} if by_steps else {}
+    strict = make_reward(PPOConfig(reward=str(tmp_path), **separator))
+    longest = strict._longest
+    prompt, response = "a" * longest, "bacb"
+
+    def scored(source: Any, prompts: list[str]) -> Any:
+        if not by_steps:
+            return source.score(prompts, [response] * len(prompts), [{}] * len(prompts)).tolist()
+        steps = [["bac", "b"]] * len(prompts)
+        return source.score_steps(prompts, steps, [{}] * len(prompts))
+
+    fits = "a" * (longest - len(response))
+    expected = scored(strict, [fits])
+    with pytest.raises(RunError, match=rf"{longest + 4:,} tokens") as refused:
+        scored(strict, ["a", prompt])
+    assert "reward_too_long=cut" in str(refused.value) and f"{longest:,}" in str(refused.value)
+    assert strict.cut == 0
+    cuts = make_reward(PPOConfig(reward=str(tmp_path), reward_too_long="cut", **separator))
+    found = scored(cuts, ["a", prompt, fits, prompt + "a"])
+    assert cuts.cut == 2
+    assert found[1:] == [expected[0]] * 3 and found[0] == scored(strict, ["a"])[0]
+    if by_steps:
+        with pytest.raises(RunError, match="too long"):
+            cuts.score_steps(["a"], [["b" * longest + "c", "b"]], [{}])
 
 
 def test_a_template_is_what_the_model_reads(reward_model: Path):

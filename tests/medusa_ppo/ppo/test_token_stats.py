@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
-from medusa_ppo.ppo.token_stats import Support, token_stats
+from medusa_ppo.ppo.token_stats import KeptTokens, Support, token_stats
 
 VOCAB = 16
 
@@ -79,6 +80,45 @@ def test_what_a_cut_leaves_against_a_loop(top_k: int, top_p: float):
     cut_MV = Support(Sampling(top_k=top_k, top_p=top_p)).cut(p.log()[None], micro)
     expected = p[0] / (kept_by_hand(p.tolist(), top_k, top_p) if (top_k or top_p < 1) else 1.0)
     torch.testing.assert_close(cut_MV.softmax(-1)[0, 0], expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("width", [16, 100, 1001])
+@pytest.mark.parametrize("share", [0.002, 0.02, 0.3, 1.0])
+def test_kept_tokens_are_the_same_again_row_by_row(width: int, share: float):
+    """As ids where few are kept, as bits where many are; a row may keep one or all."""
+    kept_CV = torch.rand(150, width, generator=torch.Generator().manual_seed(1)) < share
+    kept_CV[:, 3] = True
+    kept = KeptTokens.of(kept_CV)
+    assert (kept.bits_CX is None) == (4 * int(kept_CV.sum()) <= 150 * -(-width // 8))
+    assert kept.nbytes <= 150 * -(-width // 8)
+    for first, last in ((0, 150), (0, 1), (149, 150), (17, 90), (5, 5)):
+        found = torch.zeros(last - first, width, dtype=torch.bool)
+        kept.part(first, last).mark(found)
+        assert torch.equal(found, kept_CV[first:last])
+
+
+@torch.no_grad()
+def test_the_support_stays_on_the_device_and_is_small(make_rollouts):
+    """V = 152k: a bit for each token is 19 KB a response token, on the host in earlier releases."""
+    batch = PPOBatch(make_rollouts(8))
+    (micro,) = batch.micro_batches(list(range(8)), 8)
+    tokens = len(micro.response_ids_M)
+    moved: list[str] = []
+
+    class Moves(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if getattr(func, "__name__", "") in ("cpu", "numpy", "from_numpy", "to"):
+                moved.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    for sampling in (Sampling(top_k=20), Sampling(top_p=0.9)):
+        support = Support(sampling)
+        logits_MV = torch.randn(tokens, 152_000) * (1 if sampling.top_k else 8)
+        with Moves():
+            first = support.cut(logits_MV, micro)
+            again = support.cut(logits_MV, micro)
+        assert torch.equal(first, again) and not moved
+        assert support.nbytes <= (4 * 21 if sampling.top_k else 19_000) * tokens
 
 
 def test_bfloat16_products_stay_close_and_weights_float32(make_rollouts, tiny_actor):

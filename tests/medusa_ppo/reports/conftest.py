@@ -120,6 +120,7 @@ def _step(
         m.ENTROPY: entropy,
         m.POLICY_LOSS: noise(-0.01, 0.004),
         m.VALUE_LOSS: 0.25 * math.exp(-4 * done) + 0.03 + abs(noise(0, 0.008)),
+        m.VALUE_EXPLAINED: 0.7 * (1 - math.exp(-4 * done)) + noise(0, 0.02),
         m.CLIP_FRAC: 0.04 + abs(noise(0, 0.01)),
         m.LOGPROB_GAP: 0.0004 + abs(noise(0, 0.00008)),
         m.RESPONSE_LENGTH: 58 - 6 * learned + noise(0, 1.2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,19 @@ def drafted(mal: float, version: int = 1, **more: Any) -> dict[str, Any]:
         "heads_version": version,
         **more,
     }
+
+
+def learning(steps: int, seed: int = 0) -> list[float]:
+    """Mean rewards of a policy that learns: a rise, and the chance of small batches."""
+    chance = random.Random(seed)
+    return [0.2 + 0.3 * (1 - math.exp(-n / 6)) + chance.gauss(0, 0.03) for n in range(steps)]
+
+
+def series(**columns: list[float]) -> Run:
+    """A run of which these figures are known, step by step."""
+    return make(
+        *(dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    )
 
 
 @pytest.mark.parametrize("name", ["demo", "long", "one", "zero"])
@@ -71,6 +86,14 @@ CASES: dict[str, Run] = {
     "truncated": make({"truncated_frac": 0.7}),
     "entropy_collapse": make({"entropy": 2.0}, {"entropy": 0.1}),
     "longer_responses": make({"response_length_tokens": 50}, {"response_length_tokens": 90}),
+    "reward_jump": series(reward_mean=[*learning(12), *(0.95 + n / 500 for n in range(8))]),
+    "value_loss_flat": series(
+        value_loss=[0.2 + 0.01 * (n % 3) for n in range(20)],
+        value_explained_frac=[0.02] * 20,
+        reward_mean=learning(20),
+    ),
+    "kl_flat": series(kl_reference=[0.0, 2e-8, -3e-8, 1e-8] * 4),
+    "kl_runaway": series(kl_reference=[0.0004 * 1.5**n for n in range(18)]),
 }
 
 
@@ -92,10 +115,41 @@ def test_each_fault_is_named_once_and_alone(code: str) -> None:
         make(drafted(1.05, version=0), drafted(1.02, version=1)),  # there was nothing to lose
         make({"nonfinite": ["companion_loss"]}),  # no batch trained yet
         make({"replay_mal_serving": 1.60, "replay_mal_frozen": 1.60}),
+        # Rewards that vary more as more answers are right, and a critic that follows them.
+        series(
+            value_loss=[0.05 + 0.005 * n for n in range(20)],
+            value_explained_frac=[0.3] * 20,
+            reward_mean=learning(20),
+        ),
+        series(
+            value_loss=[0.05 + 0.005 * n for n in range(20)],
+            reward_mean=[0.1 + 0.02 * n for n in range(20)],
+        ),  # the same of a loop that does not log it
+        series(value_loss=[0.3 * 0.9**n for n in range(20)], value_explained_frac=[0.0] * 20),
+        series(reward_mean=[1 - 0.5**n for n in range(20)]),  # quick, in several steps
+        series(reward_mean=[0.0] * 20),
+        series(kl_reference=[0.002 * n for n in range(20)]),
+        series(kl_reference=[0.2 * (1 - 0.7**n) for n in range(20)]),  # a plateau that it went to
+        series(kl_reference=[0.0, 0.0, *(3e-6 * n for n in range(18))]),  # a small step size
+        series(reward_mean=[*learning(8)[:8], 0.9]),  # too few steps to know what is usual
     ],
 )
 def test_what_looks_similar_but_is_fine(run: Run) -> None:
     assert codes(run) == []
+
+
+@pytest.mark.parametrize("steps", [10, 16, 40, 400])
+def test_chance_alone_makes_no_jump(steps: int) -> None:
+    runs = [series(reward_mean=learning(steps, seed)) for seed in range(200)]
+    assert not any("reward_jump" in codes(run) for run in runs)
+
+
+def test_a_spike_is_a_jump_and_names_its_step() -> None:
+    rewards = learning(20)
+    rewards[9] += 1.0
+    run = series(reward_mean=rewards)
+    (finding,) = find(run, build_summary(run))
+    assert finding.code == "reward_jump" and "in step 9, the first of 2" in finding.text
 
 
 def test_the_documentation_lists_every_code() -> None:

@@ -1,0 +1,94 @@
+"""Who gets which GPU: never the loop's, as long as there is another one; and a Ray of ours offers
+no other than these. No test machine has GPUs: their names are made up.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from heads.errors import ConfigError
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.runtime import hardware
+from medusa_ppo.runtime.hardware import GpuPlaces, Hardware, gpu_places, visible_gpus
+
+EIGHT = tuple("01234567")
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "expected"),
+    [
+        ({}, EIGHT, GpuPlaces((), EIGHT[1:])),
+        ({"replicas": 7}, EIGHT, GpuPlaces((), EIGHT[1:])),
+        ({}, ("GPU-8f", "GPU-1c"), GpuPlaces((), ("GPU-1c",))),
+        ({}, ("3",), GpuPlaces((), ("3",))),
+        ({"backend": "server"}, ("3",), GpuPlaces((("3",),), ("3",))),
+        ({"backend": "server"}, (), GpuPlaces(((),), ())),
+        (
+            {"backend": "server", "replicas": 3, "extra": {"tensor_parallel_size": 2}},
+            EIGHT,
+            GpuPlaces((("1", "2"), ("3", "4"), ("5", "6")), ("7",)),
+        ),
+        ({"backend": "http://a:1,http://b:2", "replicas": 2}, EIGHT, GpuPlaces((), EIGHT[1:])),
+    ],
+)
+def test_places(given: dict[str, Any], visible: tuple[str, ...], expected: GpuPlaces) -> None:
+    assert gpu_places(EngineConfig(**given), visible) == expected
+
+
+@pytest.mark.parametrize(("replicas", "visible"), [(8, EIGHT), (2, ("0",)), (2, ("4", "5"))])
+def test_servers_without_a_gpu_each_are_refused(replicas: int, visible: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="not a GPU each") as refused:
+        gpu_places(EngineConfig(backend="server", replicas=replicas), visible)
+    said = str(refused.value)
+    assert f"{replicas} engines" in said and ", ".join(visible) in said
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [(None, ("0", "1", "2")), ("5,3", ("5", "3")), ("GPU-8f, GPU-1c", ("GPU-8f", "GPU-1c"))],
+)
+def test_the_names_are_those_of_the_environment(
+    variable: str | None, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Hardware(3 if variable is None else 2, True, 4, "made up")
+    monkeypatch.setattr(hardware, "find_hardware", lambda: found)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert visible_gpus() == expected
+
+
+OFFERED = """
+import os, ray
+from medusa_ppo.runtime.processes import local_ray
+
+@ray.remote(num_gpus=1, num_cpus=0)
+class Engine:
+    def sees(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+with local_ray(gpus=("5", "6")):
+    engines = [Engine.remote() for _ in range(2)]
+    print(sorted(ray.get([engine.sees.remote() for engine in engines])))
+    print(ray.cluster_resources()["GPU"], os.environ.get("CUDA_VISIBLE_DEVICES"))
+"""
+
+
+def test_a_ray_of_ours_gives_out_the_gpus_that_it_was_told() -> None:
+    """Ray itself does not look whether they are there."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", OFFERED],
+        env=environment | {"CUDA_VISIBLE_DEVICES": "4,5,6"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.split("\n")[:2] == ["['5', '6']", "2.0 4,5,6"], (
+        ran.stdout + ran.stderr[-1500:]
+    )
