@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-GUARD = "medusa_ppo.vllm_plugin.control_guard.ControlGuard"
+GUARD = "medusa_ppo.runtime.control_guard.ControlGuard"
 TOKEN = "MEDUSA_PPO_TOKEN"
 """Environment variable of the secret without which a server answers no control request."""
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/metrics/", "/tokenize", "/detokenize")
