@@ -54,6 +54,7 @@ class Feed(ABC):
             CheckpointError: the file has other tensors than the release says.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Give back what it holds; harmless when called again."""
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from heads.errors import CheckpointError, ConfigError, FeedError
 from heads.heads_config import HeadsConfig
 from heads.tensorfile import MAX_HEADS_HEADER_BYTES, parse_json
-from medusa_ppo.feeds.actor_sketch import SKETCH_DIGITS, alike
+from medusa_ppo.feeds.actor_sketch import SKETCH_DIGITS, actor_sketch, alike, sketch_rows
 
 MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 1 << 18
@@ -61,6 +62,14 @@ class FeedActor(_Record):
 
     heads: dict[str, Any]
     sketch: Annotated[str, Field(pattern=rf"^([0-9a-f]{{{SKETCH_DIGITS}}})?$")] = ""
+
+    @classmethod
+    def of(cls, config: HeadsConfig, lm_head_VD: torch.Tensor | None) -> FeedActor:
+        """Heads of these sizes, of the actor with this lm_head; None: it isn't known."""
+        if lm_head_VD is None:
+            return cls(heads=config.to_dict())
+        rows_RD = lm_head_VD[sketch_rows(lm_head_VD.shape[0])]
+        return cls(heads=config.to_dict(), sketch=actor_sketch(rows_RD))
 
     @property
     def config(self) -> HeadsConfig:

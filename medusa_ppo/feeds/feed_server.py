@@ -26,7 +26,6 @@ from medusa_ppo.feeds.http_feed import LOOPBACK, RELEASE_HEADER, VERSIONS
 from medusa_ppo.runtime.control_guard import TOKEN, ControlGuard
 
 MOST_CONNECTIONS = 256
-PORT = 8460
 
 
 def require_token_beyond_loopback(host: str) -> None:
@@ -44,7 +43,7 @@ def require_token_beyond_loopback(host: str) -> None:
 class FeedServer:
     """The ASGI application, and the server that runs it."""
 
-    def __init__(self, folder: str | Path, host: str = LOOPBACK[0], port: int = PORT) -> None:
+    def __init__(self, folder: str | Path, host: str, port: int) -> None:
         """
         Args:
             folder: of the feed; is made when something is published.

@@ -81,6 +81,9 @@ class FolderFeed(Feed):
         self._forget_all_but(manifest)
         return version
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _take_in(self, path: Path, number: int, tensors: str, release: Release) -> FeedVersion:
         """Copy a file in, under the name that its bytes give it."""
         handle, temporary = tempfile.mkstemp(prefix=".heads.new-", dir=self.folder)

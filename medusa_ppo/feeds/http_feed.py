@@ -16,6 +16,7 @@ from medusa_ppo.feeds.feed import CHUNK_BYTES, Feed
 from medusa_ppo.feeds.feed_manifest import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
+    FeedActor,
     FeedVersion,
     Release,
 )
@@ -43,6 +44,26 @@ def open_feed(address: str) -> Feed:
     if not address or re.match(r"^\w+://", address):
         raise _no_address(address or "nothing")
     return FolderFeed(address)
+
+
+def absolute(address: str) -> str:
+    """The same feed for processes that work in other folders."""
+    return address if "://" in address else str(Path(address).absolute())
+
+
+def require_feed(address: str, actor: FeedActor) -> None:
+    """Ask before anything is published.
+
+    Raises:
+        ConfigError: it is no address.
+        FeedError: it can't be reached, or has another actor's heads.
+    """
+    feed = open_feed(address)
+    try:
+        if (found := feed.manifest()) is not None:
+            found.actor.require_same(actor, feed.address)
+    finally:
+        feed.close()
 
 
 def _no_address(given: str) -> ConfigError:

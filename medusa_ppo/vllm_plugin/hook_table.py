@@ -34,6 +34,7 @@ PROFILED = "its name found in 0.32; the CPU build profiles no memory"
 READ = "its name found in 0.32; no engine test copies drafts yet"
 CPU = "V1 on CPU"
 V2 = "V2"
+CORE = "core loop"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Hook:
         first: oldest release that has it as we use it.
         last: newest release that has.
         runner: which of vLLM's model runners it belongs to; hooks of `CPU` concern no other build,
-            those of `V2` nobody without Triton.
+            those of `V2` nobody without Triton, those of `CORE` engines that feed themselves.
         checked: how it was checked in the releases that count as tested.
     """
 
@@ -85,6 +86,7 @@ _V2_RUNNER, _V2_SPECULATOR = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.worker.gpu.spec_decode.speculator",
 )
+_CORE = "vllm.v1.engine.core"
 _CUSTOM = "vllm.v1.spec_decode.custom_class_proposer"
 _TRANSFER, _RELOAD = (
     "vllm.distributed.weight_transfer.base",
@@ -382,6 +384,23 @@ HOOKS: tuple[Hook, ...] = (
         "rejection_sample",
         "draft_logits",
     ),
+    # Engines that feed themselves, on either runner.
+    Hook(
+        "where newer heads are loaded",
+        _CORE,
+        "EngineCore.post_step",
+        ("model_executed",),
+        runner=CORE,
+    ),
+    Hook(
+        "into all ranks at once",
+        _CORE,
+        "EngineCore.collective_rpc",
+        ("method", "args"),
+        runner=CORE,
+    ),
+    Hook("lost heads are fed again", _CORE, "EngineCore.wake_up", ("tags",), runner=CORE),
+    Hook("the thread ends with the engine", _CORE, "EngineCore.shutdown", runner=CORE),
     # Kinds of heads.
     Hook(
         "kinds of heads that vLLM lacks",

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers.utils import cached_file
 
 from heads.checkpoint import LM_HEAD_KEY
 from heads.errors import SwapError
 from heads.tensorfile import CODES, Header, read_header
+from medusa_ppo.actors.hf import table_files, table_names
 from medusa_ppo.contract.status import Checked
+from medusa_ppo.feeds.actor_sketch import actor_sketch, sketch_rows
 from medusa_ppo.runtime.files import forget_registration
 from medusa_ppo.runtime.rendezvous import device_id
 from medusa_ppo.vllm_plugin.confirm import read_state
@@ -78,6 +81,27 @@ class MedusaWorker:
             "checksum": digest,
             "seconds": time.perf_counter() - started,
         }
+
+    @reports_errors
+    def medusa_feed_state(self) -> dict[str, Any]:
+        """What an engine that feeds itself has to know: sizes of the heads, a sketch of the actor
+        (empty where its folder has no safetensors), and the heads' version, -1 where they are gone.
+        """
+        drafter = self._medusa_require_drafter()
+        return {
+            "heads": drafter.heads.config.to_dict(),
+            "sketch": self._medusa_sketch(),
+            "version": drafter.version if drafter.fed else -1,
+        }
+
+    @reports_errors
+    def medusa_feed_heads(self, path: str, version: int, checked: list[Any]) -> dict[str, Any]:
+        """`medusa_swap_heads` from a feed; nothing is done where these very heads serve already."""
+        drafter = self._medusa_require_drafter()
+        if not (drafter.fed and drafter.heads_checksum == checked[0]):
+            return self.medusa_swap_heads(path, version, checked)
+        drafter.version = int(version)
+        return {"version": int(version), "checksum": drafter.heads_checksum, "seconds": 0.0}
 
     @reports_errors
     def medusa_sync_actor(
@@ -310,6 +334,20 @@ class MedusaWorker:
             )
         # A tied lm_head is the embedding; loading it a second time would only hide a mismatch.
         return [name for name in given if not (tied and name == LM_HEAD_KEY)]
+
+    def _medusa_sketch(self) -> str:
+        """`actor_sketch` of the model folder's lm_head."""
+        folder = self._medusa_model_folder()
+        if folder is None:
+            return ""
+        name, _ = table_names(folder)
+        for path in table_files(str(folder), (name, name)):
+            with safe_open(path, "pt") as file:
+                if name in set(file.keys()):
+                    table = file.get_slice(name)
+                    rows = sketch_rows(table.get_shape()[0])
+                    return actor_sketch(torch.cat([table[row : row + 1] for row in rows]))
+        return ""
 
     def _medusa_model_folder(self) -> Path | None:
         """The folder that vLLM loaded; of a hub name that in the hub's cache."""

@@ -71,7 +71,7 @@ def served() -> Iterator[Callable[[Path], str]]:
     started: list[tuple[FeedServer, threading.Thread]] = []
 
     def serve(folder: Path) -> str:
-        server = FeedServer(folder, port=0)
+        server = FeedServer(folder, "127.0.0.1", 0)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.port:

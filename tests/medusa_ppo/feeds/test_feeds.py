@@ -255,7 +255,7 @@ def test_without_a_token_a_server_stays_on_loopback_and_takes_nothing(
 ) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
     with pytest.raises(ConfigError, match=TOKEN):
-        FeedServer(tmp_path, host="0.0.0.0")
+        FeedServer(tmp_path, "0.0.0.0", 0)
     feed = HttpFeed(served(tmp_path / "feed"))
     assert feed.manifest() is None
     with pytest.raises(FeedError, match="403"):
