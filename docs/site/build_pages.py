@@ -30,6 +30,7 @@ ROOT = HERE.parent.parent
 WRITTEN = {
     "docs/index.md": "index.md",
     "docs/hooks.md": "hooks.md",
+    "docs/feeds.md": "feeds.md",
     "docs/other-loops.md": "other-loops.md",
     "docs/choosing.md": "choosing.md",
     "docs/cluster.md": "cluster.md",
@@ -105,6 +106,7 @@ def settings() -> dict[str, Any]:
     config["nav"] = [
         {"Overview": "index.md"},
         {"In your loop": "hooks.md"},
+        {"Engines that feed themselves": "feeds.md"},
         {"SkyRL, prime-rl, slime, NeMo-RL": "other-loops.md"},
         {"Which K, which kind": "choosing.md"},
         {"On a cluster": "cluster.md"},

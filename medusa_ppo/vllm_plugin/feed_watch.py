@@ -74,6 +74,13 @@ class FeedWatch:
         """There is something to `take`."""
         return self._offered is not None
 
+    @property
+    def newest_here(self) -> int:
+        """The newest version that was fetched, loaded or not; 0: none."""
+        with self._lock:
+            fetched = (self.serving, self._loading, self._offered)
+            return max([self.known, *(found.version for found in fetched if found)])
+
     def take(self) -> Fetched | None:
         """What to load now; its file stays until `took` says how that went."""
         with self._lock:
@@ -148,12 +155,7 @@ class FeedWatch:
 
     def _wanted(self, manifest: FeedManifest) -> FeedVersion | None:
         """The newest one that is neither here nor refused."""
-        with self._lock:
-            here = max(
-                self.known,
-                *(found.version for found in (self._offered, self._loading) if found),
-                0,
-            )
+        here = self.newest_here
         newer = [version for version in manifest.versions if version.version > here]
         good = [version for version in newer if not self._refused & _names(version)]
         return good[-1] if good else None
