@@ -400,7 +400,15 @@ HOOKS: tuple[Hook, ...] = (
         runner=CORE,
     ),
     Hook("lost heads are fed again", _CORE, "EngineCore.wake_up", ("tags",), runner=CORE),
+    Hook("nothing is loaded while it sleeps", _CORE, "EngineCore.is_sleeping", runner=CORE),
     Hook("the thread ends with the engine", _CORE, "EngineCore.shutdown", runner=CORE),
+    Hook(
+        "workers without our extension take heads",
+        "vllm.v1.worker.gpu_worker",
+        "Worker.__init__",
+        ("vllm_config",),
+        runner=CORE,
+    ),
     # Kinds of heads.
     Hook(
         "kinds of heads that vLLM lacks",

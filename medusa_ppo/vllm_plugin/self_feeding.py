@@ -10,6 +10,7 @@ nothing of vLLM's core is touched.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import time
@@ -18,13 +19,14 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm.v1.engine.core as engine_core
+import vllm.v1.worker.gpu_worker as gpu_worker
 
 from heads.errors import EngineError, MedusaError
 from medusa_ppo.feeds.feed_manifest import FeedActor
 from medusa_ppo.feeds.http_feed import open_feed
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch, Fetched
 from medusa_ppo.vllm_plugin.speculation import FEED, feeds_itself, heads_folder
-from medusa_ppo.vllm_plugin.worker_calls import first_of
+from medusa_ppo.vllm_plugin.worker_calls import WORKER_EXTENSION, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class EngineFeeder:
         watch = self._watch
         if watch is None or not (watch.offers or self.woken):
             return
-        if core.model_executor.is_sleeping:
+        if core.is_sleeping():
             return
         if (fetched := watch.take()) is not None:
             self._load(core, watch, fetched)
@@ -154,8 +156,29 @@ def with_feed_closed(original: Callable[..., None]) -> Callable[..., None]:
     return shutdown
 
 
+def with_feed_calls(original: Callable[..., None]) -> Callable[..., None]:
+    """`Worker.__init__`: a worker that a loop has started without our extension has its calls all
+    the same. Only this one: vLLM's class stays as it is, for engines with other extensions.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not (feeds_itself() and heads_folder(self.vllm_config)):
+            return
+        # By its name: it imports what activates the plugin, and that imports this.
+        module, _, name = WORKER_EXTENSION.rpartition(".")
+        extension = getattr(importlib.import_module(module), name)
+        kind = type(self)
+        if not issubclass(kind, extension):
+            self.__class__ = type(kind.__name__, (kind, extension), {})
+
+    return __init__
+
+
 PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (engine_core.EngineCore, "post_step", with_feed_looked_at),
     (engine_core.EngineCore, "wake_up", with_heads_fed_again),
     (engine_core.EngineCore, "shutdown", with_feed_closed),
+    (gpu_worker.Worker, "__init__", with_feed_calls),
 )

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 
 from heads.checkpoint import LM_HEAD_KEY
-from heads.errors import SwapError
+from heads.errors import ModelError, SwapError
 from heads.tensorfile import CODES, Header, read_header
 from medusa_ppo.actors.hf import table_files, table_names
 from medusa_ppo.contract.status import Checked
@@ -340,7 +340,10 @@ class MedusaWorker:
         folder = self._medusa_model_folder()
         if folder is None:
             return ""
-        name, _ = table_names(folder)
+        try:
+            name, _ = table_names(folder)
+        except ModelError:  # No causal LM of transformers; vLLM serves more than these.
+            return ""
         for path in table_files(str(folder), (name, name)):
             with safe_open(path, "pt") as file:
                 if name in set(file.keys()):

@@ -29,7 +29,7 @@ from medusa_ppo.runtime.control_guard import TOKEN
 from medusa_ppo.vllm_plugin import feed_watch, installation
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.self_feeding import FEEDER
-from medusa_ppo.vllm_plugin.speculation import FEED
+from medusa_ppo.vllm_plugin.speculation import FEED, speculation
 from tests.medusa_ppo.engines.conftest import Actor
 
 pytestmark = pytest.mark.engine
@@ -335,6 +335,44 @@ def test_heads_that_were_thrown_away_are_loaded_again(
     core.wake_up()
     engine.generate(actor.prompts[:1], GREEDY)
     assert engine.checksums()["heads"] == newest.checksum and drafter.held_version() == 1
+
+
+@pytest.mark.slow
+def test_what_a_loop_passes_is_vllms_own_configuration_and_an_address(
+    actor: Actor,
+    publisher: Publisher,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that knows nothing of ours but heads: no worker extension, no call of a loop."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    monkeypatch.setenv(FEED, str(publisher.folder))
+    installation.install()
+    newest = publisher.publish(1)
+    llm = LLM(
+        str(actor.path),
+        dtype="float32",
+        max_model_len=256,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 28,
+        **speculation(str(actor.heads_path), 4, sampled=False),
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    try:
+        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in actor.prompts[:8]]
+        greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+        first = [answer.outputs[0].token_ids for answer in llm.generate(asked, greedy)]
+        watch = getattr(core, FEEDER)._watch
+        until(lambda: watch.newest_here == 1)
+        second = [answer.outputs[0].token_ids for answer in llm.generate(asked, greedy)]
+        (answer,) = core.collective_rpc("medusa_checksums")
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    assert second == first
+    assert (answer["heads"], answer["heads_version"]) == (newest.checksum, 1)
 
 
 @pytest.mark.slow
