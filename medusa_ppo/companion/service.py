@@ -96,6 +96,7 @@ class CompanionService:
         self._published: PublishedHeads | None = None
         self._feed = open_feed(config.feed) if config.feed else None
         self._fed_version = 0
+        self._judged = Judged()
         self._tables: Any = None  # That came last; and those that the trainer has, where they came.
         self._tables_used: Any = None
         self._queue = BatchQueue(config.queue_bytes)
@@ -346,6 +347,13 @@ class CompanionService:
         version = cycle.version
         row = cycle.rows.get("candidate" if cycle.fresh else "serving")
         length = row.mean_acceptance_length if row else math.nan
+        # A feed that is away gets it later, when other batches were judged since.
+        self._judged = Judged()
+        if row is not None and math.isfinite(length):
+            self._judged = Judged(
+                mean_acceptance_length=length,
+                acceptance_per_position=list(row.acceptance_per_position),
+            )
         path = self._publish_dir / f"heads-{version:06d}.safetensors"
         save_state(path, state)
         forget_oldest(path, "heads-*.safetensors")
@@ -368,19 +376,12 @@ class CompanionService:
         newest = found.versions[-1:] if found is not None else []
         # After a crash it may be there already.
         if [version.checksum for version in newest] != [published.checksum]:
-            row = cycle.rows.get("candidate" if cycle.fresh else "serving")
-            judged = Judged()
-            if row is not None and math.isfinite(row.mean_acceptance_length):
-                judged = Judged(
-                    mean_acceptance_length=row.mean_acceptance_length,
-                    acceptance_per_position=list(row.acceptance_per_position),
-                )
             release = Release(
                 actor=FeedActor.of(heads.config, cycle.trainer.lm_head_VD),
                 dtype=str(heads.dtype).removeprefix("torch."),
                 version=published.version,
                 policy_version=published.policy_version,
-                judged=judged,
+                judged=self._judged,
             )
             self._feed.publish(Path(published.path), release)
         self._fed_version = published.version

@@ -30,6 +30,8 @@ from medusa_ppo.vllm_plugin.worker_calls import WORKER_EXTENSION, first_of
 
 logger = logging.getLogger(__name__)
 
+ASK_S = 0.02
+"""Seconds between two questions to the ranks whether they have read new heads."""
 FEEDER = "medusa_feeder"
 """Attribute of vLLM's core with its `EngineFeeder`."""
 
@@ -44,6 +46,8 @@ class EngineFeeder:
     def __init__(self, core: Any) -> None:
         """`core`: vLLM's, with its workers. It isn't held."""
         self._watch: FeedWatch | None = None
+        self._coming: Fetched | None = None
+        self._asked = 0.0
         self.woken = False
         try:
             answer = self._state(core)
@@ -58,16 +62,35 @@ class EngineFeeder:
     def between_steps(self, core: Any) -> None:
         """Called after every step of the engine: load what was fetched meanwhile, if anything."""
         watch = self._watch
-        if watch is None or not (watch.offers or self.woken):
+        if watch is None or not (watch.offers or self.woken or self._coming):
             return
         if core.is_sleeping():
             return
-        if (fetched := watch.take()) is not None:
+        if self.woken:
+            self.woken = False
+            if watch.serving is not None and self._state(core)["version"] < 0:
+                # A deep sleep has thrown them away.
+                self._load(core, watch, watch.serving)
+        if self._coming is None and (fetched := watch.take()) is not None:
+            # Read by each rank beside what runs, and loaded after a later step.
+            self._coming = fetched
+            self._tell_ranks(core, "medusa_feed_ahead", str(fetched.path), [fetched.checksum])
+        if self._coming is not None and self._all_ready(core):
+            fetched, self._coming = self._coming, None
             self._load(core, watch, fetched)
-        elif watch.serving is not None and self._state(core)["version"] < 0:
-            # A deep sleep has thrown them away.
-            self._load(core, watch, watch.serving)
-        self.woken = False
+
+    def _all_ready(self, core: Any) -> bool:
+        """All ranks have read what comes. Asked seldom: an answer takes a way to the workers."""
+        now = time.perf_counter()
+        if now - self._asked < ASK_S:
+            return False
+        self._asked = now
+        return all(answer["ready"] for answer in self._tell_ranks(core, "medusa_feed_ready"))
+
+    def _tell_ranks(self, core: Any, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        answers = core.collective_rpc(method, args=arguments)
+        first_of(answers)
+        return answers
 
     def close(self) -> None:
         """End the watch; harmless when called again."""

@@ -11,7 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,30 @@ logger = logging.getLogger(__name__)
 
 PROCESS = secrets.token_hex(8)
 """This process and no other, on any machine: process ids come again."""
+
+
+class Ahead:
+    """What a thread finds of a file, while others go on."""
+
+    def __init__(self, path: str, read: Callable[[], Any]) -> None:
+        """`read` begins at once."""
+        self.path = path
+        self._found: Future[Any] = Future()
+        threading.Thread(target=self._run, args=(read,), daemon=True).start()
+
+    def _run(self, read: Callable[[], Any]) -> None:
+        try:
+            self._found.set_result(read())
+        # Whatever it is, who asks for the result gets it.
+        except Exception as error:
+            self._found.set_exception(error)
+
+    def is_done(self) -> bool:
+        return self._found.done()
+
+    def result(self) -> Any:
+        """What `read` gave, or raised; waits for it."""
+        return self._found.result()
 
 
 class MedusaWorker:
@@ -91,17 +118,38 @@ class MedusaWorker:
         return {
             "heads": drafter.heads.config.to_dict(),
             "sketch": self._medusa_sketch(),
-            "version": drafter.version if drafter.fed else -1,
+            "version": drafter.held_version(),
         }
+
+    @reports_errors
+    def medusa_feed_ahead(self, path: str, checked: list[Any]) -> dict[str, Any]:
+        """Begin to read heads of a feed, beside what runs; `medusa_feed_heads` takes them."""
+        drafter = self._medusa_require_drafter()
+        self._medusa_ahead = Ahead(path, lambda: drafter.read(path, Checked(*checked)))
+        return {}
+
+    @reports_errors
+    def medusa_feed_ready(self) -> dict[str, Any]:
+        """Whether that is done, well or not."""
+        ahead: Ahead | None = getattr(self, "_medusa_ahead", None)
+        return {"ready": ahead is None or ahead.is_done()}
 
     @reports_errors
     def medusa_feed_heads(self, path: str, version: int, checked: list[Any]) -> dict[str, Any]:
         """`medusa_swap_heads` from a feed; nothing is done where these very heads serve already."""
+        started = time.perf_counter()
         drafter = self._medusa_require_drafter()
+        ahead: Ahead | None = getattr(self, "_medusa_ahead", None)
+        self._medusa_ahead = None
         if not (drafter.fed and drafter.heads_checksum == checked[0]):
-            return self.medusa_swap_heads(path, version, checked)
+            read = ahead.result if ahead is not None and ahead.path == path else None
+            drafter.swap(path, int(version), Checked(*checked), read)
         drafter.version = int(version)
-        return {"version": int(version), "checksum": drafter.heads_checksum, "seconds": 0.0}
+        return {
+            "version": int(version),
+            "checksum": drafter.heads_checksum,
+            "seconds": time.perf_counter() - started,
+        }
 
     @reports_errors
     def medusa_sync_actor(

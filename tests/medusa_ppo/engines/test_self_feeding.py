@@ -26,7 +26,7 @@ from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedActor, FeedVersion, Rel
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.runtime.control_guard import TOKEN
-from medusa_ppo.vllm_plugin import feed_watch, installation
+from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.self_feeding import FEEDER
 from medusa_ppo.vllm_plugin.speculation import FEED, speculation
@@ -34,6 +34,8 @@ from tests.medusa_ppo.engines.conftest import Actor
 
 pytestmark = pytest.mark.engine
 GREEDY = Sampling(temperature=0.0, max_new_tokens=48, ignore_eos=True)
+LONG = Sampling(temperature=0.0, max_new_tokens=224, ignore_eos=True)
+"""With one draft a step at most 224 steps and at least 112: enough for VERSIONS."""
 VERSIONS = 50
 
 
@@ -49,6 +51,13 @@ def until(condition: Callable[[], bool]) -> None:
     """The test's own time limit ends it."""
     while not condition():
         time.sleep(0.005)
+
+
+def take_newest(engine: ColocatedEngine, actor: Actor, watch: FeedWatch, version: int) -> None:
+    """Let a version come, and requests run until it serves."""
+    until(lambda: watch.newest_here == version)
+    while watch.known != version:
+        engine.generate(actor.prompts[:1], GREEDY)
 
 
 class Publisher:
@@ -86,6 +95,7 @@ def publisher(actor: Actor, tmp_path: Path) -> Publisher:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(self_feeding, "ASK_S", 0.0)
 
 
 @pytest.fixture
@@ -126,21 +136,26 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
 
 
 def generate_while_publishing(
-    engine: ColocatedEngine, actor: Actor, watch: FeedWatch, publisher: Publisher, versions: int
+    engine: ColocatedEngine, actor: Actor, publisher: Publisher, versions: int
 ) -> tuple[list[tuple[int, ...]], list[list[dict[str, Any]]]]:
-    """64 requests, a step at a time; before each of the first steps there is a new version. What
-    the requests said, and what the ranks say of their heads after each of these steps.
+    """64 requests, with a new version before every other step as long as there are some. What the
+    requests said, and what the ranks say of their heads before each step.
     """
     core = core_of(engine)
+    feeder = getattr(core, FEEDER)
+    watch = feeder._watch
     stepping = core.step_fn
     seen: list[list[dict[str, Any]]] = []
     number = 0
 
     def step() -> Any:
         nonlocal number
-        if number:
-            seen.append(core.collective_rpc("medusa_checksums"))
-        if number < versions:
+        seen.append(core.collective_rpc("medusa_checksums"))
+        if feeder._coming is not None:
+            until(
+                lambda: all(answer["ready"] for answer in core.collective_rpc("medusa_feed_ready"))
+            )
+        elif number < versions:
             number += 1
             publisher.publish(number)
             until(lambda: watch.offers)
@@ -148,7 +163,7 @@ def generate_while_publishing(
 
     core.step_fn = step
     try:
-        rollouts = engine.generate(actor.prompts, GREEDY)
+        rollouts = engine.generate(actor.prompts, LONG)
     finally:
         core.step_fn = stepping
     return tokens(rollouts), seen
@@ -164,15 +179,14 @@ def test_versions_that_come_while_requests_run_change_no_token(
     kind: str,
 ) -> None:
     engine.configure(num_drafts=0)
-    alone = tokens(engine.generate(actor.prompts, GREEDY))
-    engine.configure(num_drafts=2)
-    address = str(publisher.folder) if kind == "folder" else served(publisher.folder)
-    watch = feeding(address)
-    said, seen = generate_while_publishing(engine, actor, watch, publisher, 20)
+    alone = tokens(engine.generate(actor.prompts, LONG))
+    engine.configure(num_drafts=1)
+    feeding(str(publisher.folder) if kind == "folder" else served(publisher.folder))
+    said, seen = generate_while_publishing(engine, actor, publisher, VERSIONS)
     assert said == alone and len(said) == 64
     versions = [answer["heads_version"] for (answer,) in seen]
-    assert versions[:20] == [*range(1, 21)] and set(versions[20:]) == {20}
-    assert len({answer["heads"] for (answer,) in seen}) == 20
+    assert versions == sorted(versions) and set(versions) == {*range(VERSIONS + 1)}
+    assert len({answer["heads"] for (answer,) in seen}) == VERSIONS + 1
 
 
 def closed_port() -> str:
@@ -270,8 +284,7 @@ def test_whatever_is_wrong_with_a_feed_drafting_goes_on_and_says_so_once(
     for number in range(1, good + 1):
         publisher.publish(number)
     watch = feeding(str(publisher.folder))
-    until(lambda: watch.newest_here == good)
-    engine.generate(actor.prompts[:1], GREEDY)
+    take_newest(engine, actor, watch, good)
     before = engine.generate(actor.prompts[:8], GREEDY)
     held = engine.checksums()["heads"]
     assert watch.known == good
@@ -312,8 +325,7 @@ def test_a_feed_that_is_away_comes_back(
     until(lambda: watch.looks >= looks + 2)
     away.rename(publisher.folder)
     newest = publisher.publish(2)
-    until(lambda: watch.newest_here == 2)
-    engine.generate(actor.prompts[:1], GREEDY)
+    take_newest(engine, actor, watch, 2)
     assert engine.checksums()["heads"] == newest.checksum and watch.known == newest.version
 
 
@@ -325,8 +337,7 @@ def test_heads_that_were_thrown_away_are_loaded_again(
 ) -> None:
     newest = publisher.publish(1)
     watch = feeding(str(publisher.folder))
-    until(lambda: watch.newest_here == 1)
-    engine.generate(actor.prompts[:1], GREEDY)
+    take_newest(engine, actor, watch, 1)
     core = core_of(engine)
     drafter = core.model_executor.driver_worker.worker.model_runner.drafter
     with torch.no_grad():
@@ -367,11 +378,12 @@ def test_what_a_loop_passes_is_vllms_own_configuration_and_an_address(
         first = [answer.outputs[0].token_ids for answer in llm.generate(asked, greedy)]
         watch = getattr(core, FEEDER)._watch
         until(lambda: watch.newest_here == 1)
-        second = [answer.outputs[0].token_ids for answer in llm.generate(asked, greedy)]
+        while watch.known != 1:
+            second = [answer.outputs[0].token_ids for answer in llm.generate(asked, greedy)]
+            assert second == first
         (answer,) = core.collective_rpc("medusa_checksums")
     finally:
         llm.llm_engine.engine_core.shutdown()
-    assert second == first
     assert (answer["heads"], answer["heads_version"]) == (newest.checksum, 1)
 
 
@@ -394,17 +406,14 @@ def test_two_ranks_take_each_version_at_the_same_step(
     save_heads(tmp_path / "heads", actor.first_heads(), lm_head_VD=actor.lm_head_VD)
     with ColocatedEngine(actor.path, tmp_path / "heads", config) as engine:
         engine.configure(num_drafts=0)
-        alone = tokens(engine.generate(actor.prompts, GREEDY))
+        alone = tokens(engine.generate(actor.prompts, LONG))
         engine.configure(num_drafts=1)
-        watch = getattr(core_of(engine), FEEDER)._watch
-        sampling_steps = GREEDY.max_new_tokens
-        said, seen = generate_while_publishing(
-            engine, actor, watch, publisher, min(VERSIONS, sampling_steps // 2)
-        )
+        said, seen = generate_while_publishing(engine, actor, publisher, VERSIONS)
     assert said == alone and len(said) == 64
-    for step, ranks in enumerate(seen):
-        assert [rank["heads_version"] for rank in ranks] == [min(step + 1, watch.known)] * 2
-        assert len({rank["heads"] for rank in ranks}) == 1
+    assert {ranks[0]["heads_version"] for ranks in seen} == {*range(VERSIONS + 1)}
+    for ranks in seen:
+        assert len(ranks) == 2 and ranks[0]["heads_version"] == ranks[1]["heads_version"]
+        assert ranks[0]["heads"] == ranks[1]["heads"]
 
 
 @pytest.mark.slow

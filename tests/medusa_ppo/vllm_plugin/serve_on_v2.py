@@ -207,33 +207,38 @@ def take_from_a_feed(
     os.environ[FEED] = str(folder / "feed")
     installation.install()
     # Imports vLLM, which the interpreter has to come before.
-    from medusa_ppo.vllm_plugin.self_feeding import FEEDER
+    from medusa_ppo.vllm_plugin import self_feeding
 
+    self_feeding.ASK_S = 0.0
     engine.generate(asked[:1], Sampling(0.0, max_new_tokens=2, ignore_eos=True))
     core = engine._running().llm_engine.engine_core.engine_core
-    watch = getattr(core, FEEDER)._watch
+    feeder = getattr(core, self_feeding.FEEDER)
+    watch = feeder._watch
     stepping = core.step_fn
-    versions: list[int] = []
+    published = 0
 
     def step() -> Any:
-        number = len(versions) + 1
-        heads = random_heads(10 + number, context, copy_parts)
-        save_state(folder / "fed", heads.trainable_state())
-        actor = FeedActor.of(heads.config, None)
-        release = Release(actor=actor, dtype="float32", version=number, policy_version=0)
-        FolderFeed(folder / "feed").publish(folder / "fed", release)
-        while not watch.offers:
-            time.sleep(0.01)
-        result = stepping()
-        versions.append(number)
-        return result
+        nonlocal published
+        if feeder._coming is not None:
+            while not engine._call("medusa_feed_ready")["ready"]:
+                time.sleep(0.01)
+        else:
+            published += 1
+            heads = random_heads(10 + published, context, copy_parts)
+            save_state(folder / "fed", heads.trainable_state())
+            actor = FeedActor.of(heads.config, None)
+            release = Release(actor=actor, dtype="float32", version=published, policy_version=0)
+            FolderFeed(folder / "feed").publish(folder / "fed", release)
+            while not watch.offers:
+                time.sleep(0.01)
+        return stepping()
 
     core.step_fn = step
     rollouts = engine.generate(asked, sampling)
     core.step_fn = stepping
     found = engine._call("medusa_checksums")["heads_version"]
     same = [response.token_ids for response in rollouts.responses] == before
-    return {"fed": (same, len(versions), found)}
+    return {"fed": (same, published, found)}
 
 
 def tell(**found: Any) -> None:
