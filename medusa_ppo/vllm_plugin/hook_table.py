@@ -31,6 +31,7 @@ RUN = "run on CPU"
 CALLED = "called on CPU, where it frees nothing"
 INTERPRETED = "run on Triton's interpreter"
 PROFILED = "its name found in 0.32; the CPU build profiles no memory"
+FED = "run on CPU with 0.32 alone"
 READ = "its name found in 0.32; no engine test copies drafts yet"
 CPU = "V1 on CPU"
 V2 = "V2"
@@ -391,6 +392,7 @@ HOOKS: tuple[Hook, ...] = (
         "EngineCore.post_step",
         ("model_executed",),
         runner=CORE,
+        checked=FED,
     ),
     Hook(
         "into all ranks at once",
@@ -398,16 +400,26 @@ HOOKS: tuple[Hook, ...] = (
         "EngineCore.collective_rpc",
         ("method", "args"),
         runner=CORE,
+        checked=FED,
     ),
-    Hook("lost heads are fed again", _CORE, "EngineCore.wake_up", ("tags",), runner=CORE),
-    Hook("nothing is loaded while it sleeps", _CORE, "EngineCore.is_sleeping", runner=CORE),
-    Hook("the thread ends with the engine", _CORE, "EngineCore.shutdown", runner=CORE),
+    Hook(
+        "lost heads are fed again", _CORE, "EngineCore.wake_up", ("tags",), runner=CORE, checked=FED
+    ),
+    Hook(
+        "nothing is loaded while it sleeps",
+        _CORE,
+        "EngineCore.is_sleeping",
+        runner=CORE,
+        checked=FED,
+    ),
+    Hook("the thread ends with the engine", _CORE, "EngineCore.shutdown", runner=CORE, checked=FED),
     Hook(
         "workers without our extension take heads",
         "vllm.v1.worker.gpu_worker",
         "Worker.__init__",
         ("vllm_config",),
         runner=CORE,
+        checked=FED,
     ),
     # Kinds of heads.
     Hook(
