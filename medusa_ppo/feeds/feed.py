@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from heads.checkpoint import check_names_and_shapes
-from heads.errors import CheckpointError, FeedError
+from heads.errors import BadVersionError, CheckpointError
 from heads.tensorfile import MAX_HEADS_HEADER_BYTES, checksum, load_state, read_header
 from medusa_ppo.feeds.feed_manifest import (
     FeedActor,
@@ -73,10 +73,11 @@ class Feed(ABC):
             most_bytes: of what is read and written at most, whatever the manifest says.
 
         Raises:
-            FeedError: the file is gone, too large, cut short, or has other bytes.
+            BadVersionError: the file is too large, cut short, or has other bytes.
+            FeedError: it is gone, or the feed can't be reached.
         """
         if version.bytes > most_bytes:
-            raise FeedError(
+            raise BadVersionError(
                 "The feed names a file that is larger than any heads of these sizes.",
                 given=f"{self.address}: {version.file}, {version.bytes} bytes",
                 expected=f"<= {most_bytes} bytes",
@@ -94,7 +95,7 @@ class Feed(ABC):
                     digest.update(part)
                     file.write(part)
             if (count, digest.hexdigest()) != (version.bytes, version.digest):
-                raise FeedError(
+                raise BadVersionError(
                     "A file of the feed is not the one that its manifest names.",
                     given=f"{self.address}: {version.file}, {count} bytes or more, SHA-256"
                     f" {digest.hexdigest()[:16]}",
@@ -121,7 +122,8 @@ def verify(feed: Feed, version: FeedVersion, actor: FeedActor, folder: Path) -> 
     """Bring a version into a folder and look at all of it. Returns its file.
 
     Raises:
-        FeedError: as `fetch`; or its tensors are not those that the manifest names.
+        BadVersionError: as `fetch`; or its tensors are not those that the manifest names.
+        FeedError: as `fetch`.
     """
     path = folder / version.file
     feed.fetch(version, path, actor.most_bytes())
@@ -135,7 +137,7 @@ def verify(feed: Feed, version: FeedVersion, actor: FeedActor, folder: Path) -> 
             )
     except CheckpointError as error:
         path.unlink()
-        raise FeedError(
+        raise BadVersionError(
             "A version of the feed holds no heads of its actor.",
             given=f"{feed.address}, version {version.version}: {error.problem} {error.given}",
             expected=str(error.expected),

@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from heads.errors import FeedError
+from heads.errors import BadVersionError, FeedError
 from medusa_ppo.feeds.feed import Feed, verify
 from medusa_ppo.feeds.feed_manifest import FeedActor, FeedManifest, FeedVersion
 from medusa_ppo.runtime.files import OwnedFolder
@@ -164,12 +164,14 @@ class FeedWatch:
         self._forget_files()
         try:
             path = verify(self._feed, version, self._actor, self._folder.path)
+        except BadVersionError:
+            self._refused.add(version.digest)
+            raise
         except FeedError:
             newest = self._feed.manifest()
-            # A slow reader of a quick feed: by now there is another, and no fault.
+            # A slow reader of a quick feed: by now there are others, and no fault.
             if newest is not None and version not in newest.versions:
                 return
-            self._refused |= {version.digest}
             raise
         with self._lock:
             self._offered = Fetched(version.version, path, version.checksum)
