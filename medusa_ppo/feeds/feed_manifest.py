@@ -24,11 +24,11 @@ from medusa_ppo.feeds.actor_sketch import SKETCH_DIGITS, actor_sketch, alike, sk
 
 MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 1 << 18
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[1] = 1
 KEPT_VERSIONS = 4
 """Versions that a feed keeps: a reader that is so many behind looks into the manifest again."""
 FLOAT32_BYTES = 4
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
