@@ -74,6 +74,8 @@ class Ahead:
 class MedusaWorker:
     """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
 
+    _medusa_ahead: Ahead | None = None
+
     @reports_errors
     def medusa_plugin_report(self) -> dict[str, Any]:
         """Proof that our plugin is active in this very process."""
@@ -131,7 +133,7 @@ class MedusaWorker:
     @reports_errors
     def medusa_feed_ready(self) -> dict[str, Any]:
         """Whether that is done, well or not."""
-        ahead: Ahead | None = getattr(self, "_medusa_ahead", None)
+        ahead = self._medusa_ahead
         return {"ready": ahead is None or ahead.is_done()}
 
     @reports_errors
@@ -139,7 +141,7 @@ class MedusaWorker:
         """`medusa_swap_heads` from a feed; nothing is done where these very heads serve already."""
         started = time.perf_counter()
         drafter = self._medusa_require_drafter()
-        ahead: Ahead | None = getattr(self, "_medusa_ahead", None)
+        ahead = self._medusa_ahead
         self._medusa_ahead = None
         if not (drafter.fed and drafter.heads_checksum == checked[0]):
             read = ahead.result if ahead is not None and ahead.path == path else None
