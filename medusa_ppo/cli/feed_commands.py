@@ -31,12 +31,13 @@ def serve(
         Path, typer.Argument(metavar="FOLDER", help="Folder of the feed; it may be made later.")
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; others than this one need MEDUSA_PPO_TOKEN.")
+        str,
+        typer.Option(help="Address to listen on; others need MEDUSA_PPO_FEED_TOKEN."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8460,
 ) -> None:
     """Answer engines on other nodes from a feed's folder, and take new versions from a companion
-    that has the same MEDUSA_PPO_TOKEN.
+    that has the same MEDUSA_PPO_FEED_TOKEN.
 
     Example:  [bold]medusa-ppo feed serve feed/ --host 0.0.0.0[/bold]
     """

@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from pydantic import ValidationError
@@ -22,21 +23,21 @@ from starlette.routing import Route
 from heads.errors import ConfigError, MedusaError
 from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedVersion, Release
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.feeds.http_feed import LOOPBACK, RELEASE_HEADER, VERSIONS
-from medusa_ppo.runtime.control_guard import TOKEN, ControlGuard
+from medusa_ppo.feeds.http_feed import FEED_TOKEN, LOOPBACK, RELEASE_HEADER, VERSIONS
+from medusa_ppo.runtime.control_guard import ControlGuard
 
 MOST_CONNECTIONS = 256
 
 
 def require_token_beyond_loopback(host: str) -> None:
     """ConfigError for an address that other machines reach, without a token."""
-    if host not in LOOPBACK and not os.environ.get(TOKEN):
+    if host not in LOOPBACK and not os.environ.get(FEED_TOKEN):
         raise ConfigError(
             "A feed that other machines reach needs a token: who writes into it decides what"
             " engines draft with.",
-            given=f"--host {host}, no {TOKEN}",
-            expected=f"{TOKEN}, the same for the feed, the companion and the engines",
-            do=f"export {TOKEN}=$(openssl rand -hex 32) for all of them, or leave --host out.",
+            given=f"--host {host}, no {FEED_TOKEN}",
+            expected=f"{FEED_TOKEN}, the same for the feed, the companion and the engines",
+            do=f"export {FEED_TOKEN}=$(openssl rand -hex 32) for all of them, or leave --host out.",
         )
 
 
@@ -55,15 +56,17 @@ class FeedServer:
         require_token_beyond_loopback(host)
         self._feed = FolderFeed(folder)
         self._turn = threading.Lock()
-        self._may_publish = bool(os.environ.get(TOKEN))
+        token = os.environ.get(FEED_TOKEN)
+        self._may_publish = bool(token)
         routes = [
             Route(f"/{MANIFEST}", self._manifest),
             Route(f"/{VERSIONS}", self._take, methods=["PUT"]),
             Route("/{name}", self._file),
         ]
+        app: Any = Starlette(routes=routes)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                ControlGuard(Starlette(routes=routes)),
+                ControlGuard(app, token, FEED_TOKEN) if token else app,
                 host=host,
                 port=port,
                 log_level="warning",
@@ -113,7 +116,7 @@ class FeedServer:
 
     async def _take(self, request: Request) -> Response:
         if not self._may_publish:
-            text = f"Who publishes over HTTP needs a token: set {TOKEN} here and there."
+            text = f"Who publishes over HTTP needs a token: set {FEED_TOKEN} here and there."
             return PlainTextResponse(text, status_code=403)
         try:
             release = Release.model_validate_json(request.headers.get(RELEASE_HEADER, ""))

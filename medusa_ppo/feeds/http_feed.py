@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -21,8 +22,12 @@ from medusa_ppo.feeds.feed_manifest import (
     Release,
 )
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.runtime.control_guard import TOKEN, token_header
+from medusa_ppo.runtime.control_guard import token_header
 
+FEED_TOKEN = "MEDUSA_PPO_FEED_TOKEN"
+"""Environment variable of a feed's secret. Another than that of an engine's control routes: who
+reads heads need not be able to replace an actor, and a server that we start has a token of its own.
+"""
 RELEASE_HEADER = "X-Medusa-PPO-Release"
 VERSIONS = "versions"
 """Where new versions are put."""
@@ -44,6 +49,11 @@ def open_feed(address: str) -> Feed:
     if not address or re.match(r"^\w+://", address):
         raise _no_address(address or "nothing")
     return FolderFeed(address)
+
+
+def _feed_token() -> dict[str, str]:
+    token = os.environ.get(FEED_TOKEN)
+    return token_header(token) if token else {}
 
 
 def absolute(address: str) -> str:
@@ -92,7 +102,7 @@ class HttpFeed(Feed):
         self._client = httpx.Client(
             base_url=url,
             # As they are: what is packed could unpack to any size.
-            headers={**token_header(), "Accept-Encoding": "identity"},
+            headers={**_feed_token(), "Accept-Encoding": "identity"},
             timeout=ANSWER_S,
             limits=LIMITS,
             # A proxy of the environment has no business on loopback, and would be told the token.
@@ -158,5 +168,5 @@ class HttpFeed(Feed):
             "The feed does not answer as it should.",
             given=f"{self.address}{name}: {found}",
             expected="an answer of `medusa-ppo feed serve`",
-            do=f"Look whether it runs and is reached from here, and has the same {TOKEN}.",
+            do=f"Look whether it runs and is reached from here, and has the same {FEED_TOKEN}.",
         )

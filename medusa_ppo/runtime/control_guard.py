@@ -36,9 +36,17 @@ class ControlGuard:
     refill its workers.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(
+        self, app: Callable[..., Awaitable[None]], token: str | None = None, name: str = TOKEN
+    ) -> None:
+        """
+        Args:
+            token: None: the environment's.
+            name: of the variable that holds it, for those who lack it.
+        """
         self.app = app
-        self._expected = token_header().get("Authorization", "").encode()
+        self._name = name
+        self._expected = token_header(token).get("Authorization", "").encode()
 
     async def __call__(
         self,
@@ -60,7 +68,7 @@ class ControlGuard:
                     return
                 text = (
                     f"Unauthorized. given: {path} without the token  expected: Authorization:"
-                    f" Bearer TOKEN  do this: set {TOKEN}"
+                    f" Bearer TOKEN  do this: set {self._name}"
                 )
                 await send(
                     {

@@ -16,8 +16,7 @@ from medusa_ppo.cli.app import app
 from medusa_ppo.engines.http_server import free_port
 from medusa_ppo.feeds.feed import Feed
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.feeds.http_feed import open_feed
-from medusa_ppo.runtime.control_guard import TOKEN
+from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
 from tests.medusa_ppo.feeds.conftest import heads_file, release
 
 
@@ -52,15 +51,15 @@ def test_list_and_verify_say_what_there_is(tmp_path: Path) -> None:
 def test_serve_refuses_other_machines_without_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.delenv(FEED_TOKEN, raising=False)
     output = run("feed", "serve", str(tmp_path), "--host", "0.0.0.0", code=2)
-    assert TOKEN in output and "Traceback" not in output
+    assert FEED_TOKEN in output and "Traceback" not in output
 
 
 def test_serve_answers_until_it_is_told_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TOKEN, "a secret of this test")
+    monkeypatch.setenv(FEED_TOKEN, "a secret of this test")
     port = free_port()
     command = [sys.executable, "-m", "medusa_ppo", "feed", "serve", str(tmp_path / "feed")]
     server = subprocess.Popen([*command, "--port", str(port)], env=os.environ)

@@ -25,7 +25,7 @@ from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedActor, FeedVersion, Release
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.runtime.control_guard import TOKEN
+from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.self_feeding import FEEDER
@@ -118,7 +118,7 @@ def feeding(
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
-    monkeypatch.setenv(TOKEN, "a secret of this test")
+    monkeypatch.setenv(FEED_TOKEN, "a secret of this test")
     started: list[tuple[FeedServer, threading.Thread]] = []
 
     def serve(folder: Path) -> str:

@@ -18,8 +18,7 @@ from medusa_ppo.feeds.actor_sketch import actor_sketch, sketch_rows
 from medusa_ppo.feeds.feed import Feed
 from medusa_ppo.feeds.feed_manifest import FeedActor, Judged, Release
 from medusa_ppo.feeds.feed_server import FeedServer
-from medusa_ppo.feeds.http_feed import open_feed
-from medusa_ppo.runtime.control_guard import TOKEN
+from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
 
 HIDDEN, VOCAB = 16, 40
 CONFIG = HeadsConfig(HIDDEN, VOCAB, num_heads=2)
@@ -61,7 +60,7 @@ class Place:
 
 @pytest.fixture
 def token(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(TOKEN, "feed-test-secret")
+    monkeypatch.setenv(FEED_TOKEN, "feed-test-secret")
     return "feed-test-secret"
 
 

@@ -25,8 +25,7 @@ from medusa_ppo.feeds.feed import verify
 from medusa_ppo.feeds.feed_manifest import KEPT_VERSIONS, MANIFEST, FeedActor
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.feeds.http_feed import HttpFeed, open_feed
-from medusa_ppo.runtime.control_guard import TOKEN
+from medusa_ppo.feeds.http_feed import FEED_TOKEN, HttpFeed, open_feed
 from tests.medusa_ppo.feeds.conftest import (
     VOCAB,
     Place,
@@ -241,7 +240,7 @@ def test_who_has_no_token_reads_and_publishes_nothing(
 ) -> None:
     address = served(tmp_path / "feed")
     for wrong in ("", "another"):
-        monkeypatch.setenv(TOKEN, wrong)
+        monkeypatch.setenv(FEED_TOKEN, wrong)
         feed = HttpFeed(address)
         with pytest.raises(FeedError, match="401"):
             feed.manifest()
@@ -253,8 +252,8 @@ def test_who_has_no_token_reads_and_publishes_nothing(
 def test_without_a_token_a_server_stays_on_loopback_and_takes_nothing(
     tmp_path: Path, served: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(ConfigError, match=TOKEN):
+    monkeypatch.delenv(FEED_TOKEN, raising=False)
+    with pytest.raises(ConfigError, match=FEED_TOKEN):
         FeedServer(tmp_path, "0.0.0.0", 0)
     feed = HttpFeed(served(tmp_path / "feed"))
     assert feed.manifest() is None
