@@ -25,7 +25,7 @@ from medusa_ppo.feeds.feed import verify
 from medusa_ppo.feeds.feed_manifest import KEPT_VERSIONS, MANIFEST, FeedActor
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.feeds.http_feed import FEED_TOKEN, HttpFeed, open_feed
+from medusa_ppo.feeds.http_feed import FEED_TOKEN, HttpFeed, absolute, open_feed, require_feed
 from tests.medusa_ppo.feeds.conftest import (
     VOCAB,
     Place,
@@ -164,6 +164,21 @@ def test_another_actors_heads_are_not_published_into_a_feed(place: Place, tmp_pa
     wider = FeedActor(heads=HeadsConfig(32, VOCAB, num_heads=2).to_dict())
     with pytest.raises((FeedError, CheckpointError)):
         place.feed.publish(heads_file(tmp_path / "next", 2), release(2, wider))
+
+
+def test_a_wrong_feed_is_refused_before_anything_is_published(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = place.feed.address
+    require_feed(address, actor(seed=1))
+    published(place, tmp_path)
+    require_feed(address, actor())
+    with pytest.raises(FeedError, match="another actor"):
+        require_feed(address, actor(seed=1))
+    with pytest.raises(ConfigError):
+        require_feed("ftp://somewhere", actor())
+    monkeypatch.chdir(tmp_path)
+    assert absolute("feed") == str(tmp_path / "feed") and absolute("http://a:1") == "http://a:1"
 
 
 def test_a_trained_actor_is_still_itself_and_another_is_not() -> None:
