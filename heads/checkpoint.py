@@ -303,7 +303,7 @@ def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str,
     shapes = config.shapes_among(names)
     if metadata.has_lm_head:
         shapes[LM_HEAD_KEY] = (config.vocab_size, config.hidden_size)
-    _check_names_and_shapes(weights, shapes, metadata.dtype)
+    check_names_and_shapes(weights, shapes, metadata.dtype)
     return weights, config, metadata, shapes
 
 
@@ -404,7 +404,7 @@ def _damaged(
     return CheckpointError(problem, given=given, expected=expected, do=do)
 
 
-def _check_names_and_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+def check_names_and_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
     """Compare the file's header with what the configuration implies, before any tensor is read."""
     header = read_header(path, MAX_HEADS_HEADER_BYTES)
     missing = sorted(set(shapes) - set(header))

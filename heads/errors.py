@@ -11,6 +11,8 @@ MedusaError                     every error that a user can meet
     ├── EngineError             the vLLM engine
     │   ├── SwapError           heads or actor weights that did not reach the engine
     │   └── UnsupportedVersionError   a version of vLLM that was never checked
+    ├── FeedError               a feed of heads: unreachable, damaged, another actor's
+    │   └── BadVersionError     a version of it that is not what its manifest says
     ├── HubError                pushing heads to the model hub, or pulling them
     └── LossyError              a setting that would change the output distribution
 
@@ -99,6 +101,14 @@ class SwapError(EngineError):
 
 class UnsupportedVersionError(EngineError):
     """A version of a foreign library that was never checked."""
+
+
+class FeedError(RunError):
+    """A feed of heads can't be reached, is damaged, or is another actor's."""
+
+
+class BadVersionError(FeedError):
+    """A version in a feed is not what its manifest says, or no heads of its actor."""
 
 
 class HubError(RunError):

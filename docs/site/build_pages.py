@@ -30,6 +30,7 @@ ROOT = HERE.parent.parent
 WRITTEN = {
     "docs/index.md": "index.md",
     "docs/hooks.md": "hooks.md",
+    "docs/feeds.md": "feeds.md",
     "docs/other-loops.md": "other-loops.md",
     "docs/choosing.md": "choosing.md",
     "docs/cluster.md": "cluster.md",
@@ -115,6 +116,7 @@ def settings() -> dict[str, Any]:
         {
             "Guides": [
                 {"In the loop you have": "hooks.md"},
+                {"Engines that feed themselves": "feeds.md"},
                 {"SkyRL, prime-rl, slime, NeMo-RL": "other-loops.md"},
                 {"The options of PPO": "practice.md"},
                 {"The companion": "companion.md"},

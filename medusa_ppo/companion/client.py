@@ -41,6 +41,8 @@ from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
+from medusa_ppo.feeds.feed_manifest import FeedActor
+from medusa_ppo.feeds.http_feed import absolute, require_feed
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.hardware import companion_gpus
 from medusa_ppo.runtime.processes import bundle, release, reserve, without_line
@@ -98,6 +100,11 @@ class CompanionClient:
                 expected="a running Ray",
                 do="Call ray.init first.",
             )
+        if config.feed:
+            # Before anything is started: a feed that is wrong now would be so in each step.
+            address = absolute(config.feed)
+            require_feed(address, FeedActor.of(heads, lm_head_VD))
+            config = config.model_copy(update={"feed": address})
         self._config = config = _with_gpus(config)
         self._seed = seed
         self._hang_s = hang_s

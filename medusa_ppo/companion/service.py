@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from heads.checkpoint import checksum, load_state, save_heads, save_state
-from heads.errors import CheckpointError
+from heads.errors import CheckpointError, FeedError
 from heads.tensorfile import crc
 from medusa_ppo.companion.batch_queue import BatchQueue
 from medusa_ppo.companion.cycle import Cycle, CycleReport
@@ -35,6 +35,8 @@ from medusa_ppo.companion.wire import Answer, PackedTensor, ServiceArguments, pa
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
+from medusa_ppo.feeds.feed_manifest import FeedActor, Judged, Release
+from medusa_ppo.feeds.http_feed import open_feed
 from medusa_ppo.runtime.files import write_atomic
 from medusa_ppo.runtime.hardware import companion_threads, cores_wanted_s, cpu_has_bfloat16
 
@@ -92,6 +94,9 @@ class CompanionService:
         self._publish_dir = Path(arguments.publish_dir)
         self._publish_dir.mkdir(parents=True, exist_ok=True)
         self._published: PublishedHeads | None = None
+        self._feed = open_feed(config.feed) if config.feed else None
+        self._fed_version = 0
+        self._judged = Judged()
         self._tables: Any = None  # That came last; and those that the trainer has, where they came.
         self._tables_used: Any = None
         self._queue = BatchQueue(config.queue_bytes)
@@ -261,6 +266,8 @@ class CompanionService:
                     self._tried("The companion's state could not be saved", self._checkpoint)
                 if report.published:
                     self._publish()
+                # After every batch: a feed that was away gets what it has missed.
+                self._tried("The new heads could not be put into the feed", self._feed_newest)
                 self._rest()
             except Exception as error:
                 # One bad batch must not end the companion; it is told in the status, and the next
@@ -340,6 +347,13 @@ class CompanionService:
         version = cycle.version
         row = cycle.rows.get("candidate" if cycle.fresh else "serving")
         length = row.mean_acceptance_length if row else math.nan
+        # A feed that is away gets it later, when other batches were judged since.
+        self._judged = Judged()
+        if row is not None and math.isfinite(length):
+            self._judged = Judged(
+                mean_acceptance_length=length,
+                acceptance_per_position=list(row.acceptance_per_position),
+            )
         path = self._publish_dir / f"heads-{version:06d}.safetensors"
         save_state(path, state)
         forget_oldest(path, "heads-*.safetensors")
@@ -350,6 +364,27 @@ class CompanionService:
             "The new heads could not be written into the run's folder",
             lambda: self._keep_heads(length if row else None),
         )
+
+    def _feed_newest(self) -> None:
+        """The last published version into the feed, where there is one and it has others."""
+        published = self._published
+        if self._feed is None or published is None or published.version == self._fed_version:
+            return
+        cycle = self._cycle
+        heads = cycle.serving
+        found = self._feed.manifest()
+        newest = found.versions[-1:] if found is not None else []
+        # After a crash it may be there already.
+        if [version.checksum for version in newest] != [published.checksum]:
+            release = Release(
+                actor=FeedActor.of(heads.config, cycle.trainer.lm_head_VD),
+                dtype=str(heads.dtype).removeprefix("torch."),
+                version=published.version,
+                policy_version=published.policy_version,
+                judged=self._judged,
+            )
+            self._feed.publish(Path(published.path), release)
+        self._fed_version = published.version
 
     def _keep_heads(self, length: float | None) -> None:
         """The serving heads as a native checkpoint. `length`: what replay says of them."""
@@ -368,12 +403,12 @@ class CompanionService:
         forget_oldest(folder, "v[0-9]*")
 
     def _tried(self, what: str, write: Callable[[], None]) -> None:
-        """A file that can't be written (a full or a read-only disk) is told in the status; training
-        goes on.
+        """A file that can't be written (a full or a read-only disk, a feed that is away) is told in
+        the status; training goes on.
         """
         try:
             write()
-        except OSError as error:
+        except (OSError, FeedError) as error:
             self._note = f"{what}: {error}"
             logger.warning("%s; training goes on.", self._note)
 

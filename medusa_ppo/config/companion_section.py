@@ -90,6 +90,11 @@ class CompanionConfig(Section):
     """Processes that share each batch and every optimizer step; the heads come out the same. Set it
     higher when one worker does not train a batch in the time of a step.
     """
+    feed: Text | None = None
+    """Where each version that is published goes as well, for engines that look there by themselves
+    (docs/feeds.md): a folder, or the address of `medusa-ppo feed serve`; null: nowhere. Set it when
+    engines can't be called between steps, or stand on other nodes.
+    """
     resource: Text | None = None
     """Name of a Ray resource (`ray start --resources`): the companion runs on nodes that have it;
     null: on any node. Set it when a node is to be the companion's own.

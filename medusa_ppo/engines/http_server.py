@@ -33,7 +33,7 @@ from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
 from medusa_ppo.engines.pieces import Finished, request_seed
 from medusa_ppo.engines.rollout_engine import Found
-from medusa_ppo.vllm_plugin.control_guard import TOKEN, token_header
+from medusa_ppo.runtime.control_guard import TOKEN, token_header
 from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of
 
 logger = logging.getLogger(__name__)

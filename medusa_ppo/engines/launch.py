@@ -27,8 +27,8 @@ from heads.errors import (
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config.engine_section import AUTO, EngineConfig
 from medusa_ppo.config.model_section import VISION_FAMILIES
+from medusa_ppo.runtime.control_guard import GUARD
 from medusa_ppo.runtime.hardware import settled_engine
-from medusa_ppo.vllm_plugin.control_guard import GUARD
 from medusa_ppo.vllm_plugin.speculation import LOSSLESS, refuse_lossy_rule, speculation
 from medusa_ppo.vllm_plugin.vllm_versions import (
     FIRST_V2,

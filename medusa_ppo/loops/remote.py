@@ -35,7 +35,7 @@ from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_la
 from medusa_ppo.loops.attachment import OURS, Attachment
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.store import RunWriter
-from medusa_ppo.vllm_plugin.control_guard import GUARD, TOKEN
+from medusa_ppo.runtime.control_guard import GUARD, TOKEN
 
 logger = logging.getLogger(__name__)
 

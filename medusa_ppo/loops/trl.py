@@ -34,7 +34,7 @@ from medusa_ppo.contract.rollouts import Sampling  # noqa: E402
 from medusa_ppo.loops.attachment import Attachment, as_config  # noqa: E402
 from medusa_ppo.loops.passes import Generated  # noqa: E402
 from medusa_ppo.loops.ranks import Ranks  # noqa: E402
-from medusa_ppo.vllm_plugin.control_guard import token_header  # noqa: E402
+from medusa_ppo.runtime.control_guard import token_header  # noqa: E402
 from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build  # noqa: E402
 
 __all__ = ["MedusaCallback", "MedusaGRPOTrainer", "MedusaMixin", "MedusaRLOOTrainer"]

@@ -31,9 +31,11 @@ RUN = "run on CPU"
 CALLED = "called on CPU, where it frees nothing"
 INTERPRETED = "run on Triton's interpreter"
 PROFILED = "its name found in 0.32; the CPU build profiles no memory"
+FED = "run on CPU with 0.32 alone"
 READ = "its name found in 0.32; no engine test copies drafts yet"
 CPU = "V1 on CPU"
 V2 = "V2"
+CORE = "core loop"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Hook:
         first: oldest release that has it as we use it.
         last: newest release that has.
         runner: which of vLLM's model runners it belongs to; hooks of `CPU` concern no other build,
-            those of `V2` nobody without Triton.
+            those of `V2` nobody without Triton, those of `CORE` engines that feed themselves.
         checked: how it was checked in the releases that count as tested.
     """
 
@@ -85,6 +87,7 @@ _V2_RUNNER, _V2_SPECULATOR = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.worker.gpu.spec_decode.speculator",
 )
+_CORE = "vllm.v1.engine.core"
 _CUSTOM = "vllm.v1.spec_decode.custom_class_proposer"
 _TRANSFER, _RELOAD = (
     "vllm.distributed.weight_transfer.base",
@@ -381,6 +384,42 @@ HOOKS: tuple[Hook, ...] = (
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils",
         "rejection_sample",
         "draft_logits",
+    ),
+    # Engines that feed themselves, on either runner.
+    Hook(
+        "where newer heads are loaded",
+        _CORE,
+        "EngineCore.post_step",
+        ("model_executed",),
+        runner=CORE,
+        checked=FED,
+    ),
+    Hook(
+        "into all ranks at once",
+        _CORE,
+        "EngineCore.collective_rpc",
+        ("method", "args"),
+        runner=CORE,
+        checked=FED,
+    ),
+    Hook(
+        "lost heads are fed again", _CORE, "EngineCore.wake_up", ("tags",), runner=CORE, checked=FED
+    ),
+    Hook(
+        "nothing is loaded while it sleeps",
+        _CORE,
+        "EngineCore.is_sleeping",
+        runner=CORE,
+        checked=FED,
+    ),
+    Hook("the thread ends with the engine", _CORE, "EngineCore.shutdown", runner=CORE, checked=FED),
+    Hook(
+        "workers without our extension take heads",
+        "vllm.v1.worker.gpu_worker",
+        "Worker.__init__",
+        ("vllm_config",),
+        runner=CORE,
+        checked=FED,
     ),
     # Kinds of heads.
     Hook(

@@ -15,8 +15,9 @@ from vllm.platforms import current_platform
 
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.vllm_plugin import v1_runner
-from medusa_ppo.vllm_plugin.hook_table import HOOKS, V2, Hook, compare
+from medusa_ppo.vllm_plugin.hook_table import CORE, HOOKS, V2, Hook, compare
 from medusa_ppo.vllm_plugin.patches import CPU_PATCHES, Patch, patches_of_older
+from medusa_ppo.vllm_plugin.speculation import feeds_itself
 from medusa_ppo.vllm_plugin.vllm_versions import (
     TESTED,
     can_transfer,
@@ -29,6 +30,7 @@ from medusa_ppo.vllm_plugin.vllm_versions import (
 )
 from medusa_ppo.vllm_plugin.worker_calls import TRANSFER
 
+FEED_PLACES = {"EngineCore.post_step"}
 V2_PLACES = {"vllm.v1.worker.gpu.model_runner.init_speculator"}
 """Where our speculator's module has put something in its place (`Installed.places`)."""
 
@@ -74,6 +76,13 @@ def install() -> Installed:
 
         for holder, name, wrapper in speculator.PLACES:
             _wrap(holder, name, wrapper)
+    if feeds_itself() and INSTALLED.places.keys().isdisjoint(FEED_PLACES):
+        _refuse_faults(tuple(hook for hook in HOOKS if hook.runner == CORE))
+        # Imported here: it imports vLLM's core, which engines that are fed by calls never ask for.
+        from medusa_ppo.vllm_plugin import self_feeding
+
+        for holder, name, wrapper in self_feeding.PLACES:
+            _wrap(holder, name, wrapper)
     return INSTALLED
 
 
@@ -90,7 +99,7 @@ def _refuse_faults(hooks: tuple[Hook, ...]) -> None:
 
 def _install_for_v1() -> None:
     version = require_vllm()
-    _refuse_faults(tuple(hook for hook in HOOKS if hook.runner != V2))
+    _refuse_faults(tuple(hook for hook in HOOKS if hook.runner not in (V2, CORE)))
     if current_platform.is_cpu():
         _apply(CPU_PATCHES)
     for holder, name, wrapper in v1_runner.PLACES:

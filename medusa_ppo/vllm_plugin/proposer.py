@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -625,13 +625,38 @@ class MedusaProposer(Drafter):
         )
         self._use_vocabulary()
 
-    def swap(self, path: str, version: int, checked: Checked | None = None) -> str:
+    def read(
+        self, path: str, checked: Checked | None = None
+    ) -> tuple[dict[str, torch.Tensor], str]:
+        """The tensors of a state file as they are to serve, and the checksum of the file's.
+
+        Nothing that serves is touched, and no other rank is met: it may run beside the engine.
+
+        Raises:
+            SwapError: the file does not fit the serving heads.
+        """
+        state, digest = read_state(path, "new heads", checked)
+        check_fit(self.heads.config.shapes_among(state), state, path)
+        cast = {name: state[name].to(self.dtype) for name in state}
+        check_finite(
+            {name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype}
+        )
+        return cast, digest
+
+    def swap(
+        self,
+        path: str,
+        version: int,
+        checked: Checked | None = None,
+        read: Callable[[], tuple[dict[str, torch.Tensor], str]] | None = None,
+    ) -> str:
         """Put the heads of a state file in the place of the serving ones; nothing is touched unless
         the file is right.
 
         Args:
             checked: what someone else found of the file. Its bytes are confirmed before anything is
                 touched, and the heads after.
+            read: gives what `self.read` found of the file; None: it is read now.
 
         Returns:
             The checksum of the file's tensors.
@@ -641,19 +666,9 @@ class MedusaProposer(Drafter):
                 not what the file holds: then nothing is drafted until heads are fed again.
         """
         heads = self.heads
-
-        def read() -> tuple[dict[str, torch.Tensor], str]:
-            state, digest = read_state(path, "new heads", checked)
-            check_fit(heads.config.shapes_among(state), state, path)
-            cast = {name: state[name].to(self.dtype) for name in state}
-            check_finite(
-                {name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype}
-            )
-            return cast, digest
-
         # What may fail on one rank alone is over on all of them before the first product, which is
         # a meeting of all.
-        cast, digest = together("reading new heads", read)
+        cast, digest = together("reading new heads", read or (lambda: self.read(path, checked)))
         self.fed = False
         together("taking new heads", lambda: heads.load_trainable_state(cast))
         self._core.load()

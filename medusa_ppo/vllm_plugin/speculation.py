@@ -4,6 +4,7 @@ imports no vLLM.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from heads.errors import ConfigError, LossyError
@@ -12,6 +13,8 @@ from medusa_ppo.vllm_plugin.worker_calls import HEADS, SAMPLED
 
 CUSTOM_CLASS = "medusa_ppo.vllm_plugin.drafter.CustomClass"
 """What vLLM is told to import where it has no Medusa."""
+FEED = "MEDUSA_PPO_FEED"
+"""Environment variable of the feed that an engine's own loop takes newer heads from."""
 LOSSLESS = ("standard", "block")
 """Rules by which vLLM may accept drafts without another distribution of what is sampled."""
 
@@ -49,6 +52,11 @@ def heads_folder(vllm_config: Any) -> str:
         and speculative.model == CUSTOM_CLASS
     )
     return str((vllm_config.additional_config or {}).get(HEADS, "")) if ours else ""
+
+
+def feeds_itself() -> bool:
+    """An engine of this process is to look for newer heads by itself."""
+    return bool(os.environ.get(FEED))
 
 
 def refuse_lossy_rule(rule: str) -> None:

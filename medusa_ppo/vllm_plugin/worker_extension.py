@@ -11,17 +11,23 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers.utils import cached_file
 
 from heads.checkpoint import LM_HEAD_KEY
-from heads.errors import SwapError
+from heads.errors import ModelError, SwapError
 from heads.tensorfile import CODES, Header, read_header
+from medusa_ppo.actors.hf import table_files, table_names
 from medusa_ppo.contract.status import Checked
+from medusa_ppo.feeds.actor_sketch import actor_sketch, sketch_rows
 from medusa_ppo.runtime.files import forget_registration
 from medusa_ppo.runtime.rendezvous import device_id
 from medusa_ppo.vllm_plugin.confirm import read_state
@@ -41,8 +47,34 @@ PROCESS = secrets.token_hex(8)
 """This process and no other, on any machine: process ids come again."""
 
 
+class Ahead:
+    """What a thread finds of a file, while others go on."""
+
+    def __init__(self, path: str, read: Callable[[], Any]) -> None:
+        """`read` begins at once."""
+        self.path = path
+        self._found: Future[Any] = Future()
+        threading.Thread(target=self._run, args=(read,), daemon=True).start()
+
+    def _run(self, read: Callable[[], Any]) -> None:
+        try:
+            self._found.set_result(read())
+        # Whatever it is, who asks for the result gets it.
+        except Exception as error:
+            self._found.set_exception(error)
+
+    def is_done(self) -> bool:
+        return self._found.done()
+
+    def result(self) -> Any:
+        """What `read` gave, or raised; waits for it."""
+        return self._found.result()
+
+
 class MedusaWorker:
     """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
+
+    _medusa_ahead: Ahead | None = None
 
     @reports_errors
     def medusa_plugin_report(self) -> dict[str, Any]:
@@ -76,6 +108,48 @@ class MedusaWorker:
         return {
             "version": int(version),
             "checksum": digest,
+            "seconds": time.perf_counter() - started,
+        }
+
+    @reports_errors
+    def medusa_feed_state(self) -> dict[str, Any]:
+        """What an engine that feeds itself has to know: sizes of the heads, a sketch of the actor
+        (empty where its folder has no safetensors), and the heads' version, -1 where they are gone.
+        """
+        drafter = self._medusa_require_drafter()
+        return {
+            "heads": drafter.heads.config.to_dict(),
+            "sketch": self._medusa_sketch(),
+            "version": drafter.held_version(),
+        }
+
+    @reports_errors
+    def medusa_feed_ahead(self, path: str, checked: list[Any]) -> dict[str, Any]:
+        """Begin to read heads of a feed, beside what runs; `medusa_feed_heads` takes them."""
+        drafter = self._medusa_require_drafter()
+        self._medusa_ahead = Ahead(path, lambda: drafter.read(path, Checked(*checked)))
+        return {}
+
+    @reports_errors
+    def medusa_feed_ready(self) -> dict[str, Any]:
+        """Whether that is done, well or not."""
+        ahead = self._medusa_ahead
+        return {"ready": ahead is None or ahead.is_done()}
+
+    @reports_errors
+    def medusa_feed_heads(self, path: str, version: int, checked: list[Any]) -> dict[str, Any]:
+        """`medusa_swap_heads` from a feed; nothing is done where these very heads serve already."""
+        started = time.perf_counter()
+        drafter = self._medusa_require_drafter()
+        ahead = self._medusa_ahead
+        self._medusa_ahead = None
+        if not (drafter.fed and drafter.heads_checksum == checked[0]):
+            read = ahead.result if ahead is not None and ahead.path == path else None
+            drafter.swap(path, int(version), Checked(*checked), read)
+        drafter.version = int(version)
+        return {
+            "version": int(version),
+            "checksum": drafter.heads_checksum,
             "seconds": time.perf_counter() - started,
         }
 
@@ -310,6 +384,23 @@ class MedusaWorker:
             )
         # A tied lm_head is the embedding; loading it a second time would only hide a mismatch.
         return [name for name in given if not (tied and name == LM_HEAD_KEY)]
+
+    def _medusa_sketch(self) -> str:
+        """`actor_sketch` of the model folder's lm_head."""
+        folder = self._medusa_model_folder()
+        if folder is None:
+            return ""
+        try:
+            name, _ = table_names(folder)
+        except ModelError:  # No causal LM of transformers; vLLM serves more than these.
+            return ""
+        for path in table_files(str(folder), (name, name)):
+            with safe_open(path, "pt") as file:
+                if name in set(file.keys()):
+                    table = file.get_slice(name)
+                    rows = sketch_rows(table.get_shape()[0])
+                    return actor_sketch(torch.cat([table[row : row + 1] for row in rows]))
+        return ""
 
     def _medusa_model_folder(self) -> Path | None:
         """The folder that vLLM loaded; of a hub name that in the hub's cache."""

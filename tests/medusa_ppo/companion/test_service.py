@@ -35,6 +35,9 @@ from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.companion.wire import ServiceArguments, pack, pack_tables, unpack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.feeds.feed import verify
+from medusa_ppo.feeds.feed_manifest import FeedActor
+from medusa_ppo.feeds.folder_feed import FolderFeed
 from tests.medusa_ppo.companion.conftest import sampled
 
 
@@ -217,6 +220,32 @@ def test_a_poisoned_candidate_is_never_published_and_the_companion_recovers(
     status = service.status()
     assert status.error == "" and status.versions_published >= good.version
     assert status.candidate.mean_acceptance_length > status.serving.mean_acceptance_length - 0.3
+    service.close()
+
+
+def test_what_is_published_goes_into_a_feed_also_where_that_was_away(chain, tmp_path: Path) -> None:
+    task = chain()
+    place = tmp_path / "feed"
+    place.write_text("no folder")
+    service = CompanionService(arguments_for(task, tmp_path, feed=str(place)), tables_of(task))
+    run_batches(service, [task.batch() for _ in range(6)])
+    published = service.newest(0).published
+    assert published is not None and "feed" in service.status().error
+    place.unlink()
+    run_batches(service, [task.batch()])
+    published = service.newest(0).published
+    manifest = FolderFeed(place).manifest()
+    newest = manifest.versions[-1]
+    assert (newest.version, newest.checksum) == (published.version, published.checksum)
+    assert newest.policy_version == published.policy_version
+    assert newest.judged.mean_acceptance_length == published.mean_acceptance_length > 1.0
+    assert len(newest.judged.acceptance_per_position) == 3
+    assert manifest.actor == FeedActor.of(HeadsConfig(task.hidden, task.vocab, 3), task.lm_head_VD)
+    verify(FolderFeed(place), newest, manifest.actor, tmp_path)
+    files = len(list(place.iterdir()))
+    run_batches(service, [task.batch()])
+    if service.newest(published.version).published is None:
+        assert len(list(place.iterdir())) == files, "the same version is put there once"
     service.close()
 
 

@@ -24,7 +24,7 @@ from medusa_ppo.loops import remote
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import RemoteAttachment, read_tables, refuse, serve
 from medusa_ppo.reports.store import read_run
-from medusa_ppo.vllm_plugin.control_guard import TOKEN
+from medusa_ppo.runtime.control_guard import TOKEN
 
 
 class RemoteWorkers:

@@ -35,6 +35,10 @@ from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.core import Drafted, DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import HIDDEN, VOCAB, Uniformity, add_rollouts, tiny_model
+from medusa_ppo.feeds.feed_manifest import FeedActor, Release
+from medusa_ppo.feeds.folder_feed import FolderFeed
+from medusa_ppo.vllm_plugin import feed_watch, installation
+from medusa_ppo.vllm_plugin.speculation import FEED
 
 HEADS = 2
 PROMPTS = 32
@@ -186,10 +190,55 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
             model, asked[:4]
         )
         tell(chosen=(same, sum(sum(row["steps"]) for row in engine.choices())))
+        tell(**take_from_a_feed(engine, folder, asked[:4], context, copy_parts))
         try:
             engine.configure(memory_bytes=1000)
         except ConfigError as error:
             tell(refused=str(error))
+
+
+def take_from_a_feed(
+    engine: ColocatedEngine, folder: Path, asked: list[list[int]], context: int, copy_parts: int
+) -> dict[str, Any]:
+    """Versions that are published while requests run, one for each of the first steps."""
+    sampling = Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True)
+    before = [response.token_ids for response in engine.generate(asked, sampling).responses]
+    feed_watch.LOOK_S = 0.01
+    os.environ[FEED] = str(folder / "feed")
+    installation.install()
+    # Imports vLLM, which the interpreter has to come before.
+    from medusa_ppo.vllm_plugin import self_feeding
+
+    self_feeding.ASK_S = 0.0
+    engine.generate(asked[:1], Sampling(0.0, max_new_tokens=2, ignore_eos=True))
+    core = engine._running().llm_engine.engine_core.engine_core
+    feeder = getattr(core, self_feeding.FEEDER)
+    watch = feeder._watch
+    stepping = core.step_fn
+    published = 0
+
+    def step() -> Any:
+        nonlocal published
+        if feeder._coming is not None:
+            while not engine._call("medusa_feed_ready")["ready"]:
+                time.sleep(0.01)
+        else:
+            published += 1
+            heads = random_heads(10 + published, context, copy_parts)
+            save_state(folder / "fed", heads.trainable_state())
+            actor = FeedActor.of(heads.config, None)
+            release = Release(actor=actor, dtype="float32", version=published, policy_version=0)
+            FolderFeed(folder / "feed").publish(folder / "fed", release)
+            while not watch.offers:
+                time.sleep(0.01)
+        return stepping()
+
+    core.step_fn = step
+    rollouts = engine.generate(asked, sampling)
+    core.step_fn = stepping
+    found = engine._call("medusa_checksums")["heads_version"]
+    same = [response.token_ids for response in rollouts.responses] == before
+    return {"fed": (same, published, found)}
 
 
 def tell(**found: Any) -> None:

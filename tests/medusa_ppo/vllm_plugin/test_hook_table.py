@@ -44,7 +44,10 @@ def test_a_release_that_was_never_seen_is_held_against_the_newest(
 
 def test_hooks_of_the_cpu_concern_no_other_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hook_table, "is_cpu_build", lambda: False)
-    assert {found.runner for found in hook_table.compare()} == {"V1"}
+    assert {found.runner for found in hook_table.compare()} == {
+        "V1",
+        hook_table.CORE,
+    }
 
 
 def test_an_attribute_that_is_set_no_more_is_named() -> None:

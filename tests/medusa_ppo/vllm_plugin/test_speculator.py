@@ -102,3 +102,8 @@ def test_the_number_of_drafts_is_chosen_from_steps_that_were_timed(seen: dict[st
     assert seen["chooses"] is True and seen["timed drafts"] == [0, 1, 2]
     same, steps = seen["chosen"]
     assert same and steps > 0
+
+
+def test_it_takes_versions_from_a_feed_while_requests_run(seen: dict[str, Any]) -> None:
+    same, published, version = seen["fed"]
+    assert same and published - 1 <= version <= published and version > 2

@@ -9,7 +9,7 @@ import asyncio
 import httpx
 import pytest
 
-from medusa_ppo.vllm_plugin.control_guard import TOKEN, ControlGuard, token_header
+from medusa_ppo.runtime.control_guard import TOKEN, ControlGuard, token_header
 
 
 async def _answer(scope, receive, send) -> None:

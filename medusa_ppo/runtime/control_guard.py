@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-GUARD = "medusa_ppo.vllm_plugin.control_guard.ControlGuard"
+GUARD = "medusa_ppo.runtime.control_guard.ControlGuard"
 TOKEN = "MEDUSA_PPO_TOKEN"
 """Environment variable of the secret without which a server answers no control request."""
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/metrics/", "/tokenize", "/detokenize")
@@ -36,9 +36,17 @@ class ControlGuard:
     refill its workers.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(
+        self, app: Callable[..., Awaitable[None]], token: str | None = None, name: str = TOKEN
+    ) -> None:
+        """
+        Args:
+            token: None: the environment's.
+            name: of the variable that holds it, for those who lack it.
+        """
         self.app = app
-        self._expected = token_header().get("Authorization", "").encode()
+        self._name = name
+        self._expected = token_header(token).get("Authorization", "").encode()
 
     async def __call__(
         self,
@@ -60,7 +68,7 @@ class ControlGuard:
                     return
                 text = (
                     f"Unauthorized. given: {path} without the token  expected: Authorization:"
-                    f" Bearer TOKEN  do this: set {TOKEN}"
+                    f" Bearer TOKEN  do this: set {self._name}"
                 )
                 await send(
                     {

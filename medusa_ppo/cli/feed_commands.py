@@ -1,0 +1,105 @@
+"""`medusa-ppo feed serve`, `list` and `verify`: places with versions of heads."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heads.errors import FeedError
+from medusa_ppo.runtime.console import command, say
+
+feed = typer.Typer(
+    name="feed",
+    help="Places with versions of heads, which companions write and engines read.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Address = Annotated[
+    str, typer.Argument(metavar="FEED", help="Folder, or address of `medusa-ppo feed serve`.")
+]
+
+
+@feed.command()
+@command
+def serve(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of the feed; it may be made later.")
+    ],
+    host: Annotated[
+        str,
+        typer.Option(help="Address to listen on; others need MEDUSA_PPO_FEED_TOKEN."),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8460,
+) -> None:
+    """Answer engines on other nodes from a feed's folder, and take new versions from a companion
+    that has the same MEDUSA_PPO_FEED_TOKEN.
+
+    Example:  [bold]medusa-ppo feed serve feed/ --host 0.0.0.0[/bold]
+    """
+    from medusa_ppo.feeds.feed_server import FeedServer
+
+    server = FeedServer(folder, host, port)
+    say(f"Feed {folder} at http://{host}:{port}")
+    server.run()
+
+
+@feed.command("list")
+@command
+def list_versions(address: Address) -> None:
+    """Show the versions that a feed has, and what they were judged by.
+
+    Example:  [bold]medusa-ppo feed list feed/[/bold]
+    """
+    from medusa_ppo.feeds.http_feed import open_feed
+
+    place = open_feed(address)
+    manifest = place.manifest()
+    if manifest is None:
+        say(f"{place.address}: nothing was published yet.")
+        return
+    config = manifest.actor.config
+    say(
+        f"{place.address}: {config.num_heads} heads of kind {config.kind}, width"
+        f" {config.hidden_size}, vocabulary {config.vocab_size}"
+    )
+    say(f"{'version':>8}  {'actor':>8}  {'tokens a step':>13}  {'MB':>8}  written")
+    for version in manifest.versions:
+        length = version.judged.mean_acceptance_length
+        judged = "-" if length is None else f"{length:.3f}"
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version.written_s))
+        say(
+            f"{version.version:>8}  {version.policy_version:>8}  {judged:>13}"
+            f"  {version.bytes / 1e6:>8.1f}  {written}"
+        )
+
+
+@feed.command("verify")
+@command
+def verify_versions(address: Address) -> None:
+    """Fetch every version that a feed names, and look at all of its bytes and tensors, as an engine
+    does. Exit code 1 where one is damaged.
+
+    Example:  [bold]medusa-ppo feed verify http://10.0.0.5:8460[/bold]
+    """
+    from medusa_ppo.feeds.feed import verify
+    from medusa_ppo.feeds.http_feed import open_feed
+
+    place = open_feed(address)
+    manifest = place.manifest()
+    if manifest is None or not manifest.versions:
+        raise FeedError(
+            "There is nothing to verify.",
+            given=f"{place.address}, nothing published",
+            expected="a feed with a version",
+            do="Name the folder or address that companion.feed has.",
+        )
+    with tempfile.TemporaryDirectory(prefix="medusa-ppo-verify-") as folder:
+        for version in manifest.versions:
+            verify(place, version, manifest.actor, Path(folder)).unlink()
+            say(f"version {version.version}: {version.bytes} bytes, SHA-256 {version.digest[:16]}")
+    say(f"{len(manifest.versions)} versions are whole.")

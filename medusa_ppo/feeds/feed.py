@@ -1,0 +1,146 @@
+"""A feed as readers and publishers see it, whatever kind of place it is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+from heads.checkpoint import check_names_and_shapes
+from heads.errors import BadVersionError, CheckpointError
+from heads.tensorfile import MAX_HEADS_HEADER_BYTES, checksum, load_state, read_header
+from medusa_ppo.feeds.feed_manifest import (
+    FeedActor,
+    FeedManifest,
+    FeedVersion,
+    Release,
+    read_manifest,
+)
+
+CHUNK_BYTES = 1 << 20
+
+
+class Feed(ABC):
+    """A place with versions of heads. Many may read while one publishes.
+
+    Attributes:
+        address: where it is, as people may see it.
+    """
+
+    address: str
+
+    @abstractmethod
+    def read(self) -> bytes | None:
+        """The manifest's bytes; None: nothing was published yet. FeedError when it can't be
+        reached.
+        """
+
+    @abstractmethod
+    def stream(self, file: str, size: int) -> Iterator[bytes]:
+        """A file's bytes, in parts. It may have more or fewer than `size`. FeedError when it is
+        gone or can't be reached.
+        """
+
+    @abstractmethod
+    def publish(self, path: Path, release: Release) -> FeedVersion:
+        """Add a version, whose tensors are in a file of `heads.checkpoint.save_state`. Readers see
+        it when it is whole.
+
+        Raises:
+            FeedError: the feed can't be reached, is another actor's, or refuses.
+            CheckpointError: the file has other tensors than the release says.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds; harmless when called again."""
+
+    def manifest(self) -> FeedManifest | None:
+        """What there is; None: nothing was published yet. FeedError when it can't be reached or
+        read.
+        """
+        data = self.read()
+        return None if data is None else read_manifest(data, self.address)
+
+    def fetch(self, version: FeedVersion, target: Path, most_bytes: int) -> None:
+        """Bring a version's file here. It appears at `target` when all its bytes have come and are
+        those that the manifest names.
+
+        Args:
+            most_bytes: of what is read and written at most, whatever the manifest says.
+
+        Raises:
+            BadVersionError: the file is too large, cut short, or has other bytes.
+            FeedError: it is gone, or the feed can't be reached.
+        """
+        if version.bytes > most_bytes:
+            raise BadVersionError(
+                "The feed names a file that is larger than any heads of these sizes.",
+                given=f"{self.address}: {version.file}, {version.bytes} bytes",
+                expected=f"<= {most_bytes} bytes",
+                do="Don't trust this feed; look who writes into it.",
+            )
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.new-", dir=target.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                digest = hashlib.sha256()
+                count = 0
+                for part in self.stream(version.file, version.bytes):
+                    count += len(part)
+                    if count > version.bytes:
+                        break
+                    digest.update(part)
+                    file.write(part)
+            if (count, digest.hexdigest()) != (version.bytes, version.digest):
+                raise BadVersionError(
+                    "A file of the feed is not the one that its manifest names.",
+                    given=f"{self.address}: {version.file}, {count} bytes or more, SHA-256"
+                    f" {digest.hexdigest()[:16]}",
+                    expected=f"{version.bytes} bytes, SHA-256 {version.digest[:16]}",
+                    do="It is half-written, damaged on its way, or forged: publish it again.",
+                )
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def check_heads_file(path: Path, actor: FeedActor, dtype: str) -> str:
+    """The checksum of a file's tensors, after comparing their names, shapes and dtype with those
+    of the actor's heads. CheckpointError for others, and for NaN and infinity.
+    """
+    config = actor.config
+    names = read_header(path, MAX_HEADS_HEADER_BYTES)
+    check_names_and_shapes(path, config.shapes_among(names), dtype)
+    return checksum(load_state(path))
+
+
+def verify(feed: Feed, version: FeedVersion, actor: FeedActor, folder: Path) -> Path:
+    """Bring a version into a folder and look at all of it. Returns its file.
+
+    Raises:
+        BadVersionError: as `fetch`; or its tensors are not those that the manifest names.
+        FeedError: as `fetch`.
+    """
+    path = folder / version.file
+    feed.fetch(version, path, actor.most_bytes())
+    try:
+        found = check_heads_file(path, actor, version.dtype)
+        if found != version.checksum:
+            raise CheckpointError(
+                "The tensors do not match their checksum.",
+                given=found[:16],
+                expected=version.checksum[:16],
+            )
+    except CheckpointError as error:
+        path.unlink()
+        raise BadVersionError(
+            "A version of the feed holds no heads of its actor.",
+            given=f"{feed.address}, version {version.version}: {error.problem} {error.given}",
+            expected=str(error.expected),
+            do="Look who writes into the feed, and publish it again.",
+        ) from error
+    return path

@@ -1,0 +1,194 @@
+"""What a feed says about itself: whose heads it has, and which versions, with their digests and
+what they were judged by.
+
+    FEED/manifest.json                      this, replaced by a rename
+    FEED/heads-000007-1a2b3c4d.safetensors  a version's tensors, named by version and digest; never
+                                            written a second time
+
+Everything in it is treated as hostile by who reads it: it is small, no key is unknown or twice, and
+a file's name is no path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from heads.errors import CheckpointError, ConfigError, FeedError
+from heads.heads_config import HeadsConfig
+from heads.tensorfile import MAX_HEADS_HEADER_BYTES, parse_json
+from medusa_ppo.feeds.actor_sketch import SKETCH_DIGITS, actor_sketch, alike, sketch_rows
+
+MANIFEST = "manifest.json"
+MOST_MANIFEST_BYTES = 1 << 18
+FORMAT_VERSION: Literal[1] = 1
+KEPT_VERSIONS = 4
+"""Versions that a feed keeps: a reader that is so many behind looks into the manifest again."""
+FLOAT32_BYTES = 4
+Dtype = Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Judged(_Record):
+    """What let a version through.
+
+    Attributes:
+        mean_acceptance_length: tokens an engine step by replay on held-out responses; None where
+            nobody has judged it.
+        acceptance_per_position: of each draft, accepted / draft steps.
+    """
+
+    mean_acceptance_length: Annotated[float, Field(allow_inf_nan=False, ge=1)] | None = None
+    acceptance_per_position: Annotated[list[Finite], Field(max_length=64)] = Field(
+        default_factory=list
+    )
+
+
+class FeedActor(_Record):
+    """Whose heads a feed has.
+
+    Attributes:
+        heads: sizes and kind of the heads, as `HeadsConfig.to_dict`.
+        sketch: `actor_sketch` of the actor's lm_head; empty where it isn't known.
+    """
+
+    heads: dict[str, Any]
+    sketch: Annotated[str, Field(pattern=rf"^([0-9a-f]{{{SKETCH_DIGITS}}})?$")] = ""
+
+    @classmethod
+    def of(cls, config: HeadsConfig, lm_head_VD: torch.Tensor | None) -> FeedActor:
+        """Heads of these sizes, of the actor with this lm_head; None: it isn't known."""
+        if lm_head_VD is None:
+            return cls(heads=config.to_dict())
+        rows_RD = lm_head_VD[sketch_rows(lm_head_VD.shape[0])]
+        return cls(heads=config.to_dict(), sketch=actor_sketch(rows_RD))
+
+    @property
+    def config(self) -> HeadsConfig:
+        """FeedError where `heads` are none."""
+        try:
+            return HeadsConfig.from_dict(self.heads)
+        except (ConfigError, TypeError, AttributeError) as error:
+            raise damaged("heads", str(error)) from error
+
+    def most_bytes(self) -> int:
+        """Of a file with heads of these sizes, in float32 and with the longest header."""
+        config = self.config
+        numbers = config.num_heads  # Draft temperatures, which may be there.
+        for shape in config.tensor_shapes().values():
+            numbers += shape[0] * (shape[1] if len(shape) > 1 else 1)
+        return numbers * FLOAT32_BYTES + MAX_HEADS_HEADER_BYTES
+
+    def require_same(self, other: FeedActor, address: str) -> None:
+        """FeedError when `other`, found at an address, is not of this actor.
+
+        Weights move while PPO goes on, so sketches may differ a little. Two runs of one actor are
+        not told apart: drafts stay lossless, and the gate of either is right for both.
+        """
+        if self.config != other.config:
+            given = f"{address}: {other.heads}"
+            expected = f"{self.heads}"
+        elif not alike(self.sketch, other.sketch):
+            given = f"{address}: heads of an actor with another lm_head"
+            expected = "an lm_head with mostly the same signs"
+        else:
+            return
+        raise FeedError(
+            "The feed has heads of another actor, or of other sizes.",
+            given=given,
+            expected=expected,
+            do="Name the feed of this actor, or an empty one.",
+        )
+
+
+class FeedVersion(_Record):
+    """One version of the heads.
+
+    Attributes:
+        version: grows from one version of the feed to the next.
+        file: its name in the feed.
+        bytes: length of the file.
+        digest: SHA-256 of the file's bytes.
+        checksum: `heads.tensorfile.checksum` of its tensors, which an engine reports.
+        dtype: of its tensors, e.g. `float32`.
+        policy_version: of the actor whose rollouts were trained on last.
+        judged: what let it through.
+        written_s: when, seconds since 1970.
+    """
+
+    version: Annotated[int, Field(ge=1, lt=1 << 53)]
+    file: Annotated[str, Field(pattern=r"^heads-\d{6,16}-[0-9a-f]{8}\.safetensors$")]
+    bytes: Annotated[int, Field(ge=8)]
+    digest: Digest
+    checksum: Digest
+    dtype: Dtype
+    policy_version: int
+    judged: Judged = Field(default_factory=Judged)
+    written_s: Finite
+
+
+class FeedManifest(_Record):
+    """The whole of it; the newest version is the last."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    actor: FeedActor
+    versions: Annotated[list[FeedVersion], Field(max_length=64)]
+
+    @model_validator(mode="after")
+    def _grows(self) -> FeedManifest:
+        numbers = [version.version for version in self.versions]
+        if sorted(set(numbers)) != numbers:
+            raise ValueError(f"versions {numbers} do not grow")
+        return self
+
+    @property
+    def newest(self) -> int:
+        """0: none."""
+        return self.versions[-1].version if self.versions else 0
+
+
+class Release(_Record):
+    """What is published, beside the file of tensors itself.
+
+    Attributes:
+        actor: whose heads they are.
+        version: as the publisher counts. Where the feed has it already, the feed's next one.
+        dtype, policy_version, judged: as of `FeedVersion`.
+    """
+
+    actor: FeedActor
+    dtype: Dtype
+    version: Annotated[int, Field(ge=1, lt=1 << 53)]
+    policy_version: int
+    judged: Judged = Field(default_factory=Judged)
+
+
+def read_manifest(data: bytes, address: str) -> FeedManifest:
+    """FeedError for anything but a whole manifest of this format."""
+    try:
+        raw = parse_json(data, Path(MANIFEST))
+        # By JSON's own rules: true is no number, and 1.0 no integer.
+        return FeedManifest.model_validate(raw)
+    except CheckpointError as error:
+        raise damaged(address, str(error.given)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise damaged(address, f"{where}: {first['msg']}") from error
+
+
+def damaged(address: str, found: str) -> FeedError:
+    return FeedError(
+        "The feed's manifest is damaged.",
+        given=f"{address}: {found[:500]}",
+        expected=f"{MANIFEST} of format {FORMAT_VERSION}",
+        do="Look at it with `medusa-ppo feed list`, and publish again into an empty feed.",
+    )

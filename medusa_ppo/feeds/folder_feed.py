@@ -1,0 +1,130 @@
+"""A feed in a folder: of one node, or of a file system that several share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from heads.errors import CheckpointError, FeedError
+from heads.tensorfile import file_inside, read_regular, regular_size
+from medusa_ppo.feeds.feed import CHUNK_BYTES, Feed, check_heads_file
+from medusa_ppo.feeds.feed_manifest import (
+    KEPT_VERSIONS,
+    MANIFEST,
+    MOST_MANIFEST_BYTES,
+    FeedManifest,
+    FeedVersion,
+    Release,
+)
+from medusa_ppo.runtime.files import write_atomic
+
+FILES = "heads-*.safetensors"
+
+
+class FolderFeed(Feed):
+    """Files and a manifest, each of which appears by a rename. Publishers take turns: two at once
+    may lose a version of one of them, and nothing else.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """`folder`: is made when something is published."""
+        self.folder = Path(folder)
+        self.address = str(folder)
+
+    def read(self) -> bytes | None:
+        path = self.folder / MANIFEST
+        if not self.folder.is_dir() or not os.path.lexists(path):
+            return None
+        try:
+            return read_regular(file_inside(self.folder, MANIFEST), MOST_MANIFEST_BYTES)
+        except (CheckpointError, OSError) as error:
+            raise self._unreadable(MANIFEST, error) from error
+
+    def stream(self, file: str, size: int) -> Iterator[bytes]:
+        try:
+            path = file_inside(self.folder, file)
+            regular_size(path)  # Not a pipe, which need not end.
+            with path.open("rb") as source:
+                while part := source.read(CHUNK_BYTES):
+                    yield part
+        except (CheckpointError, OSError) as error:
+            raise self._unreadable(file, error) from error
+
+    def publish(self, path: Path, release: Release) -> FeedVersion:
+        tensors = check_heads_file(path, release.actor, release.dtype)
+        found = self.manifest()
+        if found is not None:
+            found.actor.require_same(release.actor, self.address)
+        before = found.versions if found is not None else []
+        number = max(release.version, (found.newest if found else 0) + 1)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            version = self._take_in(path, number, tensors, release)
+            manifest = FeedManifest(
+                # The newest sketch: an actor that moves far stays its own neighbour.
+                actor=release.actor,
+                versions=[*before, version][-KEPT_VERSIONS:],
+            )
+            write_atomic(self.folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+        except OSError as error:
+            raise FeedError(
+                "The feed's folder can't be written to.",
+                given=f"{self.address}: {error}",
+                expected="a folder with room",
+                do="Make room there, or name another folder.",
+            ) from error
+        self._forget_all_but(manifest)
+        return version
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _take_in(self, path: Path, number: int, tensors: str, release: Release) -> FeedVersion:
+        """Copy a file in, under the name that its bytes give it."""
+        handle, temporary = tempfile.mkstemp(prefix=".heads.new-", dir=self.folder)
+        try:
+            with path.open("rb") as source, os.fdopen(handle, "wb") as copy:
+                shutil.copyfileobj(source, copy, CHUNK_BYTES)
+                copy.flush()
+                # Before the rename, which may otherwise reach the disk before the bytes do.
+                os.fsync(copy.fileno())
+            with open(temporary, "rb") as copied:
+                digest = hashlib.file_digest(copied, "sha256").hexdigest()
+            version = FeedVersion(
+                version=number,
+                file=f"heads-{number:06d}-{digest[:8]}.safetensors",
+                bytes=os.path.getsize(temporary),
+                digest=digest,
+                checksum=tensors,
+                dtype=release.dtype,
+                policy_version=release.policy_version,
+                judged=release.judged,
+                written_s=time.time(),
+            )
+            os.chmod(
+                temporary, 0o644
+            )  # mkstemp makes a private file, and heads are read by others.
+            os.replace(temporary, self.folder / version.file)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        return version
+
+    def _forget_all_but(self, manifest: FeedManifest) -> None:
+        named = {version.file for version in manifest.versions}
+        for path in self.folder.glob(FILES):
+            if path.name not in named:
+                path.unlink(missing_ok=True)
+
+    def _unreadable(self, file: str, error: Exception) -> FeedError:
+        reason = error.given if isinstance(error, CheckpointError) else error
+        return FeedError(
+            "The feed's folder can't be read.",
+            given=f"{self.address}: {file}: {reason}",
+            expected="a plain file",
+            do="Look at the folder, and publish again.",
+        )

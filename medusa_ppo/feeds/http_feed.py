@@ -1,0 +1,172 @@
+"""A feed behind HTTP, as `medusa-ppo feed serve` answers it; and which feed an address means."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from heads.errors import ConfigError, FeedError
+from medusa_ppo.feeds.feed import CHUNK_BYTES, Feed
+from medusa_ppo.feeds.feed_manifest import (
+    MANIFEST,
+    MOST_MANIFEST_BYTES,
+    FeedActor,
+    FeedVersion,
+    Release,
+)
+from medusa_ppo.feeds.folder_feed import FolderFeed
+from medusa_ppo.runtime.control_guard import token_header
+
+FEED_TOKEN = "MEDUSA_PPO_FEED_TOKEN"
+"""Environment variable of a feed's secret. Another than that of an engine's control routes: who
+reads heads need not be able to replace an actor, and a server that we start has a token of its own.
+"""
+RELEASE_HEADER = "X-Medusa-PPO-Release"
+VERSIONS = "versions"
+"""Where new versions are put."""
+ANSWER_S = 10.0
+"""For the manifest, and for the next part of a file."""
+LEAST_BYTES_PER_S = 1 << 20
+"""A file that comes more slowly is given up."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# A connection for each request: what a server says twice would be taken for the next answer.
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+
+
+def open_feed(address: str) -> Feed:
+    """The feed at `http://HOST:PORT`, `https://...`, or in a folder. ConfigError for other
+    addresses.
+    """
+    if address.startswith(("http://", "https://")):
+        return HttpFeed(address)
+    if not address or re.match(r"^\w+://", address):
+        raise _no_address(address or "nothing")
+    return FolderFeed(address)
+
+
+def _feed_token() -> dict[str, str]:
+    token = os.environ.get(FEED_TOKEN)
+    return token_header(token) if token else {}
+
+
+def absolute(address: str) -> str:
+    """The same feed for processes that work in other folders."""
+    return address if "://" in address else str(Path(address).absolute())
+
+
+def require_feed(address: str, actor: FeedActor) -> None:
+    """Ask before anything is published.
+
+    Raises:
+        ConfigError: it is no address.
+        FeedError: it can't be reached, or has another actor's heads.
+    """
+    feed = open_feed(address)
+    try:
+        if (found := feed.manifest()) is not None:
+            found.actor.require_same(actor, feed.address)
+    finally:
+        feed.close()
+
+
+def _no_address(given: str) -> ConfigError:
+    return ConfigError(
+        "This is no address of a feed.",
+        given=given,
+        expected="a folder, http://HOST:PORT or https://HOST",
+        do="Name a folder that the companion writes, or what `medusa-ppo feed serve` says.",
+    )
+
+
+class HttpFeed(Feed):
+    """Asks with the token of the environment, where there is one. Redirections are not followed:
+    the token is for this address alone.
+    """
+
+    def __init__(self, address: str) -> None:
+        """ConfigError for an address that is no URL."""
+        try:
+            url = httpx.URL(address.rstrip("/") + "/")
+        except httpx.InvalidURL as error:
+            raise _no_address(f"{address}: {error}") from error
+        if not url.host:
+            raise _no_address(address)
+        self.address = str(url.copy_with(userinfo=b""))
+        self._client = httpx.Client(
+            base_url=url,
+            # As they are: what is packed could unpack to any size.
+            headers={**_feed_token(), "Accept-Encoding": "identity"},
+            timeout=ANSWER_S,
+            limits=LIMITS,
+            # A proxy of the environment has no business on loopback, and would be told the token.
+            trust_env=url.host not in LOOPBACK,
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def read(self) -> bytes | None:
+        data = bytearray()
+        for part in self._parts(MANIFEST, ANSWER_S, missing_is_empty=True):
+            data += part
+            if len(data) > MOST_MANIFEST_BYTES:
+                raise self._unreachable(MANIFEST, f"more than {MOST_MANIFEST_BYTES} bytes")
+        return bytes(data) or None
+
+    def stream(self, file: str, size: int) -> Iterator[bytes]:
+        return self._parts(file, ANSWER_S + size / LEAST_BYTES_PER_S)
+
+    def publish(self, path: Path, release: Release) -> FeedVersion:
+        size = path.stat().st_size
+        try:
+            with path.open("rb") as file:
+                answer = self._client.put(
+                    VERSIONS,
+                    content=iter(lambda: file.read(CHUNK_BYTES), b""),
+                    headers={
+                        RELEASE_HEADER: release.model_dump_json(),
+                        "Content-Length": str(size),
+                    },
+                    timeout=ANSWER_S + size / LEAST_BYTES_PER_S,
+                )
+                answer.raise_for_status()
+                return FeedVersion.model_validate_json(answer.content)
+        except httpx.HTTPStatusError as error:
+            text = error.response.text[:500]
+            raise self._unreachable(VERSIONS, f"{error.response.status_code} {text}") from error
+        except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
+            raise self._unreachable(VERSIONS, repr(error)) from error
+
+    def _parts(
+        self, name: str, within_s: float, *, missing_is_empty: bool = False
+    ) -> Iterator[bytes]:
+        # httpx's timeout is for each read: an answer that comes drop by drop would never end.
+        deadline = time.monotonic() + within_s
+        try:
+            with self._client.stream("GET", name) as answer:
+                if answer.status_code == httpx.codes.NOT_FOUND and missing_is_empty:
+                    return
+                answer.raise_for_status()
+                for part in answer.iter_raw(CHUNK_BYTES):
+                    if time.monotonic() > deadline:
+                        raise self._unreachable(name, f"no end within {within_s:.0f} s")
+                    yield part
+        except httpx.HTTPStatusError as error:
+            raise self._unreachable(name, str(error.response.status_code)) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(name, repr(error)) from error
+
+    def _unreachable(self, name: str, found: Any) -> FeedError:
+        return FeedError(
+            "The feed does not answer as it should.",
+            given=f"{self.address}{name}: {found}",
+            expected="an answer of `medusa-ppo feed serve`",
+            do=f"Look whether it runs and is reached from here, and has the same {FEED_TOKEN}.",
+        )

@@ -1,0 +1,207 @@
+"""An engine that feeds itself: in the process that runs vLLM's core loop, newer heads of a feed are
+loaded between two steps, on all ranks in one call, whatever requests run.
+
+`MEDUSA_PPO_FEED` says where (`medusa_ppo.feeds`), for engines that were started with heads of ours.
+An environment variable, because it reaches every engine: some loops pass no argument of theirs on
+to vLLM, and vLLM refuses a key of ours in its speculative configuration. Where it isn't set,
+nothing of vLLM's core is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import vllm.v1.engine.core as engine_core
+import vllm.v1.worker.gpu_worker as gpu_worker
+
+from heads.errors import EngineError, MedusaError
+from medusa_ppo.feeds.feed_manifest import FeedActor
+from medusa_ppo.feeds.http_feed import open_feed
+from medusa_ppo.vllm_plugin.feed_watch import FeedWatch, Fetched
+from medusa_ppo.vllm_plugin.speculation import FEED, feeds_itself, heads_folder
+from medusa_ppo.vllm_plugin.worker_calls import WORKER_EXTENSION, first_of
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 0.02
+"""Seconds between two questions to the ranks whether they have read new heads."""
+FEEDER = "medusa_feeder"
+"""Attribute of vLLM's core with its `EngineFeeder`."""
+
+
+class EngineFeeder:
+    """Loads what a `FeedWatch` offers into one engine.
+
+    Attributes:
+        woken: the engine has slept since the last look: its heads may be gone.
+    """
+
+    def __init__(self, core: Any) -> None:
+        """`core`: vLLM's, with its workers. It isn't held."""
+        self._watch: FeedWatch | None = None
+        self._coming: Fetched | None = None
+        self._asked = 0.0
+        self.woken = False
+        try:
+            answer = self._state(core)
+            actor = FeedActor(heads=dict(answer["heads"]), sketch=str(answer["sketch"]))
+            self._watch = FeedWatch(open_feed(os.environ[FEED]), actor)
+        except MedusaError as error:
+            logger.warning("This engine takes nothing from %s. %s", FEED, error)
+            return
+        # For engines that nobody shuts down.
+        weakref.finalize(core, self._watch.end)
+
+    def between_steps(self, core: Any) -> None:
+        """Called after every step of the engine: load what was fetched meanwhile, if anything."""
+        watch = self._watch
+        if watch is None or not (watch.offers or self.woken or self._coming):
+            return
+        if core.is_sleeping():
+            return
+        if self.woken:
+            self.woken = False
+            if watch.serving is not None and self._state(core)["version"] < 0:
+                # A deep sleep has thrown them away.
+                self._load(core, watch, watch.serving)
+        if self._coming is None and (fetched := watch.take()) is not None:
+            # Read by each rank beside what runs, and loaded after a later step.
+            self._coming = fetched
+            self._tell_ranks(core, "medusa_feed_ahead", str(fetched.path), [fetched.checksum])
+        if self._coming is not None and self._all_ready(core):
+            fetched, self._coming = self._coming, None
+            self._load(core, watch, fetched)
+
+    def _all_ready(self, core: Any) -> bool:
+        """All ranks have read what comes. Asked seldom: an answer takes a way to the workers."""
+        now = time.perf_counter()
+        if now - self._asked < ASK_S:
+            return False
+        self._asked = now
+        return all(answer["ready"] for answer in self._tell_ranks(core, "medusa_feed_ready"))
+
+    def _tell_ranks(self, core: Any, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        answers = core.collective_rpc(method, args=arguments)
+        first_of(answers)
+        return answers
+
+    def close(self) -> None:
+        """End the watch; harmless when called again."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def _state(self, core: Any) -> dict[str, Any]:
+        return first_of(core.collective_rpc("medusa_feed_state"))
+
+    def _load(self, core: Any, watch: FeedWatch, fetched: Fetched) -> None:
+        """Into all ranks, or into none. Where that failed after the old heads were gone, the last
+        ones are put back.
+        """
+        before = watch.serving
+        began = time.perf_counter()
+        fault = self._given(core, fetched)
+        watch.took(fetched, fault)
+        if fault is None:
+            logger.info(
+                "Heads version %d serve, loaded in %.0f ms.",
+                fetched.version,
+                1e3 * (time.perf_counter() - began),
+            )
+        elif before is not None and before is not fetched and self._state(core)["version"] < 0:
+            watch.took(before, self._given(core, before))
+
+    def _given(self, core: Any, fetched: Fetched) -> Exception | None:
+        """Why not all ranks have taken it; None: they have."""
+        arguments = (str(fetched.path), fetched.version, [fetched.checksum])
+        try:
+            answers = core.collective_rpc("medusa_feed_heads", args=arguments)
+            first_of(answers)
+        # Not only ours: vLLM hands a worker's error on as a RuntimeError of its own. A feed must
+        # end no engine; where the workers are gone, the next step says so.
+        except Exception as error:
+            return error
+        versions = {answer["version"] for answer in answers}
+        if versions != {fetched.version}:
+            return EngineError(
+                "The engine's ranks draft with different heads.",
+                given=f"versions {sorted(versions)}",
+                expected=f"{fetched.version} on all of them",
+                do="Report this.",
+            )
+        return None
+
+
+def with_feed_looked_at(original: Callable[..., None]) -> Callable[..., None]:
+    """`EngineCore.post_step`: after every step, in process and in a process of its own."""
+
+    @functools.wraps(original)
+    def post_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        feeder = vars(self).get(FEEDER)
+        if feeder is None and feeds_itself() and heads_folder(self.vllm_config):
+            feeder = EngineFeeder(self)
+            setattr(self, FEEDER, feeder)
+        if feeder is not None:
+            feeder.between_steps(self)
+
+    return post_step
+
+
+def with_heads_fed_again(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineCore.wake_up`: heads that a deep sleep threw away are loaded after the next step."""
+
+    @functools.wraps(original)
+    def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if (feeder := vars(self).get(FEEDER)) is not None:
+            feeder.woken = True
+        return result
+
+    return wake_up
+
+
+def with_feed_closed(original: Callable[..., None]) -> Callable[..., None]:
+    """`EngineCore.shutdown`: the thread ends with the engine."""
+
+    @functools.wraps(original)
+    def shutdown(self: Any) -> None:
+        if (feeder := vars(self).get(FEEDER)) is not None:
+            feeder.close()
+        original(self)
+
+    return shutdown
+
+
+def with_feed_calls(original: Callable[..., None]) -> Callable[..., None]:
+    """`Worker.__init__`: a worker that a loop has started without our extension has its calls all
+    the same. Only this one: vLLM's class stays as it is, for engines with other extensions.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not (feeds_itself() and heads_folder(self.vllm_config)):
+            return
+        # By its name: it imports what activates the plugin, and that imports this.
+        module, _, name = WORKER_EXTENSION.rpartition(".")
+        extension = getattr(importlib.import_module(module), name)
+        kind = type(self)
+        if not issubclass(kind, extension):
+            self.__class__ = type(kind.__name__, (kind, extension), {})
+
+    return __init__
+
+
+PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (engine_core.EngineCore, "post_step", with_feed_looked_at),
+    (engine_core.EngineCore, "wake_up", with_heads_fed_again),
+    (engine_core.EngineCore, "shutdown", with_feed_closed),
+    (gpu_worker.Worker, "__init__", with_feed_calls),
+)

@@ -1,0 +1,77 @@
+"""`medusa-ppo feed`: what people see of a feed, and a server as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from heads.errors import FeedError
+from medusa_ppo.cli.app import app
+from medusa_ppo.engines.http_server import free_port
+from medusa_ppo.feeds.feed import Feed
+from medusa_ppo.feeds.folder_feed import FolderFeed
+from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
+from tests.medusa_ppo.feeds.conftest import heads_file, release
+
+
+def run(*arguments: str, code: int) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def answers(feed: Feed) -> bool:
+    try:
+        feed.manifest()
+    except FeedError:
+        return False
+    return True
+
+
+def test_list_and_verify_say_what_there_is(tmp_path: Path) -> None:
+    folder = str(tmp_path / "feed")
+    assert "nothing was published" in run("feed", "list", folder, code=0)
+    assert "nothing published" in run("feed", "verify", folder, code=1)
+    for number in (1, 2):
+        FolderFeed(folder).publish(heads_file(tmp_path / "state", number), release(number))
+    listed = run("feed", "list", folder, code=0)
+    assert "2 heads of kind medusa" in listed and "2.500" in listed
+    assert "2 versions are whole" in run("feed", "verify", folder, code=0)
+    newest = sorted((tmp_path / "feed").glob("heads-*"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert "do this" in run("feed", "verify", folder, code=1)
+
+
+def test_serve_refuses_other_machines_without_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FEED_TOKEN, raising=False)
+    output = run("feed", "serve", str(tmp_path), "--host", "0.0.0.0", code=2)
+    assert FEED_TOKEN in output and "Traceback" not in output
+
+
+def test_serve_answers_until_it_is_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FEED_TOKEN, "a secret of this test")
+    port = free_port()
+    command = [sys.executable, "-m", "medusa_ppo", "feed", "serve", str(tmp_path / "feed")]
+    server = subprocess.Popen([*command, "--port", str(port)], env=os.environ)
+    try:
+        feed = open_feed(f"http://127.0.0.1:{port}")
+        while not answers(feed):
+            assert server.poll() is None, "the server ended"
+            time.sleep(0.1)
+        feed.publish(heads_file(tmp_path / "state", 1), release(1))
+        manifest = feed.manifest()
+        assert manifest is not None and manifest.newest == 1
+        feed.close()
+    finally:
+        server.terminate()
+        server.wait(timeout=60)

@@ -1,0 +1,434 @@
+"""Engines that take newer heads from a feed by themselves, while requests run: the tokens stay what
+they were, and whatever is wrong with a feed changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.checkpoint import save_heads, save_state
+from heads.modules import MedusaHeads
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.http_server import ServerEngine
+from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedActor, FeedVersion, Release
+from medusa_ppo.feeds.feed_server import FeedServer
+from medusa_ppo.feeds.folder_feed import FolderFeed
+from medusa_ppo.feeds.http_feed import FEED_TOKEN
+from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding
+from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
+from medusa_ppo.vllm_plugin.self_feeding import FEEDER
+from medusa_ppo.vllm_plugin.speculation import FEED, speculation
+from tests.medusa_ppo.engines.conftest import Actor
+
+pytestmark = pytest.mark.engine
+GREEDY = Sampling(temperature=0.0, max_new_tokens=48, ignore_eos=True)
+LONG = Sampling(temperature=0.0, max_new_tokens=224, ignore_eos=True)
+"""With one draft a step at most 224 steps and at least 112: enough for VERSIONS."""
+VERSIONS = 50
+
+
+def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
+    return [response.token_ids for response in rollouts.responses]
+
+
+def core_of(engine: ColocatedEngine) -> Any:
+    return engine._running().llm_engine.engine_core.engine_core
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """The test's own time limit ends it."""
+    while not condition():
+        time.sleep(0.005)
+
+
+def take_newest(engine: ColocatedEngine, actor: Actor, watch: FeedWatch, version: int) -> None:
+    """Let a version come, and requests run until it serves."""
+    until(lambda: watch.newest_here == version)
+    while watch.known != version:
+        engine.generate(actor.prompts[:1], GREEDY)
+
+
+class Publisher:
+    """What a companion does."""
+
+    def __init__(self, actor: Actor, folder: Path, heads: MedusaHeads) -> None:
+        self.folder = folder / "feed"
+        self.feed = FolderFeed(self.folder)
+        self.of = FeedActor.of(heads.config, actor.lm_head_VD)
+        self._heads = heads
+        self._file = folder / "state"
+        self.count = 0
+
+    def publish(self, number: int, of: FeedActor | None = None) -> FeedVersion:
+        torch.manual_seed(number)
+        for parameter in self._heads.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.05)
+        save_state(self._file, self._heads.trainable_state())
+        release = Release(
+            actor=of or self.of, dtype="float32", version=number, policy_version=number
+        )
+        return self.feed.publish(self._file, release)
+
+    def rewrite(self, change: Callable[[dict[str, Any]], None]) -> None:
+        raw = json.loads((self.folder / MANIFEST).read_text())
+        change(raw)
+        (self.folder / MANIFEST).write_text(json.dumps(raw))
+
+
+@pytest.fixture
+def publisher(actor: Actor, tmp_path: Path) -> Publisher:
+    return Publisher(actor, tmp_path, actor.random_heads(0))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(self_feeding, "ASK_S", 0.0)
+
+
+@pytest.fixture
+def feeding(
+    engine: ColocatedEngine, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], FeedWatch]]:
+    """feeding(address): the shared engine looks there from now on. Returns its watch."""
+    core = core_of(engine)
+
+    def begin(address: str) -> FeedWatch:
+        monkeypatch.setenv(FEED, address)
+        installation.install()
+        engine.generate([[1, 2, 3]], Sampling(0.0, max_new_tokens=2, ignore_eos=True))
+        return getattr(core, FEEDER)._watch
+
+    yield begin
+    if (feeder := vars(core).pop(FEEDER, None)) is not None:
+        feeder.close()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
+    monkeypatch.setenv(FEED_TOKEN, "a secret of this test")
+    started: list[tuple[FeedServer, threading.Thread]] = []
+
+    def serve(folder: Path) -> str:
+        server = FeedServer(folder, "127.0.0.1", 0)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        until(lambda: bool(server.port) or not thread.is_alive())
+        started.append((server, thread))
+        return f"http://127.0.0.1:{server.port}"
+
+    yield serve
+    for server, thread in started:
+        server.stop()
+        thread.join()
+
+
+def generate_while_publishing(
+    engine: ColocatedEngine, actor: Actor, publisher: Publisher, versions: int
+) -> tuple[list[tuple[int, ...]], list[list[dict[str, Any]]]]:
+    """64 requests, with a new version before every other step as long as there are some. What the
+    requests said, and what the ranks say of their heads before each step.
+    """
+    core = core_of(engine)
+    feeder = getattr(core, FEEDER)
+    watch = feeder._watch
+    stepping = core.step_fn
+    seen: list[list[dict[str, Any]]] = []
+    number = 0
+
+    def step() -> Any:
+        nonlocal number
+        seen.append(core.collective_rpc("medusa_checksums"))
+        if feeder._coming is not None:
+            until(
+                lambda: all(answer["ready"] for answer in core.collective_rpc("medusa_feed_ready"))
+            )
+        elif number < versions:
+            number += 1
+            publisher.publish(number)
+            until(lambda: watch.offers)
+        return stepping()
+
+    core.step_fn = step
+    try:
+        rollouts = engine.generate(actor.prompts, LONG)
+    finally:
+        core.step_fn = stepping
+    return tokens(rollouts), seen
+
+
+@pytest.mark.parametrize("kind", ["folder", "http"])
+def test_versions_that_come_while_requests_run_change_no_token(
+    engine: ColocatedEngine,
+    actor: Actor,
+    publisher: Publisher,
+    feeding: Callable[[str], FeedWatch],
+    served: Callable[[Path], str],
+    kind: str,
+) -> None:
+    engine.configure(num_drafts=0)
+    alone = tokens(engine.generate(actor.prompts, LONG))
+    engine.configure(num_drafts=1)
+    feeding(str(publisher.folder) if kind == "folder" else served(publisher.folder))
+    said, seen = generate_while_publishing(engine, actor, publisher, VERSIONS)
+    assert said == alone and len(said) == 64
+    versions = [answer["heads_version"] for (answer,) in seen]
+    assert versions == sorted(versions) and set(versions) == {*range(VERSIONS + 1)}
+    assert len({answer["heads"] for (answer,) in seen}) == VERSIONS + 1
+
+
+def closed_port() -> str:
+    import socket
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
+def half_written(publisher: Publisher) -> None:
+    version = publisher.publish(3)
+    file = publisher.folder / version.file
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def forged(publisher: Publisher) -> None:
+    publisher.publish(3)
+    publisher.rewrite(lambda raw: raw["versions"][-1].update(digest="0" * 64))
+
+
+def pickled(publisher: Publisher) -> None:
+    """With the right digest: what unpickled it would write a file."""
+    import hashlib
+    import pickle
+
+    class Harm:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {publisher.folder}/harm",)
+
+    version = publisher.publish(3)
+    data = pickle.dumps({"weight": Harm()})
+    (publisher.folder / version.file).write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    publisher.rewrite(lambda raw: raw["versions"][-1].update(digest=digest, bytes=len(data)))
+
+
+def huge(publisher: Publisher) -> None:
+    version = publisher.publish(3)
+    os.truncate(publisher.folder / version.file, 100 * 10**9)
+    publisher.rewrite(lambda raw: raw["versions"][-1].update(bytes=100 * 10**9))
+
+
+def longer_than_it_says(publisher: Publisher) -> None:
+    version = publisher.publish(3)
+    os.truncate(publisher.folder / version.file, 100 * 10**9)
+
+
+def of_another_actor(publisher: Publisher) -> None:
+    other = publisher.of.model_copy(
+        update={"sketch": f"{~int(publisher.of.sketch, 16) % 16**128:0128x}"}
+    )
+    publisher.folder.rename(publisher.folder.with_name("first"))
+    publisher.publish(3, of=other)
+
+
+def backwards(publisher: Publisher) -> None:
+    (publisher.folder / MANIFEST).unlink()
+    publisher.publish(1)
+    publisher.rewrite(lambda raw: raw["versions"][-1].update(version=1))
+
+
+def empty(publisher: Publisher) -> None:
+    (publisher.folder / MANIFEST).unlink()
+
+
+def damaged(publisher: Publisher) -> None:
+    (publisher.folder / MANIFEST).write_text('{"format_version": 1, "versions"')
+
+
+BAD: dict[str, tuple[Callable[[Publisher], None], str]] = {
+    "half-written": (half_written, "not the one that its manifest names"),
+    "a forged digest": (forged, "not the one that its manifest names"),
+    "a pickle": (pickled, "holds no heads"),
+    "100 GB": (huge, "larger than any heads"),
+    "100 GB that say they are less": (longer_than_it_says, "not the one that its manifest names"),
+    "another actor": (of_another_actor, "another actor"),
+    "backwards": (backwards, "goes backwards"),
+    "empty": (empty, "is empty"),
+    "a damaged manifest": (damaged, "manifest is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_whatever_is_wrong_with_a_feed_drafting_goes_on_and_says_so_once(
+    engine: ColocatedEngine,
+    actor: Actor,
+    publisher: Publisher,
+    feeding: Callable[[str], FeedWatch],
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    harm, words = BAD[kind]
+    good = 2 if kind == "backwards" else 1
+    for number in range(1, good + 1):
+        publisher.publish(number)
+    watch = feeding(str(publisher.folder))
+    take_newest(engine, actor, watch, good)
+    before = engine.generate(actor.prompts[:8], GREEDY)
+    held = engine.checksums()["heads"]
+    assert watch.known == good
+    with caplog.at_level(logging.WARNING, logger="medusa_ppo"):
+        harm(publisher)
+        looks = watch.looks
+        until(lambda: watch.looks >= looks + 5)
+        after = engine.generate(actor.prompts[:8], GREEDY)
+    told = [record.getMessage() for record in caplog.records]
+    # What stands between two writes of this test may be told as well.
+    assert sum(words in text for text in told) == 1, told
+    assert tokens(after) == tokens(before) and after.counters.drafts > 0
+    assert engine.checksums()["heads"] == held
+    assert not list(publisher.folder.glob("harm"))
+    room = sum(path.stat().st_size for path in watch._folder.path.iterdir())
+    assert room <= 2 * watch._actor.most_bytes()
+
+
+def test_a_feed_that_is_away_comes_back(
+    engine: ColocatedEngine,
+    actor: Actor,
+    publisher: Publisher,
+    feeding: Callable[[str], FeedWatch],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="medusa_ppo"):
+        watch = feeding(closed_port())
+        until(lambda: watch.looks >= 5)
+        assert engine.generate(actor.prompts[:8], GREEDY).counters.drafts > 0
+    assert sum("does not answer" in record.getMessage() for record in caplog.records) == 1
+    watch = None
+    vars(core_of(engine)).pop(FEEDER).close()
+    publisher.publish(1)
+    watch = feeding(str(publisher.folder))
+    away = publisher.folder.with_name("away")
+    publisher.folder.rename(away)
+    looks = watch.looks
+    until(lambda: watch.looks >= looks + 2)
+    away.rename(publisher.folder)
+    newest = publisher.publish(2)
+    take_newest(engine, actor, watch, 2)
+    assert engine.checksums()["heads"] == newest.checksum and watch.known == newest.version
+
+
+def test_heads_that_were_thrown_away_are_loaded_again(
+    engine: ColocatedEngine,
+    actor: Actor,
+    publisher: Publisher,
+    feeding: Callable[[str], FeedWatch],
+) -> None:
+    newest = publisher.publish(1)
+    watch = feeding(str(publisher.folder))
+    take_newest(engine, actor, watch, 1)
+    core = core_of(engine)
+    drafter = core.model_executor.driver_worker.worker.model_runner.drafter
+    with torch.no_grad():
+        for parameter in drafter.heads.parameters():
+            parameter.zero_()
+    core.wake_up()
+    engine.generate(actor.prompts[:1], GREEDY)
+    assert engine.checksums()["heads"] == newest.checksum and drafter.held_version() == 1
+
+
+@pytest.mark.slow
+def test_what_a_loop_passes_is_vllms_own_configuration_and_an_address(
+    actor: Actor,
+    publisher: Publisher,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that knows nothing of ours but heads: no worker extension, no call of a loop."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    monkeypatch.setenv(FEED, str(publisher.folder))
+    installation.install()
+    newest = publisher.publish(1)
+    llm = LLM(
+        str(actor.path),
+        dtype="float32",
+        max_model_len=256,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 28,
+        **speculation(str(actor.heads_path), 4, sampled=False),
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    try:
+        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in actor.prompts[:8]]
+        greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+        first = [answer.outputs[0].token_ids for answer in llm.generate(asked, greedy)]
+        watch = getattr(core, FEEDER)._watch
+        until(lambda: watch.newest_here == 1)
+        while watch.known != 1:
+            second = [answer.outputs[0].token_ids for answer in llm.generate(asked, greedy)]
+            assert second == first
+        (answer,) = core.collective_rpc("medusa_checksums")
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    assert (answer["heads"], answer["heads_version"]) == (newest.checksum, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each rank")
+def test_two_ranks_take_each_version_at_the_same_step(
+    actor: Actor,
+    publisher: Publisher,
+    engine_config: EngineConfig,
+    quick: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv(FEED, str(publisher.folder))
+    installation.install()
+    config = engine_config.model_copy(
+        update={"extra": {"tensor_parallel_size": 2}, "num_drafts": 2}
+    )
+    save_heads(tmp_path / "heads", actor.first_heads(), lm_head_VD=actor.lm_head_VD)
+    with ColocatedEngine(actor.path, tmp_path / "heads", config) as engine:
+        engine.configure(num_drafts=0)
+        alone = tokens(engine.generate(actor.prompts, LONG))
+        engine.configure(num_drafts=1)
+        said, seen = generate_while_publishing(engine, actor, publisher, VERSIONS)
+    assert said == alone and len(said) == 64
+    assert {ranks[0]["heads_version"] for ranks in seen} == {*range(VERSIONS + 1)}
+    for ranks in seen:
+        assert len(ranks) == 2 and ranks[0]["heads_version"] == ranks[1]["heads_version"]
+        assert ranks[0]["heads"] == ranks[1]["heads"]
+
+
+@pytest.mark.slow
+def test_a_server_with_a_core_of_its_own_feeds_itself(
+    actor: Actor,
+    publisher: Publisher,
+    engine_config: EngineConfig,
+    served: Callable[[Path], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(FEED, served(publisher.folder))
+    config = engine_config.model_copy(update={"backend": "server"})
+    with ServerEngine(actor.path, actor.heads_path, config) as engine:
+        first = tokens(engine.generate(actor.prompts[:4], GREEDY))
+        newest = publisher.publish(1)
+        while engine.checksums()["heads"] != newest.checksum:
+            assert tokens(engine.generate(actor.prompts[:4], GREEDY)) == first

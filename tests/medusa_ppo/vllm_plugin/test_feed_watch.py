@@ -1,0 +1,102 @@
+"""The thread beside an engine: it offers what is whole and newer, asks again where a feed was away,
+and asks no second time for what was bad.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from heads.errors import SwapError
+from medusa_ppo.feeds.folder_feed import FolderFeed
+from medusa_ppo.vllm_plugin import feed_watch
+from medusa_ppo.vllm_plugin.feed_watch import FeedWatch, Fetched
+from tests.medusa_ppo.feeds.conftest import actor, heads_file, release
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """The test's own time limit ends it."""
+    while not condition():
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FeedWatch]:
+    monkeypatch.setattr(feed_watch, "LOOK_S", 0.01)
+    found = FeedWatch(FolderFeed(tmp_path / "feed"), actor())
+    yield found
+    found.close()
+
+
+def publish(tmp_path: Path, number: int) -> Path:
+    feed = FolderFeed(tmp_path / "feed")
+    version = feed.publish(heads_file(tmp_path / "state", number), release(number))
+    return tmp_path / "feed" / version.file
+
+
+def taken(watch: FeedWatch) -> Fetched:
+    until(lambda: watch.offers)
+    fetched = watch.take()
+    assert fetched is not None
+    return fetched
+
+
+def test_the_newest_is_offered_once_and_its_files_go_with_the_watch(
+    watch: FeedWatch, tmp_path: Path
+) -> None:
+    for number in (1, 2, 3):
+        publish(tmp_path, number)
+        until(lambda: watch.newest_here >= number)  # noqa: B023
+    fetched = taken(watch)
+    assert fetched.version == 3 and fetched.path.is_file()
+    watch.took(fetched, None)
+    looks = watch.looks
+    until(lambda: watch.looks > looks + 2)
+    assert not watch.offers and watch.known == 3
+    publish(tmp_path, 4)
+    newer = taken(watch)
+    assert newer.version == 4 and fetched.path.is_file(), "what serves stays, to be loaded again"
+    folder = fetched.path.parent
+    watch.close()
+    assert not folder.exists()
+
+
+def test_a_file_that_was_away_is_asked_for_again(
+    watch: FeedWatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch.close()
+    file = publish(tmp_path, 1)
+    file.rename(tmp_path / "away")
+    with caplog.at_level(logging.WARNING, logger="medusa_ppo"):
+        again = FeedWatch(FolderFeed(tmp_path / "feed"), actor())
+        until(lambda: again.looks > 4)
+    assert len(caplog.records) == 1 and not again.offers
+    (tmp_path / "away").rename(file)
+    assert taken(again).version == 1
+    again.close()
+
+
+def test_what_was_bad_or_refused_is_not_asked_for_again(watch: FeedWatch, tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    first = taken(watch)
+    watch.took(first, SwapError("The engine did not take it."))
+    looks = watch.looks
+    until(lambda: watch.looks > looks + 2)
+    assert not watch.offers and watch.known == 0 and watch.serving is None
+    publish(tmp_path, 2)
+    watch.took(taken(watch), None)
+    assert watch.known == 2
+
+
+def test_the_version_before_a_bad_one_is_taken(watch: FeedWatch, tmp_path: Path) -> None:
+    watch.close()
+    publish(tmp_path, 1)
+    bad = publish(tmp_path, 2)
+    bad.write_bytes(bad.read_bytes()[:-1])
+    again = FeedWatch(FolderFeed(tmp_path / "feed"), actor())
+    assert taken(again).version == 1
+    again.close()
