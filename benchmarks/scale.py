@@ -52,7 +52,7 @@ class Assumptions:
         reduce_s: one all-reduce of a decode step between tensor-parallel ranks; two per layer.
         drafts: draft tokens per step.
         accepted: drafts accepted per step; mean acceptance length is 1 more. Measured on small
-            actors only (RESULTS.md).
+            actors only (RESULTS-archive.md).
         holdout: share of positions that the companion does not train on.
         judged: sets of heads that the gate replays on the holdout: the candidate, what serves, what
             served before, the frozen control.

@@ -49,6 +49,7 @@ WRITTEN = {
     "docs/formats.md": "formats.md",
     "heads/FORMAT.md": "format.md",
     "benchmarks/RESULTS.md": "results.md",
+    "benchmarks/RESULTS-archive.md": "results-archive.md",
     "CHANGELOG.md": "changelog.md",
 }
 PICTURES = ("docs/choosing.svg",)
@@ -144,6 +145,7 @@ def settings() -> dict[str, Any]:
         {
             "Background": [
                 {"Results": "results.md"},
+                {"Results of earlier releases": "results-archive.md"},
                 {"Decisions": "decisions.md"},
                 {"Theory": "theory.md"},
             ]

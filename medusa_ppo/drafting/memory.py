@@ -31,7 +31,7 @@ from heads.errors import CheckpointError
 SUFFIX = 12
 """Tokens of the longest suffix that is told from a longer one."""
 # By replay, letting shorter suffixes vote, a quarter for each token less, beat the longest one
-# alone: 2.423 against 2.405 tokens a step (benchmarks/RESULTS.md).
+# alone: 2.423 against 2.405 tokens a step (benchmarks/RESULTS-archive.md).
 NEARER = 4.0
 """How much more a suffix says that is longer by one token."""
 # Lengths of suffixes that share a cell, as reports name them; the bounds are their upper ends.

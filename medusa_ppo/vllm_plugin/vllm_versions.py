@@ -12,9 +12,9 @@ from heads.errors import UnsupportedVersionError
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.24", "0.26", "0.29", "0.31", "0.32")
-"""Releases whose serving tests ran (benchmarks/RESULTS.md, "Other vLLM versions"); `make test-vllm`
-repeats them. Of 0.33, which has no CPU build and pins a torch that was not tried, they ran on its
-Python over the compiled parts of 0.32: it is used with a warning.
+"""Releases whose serving tests ran (benchmarks/RESULTS-archive.md, "Other vLLM versions");
+`make test-vllm` repeats them. Of 0.33, which has no CPU build and pins a torch that was not tried,
+they ran on its Python over the compiled parts of 0.32: it is used with a warning.
 """
 FIRST, LAST = (0, 24), (0, 33)
 """Releases between these that were not tested are used with a warning; pip is let choose among
