@@ -23,7 +23,7 @@ def demo(
         int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")
     ] = None,
 ) -> None:
-    """Run the whole job on an embedded example: about 12 minutes on two cores and 4 more on first
+    """Run the whole job on an embedded example: about 10 minutes on two cores and 3 more on first
     use, nothing to prepare.
 
     Trains a tiny actor on first use, then PPO with drafting and the companion, then takes the same
