@@ -442,7 +442,11 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     if speed is None or accepted is None:
         return ""
     most = run.setting("engine", "max_num_seqs")
-    where = f"of this run, with at most {most} sequences at once" if most else "of this run"
+    where = "of this run"
+    if most == 1:
+        where += ", one sequence at a time"
+    elif most:
+        where += f", with at most {most} sequences at once"
     text = f"{'Worth it' if speed >= 1 else 'Not worth it'} for rollouts {where}: "
     text += (
         f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step; it pays above"
