@@ -29,7 +29,7 @@ KEPT_STEPS = 96
 machine, and few enough that the table follows a machine that changes within seconds.
 """
 LEARNED_STEPS = 4
-"""What an earlier start measured counts as so many steps at most, so that today's soon decide."""
+"""What a calibration measured counts as so many steps at most, so that today's soon decide."""
 LEAST_STEPS = 4
 """Steps of a kind before it may be chosen."""
 PACE_STEPS = 20.0
