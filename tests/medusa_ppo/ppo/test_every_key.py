@@ -157,6 +157,7 @@ ROWS: dict[str, Row] = {
     "companion.cores": ([0], "process", {}),
     "companion.num_gpus": (1.0, "plan", {}),
     "companion.workers": (2, "plan", {}),
+    "companion.feed": ("versions", "feed", {}),
     "companion.resource": ("near", "ray_room", {}),
     "ppo.steps": (3, "loop", {}),
     "ppo.prompts_per_step": (8, "plan", {}),
@@ -306,6 +307,19 @@ class KeyEffects:
             bundle(0, config.engine.resource),
             client_file.actor_options(config.companion, None, 0)["resources"],
         )
+
+    def feed(self, config: RunConfig) -> Any:
+        """Which feed a companion looks at before it starts anything."""
+        asked: list[str] = []
+        self._patch.setattr(client_file.ray, "is_initialized", lambda: True)
+        self._patch.setattr(client_file, "require_feed", lambda address, _: asked.append(address))
+        self._patch.setattr(client_file, "_with_gpus", _enough)
+        table_VD = torch.zeros(CHAIN, STATE)
+        with pytest.raises(_Enough):
+            client_file.CompanionClient(
+                HeadsConfig(STATE, CHAIN, 2), config.companion, table_VD, seed=0
+            )
+        return asked
 
     def rank(self, config: RunConfig) -> Any:
         imported: list[str] = []

@@ -43,6 +43,7 @@ def test_rows_of_a_step_without_drafts_are_those_that_vllm_counts(
     original = inspect.unwrap(runner_class._calc_spec_decode_metadata)
     runner = SimpleNamespace(
         device=torch.device("cpu"),
+        max_num_reqs=4,
         arange_np=np.arange(64),
         _arange_scratch=np.zeros(64, dtype=np.int64),
         input_ids=SimpleNamespace(gpu=torch.arange(64, dtype=torch.int32)),
