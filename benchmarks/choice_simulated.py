@@ -38,10 +38,12 @@ CASES = (
     ("memory", 0.5, 4),
     ("memory", 0.3, 4),
     ("memory", 0.9, 64),
+    ("memory", 0.9, 48),
     ("cache", 0.9, 1),
     ("cache", 0.5, 4),
     ("cache", 0.9, 64),
     ("cache", 0.3, 16),
+    ("cache", 0.5, 6),
 )
 """Machine, share of drafts that are accepted after accepted ones, sequences."""
 

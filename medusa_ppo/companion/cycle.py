@@ -313,14 +313,16 @@ class Cycle:
 
     def _fit_temperatures(self, holdout: RolloutBatch) -> None:
         """Draft temperatures of the candidate, as from now on."""
-        fit_temperatures(
-            self.candidate,
-            holdout,
-            self.trainer.lm_head_VD,
-            embedding_VD=self.trainer.embedding_VD,
-            served=self._served,
-            team=self.team,
-        )
+        trainer = self.trainer
+        with trainer.products():  # As `_measure`: what is judged, and what drafts.
+            fit_temperatures(
+                self.candidate,
+                holdout,
+                trainer.lm_head_VD,
+                embedding_VD=trainer.embedding_VD,
+                served=self._served,
+                team=self.team,
+            )
 
     def _follow(
         self, of_serving: ReplayResult, of_frozen: ReplayResult, holdout: RolloutBatch

@@ -22,6 +22,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from statistics import median
 from typing import Any
 
 KEPT_STEPS = 96
@@ -32,10 +33,14 @@ LEARNED_STEPS = 4
 """What a calibration measured counts as so many steps at most, so that today's soon decide."""
 LEAST_STEPS = 4
 """Steps of a kind before it may be chosen."""
-PACE_STEPS = 20.0
-"""Steps over which the machine's pace and noise are averaged."""
+PACE_STEPS = 9
+"""Steps whose median is the machine's pace. It has to be a median, as a kind's seconds are: a mean
+of what is skewed (single slow steps) would lift the pace for ever, and lower all seconds with it.
+"""
+NOISE_STEPS = 20.0
+"""Steps over which noise is averaged."""
 LARGEST_SURPRISE = 0.4
-"""What one step may say of the pace, in log seconds: a pause for a swap is no slower machine."""
+"""What one step may say of the noise, in log seconds: a pause for a swap is none."""
 SURE = 2.0
 """Standard errors by which drafts must be faster than none."""
 TRIAL_SHARE = 0.005
@@ -65,6 +70,11 @@ alike: it hardly moves in between, and each takes 20 us.
 """
 FINE = 4
 """Up to so many, every number of drafts is a choice; beyond, fewer and fewer are."""
+
+
+def nearest_power(batch: int) -> int:
+    """The exponent of the power of two that `batch` is nearest to, which all is kept by."""
+    return round(math.log2(batch))
 
 
 class StepKind:
@@ -102,8 +112,8 @@ class StepTable:
     def __init__(self) -> None:
         self.kinds: dict[tuple[int, int], StepKind] = {}
         self.noise = 0.1
+        self._offsets: dict[int, deque[float]] = {}
         self._paces: dict[int, float] = {}
-        self._paced: dict[int, int] = {}
         self._last_pace = 0.0
         self._last_drafts = 0
         self._alike = 0
@@ -113,19 +123,20 @@ class StepTable:
 
         Returns how much longer (log) it took than was expected at the pace of now.
         """
-        nearest = round(math.log2(batch))
+        nearest = nearest_power(batch)
         pace = self.pace(batch)
         expected = self.seconds(batch, drafts)
         surprise = 0.0
         if expected is not None:
-            surprise = math.log(seconds) - pace - math.log(expected)
-            believed = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
-            self._paced[nearest] = self._paced.get(nearest, 0) + 1
-            # Soon at first: in service steps of a size may all take longer than the calibration
-            # said, and a table that took it for the cost of these drafts would be wrong for long.
-            pace += believed / min(self._paced[nearest], PACE_STEPS)
-            self._paces[nearest] = self._last_pace = pace
-            self.noise += (1.25 * abs(believed) - self.noise) / PACE_STEPS
+            offset = math.log(seconds) - math.log(expected)
+            surprise = offset - pace
+            # In service all steps of a size may take longer than the calibration said. A table that
+            # took it for the cost of these drafts would be wrong for long.
+            offsets = self._offsets.setdefault(nearest, deque(maxlen=PACE_STEPS))
+            offsets.append(offset)
+            self._paces[nearest] = self._last_pace = median(offsets)
+            believed = min(abs(surprise), LARGEST_SURPRISE)
+            self.noise += (1.25 * believed - self.noise) / NOISE_STEPS
         log_seconds = math.log(seconds) - pace
         kind = self.kinds.setdefault((nearest, drafts), StepKind())
         here = self._line(batch, lambda power: self._own(power, drafts))
@@ -143,7 +154,7 @@ class StepTable:
 
     def pace(self, batch: int) -> float:
         """How much slower (log) steps of about so many sequences are now than the table says."""
-        return self._paces.get(round(math.log2(batch)), self._last_pace)
+        return self._paces.get(nearest_power(batch), self._last_pace)
 
     def seconds(self, batch: int, drafts: int) -> float | None:
         """What such a step takes at the machine's usual pace; None: not known.
@@ -180,7 +191,7 @@ class StepTable:
 
     def steps(self, batch: int, drafts: int) -> int:
         """Steps that stand behind `seconds`."""
-        kind = self.kinds.get((round(math.log2(batch)), drafts))
+        kind = self.kinds.get((nearest_power(batch), drafts))
         return 0 if kind is None else kind.steps
 
     def error(self, batch: int, drafts: int) -> float:
@@ -268,9 +279,10 @@ class DraftChooser:
         self.allowed = sorted(set(allowed or [*fine, *coarse, max_drafts]))
         self.table = StepTable()
         self.acceptance = Acceptance(max_drafts)
-        self._held = (0, 0, 0)
+        self._held = (-1, 0, 0)
         self._pace_of_none: dict[int, float] = {}
         self._surprise_of_none = 0.0
+        self._surprise_of_drafts = 0.0
         self._savings_s = dict.fromkeys(self.allowed, 0.0)
         self._seen: dict[tuple[int, int], int] = {}
         self._last_key = (0, 0)
@@ -296,8 +308,10 @@ class DraftChooser:
         for k in self.allowed:
             self._savings_s[k] += self._share_of(k) * afforded_s
         if not drafts:
-            self._pace_of_none[batch.bit_length()] = self.table.pace(batch)
+            self._pace_of_none[nearest_power(batch)] = self.table.pace(batch)
             self._surprise_of_none = surprise
+        else:
+            self._surprise_of_drafts += (surprise - self._surprise_of_drafts) / LEAST_STEPS
 
     def heads_changed(self) -> None:
         """New heads or a new actor: acceptance is to be learned anew."""
@@ -305,24 +319,26 @@ class DraftChooser:
 
     def choose(self, batch: int) -> int:
         """Drafts of the next step for `batch` running sequences."""
-        bits = batch.bit_length()
-        held_bits, held, left = self._held
-        if held_bits == bits and left:
-            self._held = (bits, held, left - 1)
+        nearest = nearest_power(batch)
+        held_at, held, left = self._held
+        if held_at == nearest and left:
+            self._held = (nearest, held, left - 1)
             return held
         if self.table.steps(batch, 0) < LEAST_STEPS:
             return 0
         rates = self.tokens_per_second(batch)
         best = self._best(batch, rates)
         pace = self.table.pace(batch)
-        pace_changed = abs(pace - self._pace_of_none.get(bits, pace)) > OTHER_PACE
-        if best and (pace_changed or self._surprise_of_none < -OTHER_PACE):
+        pace_changed = abs(pace - self._pace_of_none.get(nearest, pace)) > OTHER_PACE
+        # Where the machine became quicker again, steps with drafts are quicker than expected, too.
+        quicker = max(self._surprise_of_none, self._surprise_of_none - self._surprise_of_drafts)
+        if best and (pace_changed or quicker < -OTHER_PACE):
             # Is it the machine that is slower, or are drafts alone? Steps without any tell.
             return 0
         trial = self._trial(batch, rates, best)
         if trial is not None:
             return trial
-        self._held = (bits, best, REVIEW_STEPS - 1)
+        self._held = (nearest, best, REVIEW_STEPS - 1)
         return best
 
     def tokens_per_second(self, batch: int) -> dict[int, float]:

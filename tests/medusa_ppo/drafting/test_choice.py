@@ -85,6 +85,45 @@ def test_heads_that_are_always_wrong_cost_little() -> None:
     assert tokens / seconds > 0.96 * plain
 
 
+def test_single_slow_steps_do_not_move_the_table() -> None:
+    """They are the exception, so their mean lies above their median: pace and seconds that did not
+    agree on one of both would drift apart for ever.
+    """
+    chooser = DraftChooser(K)
+    table = chooser.table
+    table.learn(
+        {"running": 64, "drafts": k, "steps": 4, "seconds": 1.0 + 0.02 * k} for k in range(K + 1)
+    )
+    for step in range(4000):
+        k = chooser.choose(64)
+        log_noise = 0.7 * (RNG.random() < 0.1) + 0.05 * RNG.standard_normal()
+        chooser.observe_step(64, k, (1.0 + 0.02 * k) * math.exp(log_noise))
+        chooser.observe_acceptance([k] * 64, RNG.binomial(k, 0.9, size=64).tolist())
+        if step % 1000 == 999:
+            ratio = table.seconds(64, K) / table.seconds(64, 0)
+            assert ratio == pytest.approx(1.0 + 0.02 * K, abs=0.07), step
+            assert abs(table.pace(64)) < 0.2, step
+
+
+def test_sizes_that_are_kept_by_one_power_have_one_pace() -> None:
+    """48 and 60 sequences have one number of bits with 40, and one nearest power with 64."""
+    chooser = DraftChooser(K)
+    chooser.table.learn(
+        {"running": size, "drafts": k, "steps": 4, "seconds": 0.01 + 0.001 * k}
+        for size in (32, 64)
+        for k in range(K + 1)
+    )
+    choices = []
+    for step in range(400):
+        # What is nearer to 32 takes twice as long as was calibrated, the others do not.
+        batch, factor = ((40, 2.0), (60, 1.0))[step % 2]
+        k = chooser.choose(batch)
+        chooser.observe_step(batch, k, factor * (0.01 + 0.001 * k))
+        chooser.observe_acceptance([k] * batch, RNG.binomial(k, 0.9, size=batch).tolist())
+        choices.append(k)
+    assert choices[40:].count(0) < 20
+
+
 def test_it_follows_heads_that_improve() -> None:
     chooser = DraftChooser(K)
     costs = (4.0, 0.3, 0.02)
