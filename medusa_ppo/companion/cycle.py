@@ -33,7 +33,7 @@ from medusa_ppo.companion.gate import (
     replay,
     under,
 )
-from medusa_ppo.companion.holdout import hold_out, stretches
+from medusa_ppo.companion.holdout import AHEAD_TOKENS, hold_out, stretches
 from medusa_ppo.companion.positions import ReplayBuffer, sampled_share, with_tables
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
@@ -192,8 +192,8 @@ class Cycle:
     def run(self, batch: RolloutBatch) -> CycleReport:
         """Train on most of the batch's responses and judge the result on the others.
 
-        A batch of one prompt leaves no others: it judges what earlier batches have made, and is
-        trained on afterwards.
+        A batch of few prompts has none to spare: what earlier batches made is judged on all of it,
+        which is trained on afterwards.
 
         Raises:
             DataError: the batch does not fit the heads.
@@ -208,7 +208,9 @@ class Cycle:
         self._count(batch)
         seed = self._seed * 1_000_003 + self.batches_seen
         training, holdout = hold_out(batch, HOLDOUT_SHARE, seed)
-        verdict = self._judge(stretches(batch, seed)) if holdout is None else None
+        verdict = None
+        if holdout is None:
+            verdict = self._judge(stretches(batch, seed, AHEAD_TOKENS))
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         self.positions_frac = sampled_share(training)
         report = self._train(training, holdout, batch.policy_version)
@@ -294,7 +296,9 @@ class Cycle:
                 self.frozen, self.serving
             ):  # They are, until the second version.
                 of_frozen = self._measure(self.frozen, holdout)
-            if math.isfinite(of_candidate.accepted):
+            # Straight after a publish there is nothing to compare, and it would thin the rest out.
+            learned = not equal(self.candidate, self.serving, temperatures=False)
+            if learned and math.isfinite(of_candidate.accepted):
                 self.evidence.add(self.batches_seen, of_candidate, of_serving, holdout)
                 self.judged, self.gain = (
                     self.judged + 1,

@@ -519,13 +519,11 @@ def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
     return ""
 
 
-def equal(first: MedusaHeads, second: MedusaHeads) -> bool:
-    """They are the same to the bit: one replay is that of both."""
-    pairs = zip(
-        [*first.parameters(), first.temperatures_K],
-        [*second.parameters(), second.temperatures_K],
-        strict=True,
-    )
+def equal(first: MedusaHeads, second: MedusaHeads, *, temperatures: bool = True) -> bool:
+    """They are the same to the bit, draft temperatures aside where these don't count."""
+    if temperatures and not torch.equal(first.temperatures_K, second.temperatures_K):
+        return False
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 

@@ -1,10 +1,14 @@
-"""Which responses heads are judged on: answers to prompts that are not trained on, few tokens, and
-always some.
+"""Which responses heads are judged on: some that they were not trained on, few tokens, and always
+some.
 
 Heads that were judged on what they were trained on would look better than they draft. Answers to
-one prompt are much alike, so what is held out is prompts: of a small batch all answers to some of
-them. Of a large one that would be most of what is handed over, and what tells versions apart is the
-number of prompts; so there it is a stretch of one answer to each.
+one prompt are much alike, so what is held out is prompts, all answers to each. Of a large batch
+that would be most of what is handed over, and what tells versions apart is the number of prompts;
+so there it is a stretch of one answer to each.
+
+A batch of few prompts holds out none: what is left to judge on would be too little to decide by,
+and what is left to train on too little to learn from. Heads are judged on all of it before they are
+trained on it (test-then-train, also called prequential: Dawid 1984; Blum, Kalai and Langford 1999).
 """
 
 from __future__ import annotations
@@ -21,13 +25,11 @@ HOLDOUT_TOKENS = 32_768
 """Response tokens that heads are judged on, of one batch: several times what an interval of one
 percent asks for.
 """
+AHEAD_TOKENS = 4096
+"""The same of a batch that is judged on before it is trained on: of a large sample a part."""
 HOLDOUT_PROMPTS = 6
-"""Held-out prompts that a decision about heads asks for. A batch that would hold out fewer holds
-out more of its own (`held_out`).
-"""
-FEW_PROMPTS_SHARE = 5 / 3
-"""Times as many prompts are held out where they are few: two batches of a dozen prompts then
-decide, and not three.
+"""Prompts that a decision about heads asks for. A batch of which fewer would be held out is judged
+on before it is trained on.
 """
 SAMPLED_SHARE = 0.1
 """Of the prompts of a sample that was drawn without regard to them: all that is here of each is
@@ -37,25 +39,22 @@ LEAST_STRETCH = 64
 """Tokens of a stretch, as long as answers have so many: at its end a draft step counts for less."""
 
 
-def prompts_to_hold_out(prompts: int, fraction: float) -> int:
-    """How many prompts heads are judged on: that fraction, and where it is fewer than
-    HOLDOUT_PROMPTS up to FEW_PROMPTS_SHARE times as many; never all of them.
-    """
-    held = round(fraction * prompts)
-    if held < HOLDOUT_PROMPTS:
-        held = min(HOLDOUT_PROMPTS, round(FEW_PROMPTS_SHARE * fraction * prompts))
-    return min(max(1, held), prompts - 1)
+def enough_to_hold_out(prompts: int, fraction: float) -> bool:
+    """Whether so many prompts have a part that is enough to decide by."""
+    return round(fraction * prompts) >= HOLDOUT_PROMPTS
 
 
 def held_out(
     lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, fraction: float, seed: int
 ) -> torch.Tensor:
-    """Which sequences heads are judged on, bool: all answers to a part of the prompts, or one
-    answer to each where all of them are more than HOLDOUT_TOKENS; none where there is one prompt
-    only.
+    """Which sequences heads are judged on, bool: all answers to a part of the prompts, at least to
+    HOLDOUT_PROMPTS where there are more, or one answer to each where all of them are more than
+    HOLDOUT_TOKENS; none where there is one prompt only.
     """
     generator = torch.Generator().manual_seed(seed)
-    group_S, order_H = _drawn(prompts_S, lengths_S.numel(), fraction, generator)
+    groups, group_S = _groups(prompts_S, lengths_S.numel())
+    held = min(max(HOLDOUT_PROMPTS, round(fraction * groups)), groups - 1)
+    order_H = torch.randperm(groups, generator=generator)[:held]
     held_S = torch.isin(group_S, order_H)
     if int(lengths_S[held_S].sum()) <= HOLDOUT_TOKENS:
         return held_S
@@ -71,7 +70,7 @@ def held_stretches(
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a batch from which only a sample is taken: a stretch of one answer to each of a part of
-    the prompts.
+    the prompts; nothing where these are few.
 
     Prompts are drawn alike, so that what is left to train on has answers of every length; of a
     prompt every token is as likely to be judged on as any other.
@@ -82,10 +81,11 @@ def held_stretches(
     Returns:
         Which rows they are, bool `M`; which sequences answer one of these prompts, bool `S`.
     """
-    group_S, order_H = _drawn(prompts_S, lengths_S.numel(), fraction, generator)
+    groups, group_S = _groups(prompts_S, lengths_S.numel())
     judged_M = torch.zeros(int(lengths_S.sum()), dtype=torch.bool)
-    if not order_H.numel():
+    if not enough_to_hold_out(groups, fraction):
         return judged_M, torch.zeros_like(lengths_S, dtype=torch.bool)
+    order_H = torch.randperm(groups, generator=generator)[: round(fraction * groups)]
     length = max(LEAST_STRETCH, rows // order_H.numel())
     order_H = order_H[: max(1, rows // length)]
     starts_S = lengths_S.cumsum(0) - lengths_S
@@ -112,11 +112,14 @@ def hold_out(
     that was trained on.
 
     Returns:
-        (training, holdout); the holdout is None where there is one prompt only.
+        (training, holdout); the holdout is None where there are few prompts.
     """
     held_S = batch.held_S
     if held_S is None:
         share = fraction if batch.weights_M is None else min(fraction, SAMPLED_SHARE)
+        groups, _ = _groups(batch.prompts_S, batch.lengths_S.numel())
+        if not enough_to_hold_out(groups, share):
+            return batch, None
         held_S = held_out(batch.lengths_S, batch.prompts_S, share, seed)
     spared_S = held_S
     if batch.prompts_S is not None:
@@ -128,15 +131,15 @@ def hold_out(
     return replace(training, held_S=None), holdout
 
 
-def stretches(batch: RolloutBatch, seed: int = 0) -> RolloutBatch:
+def stretches(batch: RolloutBatch, seed: int = 0, tokens: int = HOLDOUT_TOKENS) -> RolloutBatch:
     """What heads can be judged on: each run of rows whose states are here as a response of its own,
-    behind what stood before it. Of very many tokens so many that HOLDOUT_TOKENS hold them.
+    behind what stood before it. Of very many tokens as many as `tokens` says.
     """
     whole = replace(cut_to_states(batch), weights_M=None, held_S=None)
-    if int(whole.lengths_S.sum()) <= HOLDOUT_TOKENS:
+    if int(whole.lengths_S.sum()) <= tokens:
         return whole
     # Whole responses that are long are cut, so that many prompts are judged on.
-    most = max(LEAST_STRETCH, HOLDOUT_TOKENS // whole.lengths_S.numel())
+    most = max(LEAST_STRETCH, tokens // whole.lengths_S.numel())
     generator = torch.Generator().manual_seed(seed)
     segment_M = segments_from_lengths(whole.lengths_S)
     place_M = (
@@ -148,7 +151,7 @@ def stretches(batch: RolloutBatch, seed: int = 0) -> RolloutBatch:
     within_M = (place_M >= first_M) & (place_M < first_M + most)
     shorter = cut_to_states(replace(whole, weights_M=within_M.float() - (~within_M).float()))
     order = torch.randperm(shorter.lengths_S.numel(), generator=generator)
-    fits = shorter.lengths_S[order].cumsum(0) <= HOLDOUT_TOKENS
+    fits = shorter.lengths_S[order].cumsum(0) <= tokens
     return replace(shorter.select(order[fits].sort().values), weights_M=None)
 
 
@@ -203,16 +206,12 @@ def _searched(ids_X: torch.Tensor) -> torch.Tensor:
     return ids_X if first == own else torch.cat([ids_X[:own], ids_X[first:]])
 
 
-def _drawn(
-    prompts_S: torch.Tensor | None, sequences: int, fraction: float, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of each sequence's prompt; those that are held out, in random order."""
-    prompts_S = torch.arange(sequences) if prompts_S is None else prompts_S
-    groups, group_S = prompts_S.unique(return_inverse=True)
-    if groups.numel() < 2 or not fraction:
-        return group_S, torch.zeros(0, dtype=torch.int64)
-    held = prompts_to_hold_out(groups.numel(), fraction)
-    return group_S, torch.randperm(groups.numel(), generator=generator)[:held]
+def _groups(prompts_S: torch.Tensor | None, sequences: int) -> tuple[int, torch.Tensor]:
+    """Number of prompts; which one each sequence answers, 0, 1, ..."""
+    if prompts_S is None:
+        return sequences, torch.arange(sequences)
+    prompts, group_S = prompts_S.unique(return_inverse=True)
+    return prompts.numel(), group_S
 
 
 def _one_of(answers_S: torch.Tensor, generator: torch.Generator) -> int:

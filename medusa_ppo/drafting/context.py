@@ -13,7 +13,7 @@ layer), V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -238,7 +238,7 @@ class Arrived:
         )
 
 
-_Unread = tuple[torch.Tensor, Sequence[Sequence[int]], Sequence[int], Standing]
+_Unread = tuple[torch.Tensor, Sequence[Sequence[int]], Sequence[int], Callable[[], Standing]]
 
 
 class UnreadSteps:
@@ -259,9 +259,11 @@ class UnreadSteps:
         hidden_TD: torch.Tensor,
         sampled_token_ids: Sequence[Sequence[int]],
         drafted: Sequence[int],
-        at: Standing,
+        at: Callable[[], Standing],
     ) -> None:
-        """A step; arguments as of `Arrived.of_lists`. None of the tensors may change afterwards."""
+        """A step; arguments as of `Arrived.of_lists`, `at` once somebody asks. None of the tensors
+        may change afterwards.
+        """
         self._steps.append((hidden_TD, sampled_token_ids, drafted, at))
 
     def hold_pairs(self, arrived: Arrived) -> None:
@@ -270,11 +272,13 @@ class UnreadSteps:
 
     def take(self) -> list[Arrived]:
         """The pairs of the steps that are held, oldest first; none is held afterwards."""
-        found = [
-            step if isinstance(step, Arrived) else Arrived.of_lists(*step, self._pairs)
-            for step in self._steps
-            if isinstance(step, Arrived) or any(step[1])
-        ]
+        found = []
+        for step in self._steps:
+            if isinstance(step, Arrived):
+                found.append(step)
+            elif any(step[1]):
+                *came, at = step
+                found.append(Arrived.of_lists(*came, at(), self._pairs))
         self._steps.clear()
         return found
 

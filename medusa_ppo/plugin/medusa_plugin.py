@@ -282,7 +282,7 @@ class MedusaPlugin:
         if batch is None:
             problem = "no response of it was scored inside plugin.actor_forward"
             return WarmUpReport(seconds=self._clock() - began, problem=problem)
-        if batch.held_S is None:
+        if batch.held_S is None or not bool(batch.held_S.any()):
             held_S = held_out(batch.lengths_S, batch.prompts_S, HOLDOUT_SHARE, sampling.seed or 0)
             batch = dataclasses.replace(batch, held_S=held_S)
         left_s = max(0.0, seconds - (self._clock() - began))

@@ -162,6 +162,24 @@ HOOKS: tuple[Hook, ...] = (
         ("scheduler_output", "sampled_token_ids", "sampling_metadata", "sample_hidden_states"),
     ),
     Hook(
+        "a step without drafts runs as without speculation",
+        _RUNNER,
+        "GPUModelRunner.execute_model",
+        ("scheduler_output",),
+    ),
+    Hook(
+        "drafts after such a step",
+        _RUNNER,
+        "GPUModelRunner.sample_tokens",
+        ("grammar_output",),
+    ),
+    Hook(
+        "drafts after such a step",
+        _RUNNER,
+        "GPUModelRunner._copy_draft_token_ids_to_cpu",
+        ("scheduler_output",),
+    ),
+    Hook(
         "a step without drafts is plain",
         _RUNNER,
         "GPUModelRunner._sample",

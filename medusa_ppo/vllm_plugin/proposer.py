@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ class MedusaProposer(Drafter):
     _core: DraftingCore
     _slots: DraftSlots | None
     _seats: Seats
-    _positions_B: torch.Tensor
+    _sent_B: torch.Tensor | None = None
     _target: nn.Module
     _ring: PairRing | None = None
     _unread: UnreadSteps | None = None
@@ -236,10 +237,11 @@ class MedusaProposer(Drafter):
         """
         hidden_BD = target_hidden_states  # vLLM's own name for it, should it call.
         count = self.wanted(num_speculative_tokens, hidden_BD.shape[0])
-        seen = self._look_back(count)
         if count == 0:
+            self._hold()
             # Lists, which vLLM takes as they are; a tensor it would copy to the host first.
             return [[] for _ in range(hidden_BD.shape[0])]
+        seen = self._look_back()
         last_ids_B = sending.sent(self._last_ids, self.device)
         if not self.sampled or sampling_metadata.all_greedy:
             return self._core.draft(hidden_BD, last_ids_B, count, seen=seen).ids_BK
@@ -303,13 +305,19 @@ class MedusaProposer(Drafter):
             tokens: numpy, how many tokens each request of the batch has: what it drafts at.
             token_ids: numpy, these tokens, a row for each request of the batch.
         """
-        self._tokens_B = tokens
+        self._tokens_B, self._sent_B = tokens, None
         self._token_ids = token_ids
         self._seats = self._seating.seat(
             request_ids, lambda key: self._meet(live_requests[key]), live_requests
         )
-        self._positions_B = sending.sent(tokens, self.device)
         self._running = request_ids, live_requests
+
+    @property
+    def _positions_B(self) -> torch.Tensor:
+        """How many tokens each request of the batch has, int64; sent once somebody asks."""
+        if self._sent_B is None:
+            self._sent_B = sending.sent(self._tokens_B, self.device)
+        return self._sent_B
 
     def _meet(self, request: Any) -> Traits:
         """Of vLLM's state of a request that is new here."""
@@ -371,20 +379,26 @@ class MedusaProposer(Drafter):
             self.stopping.settle(self._seats.slots_B, *counts_2B.unbind(0))
         self._came = hidden_TD, sampled_token_ids, drafted
 
+    def _hold(self) -> None:
+        """Of a step without drafts, which must cost next to nothing: what came is only kept."""
+        if self._unread is not None and self._came is not None and self.drafting:
+            # vLLM writes over the numbers of tokens.
+            at = partial(self._standing, self._seats, self._tokens_B.copy())
+            self._unread.hold(*self._came, at)
+        self._came = None
+
+    def _standing(self, seats: Seats, tokens_B: np.ndarray) -> Standing:
+        return Standing(seats.slots_B, seats.requests_B, sending.sent(tokens_B, self.device))
+
     @torch.inference_mode()
-    def _look_back(self, count: int) -> Seen | None:
-        """What requests attend to that are to have `count` drafts. Where that is none, what came is
-        only kept: a step without drafts must cost next to nothing.
-        """
+    def _look_back(self) -> Seen | None:
+        """What requests attend to that are to have drafts."""
         ring, unread = self._ring, self._unread
         if ring is None or unread is None or self._came is None or not self.drafting:
             return None
         came = self._came
         self._came = None
         at = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B)
-        if not count:
-            unread.hold(*came, at)
-            return None
         if not any(came[1]):
             return None
         now = Arrived.of_lists(*came, at, ring.pairs)

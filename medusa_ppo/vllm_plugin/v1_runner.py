@@ -6,10 +6,11 @@ model runner needs is in speculator.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,77 @@ def drafting_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
     return _input_fits_in_drafter
 
 
+def _is_plain(runner: Any, scheduled: Any) -> bool:
+    """A step that an engine without speculation would run in the same way: each request has one
+    token, none has drafts. What reads `speculative_config` for other reasons keeps it.
+    """
+    return (
+        _is_ours(runner)
+        and not scheduled.scheduled_spec_decode_tokens
+        and not scheduled.scheduled_new_reqs
+        and scheduled.total_num_scheduled_tokens == len(scheduled.num_scheduled_tokens)
+        and not runner.input_batch.generators
+        and not runner.use_async_scheduling
+        and not runner.model_config.is_hybrid
+        and runner.vllm_config.kv_transfer_config is None
+        and runner.drafter.memory is None  # It judges the logits of every step.
+    )
+
+
+@contextlib.contextmanager
+def _without_speculation(runner: Any) -> Iterator[None]:
+    config = runner.speculative_config
+    runner.speculative_config = None
+    try:
+        yield
+    finally:
+        runner.speculative_config = config
+
+
+def with_plain_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`execute_model`: an engine that speculates makes indices, masks and copies of metadata for
+    drafts also where nobody has one, a twentieth of a step of a small actor.
+    """
+
+    @functools.wraps(original)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.medusa_plain = _is_plain(self, scheduler_output)
+        if not self.medusa_plain:
+            return original(self, scheduler_output, *args, **kwargs)
+        with _without_speculation(self):
+            return original(self, scheduler_output, *args, **kwargs)
+
+    return execute_model
+
+
+def with_drafts_after_plain_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`sample_tokens` of such a step; it knows nothing of drafts, so they are asked for here."""
+
+    @functools.wraps(original)
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        state = self.execute_model_state
+        if state is None or not self.medusa_plain:
+            return original(self, grammar_output)
+        with _without_speculation(self):
+            output = original(self, grammar_output)
+        tokens, scheduled = output.sampled_token_ids, state.scheduler_output
+        hidden_BD = state.sample_hidden_states
+        _seat(self)
+        self.drafter.before_step(
+            tokens, [0] * len(tokens), scheduled.total_num_scheduled_tokens, hidden_BD
+        )
+        drafts = self.drafter.propose(
+            scheduled.num_spec_tokens_to_schedule, hidden_BD, self.input_batch.sampling_metadata
+        )
+        # Where there are none again the scheduler has nothing to be told.
+        if torch.is_tensor(drafts) or any(drafts):
+            self._draft_token_ids = drafts
+            self._copy_draft_token_ids_to_cpu(scheduled)
+        return output
+
+    return sample_tokens
+
+
 def plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     """A step in which nothing was drafted samples as an engine without speculation does, and costs
     as much.
@@ -337,6 +409,8 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (model_runner.GPUModelRunner, "__init__", with_our_proposer),
     (model_runner.GPUModelRunner, "propose_draft_token_ids", with_draft_context),
     (model_runner.GPUModelRunner, "_get_spec_decode_draft_probs", with_kept_draft_probs),
+    (model_runner.GPUModelRunner, "execute_model", with_plain_steps),
+    (model_runner.GPUModelRunner, "sample_tokens", with_drafts_after_plain_steps),
     (model_runner.GPUModelRunner, "_input_fits_in_drafter", drafting_to_the_end),
     (model_runner.GPUModelRunner, "_calc_spec_decode_metadata", few_indices_without_drafts),
     (model_runner.GPUModelRunner, "_sample", plain_without_drafts),

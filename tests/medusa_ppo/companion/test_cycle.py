@@ -89,25 +89,46 @@ def test_follows_a_policy_that_moves_while_the_frozen_control_falls(chain) -> No
 def test_what_is_held_out_is_not_trained_on(chain) -> None:
     """Not even through another answer to the same prompt."""
     task = chain()
-    batch = dataclasses.replace(task.batch(16), prompts_S=torch.arange(16) // 4)
+    batch = dataclasses.replace(task.batch(96), prompts_S=torch.arange(96) // 4)
     training, holdout = hold_out(batch, 0.25, seed=5)
     again = hold_out(batch, 0.25, seed=5)
-    other = hold_out(batch, 0.25, seed=6)
-    assert holdout is not None and again[1] is not None and other[1] is not None
-    assert (
-        holdout.prompts_S.unique().numel() == 2
-        and holdout.lengths_S.numel() == training.lengths_S.numel() == 8
-    )
+    assert holdout is not None and again[1] is not None
+    assert holdout.prompts_S.unique().numel() == 6
+    assert (holdout.lengths_S.numel(), training.lengths_S.numel()) == (24, 72)
     assert not set(holdout.prompts_S.tolist()) & set(training.prompts_S.tolist())
     assert torch.equal(training.hidden_MD, again[0].hidden_MD) and torch.equal(
         holdout.response_ids_M, again[1].response_ids_M
     )
-    assert {
-        prompt for seed in range(20) for prompt in hold_out(batch, 0.25, seed)[1].prompts_S.tolist()
-    } == {0, 1, 2, 3}
-    alone = dataclasses.replace(batch, prompts_S=torch.zeros(16, dtype=torch.int64))
-    assert hold_out(alone, 0.25, 0) == (alone, None)
-    assert hold_out(dataclasses.replace(batch, prompts_S=None), 0.25, 0)[1].lengths_S.numel() == 6
+    drawn = [hold_out(batch, 0.25, seed)[1].prompts_S.tolist() for seed in range(40)]
+    assert {prompt for prompts in drawn for prompt in prompts} == set(range(24))
+    assert hold_out(dataclasses.replace(batch, prompts_S=None), 0.25, 0)[1].lengths_S.numel() == 24
+
+
+def test_of_few_prompts_none_is_spared_and_all_judge_what_was_made_before(chain) -> None:
+    """A third of eight prompts was held out: too few to decide by, and training had the others
+    alone.
+    """
+    task = chain()
+    batch = dataclasses.replace(task.batch(16), prompts_S=torch.arange(16) // 2)
+    assert hold_out(batch, 0.2, 0) == (batch, None)
+    cycle = make(task)
+    judged = []
+    original = cycle._measure
+
+    def measure(heads, holdout):
+        judged.append((cycle.trainer.optimizer_steps, holdout.lengths_S.numel()))
+        return original(heads, holdout)
+
+    cycle._measure = measure
+    first = cycle.run(batch)
+    assert not cycle.evidence.tokens, "the candidate was what is serving"
+    assert first.train.tokens == batch.response_ids_M.numel() - 16, "all but the last rows"
+    steps = cycle.trainer.optimizer_steps
+    assert steps and {count for count, _ in judged} == {0}
+    judged.clear()
+    cycle.run(dataclasses.replace(task.batch(16), prompts_S=torch.arange(16) // 2))
+    assert set(judged) == {(steps, 16)}
+    assert cycle.evidence.counts_G5.shape[0] == 8 or cycle.version == 1
 
 
 def test_the_first_version_of_a_dozen_prompts_comes_with_the_second_batch(chain) -> None:

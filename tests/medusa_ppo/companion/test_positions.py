@@ -12,6 +12,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.holdout import (
+    AHEAD_TOKENS,
     HOLDOUT_PROMPTS,
     HOLDOUT_TOKENS,
     hold_out,
@@ -223,12 +224,12 @@ def test_a_stretch_is_judged_as_in_its_response(chain) -> None:
 @pytest.mark.parametrize("prompts", [1, 3, 40])
 @pytest.mark.parametrize("rows", [5, 40, 4000])
 def test_any_sample_of_any_batch_can_be_drawn_and_split(chain, prompts: int, rows: int) -> None:
-    """A budget smaller than one block included; with one prompt only nothing is held out."""
+    """A budget smaller than one block included; of few prompts nothing is held out."""
     batch = chain().batch(40, 30)
     batch = replace(batch, prompts_S=torch.arange(40) % prompts)
     some = EarlySample(rows, HOLDOUT_SHARE, 0, ahead=3).of(batch)
     training, holdout = hold_out(some, HOLDOUT_SHARE, 0)
-    assert training.hidden_MD.shape[0] > 0 and (holdout is None) == (prompts == 1)
+    assert training.hidden_MD.shape[0] > 0 and (holdout is None) == (prompts < 40)
     assert some.left_out == batch.hidden_MD.shape[0] - some.hidden_MD.shape[0]
     judged = stretches(training, 0) if holdout is None else holdout
     assert judged.hidden_MD.shape[0] == int(judged.lengths_S.sum()) > 0
@@ -239,7 +240,7 @@ def test_of_long_responses_that_all_are_here_many_prompts_are_judged_on(chain) -
     one prompt, and the gate waited for six batches.
     """
     batch = chain().batch(1)
-    lengths_S = torch.full((32,), 9000)
+    lengths_S = torch.full((64,), 9000)
     count = int(lengths_S.sum())
     long = replace(
         batch,
@@ -247,12 +248,14 @@ def test_of_long_responses_that_all_are_here_many_prompts_are_judged_on(chain) -
         response_ids_M=torch.zeros(count, dtype=torch.int64),
         logprobs_M=torch.zeros(count),
         lengths_S=lengths_S,
-        prompts_S=torch.arange(32) // 2,
+        prompts_S=torch.arange(64) // 2,
     )
     training, holdout = hold_out(long, HOLDOUT_SHARE, 0)
-    assert holdout is not None and holdout.prompts_S.unique().numel() == 5
-    assert holdout.lengths_S.numel() == 5 and int(holdout.lengths_S.sum()) <= HOLDOUT_TOKENS
-    assert training.lengths_S.numel() == 22
+    assert holdout is not None and holdout.prompts_S.unique().numel() == 6
+    assert holdout.lengths_S.numel() == 6 and int(holdout.lengths_S.sum()) <= HOLDOUT_TOKENS
+    assert training.lengths_S.numel() == 52
+    ahead = stretches(long, 0, AHEAD_TOKENS)
+    assert ahead.prompts_S.unique().numel() == 32 and int(ahead.lengths_S.sum()) <= AHEAD_TOKENS
 
 
 @pytest.mark.parametrize("loss", ["kl_tv", "ce_tv"])
@@ -307,10 +310,11 @@ def trained(task, kind: str) -> MedusaHeads:
     return trainer.heads
 
 
-@pytest.mark.parametrize(("prompts", "held"), [(2, 1), (6, 2), (12, 4), (18, 6), (27, 6), (40, 8)])
-def test_of_few_prompts_a_third_is_held_out(chain, prompts: int, held: int) -> None:
-    """A fifth of a dozen would be two, and three batches would pass before the gate has the six
-    that it asks for.
-    """
+@pytest.mark.parametrize(("prompts", "held"), [(1, 0), (2, 0), (12, 0), (27, 0), (28, 6), (40, 8)])
+def test_a_fifth_is_held_out_where_that_is_enough_to_decide_by(
+    chain, prompts: int, held: int
+) -> None:
     batch = replace(chain().batch(2 * prompts, 4), prompts_S=torch.arange(2 * prompts) // 2)
-    assert hold_out(batch, HOLDOUT_SHARE, 0)[1].prompts_S.unique().numel() == held
+    training, holdout = hold_out(batch, HOLDOUT_SHARE, 0)
+    assert (0 if holdout is None else holdout.prompts_S.unique().numel()) == held
+    assert training.prompts_S.unique().numel() == prompts - held

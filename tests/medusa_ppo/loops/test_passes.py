@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.errors import ConfigError
-from medusa_ppo.companion.holdout import hold_out
+from medusa_ppo.companion.holdout import AHEAD_TOKENS, HOLDOUT_PROMPTS, hold_out, stretches
 from medusa_ppo.companion.positions import ROW_BYTES
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
@@ -158,8 +158,11 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
         tokens_M = batch.response_ids_M - 10  # Each is its place.
         places += torch.bincount(tokens_M // 100, minlength=5)
         assert batch.left_out + batch.hidden_MD.shape[0] == 128 * 500
-        training, holdout = hold_out(batch, 0.2, 0)
-        assert holdout is not None and training.lengths_S.numel() > holdout.lengths_S.numel()
+        # The sample has answers to few prompts: of many of them a stretch is judged ahead.
+        assert hold_out(batch, 0.2, 0)[1] is None
+        judged = stretches(batch, 0, AHEAD_TOKENS)
+        assert judged.response_ids_M.numel() <= AHEAD_TOKENS
+        assert judged.prompts_S.unique().numel() >= HOLDOUT_PROMPTS
     assert quarters.min() > 0.15 * quarters.sum() and quarters.max() < 0.35 * quarters.sum()
     # A piece that is due little more than a block takes a second one only where it is short: at a
     # response's two ends.

@@ -60,6 +60,104 @@ def test_rows_of_a_step_without_drafts_are_those_that_vllm_counts(
     assert found.max_spec_len == expected.max_spec_len == 0
 
 
+def a_runner(**changes: Any) -> SimpleNamespace:
+    """What a step without drafts reads of vLLM's runner."""
+    runner = SimpleNamespace(
+        drafter=SimpleNamespace(memory=None),
+        input_batch=SimpleNamespace(generators={}),
+        use_async_scheduling=False,
+        model_config=SimpleNamespace(is_hybrid=False),
+        vllm_config=SimpleNamespace(kv_transfer_config=None),
+        speculative_config="speculation",
+    )
+    vars(runner).update(changes)
+    return runner
+
+
+def scheduled(**changes: Any) -> SimpleNamespace:
+    found = SimpleNamespace(
+        scheduled_spec_decode_tokens={},
+        scheduled_new_reqs=[],
+        total_num_scheduled_tokens=2,
+        num_scheduled_tokens={"a": 1, "b": 1},
+        num_spec_tokens_to_schedule=4,
+    )
+    vars(found).update(changes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("of_runner", "of_step"),
+    [
+        ({}, {"scheduled_spec_decode_tokens": {"a": [5]}, "total_num_scheduled_tokens": 3}),
+        ({}, {"scheduled_new_reqs": ["b"]}),
+        ({}, {"total_num_scheduled_tokens": 40}),
+        ({"input_batch": SimpleNamespace(generators={0: "of a seed"})}, {}),
+        ({"use_async_scheduling": True}, {}),
+        ({"model_config": SimpleNamespace(is_hybrid=True)}, {}),
+        ({"vllm_config": SimpleNamespace(kv_transfer_config="a connector")}, {}),
+        ({"drafter": SimpleNamespace(memory="counts")}, {}),
+    ],
+)
+def test_what_needs_speculation_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, of_runner: dict[str, Any], of_step: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(v1_runner, "_is_ours", lambda _: True)
+    seen = []
+    run = v1_runner.with_plain_steps(lambda self, step: seen.append(self.speculative_config))
+    run(a_runner(), scheduled())
+    run(a_runner(**of_runner), scheduled(**of_step))
+    assert seen == [None, "speculation"]
+
+
+@pytest.mark.parametrize("drafts", [[[], []], torch.tensor([[1, 2], [3, 4]]), [[7], []]])
+def test_after_a_plain_step_drafts_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, drafts: Any
+) -> None:
+    """And the scheduler is told where there are any."""
+    monkeypatch.setattr(v1_runner, "_is_ours", lambda _: True)
+    monkeypatch.setattr(v1_runner, "_seat", lambda _: None)
+    asked: list[Any] = []
+    drafter = SimpleNamespace(
+        memory=None,
+        before_step=lambda *args: asked.append(args),
+        propose=lambda *args: (asked.append(args), drafts)[1],
+    )
+    told: list[Any] = []
+    runner = a_runner(drafter=drafter, _copy_draft_token_ids_to_cpu=told.append)
+    runner.input_batch.sampling_metadata = "sampling"
+    step = scheduled()
+    hidden_BD = torch.zeros(2, 3)
+    runner.execute_model_state = SimpleNamespace(
+        scheduler_output=step, sample_hidden_states=hidden_BD
+    )
+    v1_runner.with_plain_steps(lambda *_: None)(runner, step)
+
+    def sampled(self: Any, grammar: Any) -> Any:
+        assert self.speculative_config is None
+        return SimpleNamespace(sampled_token_ids=[[5], [6]])
+
+    v1_runner.with_drafts_after_plain_steps(sampled)(runner, None)
+    assert runner.speculative_config == "speculation"
+    assert asked == [([[5], [6]], [0, 0], 2, hidden_BD), (4, hidden_BD, "sampling")]
+    empty = isinstance(drafts, list) and not any(drafts)
+    assert told == ([] if empty else [step])
+    if told:
+        assert runner._draft_token_ids is drafts
+
+
+def test_a_step_that_fails_leaves_speculation_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(v1_runner, "_is_ours", lambda _: True)
+    runner = a_runner()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        v1_runner.with_plain_steps(fails)(runner, scheduled())
+    assert runner.speculative_config == "speculation"
+
+
 @pytest.mark.parametrize("sampled", [True, False])
 @pytest.mark.parametrize("copy_parts", [0, 2])
 def test_the_memory_profile_sees_a_full_batch_with_all_drafts(
