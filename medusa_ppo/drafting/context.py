@@ -277,8 +277,10 @@ class UnreadSteps:
             if isinstance(step, Arrived):
                 found.append(step)
             elif any(step[1]):
-                *came, at = step
-                found.append(Arrived.of_lists(*came, at(), self._pairs))
+                hidden_TD, sampled_token_ids, drafted, at = step
+                found.append(
+                    Arrived.of_lists(hidden_TD, sampled_token_ids, drafted, at(), self._pairs)
+                )
         self._steps.clear()
         return found
 
