@@ -104,7 +104,7 @@ class Call:
     def __call__(self, hidden_BD: Any) -> None:
         from medusa_ppo.drafting.context import Arrived, ContextHeads, Standing
         from medusa_ppo.drafting.core import DraftSampling
-        from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
+        from medusa_ppo.drafting.noise import DRAFT_STREAM, uniforms
         from medusa_ppo.drafting.slots import stamps
 
         torch = self.torch
@@ -133,7 +133,7 @@ class Call:
                 longest = self.tokens + 1
                 told = self.core.copier.find(self.texts, requests_B, positions_B, longest)
                 seen = replace(seen, told_BKH=told)
-        noise_BK = uniforms(positions_B, None, None, DRAFT_LANE, HEADS)
+        noise_BK = uniforms(positions_B, None, None, DRAFT_STREAM, HEADS)
         sampling = DraftSampling(torch.ones(batch), noise_BK)
         self.core.draft(hidden_BD, ids_N[:batch], HEADS, sampling, seen=seen, slots=self.slots)
         self.slots.stamp(requests_B, stamps(positions_B, positions_B), HEADS)

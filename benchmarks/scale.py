@@ -43,7 +43,7 @@ class Assumptions:
         flops: dense bf16 products per second of a GPU (vendor).
         memory_bytes, memory_bytes_per_s: of a GPU (vendor).
         network_bytes_per_s: of a GPU, to another node (one 400 Gb/s card each).
-        host_bytes_per_s: of a GPU, to its host (PCIe 5, 16 lanes, 63 GB/s by the vendor, less
+        host_bytes_per_s: of a GPU, to its host (PCIe 5 x16, 63 GB/s by the vendor, less
             overheads).
         train_share: of `flops`, reached in scoring, update and by the companion.
         decode_share: of `flops` and of the memory's speed, reached while generating.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -138,6 +139,39 @@ def test_scripts_do_not_import_each_other_in_circles(folder: str) -> None:
         path.stem: imported_roots(ast.parse(path.read_text())) & names for path in SCRIPTS[folder]
     }
     TopologicalSorter(graph).prepare()  # CycleError names the circle.
+
+
+UNUSUAL = {
+    "plug-in": "plugin",
+    "in silence": "silently",
+    "lane": "stream (of random numbers)",
+    "lanes": "streams (of random numbers)",
+    "mend": "fix",
+    "mends": "fixes",
+    "mended": "fixed",
+    "thereby": "so",
+    "wherein": "in which",
+    "hitherto": "until now",
+}
+"""Words that a native reader stumbles over, and what is said in their place."""
+PROSE = ("heads", "medusa_ppo", "tests", "benchmarks", "examples", "docs", "configs")
+
+
+def test_no_word_is_used_that_readers_stumble_over() -> None:
+    """RESULTS.md and the changelog keep what was written when it was measured."""
+    found = []
+    files = [*ROOT.glob("*.md"), *(path for room in PROSE for path in (ROOT / room).rglob("*"))]
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, UNUSUAL))})\b", re.IGNORECASE)
+    for path in files:
+        kept = path.name == "CHANGELOG.md" or path.name.startswith("RESULTS")
+        if kept or path == Path(__file__) or path.suffix not in (".py", ".md", ".yaml"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            found += [
+                f"{path.relative_to(ROOT)}:{number}: {word}, say {UNUSUAL[word.lower()]}"
+                for word in pattern.findall(line)
+            ]
+    assert not found, "\n".join(found)
 
 
 def test_no_module_is_called_utils() -> None:

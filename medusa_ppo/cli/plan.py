@@ -536,7 +536,7 @@ def _sums(config: RunConfig, tokens: int) -> int:
 
 
 def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
-    """What would go wrong in silence."""
+    """What would go wrong silently."""
     batch = _batch_bytes(config, model, tokens)
     room = config.companion.queue_bytes
     too_large = (

@@ -5,10 +5,10 @@ They are counted, so that they depend on nothing but seed, position and purpose.
 
 A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) that started at its key:
 number n is mix(key + n * GOLDEN). A key is its seed, mixed once, so streams of neighbouring seeds
-begin far apart. The counter n is position * LANES + lane: no step, whatever shared its batch, moves
+begin far apart. The counter n is position * STREAMS + stream: no step, whatever shared its batch, moves
 another's. Requests without a seed take theirs from torch's generator, one draw for all.
 
-Shape letters: B requests, L lanes (numbers of one position), V tokens.
+Shape letters: B requests, L streams (numbers of one position), V tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 from heads.heads_config import MOST_HEADS
 
-LANES = 64
+STREAMS = 64
 """Numbers that a request may ask for at one position: drafts, their acceptances, and the token that
 ends the run.
 """
-# Lanes of their own for each purpose: one number for a draft and for its acceptance would tie the
+# Streams of their own for each purpose: one number for a draft and for its acceptance would tie the
 # two together, and tokens would no longer be the policy's.
-DRAFT_LANE, ACCEPT_LANE, LAST_LANE = 0, MOST_HEADS, 2 * MOST_HEADS
+DRAFT_STREAM, ACCEPT_STREAM, LAST_STREAM = 0, MOST_HEADS, 2 * MOST_HEADS
 
 _WORD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -50,11 +50,11 @@ def keys_of(seeds: Sequence[int] | torch.Tensor) -> torch.Tensor:
     return _mix(torch.tensor([_signed(seed + _GOLDEN) for seed in seeds]))
 
 
-def counted(keys_B: torch.Tensor, positions_B: torch.Tensor, lane: int, count: int) -> torch.Tensor:
-    """Float64 uniforms in [0, 1) `[B, count]` of the lanes from `lane` on."""
-    lanes_L = torch.arange(lane, lane + count, device=keys_B.device)
+def counted(keys_B: torch.Tensor, positions_B: torch.Tensor, stream: int, count: int) -> torch.Tensor:
+    """Float64 uniforms in [0, 1) `[B, count]` of the streams from `stream` on."""
+    streams_L = torch.arange(stream, stream + count, device=keys_B.device)
     word_BL = _mix(
-        (positions_B.unsqueeze(1) * LANES + lanes_L) * _signed(_GOLDEN) + keys_B.unsqueeze(1)
+        (positions_B.unsqueeze(1) * STREAMS + streams_L) * _signed(_GOLDEN) + keys_B.unsqueeze(1)
     )
     # 53 bits are what a float64 in [0, 1) can hold evenly.
     return _shifted(word_BL, 11).double() * UNIT
@@ -76,7 +76,7 @@ def uniforms(
     positions_B: torch.Tensor,
     keys_B: torch.Tensor | None,
     seeded_B: torch.Tensor | None,
-    lane: int,
+    stream: int,
     count: int,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
@@ -94,7 +94,7 @@ def uniforms(
         return torch.rand(
             shape, dtype=torch.float64, device=positions_B.device, generator=generator
         )
-    counted_BL = counted(keys_B, positions_B, lane, count)
+    counted_BL = counted(keys_B, positions_B, stream, count)
     if seeded_B is None:
         return counted_BL
     # Numbers for all, also for those that don't read them: who is seeded is known on the device

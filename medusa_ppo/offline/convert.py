@@ -2,7 +2,7 @@
 
 `foreign` finds out the source's format and reads it, `formats` says what each format can hold; here
 the target is written. Whatever is not as the source's configuration says becomes a note, and what
-the target can't hold is refused: nothing is dropped in silence.
+the target can't hold is refused: nothing is dropped silently.
 """
 
 from __future__ import annotations

@@ -353,7 +353,7 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
 def _read_stock(
     files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str
 ) -> FoundHeads:
-    """vLLM's own directory. docs/formats.md lists its traps; each that vLLM falls into in silence
+    """vLLM's own directory. docs/formats.md lists its traps; each that vLLM falls into silently
     is either told as a note or refused here.
     """
     shared = config.get("original_lm_head") is True
@@ -397,7 +397,7 @@ def _read_stock(
         )
     if any(name.endswith(".bias") for name in names) and config.get("medusa_fc_bias") is not True:
         notes.append(
-            "The file has biases and medusa_fc_bias is not true: vLLM drops them in silence. Here"
+            "The file has biases and medusa_fc_bias is not true: vLLM drops them silently. Here"
             " they count."
         )
     header = {name: files.header[source] for name, source in names.items()}

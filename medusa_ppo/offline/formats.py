@@ -371,7 +371,7 @@ def _wrong(where: str, given: str, expected: str) -> CheckpointError:
 
 
 def refuse_unrepresentable(plain: PlainHeads, target: str) -> None:
-    """ConfigError that names what the format can't hold; nothing is ever dropped in silence."""
+    """ConfigError that names what the format can't hold; nothing is ever dropped silently."""
     reason = _obstacle(plain, target)
     if reason:
         others = ", ".join(representable_formats(plain)) or "none without the model's lm_head"

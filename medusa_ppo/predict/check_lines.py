@@ -69,7 +69,7 @@ def check_lines(prediction: Prediction, heads: str = "HEADS", on_gpu: bool = Tru
         bench,
         f"# 2. drafts that cost what Medusa's cost, accepted at {sum(rates) + 1:.2f} tokens a step",
         f"mkdir -p {FOLDER} && echo {shlex.quote(json.dumps(stock))} > {FOLDER}/config.json",
-        # Our plug-in refuses rates that would change what is sampled; here nothing is sampled.
+        # Our plugin refuses rates that would change what is sampled; here nothing is sampled.
         f"VLLM_PLUGINS=none {serve} --speculative-config {shlex.quote(json.dumps(speculative))}",
         bench,
         "# 3. with trained heads, on your prompts",

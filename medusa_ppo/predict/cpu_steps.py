@@ -26,7 +26,7 @@ from heads.heads_config import COPY_WINDOW, HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling
-from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
+from medusa_ppo.drafting.noise import DRAFT_STREAM, uniforms
 from medusa_ppo.drafting.products import PACK
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.texts import TextRing
@@ -339,7 +339,7 @@ class _Drafting:
         requests_B = torch.arange(batch)
         places_B = torch.full((batch,), self._context)
         ids_B = torch.ones_like(requests_B)
-        noise_BK = uniforms(places_B, None, None, DRAFT_LANE, drafts)
+        noise_BK = uniforms(places_B, None, None, DRAFT_STREAM, drafts)
         self._core.draft(
             hidden_BD,
             ids_B,

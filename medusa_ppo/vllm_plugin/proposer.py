@@ -37,7 +37,7 @@ from medusa_ppo.drafting.context import (
     UnreadSteps,
 )
 from medusa_ppo.drafting.core import Drafted, DraftingCore, DraftSampling
-from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
+from medusa_ppo.drafting.noise import ACCEPT_STREAM, DRAFT_STREAM, LAST_STREAM, uniforms
 from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import (
@@ -276,7 +276,7 @@ class MedusaProposer(Drafter):
         seats = self._seats
         sm = sampling_metadata
         temperature_B = sm.temperature if seats.drawn_B is None else sm.temperature * seats.drawn_B
-        noise_BK = uniforms(self._positions_B, seats.keys_B, seats.seeded_B, DRAFT_LANE, count)
+        noise_BK = uniforms(self._positions_B, seats.keys_B, seats.seeded_B, DRAFT_STREAM, count)
         how = DraftSampling(temperature_B, noise_BK, sm.top_k, sm.top_p)
         recall = None if self.memory is None else self.memory.recall(self._running[0])
         ending = None if self.stopping is None else self.stopping.begin(seats.slots_B)
@@ -342,8 +342,8 @@ class MedusaProposer(Drafter):
         )
         if kept is None and (seats.keys_B is None or self.device.type != "cpu"):
             return None
-        lanes = ((ACCEPT_LANE, width), (LAST_LANE, 1))
-        noise = [uniforms(self._positions_B, seats.keys_B, seats.seeded_B, *lane) for lane in lanes]
+        streams = ((ACCEPT_STREAM, width), (LAST_STREAM, 1))
+        noise = [uniforms(self._positions_B, seats.keys_B, seats.seeded_B, *stream) for stream in streams]
         return Proposed(kept, torch.cat(noise, dim=1))
 
     def before_step(
@@ -480,7 +480,7 @@ class MedusaProposer(Drafter):
         if slots is None:
             self._core.draft(hidden_BD, ids_B, count, seen=seen)
             return None
-        noise_BW = uniforms(numbers_B, None, None, DRAFT_LANE, count + 1)
+        noise_BW = uniforms(numbers_B, None, None, DRAFT_STREAM, count + 1)
         how = DraftSampling(torch.ones_like(numbers_B, dtype=torch.float32), noise_BW[:, :count])
         self._core.draft(hidden_BD, ids_B, count, how, seen, slots)
         stamps_B = stamps(numbers_B, numbers_B)

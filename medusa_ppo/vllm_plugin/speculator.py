@@ -31,7 +31,7 @@ from heads.errors import ConfigError
 from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftSampling
-from medusa_ppo.drafting.noise import DRAFT_LANE, drawn_from, keys_of, uniforms
+from medusa_ppo.drafting.noise import DRAFT_STREAM, drawn_from, keys_of, uniforms
 from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.drafting.stopping import Ending
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
@@ -344,7 +344,7 @@ class MedusaSpeculator(DraftModelSpeculator):
             temperature_B = None
         else:
             temperature_B = torch.where(self._grammar_S[slots_B], 0.0, temperature[slots_B])
-            noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_LANE, count)
+            noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_STREAM, count)
             cuts = self._cuts(slots_B, input_batch.idx_mapping_np[:batch])
             sampling = DraftSampling(temperature_B, noise_BK, *cuts)
             ending = None

@@ -17,7 +17,7 @@ from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
 from medusa_ppo.drafting import context, products
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling, cut
-from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
+from medusa_ppo.drafting.noise import DRAFT_STREAM, keys_of, uniforms
 from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 
@@ -69,7 +69,7 @@ def one_step(
     keys_B = positions_B * 3 if seeded else None
     sampling = DraftSampling(
         torch.ones_like(positions_B, dtype=torch.float32),
-        uniforms(positions_B, keys_B, None, DRAFT_LANE, K),
+        uniforms(positions_B, keys_B, None, DRAFT_STREAM, K),
     )
     drafted = core.draft(actor.hidden_BD, actor.last_B, K, sampling, slots=slots)
     slots.stamp(positions_B, stamps(positions_B, positions_B), K)
@@ -212,7 +212,7 @@ def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
     last_B = actor.last_B.expand(trials)
     keys_B = keys_of(range(trials))
     sampling = DraftSampling(
-        torch.full((trials,), 0.9), uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_LANE, K)
+        torch.full((trials,), 0.9), uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_STREAM, K)
     )
     drafted = actor.core(heads).draft(hidden_BD, last_B, K, sampling, slots=slots)
     slots.stamp(slots_B, slots_B, K)
@@ -281,7 +281,7 @@ def test_a_seeded_draft_depends_on_nothing_else_in_the_batch() -> None:
     temperature_B = torch.linspace(0, 1.5, 40)
 
     def drafts(rows: torch.Tensor) -> torch.Tensor:
-        noise_BK = uniforms(positions_B[rows], keys_B[rows], None, DRAFT_LANE, K)
+        noise_BK = uniforms(positions_B[rows], keys_B[rows], None, DRAFT_STREAM, K)
         return core.draft(
             actor.hidden_BD[rows],
             actor.last_B[rows],
@@ -380,7 +380,7 @@ def test_the_call_compiles_whole(kind: str) -> None:
     temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2])
 
     def step(slots: DraftSlots, hidden_BD: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
-        sampling = DraftSampling(temperature_B, uniforms(positions_B, seeds_B, None, DRAFT_LANE, K))
+        sampling = DraftSampling(temperature_B, uniforms(positions_B, seeds_B, None, DRAFT_STREAM, K))
         drafted = core.draft(hidden_BD, last_B, K, sampling, slots=slots)
         slots.stamp(positions_B, stamps(positions_B, positions_B), K)
         return drafted.ids_BK

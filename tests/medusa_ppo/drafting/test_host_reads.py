@@ -20,7 +20,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 from medusa_ppo.drafting.memory import SUFFIX, Drawn, Recall, Trust, Waiting
-from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, uniforms
+from medusa_ppo.drafting.noise import ACCEPT_STREAM, DRAFT_STREAM, uniforms
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import DraftRows, TargetRows, accepted_run, residual_sample
@@ -133,7 +133,7 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
                 kept_BnR, there_Bn = ring.read(rows_B, rows_B, rows_B)
                 seen = Seen(pairs_NX[:, :D], rows_B, kept_BnR, there_Bn)
             sampling = DraftSampling(
-                share_B, uniforms(rows_B, rows_B, rows_B == 0, DRAFT_LANE, K), rows_B, share_B
+                share_B, uniforms(rows_B, rows_B, rows_B == 0, DRAFT_STREAM, K), rows_B, share_B
             )
             for count, how in ((K, sampling), (K - 1, None)):
                 drafted = core.draft(hidden_BD, rows_B, count, how, seen, slots)
@@ -141,7 +141,7 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
                 slots.stamp(rows_B, stamps(rows_B, rows_B), count)
             kept = slots.look_up(rows_B, stamps(rows_B, rows_B), K)
             assert kept.rows(rows_B.unsqueeze(1)).shape == (B, width)
-            uniforms(rows_B, None, None, ACCEPT_LANE, K)
+            uniforms(rows_B, None, None, ACCEPT_STREAM, K)
             drafts = DraftRows(rows_BK, rows_B, rows_B, rows_BK)
             target = TargetRows(logprobs_NV)
             run = accepted_run(target, drafts, numbers_BW[:, :K], kept)

@@ -10,10 +10,10 @@ from scipy import stats
 
 from heads.heads_config import MOST_HEADS
 from medusa_ppo.drafting.noise import (
-    ACCEPT_LANE,
-    DRAFT_LANE,
-    LANES,
-    LAST_LANE,
+    ACCEPT_STREAM,
+    DRAFT_STREAM,
+    STREAMS,
+    LAST_STREAM,
     counted,
     cumulate,
     draw,
@@ -23,11 +23,11 @@ from medusa_ppo.drafting.noise import (
 )
 
 
-def numbers(seeds: int, positions: int, lanes: int) -> torch.Tensor:
-    """`[seeds, positions, lanes]` of neighbouring seeds, positions and lanes."""
+def numbers(seeds: int, positions: int, streams: int) -> torch.Tensor:
+    """`[seeds, positions, streams]` of neighbouring seeds, positions and streams."""
     keys = keys_of(range(seeds)).repeat_interleave(positions)
     places = torch.arange(positions).repeat(seeds)
-    return counted(keys, places, 0, lanes).view(seeds, positions, lanes)
+    return counted(keys, places, 0, streams).view(seeds, positions, streams)
 
 
 def test_the_first_numbers_are_those_of_splitmix64() -> None:
@@ -37,9 +37,9 @@ def test_the_first_numbers_are_those_of_splitmix64() -> None:
     assert words.long().tolist() == [word >> 11 for word in published]
 
 
-@pytest.mark.parametrize("along", ["seeds", "positions", "lanes"])
+@pytest.mark.parametrize("along", ["seeds", "positions", "streams"])
 def test_numbers_are_uniform_and_neighbours_are_independent(along: str) -> None:
-    values = numbers(200, 100, 10).movedim(("seeds", "positions", "lanes").index(along), -1)
+    values = numbers(200, 100, 10).movedim(("seeds", "positions", "streams").index(along), -1)
     flat = values.reshape(-1).numpy()
     assert stats.kstest(flat, "uniform").pvalue > 1e-3
     pairs = torch.stack([values[..., :-1].reshape(-1), values[..., 1:].reshape(-1)], dim=1)
@@ -55,7 +55,7 @@ def test_low_bits_are_as_random_as_high_ones() -> None:
         assert stats.chisquare(counts.numpy()).pvalue > 1e-3, shift
 
 
-def test_a_number_depends_on_seed_position_and_lane_alone() -> None:
+def test_a_number_depends_on_seed_position_and_stream_alone() -> None:
     keys = keys_of([7, 8, -1])
     places = torch.tensor([5, 900, 5])
     together = counted(keys, places, 0, 4)
@@ -69,11 +69,11 @@ def test_a_number_depends_on_seed_position_and_lane_alone() -> None:
 
 def test_purposes_never_share_a_number() -> None:
     used = [
-        *range(DRAFT_LANE, DRAFT_LANE + MOST_HEADS),
-        *range(ACCEPT_LANE, ACCEPT_LANE + MOST_HEADS),
-        LAST_LANE,
+        *range(DRAFT_STREAM, DRAFT_STREAM + MOST_HEADS),
+        *range(ACCEPT_STREAM, ACCEPT_STREAM + MOST_HEADS),
+        LAST_STREAM,
     ]
-    assert len(set(used)) == len(used) and max(used) < LANES
+    assert len(set(used)) == len(used) and max(used) < STREAMS
 
 
 def test_unseeded_requests_draw_once_for_all() -> None:

@@ -131,7 +131,7 @@ def test_the_same_text_has_the_same_reward_to_the_bit_whatever_else_is_in_the_ba
 def test_a_text_that_is_too_long_is_an_error_or_loses_its_beginning(
     tmp_path: Path, save_judge, by_steps: bool
 ):
-    """Its end was cut in silence, where such models look."""
+    """Its end was cut silently, where such models look."""
     save_judge(tmp_path, by_steps=by_steps)
     separator = {"step_separator": "c"} if by_steps else {}
     strict = make_reward(PPOConfig(reward=str(tmp_path), **separator))

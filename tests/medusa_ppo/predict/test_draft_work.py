@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling
-from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
+from medusa_ppo.drafting.noise import DRAFT_STREAM, uniforms
 from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.predict.draft_work import HeadsDrafter, LayeredDrafter
@@ -65,7 +65,7 @@ def dispatched(config: HeadsConfig, drafts: int, sequences: int) -> Counted:
         slots = DraftSlots(sequences, config.num_heads, config.vocab_size, cpu)
         # What is made once is made by the first call, which is not counted.
         for counting in (False, True):
-            noise_BK = uniforms(ids_B, None, None, DRAFT_LANE, drafts)
+            noise_BK = uniforms(ids_B, None, None, DRAFT_STREAM, drafts)
             sampling = DraftSampling(torch.ones(sequences), noise_BK)
             if not counting:
                 core.draft(hidden_BD, ids_B, drafts, sampling, slots=slots)
