@@ -5,8 +5,8 @@ They are counted, so that they depend on nothing but seed, position and purpose.
 
 A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) that started at its key:
 number n is mix(key + n * GOLDEN). A key is its seed, mixed once, so streams of neighbouring seeds
-begin far apart. The counter n is position * STREAMS + stream: no step, whatever shared its batch, moves
-another's. Requests without a seed take theirs from torch's generator, one draw for all.
+begin far apart. The counter n is position * STREAMS + stream: no step, whatever shared its batch,
+moves another's. Requests without a seed take theirs from torch's generator, one draw for all.
 
 Shape letters: B requests, L streams (numbers of one position), V tokens.
 """
@@ -50,7 +50,9 @@ def keys_of(seeds: Sequence[int] | torch.Tensor) -> torch.Tensor:
     return _mix(torch.tensor([_signed(seed + _GOLDEN) for seed in seeds]))
 
 
-def counted(keys_B: torch.Tensor, positions_B: torch.Tensor, stream: int, count: int) -> torch.Tensor:
+def counted(
+    keys_B: torch.Tensor, positions_B: torch.Tensor, stream: int, count: int
+) -> torch.Tensor:
     """Float64 uniforms in [0, 1) `[B, count]` of the streams from `stream` on."""
     streams_L = torch.arange(stream, stream + count, device=keys_B.device)
     word_BL = _mix(

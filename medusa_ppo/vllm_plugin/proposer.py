@@ -343,7 +343,9 @@ class MedusaProposer(Drafter):
         if kept is None and (seats.keys_B is None or self.device.type != "cpu"):
             return None
         streams = ((ACCEPT_STREAM, width), (LAST_STREAM, 1))
-        noise = [uniforms(self._positions_B, seats.keys_B, seats.seeded_B, *stream) for stream in streams]
+        noise = [
+            uniforms(self._positions_B, seats.keys_B, seats.seeded_B, *stream) for stream in streams
+        ]
         return Proposed(kept, torch.cat(noise, dim=1))
 
     def before_step(

@@ -24,7 +24,10 @@ def run(*options: str) -> dict[str, Any]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("recompute", ["", "layers", "attention"])
+@pytest.mark.parametrize(
+    "recompute",
+    ["", *(pytest.param(how, marks=pytest.mark.slow) for how in ("layers", "attention"))],
+)
 def test_it_is_megatrons_own_attention(recompute: str) -> None:
     """Two query groups of two heads each; logits, and the gradients of every parameter."""
     found = run("200", "--compare", *(["--recompute", recompute] if recompute else []))
@@ -39,6 +42,7 @@ def linear(sizes: list[int]) -> None:
     assert (third - second) / (second - first) == pytest.approx(expected, rel=0.15), bytes_T
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_tokens_and_not_with_their_square() -> None:
     linear([256, 1024, 4096])
 

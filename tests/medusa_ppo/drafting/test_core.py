@@ -212,7 +212,8 @@ def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
     last_B = actor.last_B.expand(trials)
     keys_B = keys_of(range(trials))
     sampling = DraftSampling(
-        torch.full((trials,), 0.9), uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_STREAM, K)
+        torch.full((trials,), 0.9),
+        uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_STREAM, K),
     )
     drafted = actor.core(heads).draft(hidden_BD, last_B, K, sampling, slots=slots)
     slots.stamp(slots_B, slots_B, K)
@@ -380,7 +381,9 @@ def test_the_call_compiles_whole(kind: str) -> None:
     temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2])
 
     def step(slots: DraftSlots, hidden_BD: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
-        sampling = DraftSampling(temperature_B, uniforms(positions_B, seeds_B, None, DRAFT_STREAM, K))
+        sampling = DraftSampling(
+            temperature_B, uniforms(positions_B, seeds_B, None, DRAFT_STREAM, K)
+        )
         drafted = core.draft(hidden_BD, last_B, K, sampling, slots=slots)
         slots.stamp(positions_B, stamps(positions_B, positions_B), K)
         return drafted.ids_BK

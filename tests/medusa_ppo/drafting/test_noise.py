@@ -12,8 +12,8 @@ from heads.heads_config import MOST_HEADS
 from medusa_ppo.drafting.noise import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
-    STREAMS,
     LAST_STREAM,
+    STREAMS,
     counted,
     cumulate,
     draw,

@@ -849,6 +849,7 @@ def test_more_drafts_than_the_engine_has(engine: ColocatedEngine) -> None:
             engine.configure(num_drafts=count)
 
 
+@pytest.mark.slow
 @stock_speculates
 def test_stock_vllm_drafts_the_same_from_a_native_folder(
     engine: ColocatedEngine, actor: Actor, tmp_path: Path

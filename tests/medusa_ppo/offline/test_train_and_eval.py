@@ -26,6 +26,7 @@ def run(*arguments: object) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_trained_heads_are_worth_what_replay_and_the_engine_say(
     chain_actor: Path, questions: Path, tmp_path: Path
 ) -> None:

@@ -190,7 +190,10 @@ class FarAhead(PPOLoop):
         return values
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "staleness",
+    [*(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, 2, 4)), 3],
+)
 def test_killed_after_any_step_no_prompt_is_lost_or_learned_from_twice(
     tmp_path: Path, tiny_actor, sampling_engine, staleness: int
 ):

@@ -253,6 +253,7 @@ def check_nothing_left(before: set[str], children: set[psutil.Process]) -> None:
     check_none_left(before)
 
 
+@pytest.mark.slow
 def test_a_vision_language_actor_runs_the_whole_loop_with_heads(
     vision_actor, picture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
