@@ -28,7 +28,9 @@ FOLDER = "warm-up"
 TOKENS = 12_288
 SECONDS = 300.0
 LEAST_PROMPTS = 18
-"""Different prompts that a warm-up needs: of fewer, less are held out than the gate asks for."""
+"""Different prompts that a warm-up needs: with those held out that the gate asks for, of fewer too
+few would be left to train on.
+"""
 MOST_ANSWERS = 8
 """Responses to one prompt at most; more of them teach next to nothing."""
 SHORTEST = 64
