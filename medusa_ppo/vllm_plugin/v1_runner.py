@@ -79,23 +79,32 @@ def with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not _is_ours(self):
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
-        _seat(self)
         drafted = [
             len(scheduler_output.scheduled_spec_decode_tokens.get(key, ()))
             for key in self.input_batch.req_ids
         ]
         hidden_TD = args[states] if len(args) > states else kwargs["sample_hidden_states"]
-        self.drafter.before_step(
-            sampled_token_ids, drafted, scheduler_output.total_num_scheduled_tokens, hidden_TD
-        )
-        hidden_BD = _last_states(hidden_TD, sampled_token_ids, drafted)
-        return self.drafter.propose(
-            scheduler_output.num_spec_tokens_to_schedule,
-            hidden_BD,
-            self.input_batch.sampling_metadata,
-        )
+        return _drafts_after(self, scheduler_output, sampled_token_ids, drafted, hidden_TD)
 
     return propose_draft_token_ids
+
+
+def _drafts_after(
+    runner: Any,
+    scheduled: Any,
+    tokens: Sequence[Sequence[int]],
+    drafted: Sequence[int],
+    hidden_TD: torch.Tensor,
+) -> Any:
+    """Drafts of a step that sampled `tokens` of each request, of which `drafted` were verified."""
+    _seat(runner)
+    drafter = runner.drafter
+    drafter.before_step(tokens, drafted, scheduled.total_num_scheduled_tokens, hidden_TD)
+    return drafter.propose(
+        scheduled.num_spec_tokens_to_schedule,
+        _last_states(hidden_TD, tokens, drafted),
+        runner.input_batch.sampling_metadata,
+    )
 
 
 def _last_states(
@@ -286,14 +295,10 @@ def with_drafts_after_plain_steps(original: Callable[..., Any]) -> Callable[...,
             return original(self, grammar_output)
         with _without_speculation(self):
             output = original(self, grammar_output)
-        tokens, scheduled = output.sampled_token_ids, state.scheduler_output
-        hidden_BD = state.sample_hidden_states
-        _seat(self)
-        self.drafter.before_step(
-            tokens, [0] * len(tokens), scheduled.total_num_scheduled_tokens, hidden_BD
-        )
-        drafts = self.drafter.propose(
-            scheduled.num_spec_tokens_to_schedule, hidden_BD, self.input_batch.sampling_metadata
+        tokens = output.sampled_token_ids
+        scheduled = state.scheduler_output
+        drafts = _drafts_after(
+            self, scheduled, tokens, [0] * len(tokens), state.sample_hidden_states
         )
         # Where there are none again the scheduler has nothing to be told.
         if torch.is_tensor(drafts) or any(drafts):
