@@ -3,13 +3,10 @@ without it, in turn.
 
 "Without" is what a user would have without us: the same loop without the plugin, and an engine of
 its own, without speculation, compiled, at vLLM's defaults otherwise. It is started for the
-comparison and closed after it. Two things are timed on the same prompts:
-
-- rollouts: both engines with the same actor, nothing else running (the companion has caught up);
-- PPO steps: in the steps with the plugin the companion trains beside the loop as in any other step,
-  on the batch of the step before while responses are generated. So where the step before had no
-  plugin, one that is not timed comes first; and before a step without the plugin the companion ends
-  its work, in time that nobody counts.
+comparison and closed after it. Whole steps are timed on the same prompts, and the rollouts in them:
+the companion trains beside the steps with the plugin as in any other step, on the batch of the step
+before. So where the step before had no plugin, one that is not timed comes first; and before a step
+without the plugin the companion ends its work, in time that nobody counts.
 
 The steps are real ones, and the policy goes on learning in all of them; what they learn is thrown
 away with the run's process.
@@ -18,8 +15,9 @@ away with the run's process.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
@@ -35,6 +33,13 @@ from medusa_ppo.reports.summary import STEP_S
 WARM_UP_PROMPTS = 4
 """Prompts that each engine answers before anything is timed."""
 TIMED = (names.GENERATE_S, names.SCORE_S, names.UPDATE_S, names.SYNC_S)
+
+
+class TakenStep(NamedTuple):
+    """Seconds of a step and of its phases, and tokens/s of its generation."""
+
+    seconds: dict[str, float]
+    tokens_per_s: float
 
 
 class ComparedLoop(Protocol):
@@ -54,9 +59,14 @@ class ComparedLoop(Protocol):
     def alike(self, config: RunConfig, parts: Parts) -> Self: ...
 
 
-def compare(loop: ComparedLoop, plain: Parts) -> dict[str, Any]:
-    """`rollouts` and `steps`, `config.report.compare_pairs` pairs of each, of a run's loop at its
-    end; `plain` are the run's parts without the plugin.
+def compare(
+    loop: ComparedLoop, plain: Parts, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """`rollouts` and `steps` of `config.report.compare_pairs` pairs, of a run's loop at its end.
+
+    Args:
+        plain: the run's parts without the plugin.
+        say: is told a line for each pair.
     """
     config = loop.config
     pairs = config.report.compare_pairs or 0
@@ -66,8 +76,7 @@ def compare(loop: ComparedLoop, plain: Parts) -> dict[str, Any]:
     quiet = config.model_copy(update={"report": report})
     with_plugin = loop.alike(quiet, replace(loop.parts, evaluation=None))
     without = loop.alike(quiet, replace(plain, evaluation=None))
-    comparison = Comparison(quiet, with_plugin, without)
-    return {"rollouts": comparison.rollouts(pairs), "steps": comparison.steps(pairs)}
+    return Comparison(quiet, with_plugin, without, say).pairs(pairs)
 
 
 class Comparison:
@@ -75,12 +84,19 @@ class Comparison:
     written before.
     """
 
-    def __init__(self, config: RunConfig, loop: ComparedLoop, plain: ComparedLoop) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        loop: ComparedLoop,
+        plain: ComparedLoop,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """
         Args:
             loop: the run's own, at its end.
             plain: the same learner, no plugin, an engine without speculation that has any weights
                 of the same actor.
+            say: is told a line for each pair.
         """
         self._config = config
         self._with = loop
@@ -88,38 +104,39 @@ class Comparison:
         self._first = loop.position.next_step
         self._version = loop.position.policy_version
         self._busy = False  # The companion trains on the batch of a step before.
+        self._say = say
 
-    def rollouts(self, pairs: int) -> list[dict[str, float]]:
-        """Tokens/s of both engines on the same prompts; who is first changes from pair to pair."""
+    def pairs(self, count: int) -> dict[str, list[Any]]:
+        """`steps`: seconds of whole steps, `with` and `without` the plugin, and of their phases;
+        `rollouts`: tokens/s of the generation in these steps. Pairs come in the order with,
+        without, without, with.
+        """
+        self._warm_up()
+        rollouts: list[dict[str, float]] = []
+        steps: list[dict[str, dict[str, float]]] = []
+        for pair in range(count):
+            order = [self._without, self._with] if pair % 2 else [self._with, self._without]
+            taken = {loop is self._with: self._step(loop, self._first + pair) for loop in order}
+            rates = {ours: seen.tokens_per_s for ours, seen in taken.items()}
+            rollouts.append(pair_figures(rates[True], rates[False]))
+            steps.append({"with": taken[True].seconds, "without": taken[False].seconds})
+            ratio = taken[True].seconds[STEP_S] / taken[False].seconds[STEP_S]
+            self._say(
+                f"  pair {pair + 1} of {count}: rollouts {rates[True]:.0f} tokens/s,"
+                f" {rates[False]:.0f} without the plugin; a step takes {ratio:.2f} of the time"
+            )
+        return {"rollouts": rollouts, "steps": steps}
+
+    def _warm_up(self) -> None:
+        """Both engines answer some prompts, so that none is timed on its first ones."""
         self._settle()
         self._without.sync(self._without.learner.actor, self._version)
         for loop in (self._with, self._without):
-            self._generate(loop, self._first, WARM_UP_PROMPTS)
-        found = []
-        for pair in range(pairs):
-            order = [self._with, self._without] if pair % 2 else [self._without, self._with]
-            rates = {loop is self._with: self._generate(loop, self._first + pair) for loop in order}
-            found.append(pair_figures(rates[True], rates[False]))
-        return found
+            prompts = loop.prompts.batch(self._first, self._config.ppo.prompts_per_step)
+            ids = [prompt.token_ids for prompt in prompts[:WARM_UP_PROMPTS]]
+            loop.engine.generate(ids, sampling_of(self._config, self._first))
 
-    def steps(self, pairs: int) -> list[dict[str, dict[str, float]]]:
-        """Seconds of whole steps, `with` and `without` the plugin, and of their phases; pairs in
-        the order with, without, without, with.
-        """
-        found = []
-        for pair in range(pairs):
-            order = [self._without, self._with] if pair % 2 else [self._with, self._without]
-            times = {loop is self._with: self._step(loop, self._first + pair) for loop in order}
-            found.append({"with": times[True], "without": times[False]})
-        return found
-
-    def _generate(self, loop: ComparedLoop, step: int, most: int | None = None) -> float:
-        prompts = loop.prompts.batch(step, self._config.ppo.prompts_per_step)[:most]
-        return loop.engine.generate(
-            [p.token_ids for p in prompts], sampling_of(self._config, step)
-        ).tokens_per_s
-
-    def _step(self, loop: ComparedLoop, step: int) -> dict[str, float]:
+    def _step(self, loop: ComparedLoop, step: int) -> TakenStep:
         """One step, timed, from the state that it would find if all steps were of its kind."""
         if loop is self._without:
             self._settle()
@@ -130,7 +147,8 @@ class Comparison:
         began = time.perf_counter()
         values = self._take(loop, step)
         seconds = time.perf_counter() - began
-        return {STEP_S: seconds, **{name: float(values[name]) for name in TIMED}}
+        phases = {name: float(values[name]) for name in TIMED}
+        return TakenStep({STEP_S: seconds, **phases}, float(values[names.TOKENS_PER_S]))
 
     def _take(self, loop: ComparedLoop, step: int) -> dict[str, Any]:
         loop.position = RunPosition(step, self._version)

@@ -416,5 +416,5 @@ def run_ppo(
         loop.run(writer)
         session.save(parts, loop.position)
         if config.report.compare_pairs:  # medusa
-            session.compare(parts, functools.partial(compare, loop))  # medusa
+            session.compare(parts, functools.partial(compare, loop, say=progress.note))  # medusa
         return session.finish()

@@ -68,7 +68,8 @@ class Loop:
         assert self.engine.policy_version == version, "the engine has the policy of this very step"
         self.engine.policy_version = version + 1
         self.diary.append(f"{self.name} step {step}")
-        return {names.GENERATE_S: 2.0, names.SCORE_S: 1.0, names.UPDATE_S: 3.0, names.SYNC_S: 0.1}
+        times = {names.GENERATE_S: 2.0, names.SCORE_S: 1.0, names.UPDATE_S: 3.0, names.SYNC_S: 0.1}
+        return {**times, names.TOKENS_PER_S: self.rate}
 
 
 @pytest.fixture
@@ -80,33 +81,14 @@ def scene() -> tuple[Comparison, list[str]]:
     return Comparison(build_config({"ppo": {"prompts_per_step": 6}}), ours, plain), diary
 
 
-def test_rollouts_are_timed_in_turn_after_a_warm_up_and_with_nothing_beside(
-    scene: tuple[Comparison, list[str]],
-) -> None:
-    comparison, diary = scene
-    pairs = comparison.rollouts(2)
-    assert diary == [
-        "drain",
-        "swap",
-        "plain gets 14",
-        "ours 4",
-        "plain 4",
-        "plain 6",
-        "ours 6",
-        "ours 6",
-        "plain 6",
-    ]
-    assert [pair[names.PAIR_SPEEDUP] for pair in pairs] == [1.5, 1.5] and pairs[0][
-        names.PAIR_PLAIN_TOKENS_PER_S
-    ] == 100.0
-
-
 def test_steps_alternate_and_each_finds_what_steps_of_its_kind_leave(
     scene: tuple[Comparison, list[str]],
 ) -> None:
     comparison, diary = scene
-    pairs = comparison.steps(3)
+    steps = comparison.pairs(3)["steps"]
     assert diary == [
+        # Neither engine is timed on its first prompts.
+        "drain", "swap", "plain gets 14", "ours 4", "plain 4",
         # The first is not timed: the companion has nothing to do in it.
         "ours step 14", "ours step 14",
         "drain", "swap", "plain gets 16", "plain step 14",
@@ -115,7 +97,19 @@ def test_steps_alternate_and_each_finds_what_steps_of_its_kind_leave(
         "ours step 16",  # The companion is busy already.
         "drain", "swap", "plain gets 21", "plain step 16",
     ]  # fmt: skip
-    assert len(pairs) == 3 and all(set(pair) == {"with", "without"} for pair in pairs)
-    assert pairs[0]["with"][names.UPDATE_S] == 3.0 and 0 < pairs[0]["without"][STEP_S] < 1.0, (
+    assert len(steps) == 3 and all(set(pair) == {"with", "without"} for pair in steps)
+    assert steps[0]["with"][names.UPDATE_S] == 3.0 and 0 < steps[0]["without"][STEP_S] < 1.0, (
         "the whole step by our own clock"
     )
+
+
+def test_rollouts_are_those_of_the_steps_and_each_pair_is_said(
+    scene: tuple[Comparison, list[str]],
+) -> None:
+    comparison, _ = scene
+    said: list[str] = []
+    comparison._say = said.append
+    rollouts = comparison.pairs(2)["rollouts"]
+    assert [pair[names.PAIR_SPEEDUP] for pair in rollouts] == [1.5, 1.5]
+    assert rollouts[0][names.PAIR_PLAIN_TOKENS_PER_S] == 100.0
+    assert said[1].startswith("  pair 2 of 2: rollouts 150 tokens/s, 100 without the plugin;")
