@@ -26,7 +26,39 @@ LLAMA3_ROPE = {
 ROWS_MULTIPLE = 8
 """A rank's rows of the vocabulary are a multiple of it, as fast products on GPUs want them."""
 How = Literal["qkv", "gate_up", "columns", "vocabulary", "whole"]
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LM_HEAD = "lm_head.weight"
+OUTPUT = "output_layer"
+"""What Megatron calls the layer above the last norm."""
+
+
+@dataclass(frozen=True)
+class Top:
+    """What a model has above its last norm, and how a checkpoint calls what it has.
+
+    Attributes:
+        body: what the names of all below begin with.
+        layer: name of the layer with one output; empty: a table that gives logits.
+        bias: the layer has one.
+        from_body: in the checkpoint that it starts from the body has these names, and the layer is
+            not there: it starts at zero.
+    """
+
+    body: str = "model."
+    layer: str = ""
+    bias: bool = False
+    from_body: str = ""
+
+    @property
+    def first_name(self) -> str:
+        """Of the embedding."""
+        return f"{self.body}embed_tokens.weight"
+
+
+LOGITS = Top()
+VALUE = Top("backbone.", "value_head", True, "model.")
+"""A critic, as a run saves it; it starts from a causal LM."""
+SCORE = Top("model.", "score")
+"""A reward model of transformers: a classifier of one output."""
 
 
 @dataclass(frozen=True)
@@ -141,22 +173,28 @@ class Entry:
     how: How
 
 
-def key_table(sizes: LlamaSizes) -> dict[str, Entry]:
+def key_table(sizes: LlamaSizes, top: Top = LOGITS) -> dict[str, Entry]:
     """Megatron's name of each parameter, layers counted over all pipeline stages -> its entry."""
     d = sizes.hidden
     q = sizes.heads * sizes.head_dim
     kv = sizes.groups * sizes.head_dim
+    embedding = Entry((top.first_name,), ((sizes.vocab, d),), "vocabulary")
     table = {
-        "embedding.word_embeddings.weight": Entry((EMBEDDING,), ((sizes.vocab, d),), "vocabulary"),
-        "decoder.final_layernorm.weight": Entry(("model.norm.weight",), ((d,),), "whole"),
+        "embedding.word_embeddings.weight": embedding,
+        "decoder.final_layernorm.weight": Entry((f"{top.body}norm.weight",), ((d,),), "whole"),
+    }
+    if top.layer:
+        table[f"{OUTPUT}.weight"] = Entry((f"{top.layer}.weight",), ((1, d),), "whole")
+        if top.bias:
+            table[f"{OUTPUT}.bias"] = Entry((f"{top.layer}.bias",), ((1,),), "whole")
+    else:
         # Of tied tables the checkpoint has the embedding only; Megatron's last stage has a copy of
         # its own.
-        "output_layer.weight": Entry(
-            (EMBEDDING if sizes.tied else LM_HEAD,), ((sizes.vocab, d),), "vocabulary"
-        ),
-    }
+        table[f"{OUTPUT}.weight"] = (
+            embedding if sizes.tied else Entry((LM_HEAD,), ((sizes.vocab, d),), "vocabulary")
+        )
     for i in range(sizes.layers):
-        theirs = f"model.layers.{i}."
+        theirs = f"{top.body}layers.{i}."
         ours = f"decoder.layers.{i}."
         attention = tuple(f"{theirs}self_attn.{name}_proj." for name in "qkv")
         table |= {
@@ -194,11 +232,11 @@ def key_table(sizes: LlamaSizes) -> dict[str, Entry]:
     return table
 
 
-def checkpoint_shapes(sizes: LlamaSizes) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(sizes: LlamaSizes, top: Top = LOGITS) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint, once each."""
     return {
         name: shape
-        for entry in key_table(sizes).values()
+        for entry in key_table(sizes, top).values()
         for name, shape in zip(entry.sources, entry.shapes, strict=True)
     }
 

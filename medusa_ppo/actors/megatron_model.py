@@ -27,6 +27,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from safetensors import safe_open
@@ -34,9 +35,12 @@ from torch import nn
 
 from heads.errors import ModelError
 from medusa_ppo.actors.megatron_layout import (
+    LOGITS,
+    OUTPUT,
     Cutter,
     Gathering,
     LlamaSizes,
+    Top,
     context_positions,
     key_table,
 )
@@ -48,8 +52,8 @@ LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 Inputs = Mapping[str, torch.Tensor | None]
 """A micro-batch as `forward` of a GPTModel takes it: input_ids, position_ids, attention_mask."""
 OnOutput = Callable[[int, torch.Tensor], torch.Tensor | None]
-"""What the last stage does with a micro-batch's logits `BTV` (this rank's columns): a loss to go
-back from, or None.
+"""What the last stage does with a micro-batch's logits `BTV` (this rank's columns), or of a model
+with one output its scores `BT1`: a loss to go back from, or None.
 """
 
 
@@ -97,6 +101,7 @@ class RankModel:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         recompute: bool | str = False,
+        top: Top = LOGITS,
     ) -> None:
         """
         Args:
@@ -106,6 +111,7 @@ class RankModel:
             device: where it lives.
             dtype: of its weights and products.
             recompute: as ppo.recompute.
+            top: what it has above its last norm.
 
         Raises:
             ConfigError: the model can't be cut over so many ranks.
@@ -118,7 +124,8 @@ class RankModel:
         self.replica = parallel_state.get_data_parallel_rank()
         self.replicas = parallel_state.get_data_parallel_world_size()
         self.first = self.replica == 0 and dist.get_rank(self._context) == 0
-        self._table = key_table(sizes)
+        self.top = top
+        self._table = key_table(sizes, top)
         self._cutter = Cutter(sizes, dist.get_rank(self._group), section.tensor_parallel)
         sizes.check_cut(section.tensor_parallel, section.pipeline_parallel)
         self._first_layer = (
@@ -131,14 +138,14 @@ class RankModel:
         self._multiple = section.tensor_parallel if section.sequence_parallel else 1
         self._multiple *= 2 * section.context_parallel if section.context_parallel > 1 else 1
         model = _build(
-            sizes, _settings(sizes, section, dtype, recompute if trained else False), section
+            sizes, _settings(sizes, section, dtype, recompute if trained else False), section, top
         )
         # Dropout is 0: train mode only lets Megatron recompute.
         self.model = model.to(device).requires_grad_(trained).train(trained)
         for name, parameter in self.parameters().items():
             # Who counts it in the norm; Megatron says so as it draws, which it is not asked to do.
             parameter.tensor_model_parallel = self._table[name].how != "whole"
-        self.load(path)
+        self.begin(path)
         shared = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed_optimizer
         )
@@ -154,6 +161,13 @@ class RankModel:
 
     # ---- checkpoints
 
+    def begin(self, path: str | Path) -> None:
+        """Fill the parameters from the checkpoint that the model starts from."""
+        parameters = self.parameters()
+        for name, shard in self.first_shards(path):
+            with torch.no_grad():
+                parameters[name].copy_(shard)
+
     def load(self, path: str | Path) -> None:
         """Fill the parameters from a folder with safetensors, or from one such file."""
         parameters = self.parameters()
@@ -161,13 +175,24 @@ class RankModel:
             with torch.no_grad():
                 parameters[name].copy_(shard)
 
+    def first_shards(self, path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's shards of the checkpoint that the model starts from, which may have no layer
+        like its last one.
+        """
+        body = self.top.from_body
+        names = [
+            name for name in self.parameters() if not body or not name.startswith(f"{OUTPUT}.")
+        ]
+        yield from self.read_shards(path, names, body=body)
+
     def read_shards(
-        self, path: str | Path, names: list[str], suffix: str = ""
+        self, path: str | Path, names: list[str], suffix: str = "", body: str = ""
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's shards of the given parameters; only their bytes are read.
 
         Args:
             suffix: follows the checkpoint's names in the file.
+            body: what the body's names begin with in the file; empty: as `Top` says.
         """
         folder = Path(path)
         # A state file of a run is one file, a checkpoint a folder of shards.
@@ -176,7 +201,10 @@ class RankModel:
         for name in names:
             entry = self._table[name]
             pieces = []
-            for index, (source, shape) in enumerate(zip(entry.sources, entry.shapes, strict=True)):
+            for index, (named, shape) in enumerate(zip(entry.sources, entry.shapes, strict=True)):
+                source = named
+                if body and named.startswith(self.top.body):
+                    source = body + named.removeprefix(self.top.body)
                 held = (
                     where[source + suffix].get_slice(source + suffix)
                     if source + suffix in where
@@ -397,14 +425,16 @@ def _settings(
     )
 
 
-def _build(sizes: LlamaSizes, settings: TransformerConfig, section: ActorConfig) -> GPTModel:
+def _build(
+    sizes: LlamaSizes, settings: TransformerConfig, section: ActorConfig, top: Top
+) -> GPTModel:
     layer = get_gpt_layer_local_spec(qk_layernorm=sizes.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SharedNorm
     attention = layer.submodules.self_attention.submodules
     if sizes.qk_norm:
         attention.q_layernorm = attention.k_layernorm = SharedNorm
     attention.core_attention = CausalAttention
-    return GPTModel(
+    model = GPTModel(
         settings,
         TransformerBlockSubmodules(
             [layer] * (sizes.layers // section.pipeline_parallel), SharedNorm
@@ -417,8 +447,37 @@ def _build(sizes: LlamaSizes, settings: TransformerConfig, section: ActorConfig)
         rotary_base=sizes.rope_theta,
         rope_scaling=bool(sizes.rope_factor),
         rope_scaling_factor=sizes.rope_factor or 1.0,
-        share_embeddings_and_output_weights=sizes.tied,
+        share_embeddings_and_output_weights=sizes.tied and not top.layer,
     )
+    if top.layer and model.post_process:
+        model.output_layer = OneOutput(settings, top.bias)
+    return model
+
+
+class OneOutput(nn.Module):
+    """A layer with one output for each token, in the place of the table that gives logits. All
+    tensor-parallel ranks have it whole; it is float32 in a model of any dtype, as a critic's is in
+    one process, and starts at zero.
+    """
+
+    def __init__(self, config: TransformerConfig, bias: bool) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(1)) if bias else None
+        for parameter in self.parameters():
+            # Each rank has the gradients of its own tokens, and Megatron adds them up.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """Scores of all tokens (T, B, 1), in float32; `input_` has this rank's."""
+        scores_TB1 = F.linear(input_.float(), self.weight, self.bias)
+        if self.sequence_parallel:
+            # All ranks make the same of them, so each takes back the gradient of its own tokens.
+            scores_TB1 = gather_from_sequence_parallel_region(
+                scores_TB1, tensor_parallel_output_grad=False
+            )
+        return scores_TB1, None
 
 
 class SharedNorm(nn.RMSNorm):

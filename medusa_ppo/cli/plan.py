@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
+from medusa_ppo.config.actor_section import ALL_ROLES
 from medusa_ppo.config.companion_section import LOGITS_BYTES
 from medusa_ppo.config.engine_section import SERVER
 from medusa_ppo.config.model_section import EMBEDDED_ACTORS
@@ -242,7 +243,7 @@ def model_config(path: str) -> dict[str, Any]:
 
 
 def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
-    critic = _critic(config, model)
+    critic = None if config.actor.roles == ALL_ROLES else _critic(config, model)
     parts = (
         {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters} if critic else {}
     )
@@ -271,6 +272,13 @@ def _critic(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
         if config.model.critic_path
         else model
     )
+
+
+def _scoring_parameters(model: ModelSizes) -> int:
+    """Of a critic or reward model: it has a layer with one output in the place of an lm_head; a
+    tied table stays as its embedding.
+    """
+    return model.parameters - model.vocab * model.hidden * (not model.tied) + model.hidden
 
 
 def _actor_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
@@ -324,10 +332,7 @@ def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, i
         return {}
     critic = _critic(config, model)
     reference = _actor_parts(config, model)["reference"]
-    # The critic has a value head in the place of an lm_head; a tied table stays as its embedding.
-    weights = model.parameters + (
-        critic.parameters - critic.vocab * critic.hidden * (not critic.tied) if critic else 0
-    )
+    weights = model.parameters + (_scoring_parameters(critic) if critic else 0)
     standing = {
         # Without gradients: they come with the update, and are counted there.
         "score": (ADAM_COPIES - 1) * FLOAT32 * weights + reference,
@@ -375,18 +380,33 @@ def _rank_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
     optimizer keeps a part of what is stepped.
     """
     section = config.actor
+    reference = config.ppo.reference_dtype or (
+        "bfloat16" if config.model.dtype == "bfloat16" else "float32"
+    )
+    cut = section.tensor_parallel * section.pipeline_parallel
+    parts = {
+        **_learning_parts(config, "actor", model.parameters),
+        "reference": (BFLOAT16 if reference == "bfloat16" else FLOAT32) * model.parameters // cut,
+    }
+    critic = _critic(config, model) if section.roles == ALL_ROLES else None
+    if critic is not None:
+        parts |= _learning_parts(config, "critic", _scoring_parameters(critic))
+    return parts
+
+
+def _learning_parts(config: RunConfig, who: str, parameters: int) -> dict[str, int]:
+    """Of a role that learns on ranks: this rank's part."""
+    section = config.actor
     copies = config.model.dtype == "bfloat16"
-    parameters = model.parameters // (section.tensor_parallel * section.pipeline_parallel)
+    parameters //= section.tensor_parallel * section.pipeline_parallel
     weight = BFLOAT16 if copies else FLOAT32
     shares = (
         section.data_parallel * section.context_parallel if section.distributed_optimizer else 1
     )
-    reference = {"float32": FLOAT32, "bfloat16": BFLOAT16, None: weight}[config.ppo.reference_dtype]
     return {
-        "actor and its gradients": (weight + FLOAT32) * parameters,
+        f"{who} and its gradients": (weight + FLOAT32) * parameters,
         # Two moments; with bfloat16 weights also the float32 ones that are stepped.
-        "optimizer": (ADAM_COPIES - 2 + copies) * FLOAT32 * parameters // shares,
-        "reference": reference * parameters,
+        f"{who}'s optimizer": (ADAM_COPIES - 2 + copies) * FLOAT32 * parameters // shares,
     }
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 from medusa_ppo.config.section import Contradiction, Count, Section, Text
 
+POLICY_ROLES, ALL_ROLES = "policy", "all"
+
 
 class ActorConfig(Section):
     """What trains the actor, and on how many processes."""
@@ -39,6 +41,11 @@ class ActorConfig(Section):
     distributed_optimizer: bool = False
     """Each copy keeps the moments and float32 weights of its share of the parameters only (backend
     `megatron`). Set it with `data_parallel` when the optimizer takes too much memory.
+    """
+    roles: Literal["policy", "all"] = "policy"
+    """What the ranks hold (backend `megatron`). `policy`: actor and reference; the critic stays
+    whole, in the loop's process. `all`: the critic too, cut as the actor is. Set it to all when the
+    critic is too large for one GPU.
     """
     resource: Text | None = None
     """Name of a Ray resource (`ray start --resources`): the actor's ranks run on nodes that have
@@ -85,6 +92,13 @@ class ActorConfig(Section):
             yield Contradiction(
                 "One process has nobody to share its optimizer with.",
                 ("actor.distributed_optimizer", "actor.backend"),
+                "actor.backend=megatron",
+                "Set actor.backend=megatron, or leave the first out.",
+            )
+        if self.roles == ALL_ROLES and not megatron:
+            yield Contradiction(
+                "One process has all roles already.",
+                ("actor.roles", "actor.backend"),
                 "actor.backend=megatron",
                 "Set actor.backend=megatron, or leave the first out.",
             )

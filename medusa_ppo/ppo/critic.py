@@ -1,4 +1,4 @@
-"""The critic: a value head on a backbone of the actor's type.
+"""The critic: a value head on a backbone of the actor's type, and what an update of it adds up.
 
 Shape letters: B rows, T tokens (right-padded), D hidden, M response tokens of a micro batch, packed
 row after row.
@@ -6,12 +6,19 @@ row after row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from medusa_ppo.actors.hf import lm_head_weight
 from medusa_ppo.actors.vision import copy_without_tower, forward
-from medusa_ppo.ppo.batch import MicroBatch
+from medusa_ppo.config.ppo_section import PPOConfig
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.ppo import arithmetic
+from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
+from medusa_ppo.ppo.optimization import GradientNorms
+from medusa_ppo.ppo.scores import Scores
 from medusa_ppo.ppo.token_stats import bfloat16_products
 
 
@@ -44,3 +51,36 @@ class Critic(nn.Module):
         with bfloat16_products(micro.input_ids_BT.device, autocast):
             hidden_BTD = forward(self.backbone, micro.input_ids_BT, micro.seen).last_hidden_state
         return self.value_head(hidden_BTD[micro.predict_mask_BT].float()).squeeze(-1)
+
+
+class ValueTotals:
+    """Sums over all tokens of all passes of the critic's update."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.tokens = 0
+        self.norms = GradientNorms()
+
+    @classmethod
+    def over(cls, shares: Sequence[ValueTotals]) -> ValueTotals:
+        """Of replicas that took the same steps, each on its own sequences: tokens and norms are
+        those of all replicas already.
+        """
+        total = cls()
+        total.tokens = shares[0].tokens
+        total.norms = shares[0].norms
+        total.loss = sum(share.loss for share in shares)
+        return total
+
+    def report(self) -> dict[str, float]:
+        """Means over tokens. RunError where no gradient was finite."""
+        self.norms.mean("critic")
+        return {names.VALUE_LOSS: self.loss / max(1, self.tokens)}
+
+
+def value_clip(config: PPOConfig, batch: PPOBatch, scores: Scores) -> float | None:
+    """How far a value may go from the one before the update, in reward units."""
+    clip_range = config.value_clip_range
+    if clip_range is not None and config.value_clip_unit == "returns":
+        clip_range *= arithmetic.masked_deviation(scores.returns_SR, batch.mask_SR)
+    return clip_range

@@ -35,9 +35,8 @@ from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.ppo import arithmetic
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch, minibatches
-from medusa_ppo.ppo.critic import Critic
+from medusa_ppo.ppo.critic import Critic, ValueTotals, value_clip
 from medusa_ppo.ppo.optimization import (
-    GradientNorms,
     adamw,
     learning_rate_share,
     set_learning_rate,
@@ -67,6 +66,7 @@ class PPOLearner(ABC):
         actor: as `MedusaPlugin` and `ActorSync` take it.
         device: where batches are prepared.
         features: of the images of prompts; None: there are none.
+        has_critic: there is one, here or elsewhere.
     """
 
     actor: Actor
@@ -84,6 +84,7 @@ class PPOLearner(ABC):
             autocast: run products in bfloat16 (weights, optimizer and losses stay float32).
         """
         self.critic = critic
+        self.has_critic = critic is not None
         self.config = config
         self.shaping = Shaping(config)
         self.turns = Turns(config.placement == "shared")
@@ -159,12 +160,21 @@ class PPOLearner(ABC):
         """
         timeline = timeline or Timeline()
         policy = self._begin_scoring(batch, sampling, tap, timeline)
+        if not self.has_critic:
+            return Measured(policy(), torch.zeros(batch.mask_SR.shape))
+        values = self._begin_values(batch, timeline)
+        return Measured(policy(), values())
+
+    def _begin_values(self, batch: PPOBatch, timeline: Timeline) -> Callable[[], Tensor]:
+        """The critic's passes. A function that waits for those that run elsewhere, and gives
+        values_SR.
+        """
+        critic, _ = self._trained_critic()
         values_SR = torch.zeros(batch.mask_SR.shape)
-        if self.critic is not None:
-            with timeline.at_work("critic"), self.turns.on(CRITIC):
-                for micro in self._micros(batch, range(len(batch))):
-                    batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
-        return Measured(policy(), values_SR)
+        with timeline.at_work("critic"), self.turns.on(CRITIC):
+            for micro in self._micros(batch, range(len(batch))):
+                batch.unpack(critic(micro, self.autocast), micro, values_SR)
+        return lambda: values_SR
 
     @torch.no_grad()
     def conclude(
@@ -258,13 +268,14 @@ class PPOLearner(ABC):
         """
         share = learning_rate_share(self.config, step)
         wait_for_actor = self._begin_update(batch, scores, sampling, step, texts)
-        critic_report: dict[str, float] = {}
-        critic_skipped = 0
-        if self.critic is not None:
-            critic_report, critic_skipped = self._update_critic(batch, scores, step, share)
-        report = wait_for_actor().report() | critic_report
+        values = None
+        if self.has_critic:
+            values = self._update_critic(batch, scores, step, share)
+        report = wait_for_actor().report()
         report[names.LEARNING_RATE] = share * self.config.actor_learning_rate
-        report[names.STEPS_SKIPPED] += critic_skipped
+        if values is not None:
+            report |= values.report()
+            report[names.STEPS_SKIPPED] += values.norms.skipped
         if self.features is not None:
             report |= self.features.figures()
         return report
@@ -277,23 +288,16 @@ class PPOLearner(ABC):
 
     def _update_critic(
         self, batch: PPOBatch, scores: Scores, step: int, share: float
-    ) -> tuple[dict[str, float], int]:
-        """All optimizer steps of the critic: its figures, and how many steps were left out."""
-        config = self.config
-        loss = 0.0
-        tokens = 0
-        norms = GradientNorms()
-        clip_range = config.value_clip_range
-        if clip_range is not None and config.value_clip_unit == "returns":
-            clip_range *= arithmetic.masked_deviation(scores.returns_SR, batch.mask_SR)
+    ) -> ValueTotals:
+        """All optimizer steps of the critic."""
+        totals = ValueTotals()
+        clip_range = value_clip(self.config, batch, scores)
         _, optimizer = self._trained_critic()
-        set_learning_rate(optimizer, share * config.critic_learning_rate)
+        set_learning_rate(optimizer, share * self.config.critic_learning_rate)
         with self.turns.on(CRITIC, training=True):
-            for sequences in minibatches(scores.sequences, config, self.seed, step):
-                loss += self._critic_minibatch(batch, scores, sequences, clip_range, norms)
-                tokens += int(batch.lengths_S[sequences].sum())
-        norms.mean("critic")
-        return {names.VALUE_LOSS: loss / max(1, tokens)}, norms.skipped
+            for sequences in minibatches(scores.sequences, self.config, self.seed, step):
+                self._critic_minibatch(batch, scores, sequences, clip_range, totals)
+        return totals
 
     def _critic_minibatch(
         self,
@@ -301,11 +305,10 @@ class PPOLearner(ABC):
         scores: Scores,
         sequences: list[int],
         clip_range: float | None,
-        norms: GradientNorms,
-    ) -> float:
-        """One optimizer step of the critic; its summed loss."""
+        totals: ValueTotals,
+    ) -> None:
+        """One optimizer step of the critic."""
         critic, optimizer = self._trained_critic()
-        total = 0.0
         tokens = int(batch.lengths_S[sequences].sum())
         for micro in self._micros(batch, sequences):
             old_M = batch.pack(scores.values_SR, micro)
@@ -314,13 +317,13 @@ class PPOLearner(ABC):
             loss = arithmetic.clipped_value_loss(values_M, old_M, returns_M, clip_range)
             # Halved once more; AdamW does not care, so the scale only matters to the norm's clip.
             (loss / (2 * tokens)).backward()
-            total += loss.item()
+            totals.loss += loss.item()
+        totals.tokens += tokens
         norm = nn.utils.clip_grad_norm_(list(critic.parameters()), self.config.clip_norm).item()
-        if norms.sound(norm):
+        if totals.norms.sound(norm):
             optimizer.step()
         self.turns.report(CRITIC)
         optimizer.zero_grad(set_to_none=True)
-        return total
 
     def save(self, folder: Path) -> None:
         """Write weights and moments of actor and critic, and what the shaping remembers.
@@ -330,8 +333,8 @@ class PPOLearner(ABC):
         self.shaping.save(folder)
         with self.turns.aside(ACTOR, CRITIC):
             self._save_policy(folder)
-            if self.critic is not None:
-                save_trained(folder, "critic", *self._trained_critic())
+            if self.has_critic:
+                self._save_critic(folder)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote.
@@ -342,9 +345,15 @@ class PPOLearner(ABC):
         with self.turns.on(ACTOR, training=True):
             self._load_policy(folder)
         self.shaping.load(folder)
-        if self.critic is not None:
+        if self.has_critic:
             with self.turns.on(CRITIC, training=True):
-                load_trained(folder, "critic", *self._trained_critic())
+                self._load_critic(folder)
+
+    def _save_critic(self, folder: Path) -> None:
+        save_trained(folder, "critic", *self._trained_critic())
+
+    def _load_critic(self, folder: Path) -> None:
+        load_trained(folder, "critic", *self._trained_critic())
 
     @abstractmethod
     def save_actor(self, folder: Path) -> None:

@@ -322,7 +322,7 @@ class Turns:
         full = {role: resident.full_bytes() for role, resident in self._roles.items()}
         need = sum(full.values()) + engine
         if self.shared:
-            need = max(full.values())
+            need = max(full.values(), default=0)
             if engine:
                 passes = max(resident.weight_bytes() for resident in self._roles.values())
                 need = max(need, engine + passes)

@@ -21,6 +21,7 @@ from heads.checkpoint import remove_directory
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import DTYPES, Actor, load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader
+from medusa_ppo.config.actor_section import POLICY_ROLES
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.demo.actor_cache import actor_note, ensure_demo_actor
 from medusa_ppo.demo.pretraining import RECIPES
@@ -271,15 +272,12 @@ class RunSession:
         # An optional dependency.
         from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankTeam
 
+        critic_path = (
+            self._folder_of(config.model.critic_path) if config.model.critic_path else actor_path
+        )
         critic = None
-        if config.ppo.advantages == "gae":
-            critic = Critic(
-                _load(
-                    self._folder_of(config.model.critic_path)
-                    if config.model.critic_path
-                    else actor_path
-                )
-            )
+        if config.ppo.advantages == "gae" and config.actor.roles == POLICY_ROLES:
+            critic = Critic(_load(critic_path))
         self._start_ray()
         with self._progress.phase(phases.RANKS):
             # Heads from a folder may be of any kind.
@@ -287,6 +285,7 @@ class RunSession:
                 actor_path,
                 config,
                 with_embedding=config.heads.kind == "hydra" or bool(config.heads.path),
+                critic_path=critic_path,
             )
             self._stack.callback(team.close)
         return MegatronLearner(team, actor_path, critic, config)

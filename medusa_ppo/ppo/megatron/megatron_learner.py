@@ -1,10 +1,11 @@
-"""PPO with a Megatron actor: the loop's process holds critic, companion and engines, and tells the
-actor's ranks what to do.
+"""PPO with a Megatron actor: the loop's process holds companion and engines, and tells the actor's
+ranks what to do.
 
-    loop (critic)  --rollouts, scores-->  rank 0 ... N-1 in Ray actors (actor, reference, optimizer)
-                   <--log-probs, hidden states, weights in buckets--
+    loop (critic)  --rollouts, scores-->  rank 0 ... N-1 in Ray actors (actor, reference, optimizer;
+                   <--log-probs, hidden states, weights in buckets--    with actor.roles=all critic)
 
-The critic works while the ranks do. The actor's weights come as a stream of buckets, each stage's
+A critic in the loop works while the ranks do; one on the ranks before or after the actor, and is
+cut as it is. The actor's weights come as a stream of buckets, each stage's
 first rank giving out its own; Ray holds a stage back that is more than `BUCKETS_AHEAD` buckets
 ahead of who reads.
 
@@ -31,15 +32,18 @@ from transformers import AutoConfig, GenerationConfig
 from heads.errors import ModelError, RunError
 from heads.tensorfile import StateWriter
 from medusa_ppo.actors.actor_view import SpreadActor
-from medusa_ppo.actors.megatron_layout import LlamaSizes, checkpoint_shapes
+from medusa_ppo.actors.megatron_layout import VALUE, LlamaSizes, checkpoint_shapes
+from medusa_ppo.config.actor_section import ALL_ROLES
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.actor_sync import actor_stream
 from medusa_ppo.plugin.medusa_plugin import StatesTap
 from medusa_ppo.ppo.batch import PPOBatch
-from medusa_ppo.ppo.critic import Critic
+from medusa_ppo.ppo.critic import Critic, ValueTotals
 from medusa_ppo.ppo.learner import PPOLearner, Tap
-from medusa_ppo.ppo.megatron.megatron_rank import MOMENTS, WEIGHTS, ActorRank
+from medusa_ppo.ppo.megatron.megatron_rank import ActorRank
+from medusa_ppo.ppo.megatron.rank_optimizer import MOMENTS, WEIGHTS
+from medusa_ppo.ppo.placement import ACTOR, CRITIC
 from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.scores import PolicyScores, Scores
 from medusa_ppo.ppo.update_totals import UpdateTotals
@@ -55,11 +59,20 @@ PLACE_TIMEOUT_S = 300.0
 class RankTeam:
     """The actor's ranks, each in a Ray actor. `ray.init` is the caller's."""
 
-    def __init__(self, path: str, config: RunConfig, *, with_embedding: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        config: RunConfig,
+        *,
+        with_embedding: bool,
+        critic_path: str | None = None,
+    ) -> None:
         """
         Args:
             path: folder of the actor's checkpoint, which all nodes can read.
             with_embedding: `tables` brings the input embedding.
+            critic_path: folder of the checkpoint that a critic on the ranks starts from; None: the
+                actor's.
 
         Raises:
             ModelError, ConfigError: there is no such folder, the actor is of no known family, or it
@@ -68,15 +81,10 @@ class RankTeam:
         """
         config = settled(config)
         section = config.actor
-        if not Path(path).is_dir():
-            raise ModelError(
-                "The actor's ranks read its checkpoint from a folder.",
-                given=path,
-                expected="a folder with safetensors that all nodes can read",
-                do="Download the model, and give its folder as model.path.",
-            )
-        self.sizes = LlamaSizes.read(path)
-        self.sizes.check_cut(section.tensor_parallel, section.pipeline_parallel)
+        self.sizes = _sizes(path, "actor", "model.path", config)
+        self.critic_sizes: LlamaSizes | None = None
+        if section.roles == ALL_ROLES and config.ppo.advantages == "gae":
+            self.critic_sizes = _sizes(critic_path or path, "critic", "model.critic_path", config)
         # Of the cluster: the loop's own process may well stand on a node without a GPU.
         gpus = bool(ray.cluster_resources().get("GPU"))
         resources = {section.resource: TOKEN} if section.resource else {}
@@ -111,7 +119,7 @@ class RankTeam:
                     **in_bundle(self._group, rank // section.tensor_parallel),
                 }
                 kind: Any = ray.remote(**options)(ActorRank)
-                self._ranks.append(kind.remote(rank, path, config, with_embedding))
+                self._ranks.append(kind.remote(rank, path, config, with_embedding, critic_path))
             # The first rank opens the place on its own node, which nobody knows before Ray has put
             # it somewhere.
             self.call("start", self.wait([self._ranks[0].meet_here.remote()])[0])
@@ -138,15 +146,19 @@ class RankTeam:
                 ray.get(done)
             return [answer for answer in ray.get(references) if answer is not None]
 
-    def stream(self, what: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors as the stages give them out, some in memory at a time."""
+    def stream(self, role: str, what: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors of actor or critic as the stages give them out, some in memory
+        at a time.
+        """
         options: dict[str, Any] = {
             "num_returns": "streaming",
             "_generator_backpressure_num_objects": BUCKETS_AHEAD,
         }
         # All begin before the first one is read: the ranks of a stage, or all replicas, put each
         # tensor together in collectives, and one that had not begun would keep the others waiting.
-        streams = [rank.give_out.options(**options).remote(what, dtype) for rank in self._ranks]
+        streams = [
+            rank.give_out.options(**options).remote(role, what, dtype) for rank in self._ranks
+        ]
         for stream in streams:
             for reference in stream:
                 with _rank_errors():
@@ -211,7 +223,7 @@ class RankedActor(SpreadActor):
         return checkpoint_shapes(self._team.sizes)
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        return self._team.stream(WEIGHTS, dtype)
+        return self._team.stream(ACTOR, WEIGHTS, dtype)
 
     def _whole_tables(self) -> tuple[Tensor, Tensor | None]:
         if self._tables is None:
@@ -220,7 +232,7 @@ class RankedActor(SpreadActor):
 
 
 class MegatronLearner(PPOLearner):
-    """Critic in this process, actor and reference on ranks."""
+    """Actor and reference on ranks; the critic there too, or in this process."""
 
     actor: RankedActor
 
@@ -229,11 +241,13 @@ class MegatronLearner(PPOLearner):
         Args:
             team: started ranks; the caller closes it.
             path: folder of the actor's checkpoint, whose configuration is saved with it.
-            critic: value network.
+            critic: value network of this process; None: there is none, or the ranks have it.
             config: the run's, as the ranks have it.
         """
         super().__init__(critic, config.ppo, seed=config.seed)
         self._team = team
+        self._critic_on_ranks = team.critic_sizes is not None
+        self.has_critic |= self._critic_on_ranks
         self._path = path
         # The last batch, and where Ray's store has it: scoring and update read the same rollouts.
         self._handed: tuple[PPOBatch, Any] | None = None
@@ -291,6 +305,27 @@ class MegatronLearner(PPOLearner):
         self.actor.changed()
         return lambda: UpdateTotals.over(self._team.wait(answers))
 
+    def _begin_values(self, batch: PPOBatch, timeline: Timeline) -> Callable[[], Tensor]:
+        if not self._critic_on_ranks:
+            return super()._begin_values(batch, timeline)
+        answers = self._team.begin("values", self._hand(batch), batch.pad_id, batch.first)
+
+        def finish() -> Tensor:
+            with timeline.at_work("critic"):  # After the actor: ranks do one thing after the other.
+                shares: list[Tensor] = self._team.wait(answers)
+            return torch.stack(shares).sum(dim=0)
+
+        return finish
+
+    def _update_critic(
+        self, batch: PPOBatch, scores: Scores, step: int, share: float
+    ) -> ValueTotals:
+        if not self._critic_on_ranks:
+            return super()._update_critic(batch, scores, step, share)
+        return ValueTotals.over(
+            self._team.call("update_critic", self._hand(batch), batch.pad_id, ray.put(scores), step)
+        )
+
     def _hand(self, batch: PPOBatch) -> Any:
         """The rollouts in Ray's store; once for scoring and update."""
         if self._handed is None or self._handed[0] is not batch:
@@ -307,11 +342,23 @@ class MegatronLearner(PPOLearner):
         actor_stream(self.actor).write(folder / "model.safetensors")
 
     def _save_policy(self, folder: Path) -> None:
-        actor_stream(self.actor).write(folder / "actor.safetensors")
-        shapes = self.actor.shapes()
+        self._save_role(ACTOR, self.actor.shapes(), folder)
+
+    def _save_critic(self, folder: Path) -> None:
+        if self._team.critic_sizes is None:
+            super()._save_critic(folder)
+        else:
+            self._save_role(CRITIC, checkpoint_shapes(self._team.critic_sizes, VALUE), folder)
+
+    def _save_role(self, role: str, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+        """Write `ROLE.safetensors` and `ROLE_optimizer.safetensors`, in float32."""
+        weights = {name: (torch.float32, shape) for name, shape in shapes.items()}
+        with StateWriter(folder / f"{role}.safetensors", weights) as writer:
+            for name, tensor in self._team.stream(role, WEIGHTS, torch.float32):
+                writer.put(name, tensor)
         # AdamW has no moments before its first step: a learner on transformers writes none then
         # either, and one of them can go on with what the other has saved.
-        steps = max(self._team.call("steps"))
+        steps = max(self._team.call("steps", role))
         entries = {
             f"{name}/{moment}": (torch.float32, shape)
             for name, shape in shapes.items()
@@ -319,14 +366,34 @@ class MegatronLearner(PPOLearner):
             if steps
         }
         entries |= {f"{name}/step": (torch.float32, ()) for name in shapes if steps}
-        with StateWriter(folder / "actor_optimizer.safetensors", entries) as writer:
+        with StateWriter(folder / f"{role}_optimizer.safetensors", entries) as writer:
             for name in shapes if steps else ():
                 writer.put(f"{name}/step", torch.tensor(steps))
             for moment in MOMENTS if steps else ():
-                for name, tensor in self._team.stream(moment, torch.float32):
+                for name, tensor in self._team.stream(role, moment, torch.float32):
                     writer.put(f"{name}/{moment}", tensor)
 
     def _load_policy(self, folder: Path) -> None:
         # Ranks on other nodes have another working directory.
-        self._team.call("load", os.path.abspath(folder))
+        self._team.call("load", ACTOR, os.path.abspath(folder))
         self.actor.changed()
+
+    def _load_critic(self, folder: Path) -> None:
+        if self._critic_on_ranks:
+            self._team.call("load", CRITIC, os.path.abspath(folder))
+        else:
+            super()._load_critic(folder)
+
+
+def _sizes(path: str, who: str, key: str, config: RunConfig) -> LlamaSizes:
+    """Of a role of the ranks. ModelError, ConfigError where they can't have it."""
+    if not Path(path).is_dir():
+        raise ModelError(
+            f"The ranks read the {who}'s checkpoint from a folder.",
+            given=path,
+            expected="a folder with safetensors that all nodes can read",
+            do=f"Download the model, and give its folder as {key}.",
+        )
+    found = LlamaSizes.read(path)
+    found.check_cut(config.actor.tensor_parallel, config.actor.pipeline_parallel)
+    return found

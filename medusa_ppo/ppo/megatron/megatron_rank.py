@@ -1,5 +1,5 @@
-"""One process of a Megatron actor: its part of actor and reference, and its share of every pass of
-PPO.
+"""One process of a Megatron actor: its part of actor and reference, with actor.roles=all of the
+critic too, and its share of every pass of PPO.
 
 Every rank gets the same calls in the same order. Sequences are dealt to data-parallel replicas; the
 ranks of a replica run the same micro batches. The loss is divided by the tokens of the whole
@@ -19,185 +19,36 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import FP32Optimizer
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.actors.megatron import MegatronActor
-from medusa_ppo.actors.megatron_layout import LlamaSizes
+from medusa_ppo.actors.megatron_layout import VALUE, LlamaSizes
 from medusa_ppo.actors.megatron_model import RankModel, start_parallel, stop_parallel
-from medusa_ppo.config.ppo_section import PPOConfig
+from medusa_ppo.config.actor_section import ALL_ROLES
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch, minibatches
+from medusa_ppo.ppo.critic import ValueTotals
+from medusa_ppo.ppo.megatron.rank_critic import RankCritic
+from medusa_ppo.ppo.megatron.rank_optimizer import MOMENTS, WEIGHTS, RankOptimizer
+from medusa_ppo.ppo.megatron.rank_share import RankShare
 from medusa_ppo.ppo.megatron.sharded_stats import ShardedSupport, sharded_stats
 from medusa_ppo.ppo.megatron.sharded_vocabulary import ShardedVocabulary
-from medusa_ppo.ppo.optimization import (
-    ADAM_BETAS,
-    ADAM_EPSILON,
-    GradientNorms,
-    learning_rate_share,
-    set_learning_rate,
-)
+from medusa_ppo.ppo.optimization import learning_rate_share
+from medusa_ppo.ppo.placement import ACTOR, CRITIC
 from medusa_ppo.ppo.scores import PolicyScores, Scores
 from medusa_ppo.ppo.token_stats import TokenStats
 from medusa_ppo.ppo.update_totals import UpdateTotals
 from medusa_ppo.runtime.rendezvous import Meeting, Place
 
-WEIGHTS = "weights"
 TIMEOUT_S = 600.0
-MOMENTS = ("exp_avg", "exp_avg_sq")
-CLIP_EPSILON = 1e-6  # As torch.nn.utils.clip_grad_norm_.
-
-
-class RankOptimizer:
-    """Megatron's AdamW: steps on float32 tensors, which are this rank's parameters, copies of them,
-    or this replica's part of either.
-    """
-
-    def __init__(
-        self, model: RankModel, config: PPOConfig, dtype: torch.dtype, *, distributed: bool
-    ) -> None:
-        """
-        Args:
-            dtype: of the model's parameters.
-            distributed: each data-parallel replica (and context-parallel rank) keeps a part.
-        """
-        settings = OptimizerConfig(
-            optimizer="adam",
-            lr=config.actor_learning_rate,
-            # Needed by Megatron's scheduler, which nobody calls: `set_learning_rate` says each
-            # step's rate.
-            min_lr=config.actor_learning_rate,
-            weight_decay=0.0,
-            adam_beta1=ADAM_BETAS[0],
-            adam_beta2=ADAM_BETAS[1],
-            adam_eps=ADAM_EPSILON,
-            params_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
-            clip_grad=0.0,  # Done here, after a look at the norm.
-            use_distributed_optimizer=distributed,
-        )
-        self.distributed = distributed
-        # Megatron steps on float32 copies of parameters in 16 bits, and on the parameters
-        # themselves otherwise.
-        self._copies = dtype != torch.float32
-        self._device = model.device
-        self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self._chain: Any = get_megatron_optimizer(settings, [model.ddp])
-        (self._part,) = self._chain.chained_optimizers
-        self._held = _stepped(self._part)
-
-    def step(self, rate: float, clip_norm: float, norms: GradientNorms) -> None:
-        """The step that gathered gradients ask for, clipped; left out, on all ranks, where their
-        norm is not finite.
-        """
-        set_learning_rate(self._chain, rate)
-        # Megatron's own `step` in its two halves, since a step may be clipped or left out in
-        # between. The norm is that of all ranks, so they decide alike.
-        self._chain.prepare_grads()
-        norm = float(self._chain.get_grad_norm())
-        if not norms.sound(norm):
-            return
-        for stepped in self._part.get_parameters():
-            stepped.grad.mul_(min(1.0, clip_norm / (norm + CLIP_EPSILON)))
-        self._chain.step_with_ready_grads()
-
-    def value(self, what: str, parameter: nn.Parameter) -> Tensor:
-        """The weights of a parameter, or one of its moments, whole. With a distributed optimizer
-        all replicas call it.
-        """
-        if what == WEIGHTS and not self._copies:
-            return parameter.detach()
-        # A replica may hold no part of a parameter; it still comes to the sum below.
-        stepped, place = self._held.get(parameter, (None, slice(0)))
-        found: Tensor | None = None
-        if stepped is not None:
-            found = (stepped if what == WEIGHTS else self._state[stepped][what]).detach()
-        if not self.distributed:
-            assert found is not None, "all parameters are stepped here"
-            return found
-        # Each replica has one part and zeros elsewhere, so the sum is the whole, to the bit.
-        whole = torch.zeros(parameter.numel(), device=self._device)
-        if found is not None:
-            whole[place] = found
-        dist.all_reduce(whole, group=self._group)
-        return whole.view(parameter.shape)
-
-    def put(self, what: str, parameter: nn.Parameter, value: Tensor) -> None:
-        """Take back what `value` gave; of the weights, the optimizer's own."""
-        if parameter not in self._held:
-            return
-        stepped, place = self._held[parameter]
-        part = value.flatten()[place].view(stepped.shape).to(self._device, torch.float32)
-        if what == WEIGHTS:
-            stepped.data.copy_(part)
-        else:
-            # Without it the moment would be a view of the tensor that was read, and keep all of it
-            # alive.
-            self._state[stepped][what] = part.clone()
-
-    @property
-    def steps(self) -> float:
-        """Optimizer steps so far. torch's AdamW counts them for each parameter, TransformerEngine's
-        and Apex' for each group.
-        """
-        counters = [*self._state.values(), *self._chain.param_groups]
-        return max(
-            (float(counter["step"]) for counter in counters if "step" in counter), default=0.0
-        )
-
-    def restart(self, steps: float) -> None:
-        """Forget the moments; count on from so many steps."""
-        self._state.clear()
-        for group in self._chain.param_groups if steps else ():
-            if not isinstance(self._part.optimizer, torch.optim.AdamW):
-                group["step"] = int(steps)
-                continue
-            for stepped in group["params"]:
-                # On the CPU, where torch's AdamW keeps it.
-                self._state[stepped]["step"] = torch.tensor(steps, dtype=torch.float32)
-
-    @property
-    def _state(self) -> Any:
-        return self._part.optimizer.state
-
-
-def _stepped(optimizer: Any) -> dict[nn.Parameter, tuple[Tensor, slice]]:
-    """Of each parameter that this rank steps: the float32 tensor that is stepped, and which part of
-    the flat parameter that is.
-    """
-    # Megatron has an optimizer class for each case, and each has its own names for the same lists.
-    if isinstance(optimizer, FP32Optimizer):
-        return {parameter: (parameter, slice(None)) for parameter in optimizer.get_parameters()}
-    distributed = isinstance(optimizer, DistributedOptimizer)
-    if distributed:
-        copies = ("model_float16_groups", "shard_fp32_from_float16_groups")
-        themselves = ("model_fp32_groups", "shard_fp32_groups")
-    else:
-        copies = ("float16_groups", "fp32_from_float16_groups")
-        themselves = ("fp32_from_fp32_groups", "fp32_from_fp32_groups")
-    found = {}
-    for models, mains in (copies, themselves):
-        groups = zip(getattr(optimizer, models), getattr(optimizer, mains), strict=True)
-        for parameters, stepped in groups:
-            for parameter, tensor in zip(parameters, stepped, strict=True):
-                place = slice(None)
-                if distributed:
-                    part = optimizer._get_model_param_range_map(parameter)["param"]
-                    place = slice(part.start, part.end)
-                found[parameter] = (tensor, place)
-    return found
 
 
 @dataclass(frozen=True)
@@ -221,16 +72,25 @@ class ActorRank:
     first.
     """
 
-    def __init__(self, rank: int, path: str, config: RunConfig, with_embedding: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        path: str,
+        config: RunConfig,
+        with_embedding: bool,
+        critic_path: str | None = None,
+    ) -> None:
         """
         Args:
             rank: 0 to actor.ranks - 1.
             path: folder of the actor's checkpoint; the reference stays what is there.
             config: the run's.
             with_embedding: `tables` brings the input embedding too.
+            critic_path: folder of the checkpoint that the critic starts from; None: the actor's.
         """
         self._rank = rank
         self._path = path
+        self._critic_path = critic_path or path
         self._config = config
         self._with_embedding = with_embedding
         self._meeting: Meeting | None = None
@@ -257,9 +117,10 @@ class ActorRank:
         ppo = self._config.ppo
         dtype = DTYPES[self._config.model.dtype or "float32"]
         reference_dtype = DTYPES[ppo.reference_dtype] if ppo.reference_dtype else dtype
-        build = functools.partial(RankModel, sizes, self._path, section, device=device)
-        self._actor = build(trained=True, dtype=dtype, recompute=ppo.recompute)
-        self._reference = build(trained=False, dtype=reference_dtype)
+        build = functools.partial(RankModel, section=section, device=device)
+        self._actor = build(sizes, self._path, trained=True, dtype=dtype, recompute=ppo.recompute)
+        self._reference = build(sizes, self._path, trained=False, dtype=reference_dtype)
+        self._share = RankShare(self._actor, ppo)
         self._view = MegatronActor(
             self._actor.model, sizes.vocab, with_embedding=self._with_embedding
         )
@@ -269,12 +130,41 @@ class ActorRank:
             rows_per_rank=sizes.vocab_rows(section.tensor_parallel),
         )
         self._support = ShardedSupport(Sampling(), self._vocabulary)  # Of the last batch scored.
-        self._optimizer = RankOptimizer(
-            self._actor, ppo, dtype, distributed=section.distributed_optimizer
+        self._optimizer = self._optimizer_of(
+            self._actor, self._path, ppo.actor_learning_rate, dtype
+        )
+        self._learning = {ACTOR: (self._actor, self._optimizer)}
+        self._critic: RankCritic | None = None
+        if section.roles == ALL_ROLES and ppo.advantages == "gae":
+            model = build(
+                LlamaSizes.read(self._critic_path),
+                self._critic_path,
+                trained=True,
+                dtype=dtype,
+                recompute=ppo.recompute,
+                top=VALUE,
+            )
+            optimizer = self._optimizer_of(
+                model, self._critic_path, ppo.critic_learning_rate, dtype
+            )
+            self._critic = RankCritic(model, optimizer, ppo)
+            self._learning[CRITIC] = (model, optimizer)
+
+    def _optimizer_of(
+        self, model: RankModel, path: str, learning_rate: float, dtype: torch.dtype
+    ) -> RankOptimizer:
+        found = RankOptimizer(
+            model,
+            learning_rate,
+            dtype,
+            distributed=self._config.actor.distributed_optimizer,
         )
         if dtype != torch.float32:
-            # The optimizer made its float32 copies of parameters that were rounded already.
-            self._read(Path(self._path), WEIGHTS)
+            # It made its float32 copies of parameters that were rounded already.
+            parameters = model.parameters()
+            for name, shard in model.first_shards(path):
+                found.put(WEIGHTS, parameters[name], shard)
+        return found
 
     # ---- passes
 
@@ -304,7 +194,7 @@ class ActorRank:
         """
         batch = PPOBatch(rollouts, self._actor.device, pad_id, first)
         found = PolicyScores.zeros(batch)
-        micros = self._micros(batch, self._dealt(batch, range(len(batch))))
+        micros = self._share.micros(batch, self._share.dealt(batch, range(len(batch))))
         self._scored |= {place for micro in micros for place in micro.places}
         inputs = [self._actor.inputs(micro.input_ids_BT) for micro in micros]
 
@@ -355,11 +245,11 @@ class ActorRank:
         rate = learning_rate_share(config, step) * config.actor_learning_rate
         for sequences in minibatches(scores.sequences, config, self._config.seed, step):
             tokens = int(batch.lengths_S[sequences].sum())
-            own = self._dealt(batch, sequences)
+            own = self._share.dealt(batch, sequences)
             # Only who scored a sequence knows which of its tokens top-k and top-p had left.
             if self._support.cuts:
                 own = [s for s in sequences if s in self._scored]
-            micros = self._micros(batch, own)
+            micros = self._share.micros(batch, own)
 
             # Its defaults are this minibatch's: the function is made anew in each turn of the loop.
             def loss(
@@ -379,26 +269,30 @@ class ActorRank:
             self._optimizer.step(rate, config.clip_norm, totals.norms)
         return totals if self._view.reports else None
 
-    def _dealt(self, batch: PPOBatch, sequences: Sequence[int]) -> list[int]:
-        """This replica's: every n-th by length, so that replicas have about the same to do."""
-        return sorted(sequences, key=lambda s: (batch.total_lengths[s], s))[
-            self._actor.replica :: self._actor.replicas
-        ]
+    def values(self, rollouts: Rollouts, pad_id: int, first: int) -> Tensor | None:
+        """The critic's passes over this replica's sequences: values_SR, zero outside of them, from
+        the rank that reports.
+        """
+        assert self._critic is not None, "asked of ranks that have one"
+        batch = PPOBatch(rollouts, self._actor.device, pad_id, first)
+        values_SR = self._critic.values(batch)
+        return values_SR if self._view.reports else None
 
-    def _micros(self, batch: PPOBatch, sequences: list[int]) -> list[MicroBatch]:
-        config = self._config.ppo
-        return list(
-            batch.micro_batches(
-                sequences,
-                config.micro_batch_size or config.minibatch_size,
-                config.micro_batch_tokens,
-            )
-        )
+    def update_critic(
+        self, rollouts: Rollouts, pad_id: int, scores: Scores, step: int
+    ) -> ValueTotals | None:
+        """All optimizer steps of the critic; the sums over this replica's sequences from the rank
+        that reports.
+        """
+        assert self._critic is not None, "asked of ranks that have one"
+        batch = PPOBatch(rollouts, self._actor.device, pad_id)
+        totals = self._critic.update(batch, scores, self._config.seed, step)
+        return totals if self._view.reports else None
 
     def _stats(
         self, micro: MicroBatch, logits_BPV: Tensor, sampling: Sampling, *, entropy: bool = False
     ) -> TokenStats:
-        own, places_P = self._own_predictions(micro)
+        own, places_P = self._share.own_predictions(micro)
         logits_PV = self._vocabulary.own_rows(logits_BPV[own.response_mask_BT], dim=1)
         scaled_PV = logits_PV.float() / sampling.temperature
         found = sharded_stats(
@@ -414,23 +308,6 @@ class ActorRank:
             else self._actor.of_all_columns(found.entropy_M, places_P, total)
         )
         return TokenStats(self._actor.of_all_columns(found.logprobs_M, places_P, total), entropy_M)
-
-    def _own_predictions(self, micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
-        """The micro batch in the columns that this rank's logits have, each with the token that
-        follows; and which of its M predictions they are.
-        """
-        # For context parallelism rows are padded to equal parts, so columns may lie behind the
-        # row's end.
-        columns_P = self._actor.columns(micro.input_ids_BT.shape[1])
-        more = max(0, int(columns_P.max()) + 1 - micro.input_ids_BT.shape[1])
-        next_BT = torch.nn.functional.pad(micro.input_ids_BT[:, 1:], (0, 1 + more))
-        predicts_BT = torch.nn.functional.pad(micro.predict_mask_BT, (0, more), value=False)
-        number_BT = predicts_BT.flatten().cumsum(0).view(predicts_BT.shape) - 1
-        mask_BP = predicts_BT[:, columns_P]
-        return (
-            MicroBatch(micro.sequences, next_BT[:, columns_P], mask_BP, micro.first),
-            number_BT[:, columns_P][mask_BP],
-        )
 
     # ---- weights
 
@@ -449,27 +326,29 @@ class ActorRank:
             self._view.embedding_VD if self._with_embedding else None,
         )
 
-    def give_out(self, what: str, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-        """This stage's tensors by the checkpoint's names, some at a time: `weights`, or one of
-        AdamW's moments.
+    def give_out(self, role: str, what: str, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+        """This stage's tensors of actor or critic by the checkpoint's names, some at a time:
+        `weights`, or one of AdamW's moments.
         """
+        model, optimizer = self._learning[role]
         # With a distributed optimizer each replica has a part of every tensor, so all must walk
         # along, though only the first one's answer is handed out.
-        if self._actor.first or self._optimizer.distributed:
-            yield from self._actor.whole_tensors(
-                functools.partial(self._optimizer.value, what), dtype, BUCKET_BYTES
+        if model.first or optimizer.distributed:
+            yield from model.whole_tensors(
+                functools.partial(optimizer.value, what), dtype, BUCKET_BYTES
             )
 
-    def steps(self) -> float:
-        """Optimizer steps so far."""
-        return self._optimizer.steps
+    def steps(self, role: str) -> float:
+        """Optimizer steps of actor or critic so far."""
+        return self._learning[role][1].steps
 
-    def load(self, folder: str) -> None:
-        """Read this rank's part of what a learner saved. The reference stays."""
-        weights = Path(folder) / "actor.safetensors"
-        file = Path(folder) / "actor_optimizer.safetensors"
-        self._actor.load(weights)
-        self._read(weights, WEIGHTS)
+    def load(self, role: str, folder: str) -> None:
+        """Read this rank's part of what a learner saved of actor or critic. The reference stays."""
+        model, optimizer = self._learning[role]
+        weights = Path(folder) / f"{role}.safetensors"
+        file = Path(folder) / f"{role}_optimizer.safetensors"
+        model.load(weights)
+        _read(model, optimizer, weights, WEIGHTS)
         with safe_open(file, "pt") as handle:
             steps = next(
                 (
@@ -479,20 +358,21 @@ class ActorRank:
                 ),
                 0.0,
             )
-        self._optimizer.restart(steps)
+        optimizer.restart(steps)
         for moment in MOMENTS if steps else ():
-            self._read(file, moment)
-
-    def _read(self, path: Path, what: str) -> None:
-        """Fill the optimizer's weights, or a moment, from a file or folder."""
-        parameters = self._actor.parameters()
-        for name, shard in self._actor.read_shards(
-            path, list(parameters), "" if what == WEIGHTS else f"/{what}"
-        ):
-            self._optimizer.put(what, parameters[name], shard)
+            _read(model, optimizer, file, moment)
 
     def stop(self) -> None:
         stop_parallel()
+
+
+def _read(model: RankModel, optimizer: RankOptimizer, path: Path, what: str) -> None:
+    """Fill an optimizer's weights, or a moment, from a file or folder."""
+    parameters = model.parameters()
+    for name, shard in model.read_shards(
+        path, list(parameters), "" if what == WEIGHTS else f"/{what}"
+    ):
+        optimizer.put(what, parameters[name], shard)
 
 
 def _response_states(

@@ -88,6 +88,7 @@ ROWS: dict[str, Row] = {
         "plan",
         {"actor": {"backend": "megatron", "data_parallel": 2}},
     ),
+    "actor.roles": ("all", "plan", {"actor": {"backend": "megatron"}}),
     "actor.resource": ("near", "plan", {"actor": {"backend": "megatron"}}),
     "actor.imports": ("json", "rank", {}),
     "data.path": ("other.jsonl", "prompts", {}),

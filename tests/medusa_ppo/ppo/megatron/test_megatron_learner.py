@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,22 +35,9 @@ from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint, saved_folder
 from medusa_ppo.ppo.scores import Measured
 
 pytest.importorskip("megatron.core")
-SHIM = os.pathsep.join((str(Path(__file__).parents[2] / "actors"), str(Path(__file__).parent)))
 SAMPLING = Sampling(temperature=0.8, top_k=12, top_p=0.9)
 VOCAB = 18  # Not a multiple of anything: the last rank's rows end in padding.
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
-
-
-@pytest.fixture(scope="module")
-def shim_in_reach(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Ray's workers have the environment that Ray was started in. Gives the folder in which ranks
-    count their bytes, once it is there.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        peaks = tmp_path_factory.mktemp("counted") / "peaks"
-        patch.setenv("PYTHONPATH", SHIM, prepend=os.pathsep)
-        patch.setenv("RANK_PEAKS", str(peaks))
-        yield peaks
 
 
 @dataclass
@@ -113,7 +99,8 @@ def pair_of(
     team = RankTeam(str(path), config, with_embedding=True)
     try:
         critic = Critic(model)
-        ranked = MegatronLearner(team, str(path), copy.deepcopy(critic), config)
+        own = copy.deepcopy(critic) if config.actor.roles == "policy" else None
+        ranked = MegatronLearner(team, str(path), own, config)
         yield Pair(config, Learner(model, critic, config.ppo, seed=config.seed), ranked, path)
     finally:
         team.close()

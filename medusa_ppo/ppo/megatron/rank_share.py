@@ -1,0 +1,58 @@
+"""Which of a batch's sequences and tokens are a rank's own.
+
+Shape letters: B sequences of this replica, T tokens, P tokens and predictions of one
+context-parallel rank, M response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from medusa_ppo.actors.megatron_model import RankModel
+from medusa_ppo.config.ppo_section import PPOConfig
+from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
+
+
+class RankShare:
+    """This rank's part of what is computed, the same for each role: all are cut alike."""
+
+    def __init__(self, model: RankModel, config: PPOConfig) -> None:
+        self._model = model
+        self._config = config
+
+    def dealt(self, batch: PPOBatch, sequences: Sequence[int]) -> list[int]:
+        """This replica's: every n-th by length, so that replicas have about the same to do."""
+        return sorted(sequences, key=lambda s: (batch.total_lengths[s], s))[
+            self._model.replica :: self._model.replicas
+        ]
+
+    def micros(self, batch: PPOBatch, sequences: list[int]) -> list[MicroBatch]:
+        """The micro batches that its sequences go through a model in."""
+        config = self._config
+        return list(
+            batch.micro_batches(
+                sequences,
+                config.micro_batch_size or config.minibatch_size,
+                config.micro_batch_tokens,
+            )
+        )
+
+    def own_predictions(self, micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
+        """The micro batch in the columns that this rank's outputs have, each with the token that
+        follows; and which of its M predictions they are.
+        """
+        # For context parallelism rows are padded to equal parts, so columns may lie behind the
+        # row's end.
+        columns_P = self._model.columns(micro.input_ids_BT.shape[1])
+        more = max(0, int(columns_P.max()) + 1 - micro.input_ids_BT.shape[1])
+        next_BT = torch.nn.functional.pad(micro.input_ids_BT[:, 1:], (0, 1 + more))
+        predicts_BT = torch.nn.functional.pad(micro.predict_mask_BT, (0, more), value=False)
+        number_BT = predicts_BT.flatten().cumsum(0).view(predicts_BT.shape) - 1
+        mask_BP = predicts_BT[:, columns_P]
+        return (
+            MicroBatch(micro.sequences, next_BT[:, columns_P], mask_BP, micro.first),
+            number_BT[:, columns_P][mask_BP],
+        )
