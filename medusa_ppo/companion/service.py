@@ -120,6 +120,11 @@ class CompanionService:
 
     # ---- what the client calls
 
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+        return self._device
+
     def ready(self) -> str:
         """Name of this incarnation of the process; changes when it was started again."""
         return self._incarnation
