@@ -211,7 +211,7 @@ class CompanionDesk:
         """Of the next batch: what has room beside the batch before, and what there is time for
         until the one after it comes. Nothing while a batch waits behind the one in training.
         """
-        if status.queue_bytes:
+        if self._service.behind:
             return 0
         rows = self._config.queue_bytes // 2 // self._row_bytes
         position_s = status.train_s / status.trained_tokens if status.trained_tokens else 0.0

@@ -190,7 +190,7 @@ def read_part(path: Path, header: PartHeader, hidden: int, vocab: int) -> Part:
     """
     found = read_header(path, MOST_HEADER_BYTES)
     sizes = _sizes(found, hidden, vocab)
-    tensors = read_tensors(path, list(found))
+    tensors: dict[str, Any] = read_tensors(path, list(found))
     _check_values(tensors, sizes["X"], vocab)
     lm_head_VD = tensors.pop(LM_HEAD, None)
     embedding_VD = tensors.pop(EMBEDDING, None)

@@ -52,7 +52,7 @@ class _VersionHolder:
     def publish(self, data: np.ndarray, tensors: str, release: str) -> str:
         told = Release.model_validate_json(release)
         number = next_number(self._manifest, told, self._address)
-        digest = hashlib.sha256(memoryview(data)).hexdigest()
+        digest = hashlib.sha256(data.data).hexdigest()
         version = described(number, data.size, digest, tensors, told)
         # Put here, so that it is this actor's and outlives its publisher.
         self._objects[version.file] = ray.put(data)
@@ -108,7 +108,7 @@ class RayFeed(Feed):
         data = self._asked(lambda actor: ref, ANSWER_S + size / LEAST_BYTES_PER_S)
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 1:
             raise self._unreachable(f"{file} is no row of bytes")
-        view = memoryview(data)
+        view = data.data
         for first in range(0, len(view), CHUNK_BYTES):
             yield bytes(view[first : first + CHUNK_BYTES])
 
@@ -139,7 +139,7 @@ class RayFeed(Feed):
             join_ray()
         except RunError as error:
             raise self._unreachable(f"{error.problem} {error.given}") from error
-        self._actor = ray.remote(
+        self._actor = ray.remote(  # type: ignore[call-overload]  # Ray's stubs know no names.
             name=self._name,
             namespace=NAMESPACE,
             get_if_exists=True,

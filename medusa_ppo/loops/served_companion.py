@@ -229,7 +229,7 @@ def companion_in_ray(
     if gpus is None:
         gpus = companion_gpus(ray.available_resources().get("GPU", 0.0), 1)
     section = arguments.companion.model_copy(update={"num_gpus": gpus})
-    actor = ray.remote(
+    actor = ray.remote(  # type: ignore[call-overload]  # Ray's stubs know no names.
         name=name,
         namespace=NAMESPACE,
         max_concurrency=4,

@@ -1,6 +1,6 @@
 """One tap for any loop: around its own log-prob pass, on every rank, to a companion that runs by
 itself (`medusa-ppo companion serve`, or in the loop's Ray). Engines take what that publishes from a
-feed, so this is all that a loop needs:
+feed, so this is all that a loop needs.
 
     tap = CompanionTap(actor, "http://HOST:8461")
     for ...:
@@ -295,7 +295,7 @@ def _rows(
             expected="as many of each",
             do="Repeat each prompt for each of its completions.",
         )
-    rows = []
+    rows: list[tuple[Sequence[int], Sequence[int], torch.Tensor]] = []
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if not completion:
             continue
