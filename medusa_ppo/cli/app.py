@@ -15,6 +15,7 @@ import typer
 
 from medusa_ppo import __version__
 from medusa_ppo.cli.bench_commands import bench
+from medusa_ppo.cli.companion_commands import companion
 from medusa_ppo.cli.feed_commands import feed
 from medusa_ppo.cli.heads_commands import convert, evaluate, push, serve, train
 from medusa_ppo.cli.machine_commands import check_loop, check_setup, doctor
@@ -44,6 +45,7 @@ app.command()(convert)
 app.command()(push)
 # vLLM's own options pass through `serve` unread.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.add_typer(companion, name="companion")
 app.add_typer(feed, name="feed")
 app.command()(report)
 app.command()(doctor)

@@ -120,6 +120,16 @@ class CompanionService:
 
     # ---- what the client calls
 
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+        return self._device
+
+    @property
+    def behind(self) -> bool:
+        """A batch waits behind the one in training."""
+        return self._busy_since is not None and len(self._queue) > 0
+
     def ready(self) -> str:
         """Name of this incarnation of the process; changes when it was started again."""
         return self._incarnation

@@ -11,6 +11,7 @@ a file's name is no path.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -169,6 +170,41 @@ class Release(_Record):
     version: Annotated[int, Field(ge=1, lt=1 << 53)]
     policy_version: int
     judged: Judged = Field(default_factory=Judged)
+
+
+def next_number(found: FeedManifest | None, release: Release, address: str) -> int:
+    """Of what is published beside what is there. FeedError where that is another actor's."""
+    if found is None:
+        return release.version
+    found.actor.require_same(release.actor, address)
+    return max(release.version, found.newest + 1)
+
+
+def described(number: int, size: int, digest: str, tensors: str, release: Release) -> FeedVersion:
+    """A version as the manifest has it. `digest`, `tensors`: of its file, and of what is in it."""
+    return FeedVersion(
+        version=number,
+        file=f"heads-{number:06d}-{digest[:8]}.safetensors",
+        bytes=size,
+        digest=digest,
+        checksum=tensors,
+        dtype=release.dtype,
+        policy_version=release.policy_version,
+        judged=release.judged,
+        written_s=time.time(),
+    )
+
+
+def with_version(
+    found: FeedManifest | None, version: FeedVersion, release: Release
+) -> FeedManifest:
+    """The manifest with one version more, and without those that are too old."""
+    before = found.versions if found is not None else []
+    return FeedManifest(
+        # The newest sketch: an actor that moves far stays its own neighbour.
+        actor=release.actor,
+        versions=[*before, version][-KEPT_VERSIONS:],
+    )
 
 
 def read_manifest(data: bytes, address: str) -> FeedManifest:

@@ -10,39 +10,22 @@ import os
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
-import uvicorn
 from pydantic import ValidationError
-from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from heads.errors import ConfigError, MedusaError
+from heads.errors import MedusaError
 from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedVersion, Release
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.feeds.http_feed import FEED_TOKEN, LOOPBACK, RELEASE_HEADER, VERSIONS
-from medusa_ppo.runtime.control_guard import ControlGuard
-
-MOST_CONNECTIONS = 256
+from medusa_ppo.feeds.http_feed import FEED_TOKEN, RELEASE_HEADER, VERSIONS
+from medusa_ppo.runtime.guarded_server import GuardedServer, require_token_beyond_loopback
 
 
-def require_token_beyond_loopback(host: str) -> None:
-    """ConfigError for an address that other machines reach, without a token."""
-    if host not in LOOPBACK and not os.environ.get(FEED_TOKEN):
-        raise ConfigError(
-            "A feed that other machines reach needs a token: who writes into it decides what"
-            " engines draft with.",
-            given=f"--host {host}, no {FEED_TOKEN}",
-            expected=f"{FEED_TOKEN}, the same for the feed, the companion and the engines",
-            do=f"export {FEED_TOKEN}=$(openssl rand -hex 32) for all of them, or leave --host out.",
-        )
-
-
-class FeedServer:
-    """The ASGI application, and the server that runs it."""
+class FeedServer(GuardedServer):
+    """The routes of a feed's folder, and the server that answers them."""
 
     def __init__(self, folder: str | Path, host: str, port: int) -> None:
         """
@@ -53,44 +36,22 @@ class FeedServer:
         Raises:
             ConfigError: `require_token_beyond_loopback`.
         """
-        require_token_beyond_loopback(host)
+        require_token_beyond_loopback(
+            host,
+            FEED_TOKEN,
+            "A feed that other machines reach needs a token: who writes into it decides what"
+            " engines draft with.",
+            "the feed, the companion and the engines",
+        )
         self._feed = FolderFeed(folder)
         self._turn = threading.Lock()
-        token = os.environ.get(FEED_TOKEN)
-        self._may_publish = bool(token)
+        self._may_publish = bool(os.environ.get(FEED_TOKEN))
         routes = [
             Route(f"/{MANIFEST}", self._manifest),
             Route(f"/{VERSIONS}", self._take, methods=["PUT"]),
             Route("/{name}", self._file),
         ]
-        app: Any = Starlette(routes=routes)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                ControlGuard(app, token, FEED_TOKEN) if token else app,
-                host=host,
-                port=port,
-                log_level="warning",
-                access_log=False,
-                limit_concurrency=MOST_CONNECTIONS,
-                server_header=False,
-                lifespan="off",
-            )
-        )
-
-    def run(self) -> None:
-        """Answer until `stop`, or a signal where it runs in the main thread."""
-        self._server.run()
-
-    def stop(self) -> None:
-        """End after the requests that are being answered."""
-        self._server.should_exit = True
-
-    @property
-    def port(self) -> int:
-        """The one that it listens on; 0 before it does."""
-        if not self._server.started:
-            return 0
-        return int(self._server.servers[0].sockets[0].getsockname()[1])
+        super().__init__(routes, host, port, FEED_TOKEN)
 
     async def _manifest(self, request: Request) -> Response:
         try:

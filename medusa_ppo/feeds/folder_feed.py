@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +13,14 @@ from heads.errors import CheckpointError, FeedError
 from heads.tensorfile import file_inside, read_regular, regular_size
 from medusa_ppo.feeds.feed import CHUNK_BYTES, Feed, check_heads_file
 from medusa_ppo.feeds.feed_manifest import (
-    KEPT_VERSIONS,
     MANIFEST,
     MOST_MANIFEST_BYTES,
     FeedManifest,
     FeedVersion,
     Release,
+    described,
+    next_number,
+    with_version,
 )
 from medusa_ppo.runtime.files import write_atomic
 
@@ -58,18 +59,11 @@ class FolderFeed(Feed):
     def publish(self, path: Path, release: Release) -> FeedVersion:
         tensors = check_heads_file(path, release.actor, release.dtype)
         found = self.manifest()
-        if found is not None:
-            found.actor.require_same(release.actor, self.address)
-        before = found.versions if found is not None else []
-        number = max(release.version, (found.newest if found else 0) + 1)
+        number = next_number(found, release, self.address)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             version = self._take_in(path, number, tensors, release)
-            manifest = FeedManifest(
-                # The newest sketch: an actor that moves far stays its own neighbour.
-                actor=release.actor,
-                versions=[*before, version][-KEPT_VERSIONS:],
-            )
+            manifest = with_version(found, version, release)
             write_atomic(self.folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
         except OSError as error:
             raise FeedError(
@@ -95,17 +89,8 @@ class FolderFeed(Feed):
                 os.fsync(copy.fileno())
             with open(temporary, "rb") as copied:
                 digest = hashlib.file_digest(copied, "sha256").hexdigest()
-            version = FeedVersion(
-                version=number,
-                file=f"heads-{number:06d}-{digest[:8]}.safetensors",
-                bytes=os.path.getsize(temporary),
-                digest=digest,
-                checksum=tensors,
-                dtype=release.dtype,
-                policy_version=release.policy_version,
-                judged=release.judged,
-                written_s=time.time(),
-            )
+            size = os.path.getsize(temporary)
+            version = described(number, size, digest, tensors, release)
             os.chmod(
                 temporary, 0o644
             )  # mkstemp makes a private file, and heads are read by others.

@@ -22,30 +22,36 @@ from medusa_ppo.feeds.feed_manifest import (
     Release,
 )
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.runtime.control_guard import token_header
+from medusa_ppo.runtime.control_guard import LOOPBACK, token_header
 
 FEED_TOKEN = "MEDUSA_PPO_FEED_TOKEN"
 """Environment variable of a feed's secret. Another than that of an engine's control routes: who
 reads heads need not be able to replace an actor, and a server that we start has a token of its own.
 """
 RELEASE_HEADER = "X-Medusa-PPO-Release"
+RAY = "ray:"
+"""Begins the name of a feed that an actor of a Ray has."""
 VERSIONS = "versions"
 """Where new versions are put."""
 ANSWER_S = 10.0
 """For the manifest, and for the next part of a file."""
 LEAST_BYTES_PER_S = 1 << 20
 """A file that comes more slowly is given up."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # A connection for each request: what a server says twice would be taken for the next answer.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 def open_feed(address: str) -> Feed:
-    """The feed at `http://HOST:PORT`, `https://...`, or in a folder. ConfigError for other
-    addresses.
+    """The feed at `http://HOST:PORT`, `https://...`, of a Ray (`ray:NAME`), or in a folder.
+    ConfigError for other addresses.
     """
     if address.startswith(("http://", "https://")):
         return HttpFeed(address)
+    if address.startswith(RAY):
+        # Ray is loaded where a feed is in it.
+        from medusa_ppo.feeds.ray_feed import RayFeed
+
+        return RayFeed(address)
     if not address or re.match(r"^\w+://", address):
         raise _no_address(address or "nothing")
     return FolderFeed(address)
@@ -58,7 +64,8 @@ def _feed_token() -> dict[str, str]:
 
 def absolute(address: str) -> str:
     """The same feed for processes that work in other folders."""
-    return address if "://" in address else str(Path(address).absolute())
+    elsewhere = "://" in address or address.startswith(RAY)
+    return address if elsewhere else str(Path(address).absolute())
 
 
 def require_feed(address: str, actor: FeedActor) -> None:
@@ -80,7 +87,7 @@ def _no_address(given: str) -> ConfigError:
     return ConfigError(
         "This is no address of a feed.",
         given=given,
-        expected="a folder, http://HOST:PORT or https://HOST",
+        expected="a folder, http://HOST:PORT, https://HOST or ray:NAME",
         do="Name a folder that the companion writes, or what `medusa-ppo feed serve` says.",
     )
 

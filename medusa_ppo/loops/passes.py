@@ -25,6 +25,7 @@ from heads.errors import ConfigError, DataError
 from medusa_ppo.actors.actor_tables import adapters_in_use, plain_model
 from medusa_ppo.actors.hf import Actor, as_view
 from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.parts_wire import joined
 from medusa_ppo.companion.positions import ROW_BYTES, EarlySample, block_rows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -284,17 +285,27 @@ class RowTap(ABC):
         self._rollouts: Rollouts | None = None
         self._collector: BatchCollector | None = None
         self._expected: int | None = None
+        self._rows: int | None = None
         self._batches = 0
         # Of the batch: passes so far, and rows of its sample that the next ones may still take.
         self._passes = 0
         self._owed = 0.0
         self._left_out = 0
 
-    def expect(self, tokens: int) -> None:
+    def expect(self, tokens: int, rows: int | None = None) -> None:
         """The next passes, up to `take`, are over so many response tokens: each gives its share of
         the sample. Without it a pass is taken for the whole batch.
+
+        Args:
+            rows: states of the sample; None: as many as `max_bytes` has room for.
         """
         self._expected = tokens
+        self._rows = rows
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        """Of the rows since the last `take`, by their numbers."""
+        return tuple(self._prompts)
 
     @abstractmethod
     def _hooked(self) -> contextlib.AbstractContextManager[None]:
@@ -357,18 +368,11 @@ class RowTap(ABC):
         self._batches += 1
         self._passes = self._left_out = 0
         self._owed = 0.0
-        self._expected = None
+        self._expected = self._rows = None
         if not parts:
             return None
-        if any(part.weights_M is not None for part in parts):
-            parts = [
-                part
-                if part.weights_M is not None
-                else replace(part, weights_M=torch.ones(part.response_ids_M.shape[0]))
-                for part in parts
-            ]
-        joined = RolloutBatch.join(parts)
-        return replace(joined, policy_version=policy_version, left_out=joined.left_out + left_out)
+        batch = joined(parts)
+        return replace(batch, policy_version=policy_version, left_out=batch.left_out + left_out)
 
     def _prompt(self, prompt: Sequence[int]) -> int:
         """Number of a prompt; answers to equal prompts share it over all passes of a batch."""
@@ -389,7 +393,8 @@ class RowTap(ABC):
             return
         if self._collector is None:
             row_bytes = hidden_TD.shape[-1] * hidden_TD.element_size() + ROW_BYTES
-            self._collector = self._collector_of(self._rollouts, self._max_bytes // 2 // row_bytes)
+            rows = self._max_bytes // 2 // row_bytes if self._rows is None else self._rows
+            self._collector = self._collector_of(self._rollouts, rows)
         self._collector.add(hidden_TD[None], mask_BT, found)
 
     def _collector_of(self, rollouts: Rollouts, rows: int) -> BatchCollector:

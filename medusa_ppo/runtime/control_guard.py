@@ -16,6 +16,7 @@ OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/metrics/", "/tokeniz
 """What a server answers to everybody who reaches it; below /v1 vLLM's own --api-key rules, but for
 GUARDED.
 """
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GUARDED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """They change what the server serves, too."""
 

@@ -1,0 +1,55 @@
+"""`medusa-ppo companion serve`: heads trained in a process of their own, for any loop that taps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from medusa_ppo.cli.command_options import Overrides
+from medusa_ppo.runtime.console import command, say
+
+companion = typer.Typer(
+    name="companion",
+    help="Training of heads by itself, beside a loop that taps.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+@companion.command()
+@command
+def serve(
+    model: Annotated[str, typer.Option(help="Folder or hub name of the actor.")],
+    heads: Annotated[
+        Path,
+        typer.Option(help="Folder of the heads that engines start with; made when it has none."),
+    ],
+    feed: Annotated[
+        str, typer.Option(help="Feed to publish to; default: companion.feed of the configuration.")
+    ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file; read are heads, companion, engine and seed."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to keep state and versions in, and to go on from.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8461,
+    overrides: Overrides = None,
+) -> None:
+    """Train heads on what a loop's taps send, and publish the better ones to a feed. Who sends
+    needs the same MEDUSA_PPO_COMPANION_TOKEN.
+
+    Example:  [bold]medusa-ppo companion serve --model models/actor --heads heads/ --feed feed/
+    heads.num_heads=3[/bold]
+    """
+    from medusa_ppo.config.run_config import load_config
+    from medusa_ppo.loops.served_companion import serve_companion
+
+    given = [*(overrides or ()), *([f"companion.feed={feed}"] if feed else [])]
+    serve_companion(
+        load_config(config, given), model, heads, out=out, host=host, port=port, say=say
+    )

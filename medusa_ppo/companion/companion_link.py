@@ -1,0 +1,194 @@
+"""A tap's way to a companion that runs by itself: behind HTTP, or a named actor of the same Ray.
+
+Nothing here is pickled by us: both carry the file and the header of `parts_wire`. (Ray pickles its
+own calls, between processes that have its token.)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from heads.errors import CompanionError, ConfigError, DataError, MedusaError
+from medusa_ppo.companion.parts_wire import PartHeader, Wish, read_message
+from medusa_ppo.runtime.control_guard import LOOPBACK, token_header
+
+COMPANION_TOKEN = "MEDUSA_PPO_COMPANION_TOKEN"
+"""Environment variable of a companion's secret."""
+PART_HEADER = "X-Medusa-PPO-Part"
+WISH, PARTS, STATUS = "wish", "parts", "status"
+ANSWER_S = 10.0
+LEAST_BYTES_PER_S = 1 << 20
+"""A part that goes more slowly is given up."""
+MOST_ANSWER_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 20
+RAY = "ray:"
+
+
+class CompanionLink(ABC):
+    """One companion, from one process.
+
+    Attributes:
+        address: where it is, as people may see it.
+    """
+
+    address: str
+
+    @abstractmethod
+    def ask(self) -> Wish:
+        """What it wants. CompanionError when it does not answer as it should."""
+
+    @abstractmethod
+    def put(self, path: Path, header: PartHeader) -> Wish:
+        """Hand a part over. CompanionError when it did not take it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds; harmless when called again."""
+
+
+def open_link(address: str) -> CompanionLink:
+    """The companion at `http://HOST:PORT`, `https://...`, or `ray:NAME`. ConfigError for other
+    addresses.
+    """
+    if address.startswith(("http://", "https://")):
+        return HttpLink(address)
+    if re.fullmatch(r"ray:[\w.-]{1,100}", address):
+        return RayLink(address)
+    raise _no_address(address or "nothing")
+
+
+def _no_address(given: str) -> ConfigError:
+    return ConfigError(
+        "This is no address of a companion.",
+        given=given,
+        expected="http://HOST:PORT, https://HOST, or ray:NAME",
+        do="Give what `medusa-ppo companion serve` says, or the name that"
+        " `companion_in_ray` was given.",
+    )
+
+
+class HttpLink(CompanionLink):
+    """Asks with the token of the environment. Redirections are not followed: the token is for this
+    address alone.
+    """
+
+    def __init__(self, address: str) -> None:
+        """ConfigError for an address that is no URL."""
+        try:
+            url = httpx.URL(address.rstrip("/") + "/")
+        except httpx.InvalidURL as error:
+            raise _no_address(f"{address}: {error}") from error
+        if not url.host:
+            raise _no_address(address)
+        self.address = str(url.copy_with(userinfo=b""))
+        token = os.environ.get(COMPANION_TOKEN)
+        self._client = httpx.Client(
+            base_url=url,
+            headers={**(token_header(token) if token else {}), "Accept-Encoding": "identity"},
+            timeout=ANSWER_S,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            # A proxy of the environment has no business on loopback, and would be told the token.
+            trust_env=url.host not in LOOPBACK,
+        )
+
+    def ask(self) -> Wish:
+        return self._answered(self._client.build_request("GET", WISH))
+
+    def put(self, path: Path, header: PartHeader) -> Wish:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            request = self._client.build_request(
+                "PUT",
+                PARTS,
+                content=iter(lambda: file.read(CHUNK_BYTES), b""),
+                headers={PART_HEADER: header.model_dump_json(), "Content-Length": str(size)},
+                timeout=ANSWER_S + size / LEAST_BYTES_PER_S,
+            )
+            return self._answered(request)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _answered(self, request: httpx.Request) -> Wish:
+        try:
+            answer = self._client.send(request, stream=True)
+            try:
+                data = bytearray()
+                for part in answer.iter_raw(CHUNK_BYTES):
+                    data += part
+                    if len(data) > MOST_ANSWER_BYTES:
+                        raise self._refused("an answer without end")
+            finally:
+                answer.close()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._refused(repr(error)) from error
+        if answer.status_code != httpx.codes.OK:
+            raise self._refused(f"{answer.status_code} {data[:2000].decode(errors='replace')}")
+        return _wish(bytes(data), self.address)
+
+    def _refused(self, found: str) -> CompanionError:
+        return CompanionError(
+            "The companion does not answer as it should.",
+            given=f"{self.address}: {found}",
+            expected="an answer of `medusa-ppo companion serve`",
+            do=f"Look whether it runs and is reached from here, and has the same"
+            f" {COMPANION_TOKEN}.",
+        )
+
+
+class RayLink(CompanionLink):
+    """The named actor of `companion_in_ray`, in the Ray that this process is connected to."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._actor: Any = None
+
+    def ask(self) -> Wish:
+        return self._answered(lambda actor: actor.wish.remote(), ANSWER_S)
+
+    def put(self, path: Path, header: PartHeader) -> Wish:
+        # Ray is loaded where a companion is in it.
+        import numpy as np
+
+        data = np.fromfile(path, np.uint8)
+        patience_s = ANSWER_S + data.size / LEAST_BYTES_PER_S
+        text = header.model_dump_json()
+        return self._answered(lambda actor: actor.take.remote(text, data), patience_s)
+
+    def close(self) -> None:
+        self._actor = None
+
+    def _answered(self, call: Any, patience_s: float) -> Wish:
+        from medusa_ppo.runtime.named_actors import answer_of, named_actor
+
+        try:
+            if self._actor is None:
+                self._actor = named_actor(self.address.removeprefix(RAY))
+            return _wish(answer_of(call(self._actor), patience_s), self.address)
+        except MedusaError as error:
+            # Another one may have its name by the next time.
+            self._actor = None
+            raise CompanionError(
+                "The companion does not answer as it should.",
+                given=f"{self.address}: {error.problem} {error.given}",
+                expected="the actor that `companion_in_ray` started, in this Ray",
+                do="Look whether it runs.",
+            ) from error
+
+
+def _wish(data: str | bytes, address: str) -> Wish:
+    try:
+        return read_message(Wish, data)
+    except DataError as error:
+        raise CompanionError(
+            "The companion's answer is none.",
+            given=f"{address}: {error.given}",
+            expected=error.expected,
+            do=error.do,
+        ) from error

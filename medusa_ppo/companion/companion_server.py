@@ -1,0 +1,115 @@
+"""A companion behind HTTP: `medusa-ppo companion serve`, and whoever runs the same elsewhere.
+
+GET /wish      what it wants of the next batch
+PUT /parts     one process's part of a batch; its header in PART_HEADER
+GET /status    what it has done so far
+
+Every request needs the token: who sends rows decides what heads learn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from heads.errors import CheckpointError, ConfigError, DataError, MedusaError
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN, PART_HEADER, PARTS, STATUS, WISH
+from medusa_ppo.companion.desk import CompanionDesk
+from medusa_ppo.companion.parts_wire import PartHeader, read_message
+from medusa_ppo.runtime.guarded_server import GuardedServer
+
+
+def require_companion_token(host: str) -> None:
+    """ConfigError without a token, on loopback too: there is nothing here for who has none."""
+    if not os.environ.get(COMPANION_TOKEN):
+        raise ConfigError(
+            "A companion that runs by itself needs a token: who sends rows decides what heads"
+            " learn.",
+            given=f"--host {host}, no {COMPANION_TOKEN}",
+            expected=f"{COMPANION_TOKEN}, the same for the companion and the loop",
+            do=f"export {COMPANION_TOKEN}=$(openssl rand -hex 32) for both.",
+        )
+
+
+class CompanionServer(GuardedServer):
+    """The routes of a companion, and the server that answers them."""
+
+    def __init__(self, desk: CompanionDesk, host: str, port: int) -> None:
+        """
+        Args:
+            desk: is closed by who made it.
+            port: 0: any that is free.
+
+        Raises:
+            ConfigError: `require_companion_token`.
+        """
+        require_companion_token(host)
+        self._desk = desk
+        routes = [
+            Route(f"/{WISH}", self._wish),
+            Route(f"/{STATUS}", self._status),
+            Route(f"/{PARTS}", self._take, methods=["PUT"]),
+        ]
+        super().__init__(routes, host, port, COMPANION_TOKEN)
+
+    async def _wish(self, request: Request) -> Response:
+        try:
+            wish = await run_in_threadpool(self._desk.wish)
+        except MedusaError as error:
+            return PlainTextResponse(str(error), status_code=500)
+        return Response(wish.model_dump_json(), media_type="application/json")
+
+    async def _status(self, request: Request) -> Response:
+        status = await run_in_threadpool(self._desk.status)
+        return Response(json.dumps(plain(asdict(status))), media_type="application/json")
+
+    async def _take(self, request: Request) -> Response:
+        try:
+            header = read_message(PartHeader, request.headers.get(PART_HEADER, ""))
+            size = int(request.headers.get("Content-Length", ""))
+        except (DataError, ValueError) as error:
+            return PlainTextResponse(f"{PART_HEADER}, Content-Length: {error}"[:1000], 400)
+        if not 0 < size <= self._desk.most_bytes:
+            text = f"More than the {self._desk.most_bytes} bytes of a part (companion.queue_bytes)."
+            return PlainTextResponse(text, 413)
+        if not await run_in_threadpool(self._desk.reserve, size):
+            return PlainTextResponse("There is no room until other parts are here.", 503)
+        handle, path = tempfile.mkstemp(dir=self._desk.folder)
+        try:
+            count = 0
+            with os.fdopen(handle, "wb") as file:
+                async for data in request.stream():
+                    count += len(data)
+                    if count > size:
+                        return PlainTextResponse("More bytes than Content-Length.", 400)
+                    await run_in_threadpool(file.write, data)
+            if count != size:
+                return PlainTextResponse("Fewer bytes than Content-Length.", 400)
+            wish = await run_in_threadpool(self._desk.take, Path(path), header)
+        except (DataError, CheckpointError) as error:
+            return PlainTextResponse(str(error)[:2000], 400)
+        except MedusaError as error:
+            return PlainTextResponse(str(error)[:2000], 500)
+        finally:
+            Path(path).unlink(missing_ok=True)
+            await run_in_threadpool(self._desk.give_back, size)
+        return Response(wish.model_dump_json(), media_type="application/json")
+
+
+def plain(value: Any) -> Any:
+    """The same without what JSON has no word for: NaN is null."""
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,222 @@
+"""Where the parts of a training's processes come together and become batches of the companion: what
+a companion that runs by itself has in the place of a plugin. Knows no transport.
+
+Parts of one step come from several processes, each when it is done with its pass. When all are here
+they are one batch; when the next step's come first, those that are here are. Nobody waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from heads.errors import CompanionError, DataError
+from heads.heads_config import HeadsConfig
+from medusa_ppo.companion.parts_wire import (
+    Part,
+    PartHeader,
+    Tables,
+    Wish,
+    joined,
+    read_part,
+    with_logprobs,
+)
+from medusa_ppo.companion.positions import ROW_BYTES
+from medusa_ppo.companion.service import CompanionService
+from medusa_ppo.companion.wire import ServiceArguments, pack, pack_tables
+from medusa_ppo.contract.status import CompanionStatus
+from medusa_ppo.runtime.files import OwnedFolder
+
+logger = logging.getLogger(__name__)
+
+FLOAT32_BYTES = 4
+HEADER_ROOM = 1 << 16
+
+
+class CompanionDesk:
+    """A companion's service, and the parts that wait to become its batches.
+
+    Attributes:
+        folder: in shared memory, for files on their way in.
+    """
+
+    def __init__(
+        self,
+        arguments: ServiceArguments,
+        tables_VD: Tables,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            arguments: what the companion is built from; it publishes to `companion.feed`.
+            tables_VD: the actor's lm_head and embedding as its files have them; the embedding only
+                for heads that read it.
+            clock: seconds.
+        """
+        self._heads: HeadsConfig = arguments.heads
+        self._config = arguments.companion
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._parts: list[Part] = []
+        self._tables: Tables = tables_VD
+        self._packed_tables: Any = None
+        self._tables_version: int | None = None
+        self._coming = 0
+        self._arrived: float | None = None
+        self._step_s = 0.0
+        self._dropped = 0
+        self._note = ""
+        self._row_bytes = self._heads.hidden_size * tables_VD[0].element_size() + ROW_BYTES
+        self._home = OwnedFolder("medusa-ppo-desk-", shared_memory=True)
+        self.folder = self._home.path
+        self._service = CompanionService(arguments, pack_tables(*tables_VD))
+        self._device = self._service.device
+
+    # ---- what a transport calls
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a part's file: the tables in float32, and what the queue holds."""
+        tables = FLOAT32_BYTES * self._heads.vocab_size * self._heads.hidden_size
+        return HEADER_ROOM + 2 * tables + self._config.queue_bytes
+
+    def reserve(self, nbytes: int) -> bool:
+        """Room for a part that is coming; `give_back` follows. False: there is none now."""
+        with self._lock:
+            if self._coming + self._held + nbytes > self.most_bytes:
+                return False
+            self._coming += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        """The part has come, or never will."""
+        with self._lock:
+            self._coming -= nbytes
+
+    def take(self, path: Path, header: PartHeader) -> Wish:
+        """Take a part in. Its file may go afterwards.
+
+        Raises:
+            DataError, CheckpointError: as `read_part`.
+            CompanionError: there is no companion any more.
+        """
+        part = read_part(path, header, self._heads.hidden_size, self._heads.vocab_size)
+        if part.tables is not None and self._heads.needs_embedding and part.tables[1] is None:
+            raise DataError(
+                "These heads read the actor's embedding, which did not come.",
+                given="an lm_head alone",
+                expected="both tables",
+                do="Run the same release of medusa-ppo at both ends.",
+            )
+        with self._lock:
+            if not self._together(part):
+                self._submit()
+            self._parts.append(part)
+            if len(self._parts) == header.ranks:
+                self._submit()
+        return self.wish()
+
+    def wish(self) -> Wish:
+        """What is wanted next."""
+        status = self._service.status()
+        if not status.alive:
+            raise CompanionError(
+                "The companion has ended.",
+                given=status.error or "its thread is gone",
+                expected="a thread that trains",
+                do="Look at its log, and start it again.",
+            )
+        return Wish(
+            rows=self._rows(status),
+            ahead=self._heads.num_heads,
+            hidden=self._heads.hidden_size,
+            vocab=self._heads.vocab_size,
+            embedding=self._heads.needs_embedding,
+            tables_version=self._tables_version,
+            trained=status.batches_trained,
+            published=status.versions_published,
+            problem=(status.error or self._note)[:2000],
+        )
+
+    def status(self) -> CompanionStatus:
+        """As of the service, with the batches that this end has dropped."""
+        return self._service.status()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all that came whole is trained on; False when the time is up first."""
+        return self._service.drain(timeout_s)
+
+    def save(self, folder: Path) -> None:
+        """Write the companion's whole state, after the batch in training."""
+        self._service.save(str(folder))
+
+    def close(self) -> None:
+        """End the training thread, and remove what is on its way."""
+        self._service.close()
+        self._home.close()
+
+    # ---- parts
+
+    @property
+    def _held(self) -> int:
+        return sum(part.batch.nbytes for part in self._parts)
+
+    def _together(self, part: Part) -> bool:
+        """It is of the step of those that wait, and none of its own process is there yet."""
+        if not self._parts:
+            return True
+        first = self._parts[0].header
+        same = ("number", "policy_version", "tables_version", "ranks", "temperature")
+        return all(
+            getattr(first, name) == getattr(part.header, name) for name in same
+        ) and part.header.rank not in {other.header.rank for other in self._parts}
+
+    def _submit(self) -> None:
+        """What waits becomes a batch, where the tables of its actor are here."""
+        parts, self._parts = self._parts, []
+        if not parts:
+            return
+        header = parts[0].header
+        for part in parts:
+            if part.tables is not None:
+                self._tables = part.tables
+                self._tables_version = header.tables_version
+                kept = part.tables if self._heads.needs_embedding else (part.tables[0], None)
+                self._packed_tables = pack_tables(*kept)
+        if self._tables_version != header.tables_version:
+            self._dropped += 1
+            self._tell(
+                f"A step's rows came without the tables of their actor (version"
+                f" {header.tables_version}): the first process did not send, and nothing is"
+                " learned from them."
+            )
+            return
+        now = self._clock()
+        self._step_s = 0.0 if self._arrived is None else now - self._arrived
+        self._arrived = now
+        batch = joined([with_logprobs(part, self._tables[0], self._device) for part in parts])
+        self._service.submit(pack(batch), self._packed_tables)
+        self._note = ""
+
+    def _tell(self, problem: str) -> None:
+        if problem != self._note:
+            self._note = problem
+            logger.warning("%s", problem)
+
+    def _rows(self, status: CompanionStatus) -> int:
+        """Of the next batch: what has room beside the batch before, and what there is time for
+        until the one after it comes. Nothing while a batch waits behind the one in training.
+        """
+        if self._service.behind:
+            return 0
+        rows = self._config.queue_bytes // 2 // self._row_bytes
+        position_s = status.train_s / status.trained_tokens if status.trained_tokens else 0.0
+        if position_s and self._step_s:
+            in_time = int(self._step_s / position_s)
+            # Less than an optimizer step is not worth judging.
+            rows = min(rows, max(in_time, self._config.batch_positions))
+        return rows

@@ -1,0 +1,239 @@
+"""A companion that runs by itself: started from an actor's files and a configuration, fed by taps,
+publishing to a feed. Behind HTTP in a process of its own (`medusa-ppo companion serve`), or as a
+named actor of the loop's Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from heads.checkpoint import load_heads, save_heads
+from heads.errors import ConfigError
+from medusa_ppo.companion.companion_link import RAY, open_link
+from medusa_ppo.companion.companion_server import CompanionServer, require_companion_token
+from medusa_ppo.companion.desk import CompanionDesk
+from medusa_ppo.companion.parts_wire import PartHeader, Tables, read_message
+from medusa_ppo.companion.service import STATE_FILE, settle
+from medusa_ppo.companion.team import actor_options
+from medusa_ppo.companion.wire import ServiceArguments, pack
+from medusa_ppo.config.companion_section import CompanionConfig
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.engines.launch import draft_vocabulary
+from medusa_ppo.feeds.feed_manifest import FeedActor
+from medusa_ppo.feeds.http_feed import absolute, require_feed
+from medusa_ppo.loops.remote import read_tables
+from medusa_ppo.plugin.medusa_plugin import heads_for_table
+from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.hardware import companion_gpus, find_hardware
+from medusa_ppo.runtime.named_actors import NAMESPACE, join_ray
+
+logger = logging.getLogger(__name__)
+
+SAVED = "companion"
+"""Folder of the state below that of the run, as the service itself names it."""
+NEWS_S = 1.0
+
+
+def _arguments(
+    config: RunConfig, model: str, heads: Path, out: Path | None
+) -> tuple[ServiceArguments, Tables]:
+    """What a companion of this actor is built from; writes the heads that engines start with where
+    there are none.
+
+    Raises:
+        ConfigError: there is no feed, or several workers, which a loop's own Ray has to place.
+        FeedError: the feed is another actor's, or can't be reached.
+        ModelError, CheckpointError: as `read_tables` and `load_heads`.
+    """
+    section = config.companion
+    if not section.feed:
+        raise ConfigError(
+            "A companion that runs by itself publishes to a feed.",
+            given="no feed",
+            expected="a folder, ray:NAME, or the address of `medusa-ppo feed serve`",
+            do="Name it with --feed, and in the engines' MEDUSA_PPO_FEED.",
+        )
+    if section.workers > 1:
+        raise ConfigError(
+            "A companion that runs by itself is one process.",
+            given=f"companion.workers={section.workers}",
+            expected="companion.workers=1",
+            do="Leave companion.workers out.",
+        )
+    lm_head_VD, embedding_VD = read_tables(model)
+    if (heads / "config.json").is_file():
+        vocab_size, hidden_size = lm_head_VD.shape
+        initial, _ = load_heads(heads, hidden_size=hidden_size, vocab_size=vocab_size)
+    else:
+        initial = heads_for_table(config, lm_head_VD)
+        save_heads(
+            heads, initial, lm_head_VD=lm_head_VD, metadata={"start": config.heads.path or "zero"}
+        )
+    address = absolute(section.feed)
+    require_feed(address, FeedActor.of(initial.config, lm_head_VD))
+    gpus = section.num_gpus
+    if gpus is None:
+        gpus = companion_gpus(find_hardware().gpus, 1)
+    saved = out is not None and (out / SAVED / STATE_FILE).is_file()
+    arguments = ServiceArguments(
+        initial.config,
+        section.model_copy(update={"feed": address, "num_gpus": gpus}),
+        config.seed,
+        pack(initial.trainable_state()),
+        str(out.resolve()) if out is not None else "",
+        # Of the process that trains; see `_desk`.
+        "",
+        str((out / SAVED).resolve()) if out is not None and saved else "",
+        draft_temperature=config.engine.draft_temperature,
+        num_drafts=config.engine.most_drafts,
+        draft_vocab=draft_vocabulary(config.engine, initial.config),
+    )
+    return arguments, (lm_head_VD, embedding_VD if initial.config.needs_embedding else None)
+
+
+class _Desk:
+    """A desk with the folder of its published versions; both go together."""
+
+    def __init__(self, arguments: ServiceArguments, tables: Tables) -> None:
+        settle(arguments.companion)
+        self._published = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
+        self.desk = CompanionDesk(replace(arguments, publish_dir=str(self._published.path)), tables)
+
+    def close(self) -> None:
+        self.desk.close()
+        self._published.close()
+
+
+def serve_companion(
+    config: RunConfig,
+    model: str,
+    heads: Path,
+    *,
+    out: Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8461,
+    say: Callable[[str], None] = logger.info,
+    started: Callable[[CompanionServer], None] = lambda server: None,
+) -> None:
+    """Answer taps until a signal ends it; then the state is saved in `out`, where there is one, and
+    the next start goes on from it.
+
+    Args:
+        config: read are `heads`, `companion`, `engine` (how it drafts) and `seed`.
+        model: folder or hub name of the actor.
+        heads: folder of the heads that engines start with; made when it has none.
+        out: folder of the run; None: nothing is kept.
+        say: hears of each version.
+        started: is given the server before it answers.
+
+    Raises:
+        ConfigError: no token, no feed, several workers.
+        FeedError, ModelError, CheckpointError: what can't be read.
+    """
+    require_companion_token(host)
+    arguments, tables = _arguments(config, model, heads, out)
+    holder = _Desk(arguments, tables)
+    over = threading.Event()
+    try:
+        server = CompanionServer(holder.desk, host, port)
+        started(server)
+        say(f"Companion of {model} at http://{host}:{port}, feed {arguments.companion.feed}")
+        news = threading.Thread(target=_tell, args=(holder.desk, say, over), daemon=True)
+        news.start()
+        server.run()
+    finally:
+        over.set()
+        if out is not None:
+            holder.desk.save(out / SAVED)
+        holder.close()
+
+
+def _tell(desk: CompanionDesk, say: Callable[[str], None], over: threading.Event) -> None:
+    """Of each version, and of each problem once."""
+    version, problem = 0, ""
+    while not over.wait(NEWS_S):
+        status = desk.status()
+        if status.versions_published > version:
+            version = status.versions_published
+            row = status.candidate or status.serving
+            length = f", {row.mean_acceptance_length:.2f} tokens a step by replay" if row else ""
+            say(f"version {version} after {status.batches_trained} batches{length}")
+        if status.error and status.error != problem:
+            say(f"problem: {status.error}")
+        problem = status.error
+
+
+class _DeskActor:
+    """A desk in a Ray actor. Its methods carry what HTTP would: JSON and bytes."""
+
+    def __init__(self, config: CompanionConfig, first: list[Any]) -> None:
+        arguments, tables = ray.get(first[0])
+        self._holder = _Desk(replace(arguments, companion=config), tables)
+
+    def ready(self) -> str:
+        return self._holder.desk.wish().model_dump_json()
+
+    def wish(self) -> str:
+        return self._holder.desk.wish().model_dump_json()
+
+    def take(self, header: str, data: Any) -> str:
+        desk = self._holder.desk
+        handle, name = tempfile.mkstemp(dir=desk.folder)
+        path = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(memoryview(data))
+            return desk.take(path, read_message(PartHeader, header)).model_dump_json()
+        finally:
+            path.unlink(missing_ok=True)
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._holder.desk.drain(timeout_s)
+
+    def close(self) -> None:
+        self._holder.close()
+
+
+def companion_in_ray(
+    name: str, config: RunConfig, model: str, heads: Path, *, out: Path | None = None
+) -> Any:
+    """Start a companion as a named actor of the Ray that this process is in (or joins); taps reach
+    it at `ray:NAME`. It ends with whoever keeps the handle.
+
+    Args:
+        name: letters, digits, dots, dashes.
+        config, model, heads, out: as of `serve_companion`. `companion.resource` says on which node,
+            `companion.num_gpus` on what.
+
+    Returns:
+        The actor's handle.
+
+    Raises:
+        RunError: there is no Ray, or the name is taken.
+        As `serve_companion`, but for the token.
+    """
+    open_link(f"{RAY}{name}").close()
+    join_ray()
+    arguments, tables = _arguments(config, model, heads, out)
+    section = config.companion
+    gpus = section.num_gpus
+    if gpus is None:
+        gpus = companion_gpus(ray.available_resources().get("GPU", 0.0), 1)
+    section = arguments.companion.model_copy(update={"num_gpus": gpus})
+    actor = ray.remote(  # type: ignore[call-overload]  # Ray's stubs know no names.
+        name=name,
+        namespace=NAMESPACE,
+        max_concurrency=4,
+        **actor_options(section, None, 0),
+    )(_DeskActor).remote(section, [ray.put((arguments, tables))])
+    ray.get(actor.ready.remote())
+    return actor

@@ -1,0 +1,425 @@
+"""One tap for any loop: around its own log-prob pass, on every rank, to a companion that runs by
+itself (`medusa-ppo companion serve`, or in the loop's Ray). Engines take what that publishes from a
+feed, so this is all that a loop needs.
+
+    tap = CompanionTap(actor, "http://HOST:8461")
+    for ...:
+        with tap(prompts, completions):   # token ids of this rank's rows, in any order
+            ...                           # the log-prob pass, in whatever micro-batches
+        ...                               # the update
+        tap.updated()                     # on every rank
+
+The companion says how many states it wants. A sample of them leaves the device, and goes out from a
+thread: the loop waits for nothing but its own copies. A companion that is away, slow or full costs
+the rows of a step, which are counted, and one line in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from heads.errors import CompanionError, ConfigError, DataError, MedusaError, ModelError
+from medusa_ppo.actors.actor_tables import adapters_in_use
+from medusa_ppo.actors.hf import HFActor
+from medusa_ppo.companion.companion_link import CompanionLink, open_link
+from medusa_ppo.companion.parts_wire import (
+    MOST_TEMPERATURE,
+    PartHeader,
+    Tables,
+    Wish,
+    batch_tensors,
+    prompt_key,
+    write_part,
+)
+from medusa_ppo.companion.wire import tied
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.contract.rollouts import Sampling
+from medusa_ppo.loops.passes import PassTap
+from medusa_ppo.runtime.files import OwnedFolder
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+NO_BOUND = 1 << 62
+"""In the place of the bytes by which `PassTap` draws a sample: here the companion says how many
+rows.
+"""
+
+
+class CompanionTap:
+    """One process's end. Of several processes each has one, and comes to every call.
+
+    Attributes:
+        wish: what the companion wanted last.
+        sent, lost: steps whose rows it took, and whose rows it did not.
+        exposed_s: seconds of the loop so far.
+        problem: why it takes nothing now; empty: it does.
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        address: str,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        rank: int | None = None,
+        ranks: int | None = None,
+        version: int = 0,
+    ) -> None:
+        """Ask the companion what it is for.
+
+        Args:
+            actor: a transformers causal LM, bare or wrapped (DDP, FSDP, ZeRO, PEFT).
+            address: `http://HOST:PORT` of `medusa-ppo companion serve`, with its
+                MEDUSA_PPO_COMPANION_TOKEN in the environment; or `ray:NAME`.
+            temperature, top_p, top_k: how the responses are sampled.
+            rank, ranks: of the processes that have rows; None: torch.distributed's.
+            version: of the actor, as the loop counts its updates.
+
+        Raises:
+            ConfigError: it is no address, or nothing is sampled in this way.
+            CompanionError: the companion can't be reached.
+            ModelError: it is for another actor.
+        """
+        several = dist.is_available() and dist.is_initialized()
+        self._rank = (dist.get_rank() if several else 0) if rank is None else rank
+        self._ranks = (dist.get_world_size() if several else 1) if ranks is None else ranks
+        self._actor = HFActor(actor, reports=self._rank == 0)
+        if not (0 < temperature <= MOST_TEMPERATURE and 0 < top_p <= 1):
+            raise ConfigError(
+                "Heads can't learn from responses that are sampled like this.",
+                given=f"temperature={temperature}, top_p={top_p}",
+                expected=f"0 < temperature <= {MOST_TEMPERATURE}, 0 < top_p <= 1",
+                do="Give the sampling of the loop's rollouts.",
+            )
+        # vLLM's word for no cut is -1.
+        self._sampling = Sampling(temperature=temperature, top_p=top_p, top_k=max(0, top_k))
+        self._link = open_link(address)
+        # Asked on every rank before any of them goes on: it must not be known to some alone.
+        wish = self._link.ask()
+        # On every rank: tables that are cut over ranks are gathered.
+        self._actor.refresh()
+        if self._rank == 0:
+            self._check(wish, address)
+        self._rows = _PolicyTap(actor, self._sampling, NO_BOUND, wish.ahead)
+        self._sender = _Sender(self._link, wish)
+        self._version = self._tables_version = version
+        self._number = 0
+        self._open: contextlib.ExitStack | None = None
+        self.exposed_s = 0.0
+
+    def _check(self, wish: Wish, address: str) -> None:
+        vocab, hidden = self._actor.lm_head_VD.shape
+        if (wish.vocab, wish.hidden) != (vocab, hidden):
+            raise ModelError(
+                "The companion trains heads of another actor.",
+                given=f"{address}: width {wish.hidden}, vocabulary {wish.vocab}",
+                expected=f"width {hidden}, vocabulary {vocab}",
+                do="Start `medusa-ppo companion serve` with --model of this actor.",
+            )
+
+    # ---- what the loop calls
+
+    @contextlib.contextmanager
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        logprobs: Sequence[torch.Tensor | Sequence[float]] | None = None,
+    ) -> Iterator[None]:
+        """Around this rank's log-prob pass: rows are known by their tokens, padded or packed, in
+        any order and any micro-batches. An error of the pass goes through; its rows are lost.
+
+        Args:
+            prompts, completions: token ids of each row; a prompt is repeated for each of its rows.
+            logprobs: behaviour log-probs of each completion's tokens, as they were sampled; None:
+                the companion computes them from the states.
+
+        Raises:
+            DataError: not as many prompts as completions or log-probs.
+            ConfigError: tokens went through the actor, but no whole row.
+        """
+        began = time.perf_counter()
+        rows = _rows(prompts, completions, logprobs)
+        tokens = sum(len(completion) for _, completion, _ in rows)
+        wanted = min(tokens, self._sender.wish.rows // self._ranks)
+        if not wanted:
+            self._sender.pass_over(bool(tokens))
+            self.exposed_s += time.perf_counter() - began
+            yield
+            return
+        # Before the pass: afterwards the loop may update them at any time.
+        tables = self._changed_tables()
+        self._rows.expect(tokens, wanted)
+        self.exposed_s += time.perf_counter() - began
+        with self._rows.watch([(prompt, completion) for prompt, completion, _ in rows]):
+            yield
+        began = time.perf_counter()
+        self._rows.add_logprobs([values for _, _, values in rows])
+        keys = torch.tensor([prompt_key(prompt) for prompt in self._rows.prompts])
+        batch = self._rows.take(self._version)
+        if batch is not None:
+            self._send(batch, keys, tables, logprobs is not None)
+        self.exposed_s += time.perf_counter() - began
+
+    def expect(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        logprobs: Sequence[torch.Tensor | Sequence[float]] | None = None,
+    ) -> None:
+        """As a call, where the loop has no line of its own around its pass: the actor's next passes
+        are looked at until `updated`. Raises as a call, here or in `updated`.
+        """
+        self._end_open()
+        stack = contextlib.ExitStack()
+        stack.enter_context(self(prompts, completions, logprobs))
+        self._open = stack
+
+    def updated(self, version: int | None = None) -> None:
+        """The actor was updated; on every rank, at the same point of its work.
+
+        Args:
+            version: of the actor, as the loop counts; None: one more than before.
+        """
+        self._end_open()
+        began = time.perf_counter()
+        self._version = self._version + 1 if version is None else version
+        if self._actor.refresh():
+            self._tables_version = self._version
+        self._number += 1
+        self.exposed_s += time.perf_counter() - began
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything has been sent. False when the time is up first."""
+        return self._sender.drain(timeout_s)
+
+    def close(self) -> None:
+        """End the thread after what it is sending; harmless when called again."""
+        self._end_open(failed=True)
+        self._sender.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def wish(self) -> Wish:
+        return self._sender.wish
+
+    @property
+    def sent(self) -> int:
+        return self._sender.sent
+
+    @property
+    def lost(self) -> int:
+        return self._sender.lost
+
+    @property
+    def problem(self) -> str:
+        return self._sender.problem or self._sender.wish.problem
+
+    # ---- parts
+
+    def _end_open(self, *, failed: bool = False) -> None:
+        stack, self._open = self._open, None
+        if stack is None:
+            return
+        if failed:
+            # As a pass that raised: nothing of it is sent.
+            stack.__exit__(GeneratorExit, GeneratorExit(), None)
+            return
+        stack.close()
+
+    def _changed_tables(self) -> Tables | None:
+        """A copy of the actor's tables, where the companion has others; of the first process."""
+        if self._rank:
+            return None
+        known = self._sender.wish.tables_version
+        # Once in any case: an earlier loop may have counted to the same number.
+        if self._sender.sent and known == self._tables_version:
+            return None
+        live_VD = self._actor.lm_head_VD.detach()
+        lm_head_VD = live_VD.to("cpu", copy=True)
+        if not self._sender.wish.embedding:
+            return lm_head_VD, None
+        embedding_VD = self._actor.embedding_VD.detach()
+        return lm_head_VD, (
+            lm_head_VD if tied(live_VD, embedding_VD) else embedding_VD.to("cpu", copy=True)
+        )
+
+    def _send(
+        self, batch: RolloutBatch, keys: torch.Tensor, tables: Tables | None, has_logprobs: bool
+    ) -> None:
+        assert batch.prompts_S is not None, "a RowTap numbers its prompts"
+        batch = replace(batch, prompts_S=keys[batch.prompts_S])
+        header = PartHeader(
+            number=self._number,
+            rank=self._rank,
+            ranks=self._ranks,
+            policy_version=self._version,
+            tables_version=self._tables_version,
+            temperature=self._sampling.temperature,
+            top_k=self._sampling.top_k,
+            top_p=self._sampling.top_p,
+            left_out=batch.left_out,
+        )
+        self._sender.send(_Parcel(batch_tensors(batch, logprobs=has_logprobs), tables, header))
+
+
+def _rows(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    logprobs: Sequence[torch.Tensor | Sequence[float]] | None,
+) -> list[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
+    """Rows with a token: prompt, completion, log-probs (zeros where none are known)."""
+    counts = len(prompts), len(completions), len(completions if logprobs is None else logprobs)
+    if len(set(counts)) > 1:
+        raise DataError(
+            "A loop's rows do not fit together.",
+            given=f"{counts[0]} prompts, {counts[1]} completions, {counts[2]} of log-probs",
+            expected="as many of each",
+            do="Repeat each prompt for each of its completions.",
+        )
+    rows: list[tuple[Sequence[int], Sequence[int], torch.Tensor]] = []
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if not completion:
+            continue
+        values = torch.zeros(len(completion))
+        if logprobs is not None:
+            values = torch.as_tensor(logprobs[row], dtype=torch.float32).detach().cpu()
+        if values.shape != (len(completion),):
+            raise DataError(
+                "A completion needs a log-prob for each of its tokens.",
+                given=f"row {row}: {tuple(values.shape)} log-probs, {len(completion)} tokens",
+                expected="one for each token",
+                do="Give those of the response alone, or leave logprobs out.",
+            )
+        rows.append((tuple(prompt), tuple(completion), values))
+    return rows
+
+
+class _PolicyTap(PassTap):
+    """Passes over the actor alone: with an adapter off or another one they are the reference
+    policy's.
+    """
+
+    def __init__(self, model: nn.Module, *args: Any) -> None:
+        super().__init__(model, *args)
+        self._model = model
+        # The policy's: those that are on when the tap is made.
+        self._adapters = adapters_in_use(model)
+
+    def _hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if adapters_in_use(self._model) == self._adapters:
+            super()._hook(module, args, kwargs, output)
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    tensors: dict[str, torch.Tensor]
+    tables: Tables | None
+    header: PartHeader
+
+
+class _Sender:
+    """The thread that hands parts over. Of those that wait for it only the newest is kept.
+
+    Attributes:
+        wish: of the last answer.
+        sent, lost: parts that were taken, and that were not.
+        problem: why not; empty: the last one was.
+    """
+
+    def __init__(self, link: CompanionLink, wish: Wish) -> None:
+        self._link = link
+        self._folder = OwnedFolder("medusa-ppo-tap-", shared_memory=True)
+        self._changed = threading.Condition()
+        self._waiting: _Parcel | None = None
+        self._asks = self._busy = self._over = False
+        self.wish = wish
+        self.sent = self.lost = 0
+        self.problem = ""
+        self._thread = threading.Thread(target=self._run, name="medusa-ppo-tap", daemon=True)
+        self._thread.start()
+
+    def send(self, parcel: _Parcel) -> None:
+        """Returns at once."""
+        with self._changed:
+            # Its tables come again with this one: nobody has said that they are there.
+            self.lost += self._waiting is not None
+            self._waiting = parcel
+            self._changed.notify_all()
+
+    def pass_over(self, lost: bool) -> None:
+        """A step whose rows are not wanted; the thread asks what is by now."""
+        with self._changed:
+            self.lost += lost
+            self._asks = True
+            self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._waiting is None and not self._asks and not self._busy, timeout_s
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_S)
+        self._folder.close()
+        self._link.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting or self._asks or self._over)
+                parcel, self._waiting = self._waiting, None
+                if parcel is None and self._over:
+                    return
+                self._asks, self._busy = False, True
+            try:
+                self.wish = self._link.ask() if parcel is None else self._put(parcel)
+                self.sent += parcel is not None
+                self.problem = ""
+            # Whatever it is, the loop goes on.
+            except (MedusaError, OSError) as error:
+                self._failed(error, parcel)
+
+    def _put(self, parcel: _Parcel) -> Wish:
+        path = self._folder.path / "part"
+        try:
+            header = write_part(path, parcel.tensors, parcel.tables, parcel.header)
+            return self._link.put(path, header)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _failed(self, error: Exception, parcel: _Parcel | None) -> None:
+        self.lost += parcel is not None
+        # Nothing is tapped for it until it answers; and then it has the tables of its start.
+        self.wish = self.wish.model_copy(update={"rows": 0, "tables_version": None})
+        text = str(error)
+        if text != self.problem:
+            self.problem = text
+            do = "" if isinstance(error, CompanionError) else f"{type(error).__name__}: "
+            logger.warning("%s%s The loop goes on; heads learn nothing meanwhile.", do, text)

@@ -1,0 +1,287 @@
+"""A companion by itself: parts become batches, behind HTTP and in a Ray; heads reach a feed; bad
+input is refused and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from heads.errors import CompanionError, ConfigError
+from heads.heads_config import HeadsConfig
+from medusa_ppo.companion.companion_link import (
+    COMPANION_TOKEN,
+    PART_HEADER,
+    HttpLink,
+    open_link,
+)
+from medusa_ppo.companion.companion_server import CompanionServer, plain
+from medusa_ppo.companion.desk import CompanionDesk
+from medusa_ppo.companion.parts_wire import PartHeader, Tables, batch_tensors, write_part
+from medusa_ppo.companion.wire import ServiceArguments
+from medusa_ppo.config.companion_section import CompanionConfig
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.feeds.folder_feed import FolderFeed
+from tests.medusa_ppo.companion.conftest import ChainTask, until
+from tests.medusa_ppo.companion.test_parts_wire import part_of
+
+
+@pytest.fixture
+def task() -> ChainTask:
+    return ChainTask()
+
+
+@pytest.fixture
+def made(tmp_path: Path, task: ChainTask) -> Iterator[Callable[..., CompanionDesk]]:
+    """made(**settings of the companion) -> a desk, which ends with the test."""
+    desks: list[CompanionDesk] = []
+
+    def make(**settings: object) -> CompanionDesk:
+        given = {"batch_positions": 64, "learning_rate": 2e-2, "epochs": 4, **settings}
+        config = CompanionConfig.model_validate({"feed": str(tmp_path / "feed"), **given})
+        heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
+        arguments = ServiceArguments(heads, config, 0, None, "", str(tmp_path / "published"))
+        desks.append(CompanionDesk(arguments, (task.lm_head_VD, None)))
+        return desks[-1]
+
+    yield make
+    for desk in desks:
+        desk.close()
+
+
+@pytest.fixture
+def desk(made: Callable[..., CompanionDesk]) -> CompanionDesk:
+    return made()
+
+
+@pytest.fixture
+def served(
+    desk: CompanionDesk, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[CompanionDesk, str]]:
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    server = CompanionServer(desk, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert until(lambda: bool(server.port) or not thread.is_alive())
+    yield desk, f"http://127.0.0.1:{server.port}"
+    server.stop()
+    thread.join()
+
+
+def header(number: int = 0, **more: int) -> PartHeader:
+    return PartHeader(number=number, policy_version=number, tables_version=number, **more)
+
+
+def put(
+    desk: CompanionDesk, batch: RolloutBatch, tables: Tables | None, told: PartHeader
+) -> PartHeader:
+    path = desk.folder / "incoming"
+    told = write_part(path, batch_tensors(batch, logprobs=True), tables, told)
+    desk.take(path, told)
+    path.unlink()
+    return told
+
+
+def received(desk: CompanionDesk) -> int:
+    return desk.status().batches_received
+
+
+def test_heads_learn_from_parts_and_reach_the_feed(
+    desk: CompanionDesk, task: ChainTask, tmp_path: Path
+) -> None:
+    for number in range(8):
+        put(desk, part_of(task, 64), (task.lm_head_VD, None), header(number))
+        assert desk.drain(60)
+    status = desk.status()
+    assert status.batches_trained == 8 and not status.error
+    manifest = FolderFeed(tmp_path / "feed").manifest()
+    assert manifest is not None
+    length = manifest.versions[-1].judged.mean_acceptance_length
+    assert length is not None and length > 1.5
+    wish = desk.wish()
+    assert (wish.trained, wish.published) == (8, manifest.newest) and wish.tables_version == 7
+
+
+def test_parts_of_all_processes_become_one_batch(desk: CompanionDesk, task: ChainTask) -> None:
+    tables = task.lm_head_VD, None
+    put(desk, part_of(task), None, header(ranks=3, rank=1))
+    put(desk, part_of(task), tables, header(ranks=3, rank=0))
+    assert received(desk) == 0
+    put(desk, part_of(task), None, header(ranks=3, rank=2))
+    assert received(desk) == 1
+    # One that has died: the others' rows go when the next step's come.
+    put(desk, part_of(task), tables, header(1, ranks=3, rank=0))
+    put(desk, part_of(task), tables, header(2, ranks=3, rank=0))
+    assert received(desk) == 2
+
+
+def test_rows_without_their_tables_are_not_learned_from(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    put(desk, part_of(task), None, header(1))
+    assert received(desk) == 0 and "tables" in desk.wish().problem
+    put(desk, part_of(task), (task.lm_head_VD, None), header(1))
+    put(desk, part_of(task), None, header(2).model_copy(update={"tables_version": 1}))
+    assert received(desk) == 2 and desk.wish().tables_version == 1
+
+
+def test_no_more_rows_are_wanted_than_there_is_time_for(
+    made: Callable[..., CompanionDesk], task: ChainTask
+) -> None:
+    desk = made()
+    rows = desk.wish().rows
+    assert rows == CompanionConfig().queue_bytes // 2 // (task.hidden * 4 + 24)
+    for number in range(2):
+        put(desk, part_of(task, 64), (task.lm_head_VD, None), header(number))
+        assert desk.drain(60)
+    # The steps came as quickly as they were trained on.
+    assert 64 <= desk.wish().rows < rows
+
+
+def test_bytes_on_their_way_have_a_bound(
+    made: Callable[..., CompanionDesk], task: ChainTask
+) -> None:
+    desk = made(queue_bytes=1000)
+    most = desk.most_bytes
+    assert desk.reserve(most - 10) and not desk.reserve(20) and desk.reserve(10)
+    desk.give_back(most)
+    put(desk, part_of(task), (task.lm_head_VD, None), header(ranks=2, rank=0))
+    assert not desk.reserve(most - 10), "what waits for the others counts"
+
+
+def test_over_http(served: tuple[CompanionDesk, str], task: ChainTask, tmp_path: Path) -> None:
+    desk, address = served
+    link = open_link(address)
+    wish = link.ask()
+    assert (wish.hidden, wish.vocab, wish.ahead) == (task.hidden, task.vocab, 3)
+    path = tmp_path / "part"
+    tables = task.lm_head_VD, None
+    told = write_part(path, batch_tensors(part_of(task), logprobs=False), tables, header(4))
+    assert link.put(path, told).tables_version == 4
+    assert received(desk) == 1 and list(desk.folder.glob("tmp*")) == []
+    answer = httpx.get(
+        f"{address}/status",
+        headers={"Authorization": "Bearer a secret of this test"},
+        trust_env=False,
+    )
+    assert answer.json()["batches_received"] == 1
+    link.close()
+
+
+def test_who_has_no_token_gets_nothing(
+    served: tuple[CompanionDesk, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, address = served
+    for wrong in ("", "another"):
+        monkeypatch.setenv(COMPANION_TOKEN, wrong)
+        link = HttpLink(address)
+        (tmp_path / "part").write_bytes(b"x" * 100)
+        with pytest.raises(CompanionError, match="401"):
+            link.ask()
+        with pytest.raises(CompanionError, match="401"):
+            link.put(tmp_path / "part", header())
+        link.close()
+    monkeypatch.delenv(COMPANION_TOKEN)
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(ConfigError, match=COMPANION_TOKEN):
+            CompanionServer(desk, host, 0)
+
+
+def test_bad_requests_take_no_memory_and_change_nothing(
+    served: tuple[CompanionDesk, str], task: ChainTask, tmp_path: Path
+) -> None:
+    desk, address = served
+    headers = {"Authorization": "Bearer a secret of this test"}
+    good = {**headers, PART_HEADER: header().model_dump_json()}
+    path = tmp_path / "part"
+    write_part(path, batch_tensors(part_of(task), logprobs=True), None, header())
+    whole = path.read_bytes()
+
+    def answer(
+        data: bytes, given: dict[str, str], method: str = "PUT", where: str = "parts"
+    ) -> int:
+        return httpx.request(
+            method, f"{address}/{where}", content=data, headers=given, trust_env=False
+        ).status_code
+
+    assert answer(whole, headers) == 400
+    assert answer(whole, {**headers, PART_HEADER: "{}"}) == 400
+    assert answer(whole[:-8], good) == 400
+    assert answer(b"\x80\x04cos\nsystem\n", good) == 400
+    assert answer(b"", good) in (400, 413)
+    assert answer(whole, good, "POST") == 405
+    assert answer(whole, good, where="elsewhere") == 404
+    host, port = address.removeprefix("http://").split(":")
+    lines = "".join(f"{name}: {value}\r\n" for name, value in good.items())
+    with socket.create_connection((host, int(port))) as peer:
+        text = f"PUT /parts HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: 100000000000\r\n\r\n"
+        peer.sendall(text.encode() + b"x" * 1000)
+        assert b" 413 " in peer.recv(4096)
+    with socket.create_connection((host, int(port))) as peer:
+        text = f"PUT /parts HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: 5000\r\n\r\n"
+        peer.sendall(text.encode() + b"x" * 1000)  # And goes away in the middle.
+    assert until(lambda: desk.reserve(desk.most_bytes), 10), "its room is given back"
+    desk.give_back(desk.most_bytes)
+    assert received(desk) == 0 and not list(desk.folder.glob("tmp*"))
+    assert answer(whole, good) == 200
+
+
+def test_whoever_answers_as_no_companion_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_ppo.companion.companion_link.ANSWER_S", 0.5)
+    over = threading.Event()
+    for data in (
+        b"no HTTP",
+        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 90000000000\r\n\r\n" + b"x" * 1_000_000,
+        b"",
+    ):
+        listening = socket.create_server(("127.0.0.1", 0))
+
+        def answer(listening: socket.socket = listening, data: bytes = data) -> None:
+            peer, _ = listening.accept()
+            peer.recv(65536)
+            peer.sendall(data)
+            over.wait(5)
+            peer.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        link = open_link(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        began = time.monotonic()
+        with pytest.raises(CompanionError):
+            link.ask()
+        assert time.monotonic() - began < 60
+        link.close()
+        listening.close()
+    over.set()
+
+
+@pytest.mark.parametrize("address", ["", "somewhere", "ftp://host", "http://", "ray:", "ray:a/b"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="do this"):
+        open_link(address)
+
+
+def test_json_has_no_nan() -> None:
+    assert json.dumps(plain({"a": (float("nan"), 1.5), "b": [float("inf")]})) == (
+        '{"a": [null, 1.5], "b": [null]}'
+    )
+
+
+def test_states_of_another_dtype_than_the_tables_are_learned_from(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    batch = part_of(task, 32)
+    tensors = batch_tensors(batch, logprobs=False)
+    tensors["hidden_MD"] = tensors["hidden_MD"].to(torch.bfloat16)
+    path = desk.folder / "incoming"
+    desk.take(path, write_part(path, tensors, (task.lm_head_VD, None), header()))
+    assert desk.drain(60) and not desk.status().error

@@ -1,0 +1,193 @@
+"""Parts of a batch cross as they are; whatever else comes is refused before it is used."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.errors import CheckpointError, DataError
+from heads.tensorfile import save_state
+from medusa_ppo.companion.parts_wire import (
+    PartHeader,
+    Wish,
+    batch_tensors,
+    joined,
+    prompt_key,
+    read_message,
+    read_part,
+    with_logprobs,
+    write_part,
+)
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from tests.medusa_ppo.companion.conftest import ChainTask
+
+HEADER = PartHeader(number=3, policy_version=7, tables_version=6, temperature=0.7, left_out=5)
+
+
+@pytest.fixture
+def task() -> ChainTask:
+    return ChainTask()
+
+
+def part_of(task: ChainTask, sequences: int = 5) -> RolloutBatch:
+    """With prompts, as a tap makes it."""
+    batch = task.batch(sequences)
+    keys = torch.tensor([prompt_key([row // 2]) for row in range(sequences)])
+    before_S = torch.full((sequences,), 2)
+    return replace(
+        batch,
+        prompts_S=keys,
+        before_ids_X=torch.arange(2 * sequences, dtype=torch.int32) % task.vocab,
+        before_S=before_S,
+    )
+
+
+def written(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_state(tmp_path / "part", tensors)
+    return tmp_path / "part"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_part_comes_out_as_it_was(
+    task: ChainTask, tmp_path: Path, dtype: torch.dtype, tied: bool
+) -> None:
+    batch = part_of(task)
+    batch = replace(batch, hidden_MD=batch.hidden_MD.to(dtype))
+    lm_head_VD = task.lm_head_VD.to(dtype)
+    tables = lm_head_VD, lm_head_VD if tied else lm_head_VD + 1
+    path = tmp_path / "part"
+    header = write_part(path, batch_tensors(batch, logprobs=True), tables, HEADER)
+    header = read_message(PartHeader, header.model_dump_json())
+    part = read_part(path, header, task.hidden, task.vocab)
+    path.unlink()  # What was read stays.
+    for name in ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S", "before_S"):
+        assert torch.equal(getattr(part.batch, name), getattr(batch, name)), name
+    assert part.batch.policy_version == 7 and part.batch.temperature == 0.7
+    assert part.batch.left_out == 5 and part.has_logprobs
+    assert part.tables is not None and torch.equal(part.tables[0], lm_head_VD)
+    assert (part.tables[1] is part.tables[0]) == tied
+    assert part.tables[1] is not None and torch.equal(part.tables[1], tables[1])
+
+
+def test_log_probs_that_did_not_come_are_those_of_the_states(
+    task: ChainTask, tmp_path: Path
+) -> None:
+    batch = replace(part_of(task), temperature=0.7)
+    path = tmp_path / "part"
+    write_part(path, batch_tensors(batch, logprobs=False), None, HEADER)
+    part = read_part(path, HEADER, task.hidden, task.vocab)
+    found = with_logprobs(part, task.lm_head_VD, torch.device("cpu")).logprobs_M
+    logits_MV = batch.hidden_MD @ task.lm_head_VD.T / 0.7
+    expected = logits_MV.log_softmax(-1)[range(len(found)), batch.response_ids_M]
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_sample_and_a_whole_part_become_one_batch(task: ChainTask) -> None:
+    first, second = part_of(task, 3), part_of(task, 2)
+    weights_M = torch.zeros(first.response_ids_M.numel())
+    batch = joined([replace(first, weights_M=weights_M), second])
+    assert batch.lengths_S.numel() == 5 and batch.weights_M is not None
+    assert batch.weights_M[: weights_M.numel()].sum() == 0
+    assert bool((batch.weights_M[weights_M.numel() :] == 1).all())
+
+
+def test_prompts_have_a_number_wherever_they_are() -> None:
+    assert prompt_key([1, 23]) == prompt_key((1, 23)) != prompt_key([12, 3])
+    assert 0 <= prompt_key([]) < 1 << 63
+
+
+WRONG: dict[str, Callable[[dict[str, torch.Tensor]], None]] = {
+    "missing": lambda part: part.pop("lengths_S"),
+    "unknown": lambda part: part.update(more=torch.zeros(1)),
+    "another width": lambda part: part.update(hidden_MD=part["hidden_MD"][:, :-1]),
+    "fewer states": lambda part: part.update(hidden_MD=part["hidden_MD"][:-1]),
+    "integer states": lambda part: part.update(hidden_MD=part["hidden_MD"].long()),
+    "a token beyond": lambda part: part["response_ids_M"].fill_(12),
+    "a token below": lambda part: part["response_ids_M"].fill_(-1),
+    "a prompt beyond": lambda part: part["before_ids_X"].fill_(12),
+    "no response": lambda part: part["lengths_S"].fill_(0),
+    "lengths that wrap": lambda part: part["lengths_S"].fill_((1 << 63) - 1),
+    "lengths that don't sum": lambda part: part["lengths_S"].fill_(1),
+    "before below 0": lambda part: part["before_S"].fill_(-1),
+    "weights below 0": lambda part: part.update(
+        weights_M=torch.full(part["response_ids_M"].shape, -1.0)
+    ),
+    "an embedding alone": lambda part: part.update(embedding_VD=torch.zeros(12, 16)),
+    "another vocabulary": lambda part: part.update(lm_head_VD=torch.zeros(13, 16)),
+    "nothing": lambda part: part.clear(),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_rows_that_do_not_fit_are_refused(
+    task: ChainTask, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    tensors = {
+        name: value.clone() for name, value in batch_tensors(part_of(task), logprobs=True).items()
+    }
+    change(tensors)
+    with pytest.raises(DataError, match="do this"):
+        read_part(written(tmp_path, tensors), HEADER, task.hidden, task.vocab)
+
+
+def test_files_that_are_none_are_refused(task: ChainTask, tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    write_part(path, batch_tensors(part_of(task), logprobs=True), None, HEADER)
+    whole = path.read_bytes()
+    start = whole.index(b"hidden_MD")
+    nan = bytearray(whole)
+    nan[-4:] = b"\xff\xff\xff\xff"
+    for data in (
+        b"",
+        b"\x00" * 64,
+        pickle.dumps({"hidden_MD": [1.0]}),
+        whole[:-4],
+        whole[: start + 4],
+        b"\xff" * 8 + whole[8:],
+        bytes(nan),
+    ):
+        path.write_bytes(data)
+        with pytest.raises((CheckpointError, DataError)):
+            read_part(path, HEADER, task.hidden, task.vocab)
+
+
+def test_states_that_are_not_finite_are_not_sent(task: ChainTask, tmp_path: Path) -> None:
+    batch = part_of(task)
+    batch.hidden_MD[0, 0] = float("nan")
+    with pytest.raises(CheckpointError):
+        write_part(tmp_path / "part", batch_tensors(batch, logprobs=True), None, HEADER)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"number": 1}',
+        '{"number": 1, "policy_version": 1, "more": 1}',
+        '{"number": -1, "policy_version": 1}',
+        '{"number": 1.5, "policy_version": 1}',
+        '{"number": 1, "policy_version": 1, "rank": 2, "ranks": 2}',
+        '{"number": 1, "policy_version": 1, "temperature": 0}',
+        '{"number": 1, "policy_version": 1, "temperature": NaN}',
+        '{"number": 1, "policy_version": 1, "top_p": 1.5}',
+        '{"number": 1, "policy_version": 1e400}',
+    ],
+)
+def test_a_header_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match="do this"):
+        read_message(PartHeader, text)
+
+
+def test_a_wish_crosses(task: ChainTask) -> None:
+    wish = Wish(rows=100, ahead=3, hidden=16, vocab=12, embedding=True)
+    assert read_message(Wish, wish.model_dump_json()) == wish

@@ -1,0 +1,322 @@
+"""The tap of any loop: what it sends is what the pass computed, from a real companion's point of
+view, over HTTP and in a Ray; and no companion does anything to the loop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from heads.errors import CompanionError, ConfigError, DataError, ModelError
+from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.cli.app import app
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN
+from medusa_ppo.companion.companion_server import CompanionServer
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.engines.http_server import free_port
+from medusa_ppo.feeds.folder_feed import FolderFeed
+from medusa_ppo.loops import served_companion
+from medusa_ppo.loops.tap import CompanionTap
+from tests.medusa_ppo.companion.conftest import until
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPTS = [[5, 6], [7], [5, 6]]
+COMPLETIONS = [[1, 2], [3, 3, 4], [9]]
+
+
+@pytest.fixture
+def actor(chain_actor: Path) -> LlamaForCausalLM:
+    return load_actor(chain_actor)
+
+
+def config_of(folder: Path) -> Any:
+    section = {"feed": str(folder / "feed"), "batch_positions": 64, "num_gpus": 0}
+    return build_config({"heads": {"num_heads": 2}, "companion": section})
+
+
+@pytest.fixture
+def served(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, str]]:
+    """A companion's desk in this process, and its address."""
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    monkeypatch.setattr(served_companion, "settle", lambda config: None)  # This very process.
+    arguments, tables = served_companion._arguments(
+        config_of(tmp_path), str(chain_actor), tmp_path / "heads", None
+    )
+    holder = served_companion._Desk(arguments, tables)
+    server = CompanionServer(holder.desk, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert until(lambda: bool(server.port) or not thread.is_alive())
+    yield holder.desk, f"http://127.0.0.1:{server.port}"
+    server.stop()
+    thread.join()
+    holder.close()
+
+
+@pytest.fixture
+def seen(served: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> list[RolloutBatch]:
+    """Batches as they reach the training."""
+    from medusa_ppo.companion.wire import unpack
+
+    batches: list[RolloutBatch] = []
+    take = served[0]._service.submit
+
+    def submit(packed: Any, tables: Any = None) -> int:
+        batches.append(unpack(packed))
+        return int(take(packed, tables))
+
+    monkeypatch.setattr(served[0]._service, "submit", submit)
+    return batches
+
+
+def padded(rows: list[int]) -> dict[str, torch.Tensor]:
+    width = max(len(PROMPTS[row]) + len(COMPLETIONS[row]) for row in rows)
+    ids_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+    attention_BT = torch.zeros_like(ids_BT)
+    for place, row in enumerate(rows):
+        whole = [*PROMPTS[row], *COMPLETIONS[row]]
+        ids_BT[place, : len(whole)] = torch.tensor(whole)
+        attention_BT[place, : len(whole)] = 1
+    return {"input_ids": ids_BT, "attention_mask": attention_BT}
+
+
+def expected(actor: LlamaForCausalLM) -> tuple[torch.Tensor, torch.Tensor]:
+    """States and log-probs of all response tokens, one row after the other."""
+    states, logprobs = [], []
+    for prompt, answer in zip(PROMPTS, COMPLETIONS, strict=True):
+        with torch.no_grad():
+            hidden = actor.model(torch.tensor([[*prompt, *answer]])).last_hidden_state[0]
+            states.append(hidden[len(prompt) - 1 : -1])
+            logits = actor.lm_head(states[-1]).log_softmax(-1)
+        logprobs.append(logits[range(len(answer)), answer])
+    return torch.cat(states), torch.cat(logprobs)
+
+
+@torch.no_grad()
+def test_what_the_pass_computed_arrives(
+    served: tuple[Any, str], seen: list[RolloutBatch], actor: LlamaForCausalLM
+) -> None:
+    with CompanionTap(actor, served[1]) as tap:
+        with tap(PROMPTS, COMPLETIONS):
+            for part in ([2], [1, 0]):
+                actor(**padded(part))
+        assert tap.drain(30) and (tap.sent, tap.lost, tap.problem) == (1, 0, "")
+        assert not actor.base_model._forward_hooks
+    (batch,) = seen
+    states_MD, logprobs_M = expected(actor)
+    assert batch.response_ids_M.tolist() == [1, 2, 3, 3, 4, 9]
+    torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
+    assert batch.prompts_S is not None and batch.prompts_S[0] == batch.prompts_S[2]
+    assert batch.prompts_S[0] != batch.prompts_S[1]
+
+
+@torch.no_grad()
+def test_a_loop_without_a_line_of_its_own(
+    served: tuple[Any, str], seen: list[RolloutBatch], actor: LlamaForCausalLM
+) -> None:
+    logprobs = [[-0.5] * len(answer) for answer in COMPLETIONS]
+    with CompanionTap(actor, served[1]) as tap:
+        tap.expect(PROMPTS, COMPLETIONS, logprobs)
+        actor(**padded([0, 1, 2]))
+        actor.lm_head.weight.add_(1.0)  # The update; the rows' tables are those before it.
+        tap.updated()
+        assert tap.drain(30) and tap.sent == 1
+        with tap(PROMPTS, COMPLETIONS):
+            actor(**padded([0, 1, 2]))
+        assert tap.drain(30) and tap.sent == 2
+    first, second = seen
+    assert bool((first.logprobs_M == -0.5).all())
+    assert (first.policy_version, second.policy_version) == (0, 1)
+    assert served[0].wish().tables_version == 1
+    torch.testing.assert_close(served[0]._tables[0], actor.lm_head.weight)
+
+
+def test_gradients_are_those_of_a_pass_that_nobody_taps(
+    served: tuple[Any, str], actor: LlamaForCausalLM
+) -> None:
+    def gradients() -> list[torch.Tensor]:
+        actor.zero_grad()
+        actor(**padded([0, 1, 2])).logits.square().sum().backward()
+        return [p.grad.clone() for p in actor.parameters() if p.grad is not None]
+
+    alone = gradients()
+    with CompanionTap(actor, served[1]) as tap, tap(PROMPTS, COMPLETIONS):
+        tapped = gradients()
+    assert all(map(torch.equal, alone, tapped)) and len(alone) == len(tapped)
+
+
+@torch.no_grad()
+def test_no_more_states_are_sent_than_are_wanted(
+    served: tuple[Any, str], seen: list[RolloutBatch], actor: LlamaForCausalLM
+) -> None:
+    torch.manual_seed(0)
+    answer = torch.randint(0, 20, (200,)).tolist()
+    with CompanionTap(actor, served[1]) as tap:
+        tap._sender.wish = tap.wish.model_copy(update={"rows": 60})
+        with tap([[5]], [answer]):
+            actor(torch.tensor([[5, *answer]]))
+        assert tap.drain(30)
+        rows = sum(batch.hidden_MD.shape[0] for batch in seen)
+        assert rows <= 60 + 8 and sum(b.left_out for b in seen) == (200 - rows if rows else 0)
+        tap._sender.wish = tap.wish.model_copy(update={"rows": 0})
+        with tap(PROMPTS, COMPLETIONS):
+            assert not actor.base_model._forward_hooks
+            actor(**padded([0, 1, 2]))
+        assert tap.lost == 1 and tap.drain(30)
+        assert tap.wish.rows > 0, "it has asked again"
+
+
+@torch.no_grad()
+def test_a_companion_that_is_gone_costs_rows_and_no_step(
+    chain_actor: Path, actor: LlamaForCausalLM, served: tuple[Any, str], caplog: Any
+) -> None:
+    tap = CompanionTap(actor, served[1])
+    port = free_port()
+    tap._link._client.base_url = f"http://127.0.0.1:{port}/"
+    for _ in range(3):
+        with tap(PROMPTS, COMPLETIONS):
+            actor(**padded([0, 1, 2]))
+        tap.updated()
+        assert tap.drain(30)
+    assert (tap.sent, tap.lost) == (0, 3) and "does not answer" in tap.problem
+    assert len([r for r in caplog.records if "The loop goes on" in r.message]) == 1
+    tap._link._client.base_url = f"{served[1]}/"
+    for _ in range(2):  # Asks; and sends.
+        with tap(PROMPTS, COMPLETIONS):
+            actor(**padded([0, 1, 2]))
+        assert tap.drain(30)
+    assert tap.sent == 1 and not tap.problem
+    tap.close()
+
+
+def test_what_is_wrong_is_said_at_once(served: tuple[Any, str], actor: LlamaForCausalLM) -> None:
+    with pytest.raises(ConfigError):
+        CompanionTap(actor, "nowhere")
+    with pytest.raises(CompanionError):
+        CompanionTap(actor, f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(ConfigError):
+        CompanionTap(actor, served[1], temperature=0.0)
+    with CompanionTap(actor, served[1]) as tap:
+        with pytest.raises(DataError), tap(PROMPTS, COMPLETIONS[:2]):
+            pass
+        with pytest.raises(DataError), tap(PROMPTS, COMPLETIONS, [[0.0]] * 3):
+            pass
+        with pytest.raises(ConfigError, match="no row was recognised"), tap(PROMPTS, COMPLETIONS):
+            actor(torch.tensor([[1, 2, 3]]))
+    actor.resize_token_embeddings(actor.config.vocab_size + 8)
+    with pytest.raises(ModelError, match="another actor"):
+        CompanionTap(actor, served[1])
+
+
+@pytest.mark.usefixtures("ray_session")
+@torch.no_grad()
+def test_in_the_loops_ray(chain_actor: Path, actor: LlamaForCausalLM, tmp_path: Path) -> None:
+    handle = served_companion.companion_in_ray(
+        "tapped", config_of(tmp_path), str(chain_actor), tmp_path / "heads"
+    )
+    with CompanionTap(actor, "ray:tapped") as tap:
+        with tap(PROMPTS, COMPLETIONS):
+            actor(**padded([0, 1, 2]))
+        assert tap.drain(60) and tap.sent == 1 and not tap.problem
+        assert ray.get(handle.drain.remote(60))
+        ray.kill(handle)
+        with tap(PROMPTS, COMPLETIONS):
+            actor(**padded([0, 1, 2]))
+        assert tap.drain(60) and tap.lost == 1
+
+
+def test_the_command_says_what_it_lacks(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["companion", "serve", "--model", str(chain_actor), "--heads", str(tmp_path / "heads")]
+    monkeypatch.delenv(COMPANION_TOKEN, raising=False)
+    for more, missing in ((["--feed", "feed"], COMPANION_TOKEN), ([], "--feed")):
+        result = CliRunner().invoke(app, [*words, *more])
+        assert result.exit_code == 2 and missing in result.output, result.output
+        monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+
+
+def chains(count: int, length: int, actor: LlamaForCausalLM, seed: int) -> list[list[int]]:
+    """The actor's own responses to one-token prompts."""
+    torch.manual_seed(seed)
+    ids_BT = torch.arange(count)[:, None] + 3
+    with torch.no_grad():
+        for _ in range(length):
+            logits_BV = actor(ids_BT).logits[:, -1]
+            ids_BT = torch.cat([ids_BT, torch.multinomial(logits_BV.softmax(-1), 1)], 1)
+    return ids_BT.tolist()
+
+
+def published(folder: Path) -> list[float]:
+    manifest = FolderFeed(folder).manifest()
+    lengths = [v.judged.mean_acceptance_length for v in manifest.versions] if manifest else []
+    return [length for length in lengths if length is not None]
+
+
+@pytest.mark.slow
+def test_the_command_trains_heads_in_another_process(
+    chain_actor: Path, actor: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on from what it kept when it is started again."""
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    port = free_port()
+    command = [sys.executable, "-m", "medusa_ppo", "companion", "serve"]
+    command += ["--model", str(chain_actor), "--heads", str(tmp_path / "heads")]
+    command += ["--feed", str(tmp_path / "feed"), "--out", str(tmp_path / "out")]
+    command += ["--port", str(port), "heads.num_heads=2", "companion.learning_rate=0.01"]
+    command += ["companion.batch_positions=128", "companion.num_gpus=0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def started() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env=environment)
+
+    def reached(process: subprocess.Popen[bytes], make: Callable[[], CompanionTap]) -> CompanionTap:
+        while process.poll() is None:
+            try:
+                return make()
+            except CompanionError:
+                time.sleep(0.2)
+        raise AssertionError("the command ended")
+
+    process = started()
+    try:
+        tap = reached(process, lambda: CompanionTap(actor, f"http://127.0.0.1:{port}"))
+        assert (tmp_path / "heads" / "config.json").is_file()
+        deadline = time.monotonic() + 200
+        step = 0
+        while not (found := published(tmp_path / "feed")) or found[-1] < 1.5:
+            assert time.monotonic() < deadline and process.poll() is None, (found, tap.problem)
+            rows = chains(48, 24, actor, step)
+            with tap([row[:1] for row in rows], [row[1:] for row in rows]), torch.no_grad():
+                actor(torch.tensor(rows))
+            tap.updated()
+            assert tap.drain(30)
+            step += 1
+        trained = tap._link.ask().published
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        process = started()
+        again = reached(process, lambda: CompanionTap(actor, f"http://127.0.0.1:{port}"))
+        assert again.wish.published >= trained
+        tap.close()
+        again.close()
+    finally:
+        process.terminate()
+        process.wait(60)
