@@ -22,6 +22,7 @@ from medusa_ppo.cli.machine_commands import check_loop, check_setup, doctor
 from medusa_ppo.cli.predict_commands import predict
 from medusa_ppo.cli.run_commands import demo, plan, ppo, report
 from medusa_ppo.runtime.console import Debug, say
+from medusa_ppo.runtime.kept_memory import keep_freed_memory
 
 app = typer.Typer(
     name="medusa-ppo",
@@ -65,6 +66,7 @@ def main() -> None:
         # too.
         sys.argv.remove("--debug")
         Debug.on = True
+    keep_freed_memory()
     # A cluster's SIGTERM ends a run as cleanly as Ctrl-C does.
     signal.signal(signal.SIGTERM, _raise_interrupt)
     app()

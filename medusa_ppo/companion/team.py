@@ -37,6 +37,7 @@ from medusa_ppo.companion.wire import ServiceArguments, pack, unpack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.status import CompanionStatus
 from medusa_ppo.runtime.hardware import companion_threads
+from medusa_ppo.runtime import kept_memory
 from medusa_ppo.runtime.processes import TOKEN, in_bundle
 from medusa_ppo.runtime.rendezvous import Meeting, PeerLostError, Place
 
@@ -72,9 +73,10 @@ def actor_options(config: CompanionConfig, group: Any, index: int) -> dict[str, 
         "resources": {config.resource: TOKEN} if config.resource else None,
         "runtime_env": {
             "env_vars": {
+                **kept_memory.ENVIRONMENT,
                 "OMP_NUM_THREADS": str(
                     companion_threads(config.cores, alone=config.resource is not None)
-                )
+                ),
             }
         },
         **in_bundle(group, index),

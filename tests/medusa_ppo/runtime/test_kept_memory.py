@@ -1,0 +1,60 @@
+"""Freed memory stays with the process: blocks that are taken again cost no page faults."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from medusa_ppo.runtime.kept_memory import ENVIRONMENT
+
+FAULTS = """
+import resource, sys, threading
+import torch
+from medusa_ppo.runtime.kept_memory import keep_freed_memory
+
+def work():
+    for _ in range(3):
+        blocks = [torch.empty(12_000_000).fill_(1.0) for _ in range(4)]
+        del blocks
+
+if sys.argv[1] == "call":
+    assert keep_freed_memory()
+run = work
+if sys.argv[2] == "thread":
+    def run():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+run()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+run()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str, thread: str) -> int:
+    """Page faults of taking the same blocks once more, in a process of its own."""
+    env = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    if how == "environment":
+        env |= ENVIRONMENT
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, how, thread],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+@pytest.mark.parametrize(
+    ("how", "thread"), [("call", "main"), ("environment", "main"), ("environment", "thread")]
+)
+def test_blocks_that_were_freed_are_taken_again_without_a_page_fault(how: str, thread: str) -> None:
+    without = faults("nothing", thread)
+    kept = faults(how, thread)
+    assert kept < without / 10, f"{without} page faults without, {kept} with"
