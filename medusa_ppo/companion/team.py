@@ -36,8 +36,8 @@ from medusa_ppo.companion.service import CompanionService, make_cycle, settle
 from medusa_ppo.companion.wire import ServiceArguments, pack, unpack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.status import CompanionStatus
-from medusa_ppo.runtime.hardware import companion_threads
 from medusa_ppo.runtime import kept_memory
+from medusa_ppo.runtime.hardware import companion_threads
 from medusa_ppo.runtime.processes import TOKEN, in_bundle
 from medusa_ppo.runtime.rendezvous import Meeting, PeerLostError, Place
 

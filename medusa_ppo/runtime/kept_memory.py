@@ -46,4 +46,5 @@ def keep_freed_memory() -> bool:
         (M_TRIM_THRESHOLD, KEPT_BYTES),
         (M_TOP_PAD, AHEAD_BYTES),
     )
-    return all([mallopt(name, value) == 1 for name, value in settings])
+    taken = [mallopt(name, value) for name, value in settings]  # All, whatever the first says.
+    return all(taken)
