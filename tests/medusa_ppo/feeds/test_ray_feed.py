@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, FeedError
@@ -169,7 +171,13 @@ def test_what_is_forged_is_refused_before_it_is_used(feed: RayFeed, tmp_path: Pa
 
 def test_a_feed_that_ends_is_away_and_may_come_again(feed: RayFeed, tmp_path: Path) -> None:
     feed.publish(heads_file(tmp_path / "state", 1), release(1))
-    ray.kill(ray.get_actor(feed.address.removeprefix("ray:"), namespace=NAMESPACE))
+    holder = ray.get_actor(feed.address.removeprefix("ray:"), namespace=NAMESPACE)
+    ray.kill(holder)
+    ends = time.monotonic() + 30
+    # Ray ends it a moment later: until then it may still answer.
+    with pytest.raises(RayActorError):
+        while time.monotonic() < ends:
+            ray.get(holder.read.remote(), timeout=30)
     with pytest.raises(FeedError, match="does not answer"):
         feed.manifest()
     assert feed.manifest() is None

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from medusa_ppo.runtime.kept_memory import ENVIRONMENT
+from medusa_ppo.runtime.kept_memory import ENVIRONMENT, environment, keep_freed_memory
 
 FAULTS = """
 import resource, sys, threading
@@ -28,7 +28,8 @@ if sys.argv[2] == "thread":
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-run()
+for _ in range(3):
+    run()  # What else lies on the heap has found its place then.
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 run()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -58,3 +59,11 @@ def test_blocks_that_were_freed_are_taken_again_without_a_page_fault(how: str, t
     without = faults("nothing", thread)
     kept = faults(how, thread)
     assert kept < without / 10, f"{without} page faults without, {kept} with"
+
+
+def test_a_users_own_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    assert environment() == ENVIRONMENT
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
+    assert environment() == {} and not keep_freed_memory()
