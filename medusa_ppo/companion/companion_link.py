@@ -6,7 +6,6 @@ own calls, between processes that have its token.)
 
 from __future__ import annotations
 
-import os
 import re
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -16,18 +15,14 @@ import httpx
 
 from heads.errors import CompanionError, ConfigError, DataError, MedusaError
 from medusa_ppo.companion.parts_wire import PartHeader, Wish, read_message
-from medusa_ppo.runtime.control_guard import LOOPBACK, token_header
+from medusa_ppo.feeds.http_feed import ANSWER_S, LEAST_BYTES_PER_S, RAY, token_client
 
 COMPANION_TOKEN = "MEDUSA_PPO_COMPANION_TOKEN"
 """Environment variable of a companion's secret."""
 PART_HEADER = "X-Medusa-PPO-Part"
 WISH, PARTS, STATUS = "wish", "parts", "status"
-ANSWER_S = 10.0
-LEAST_BYTES_PER_S = 1 << 20
-"""A part that goes more slowly is given up."""
 MOST_ANSWER_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 20
-RAY = "ray:"
 
 
 class CompanionLink(ABC):
@@ -74,9 +69,7 @@ def _no_address(given: str) -> ConfigError:
 
 
 class HttpLink(CompanionLink):
-    """Asks with the token of the environment. Redirections are not followed: the token is for this
-    address alone.
-    """
+    """A companion behind HTTP (`token_client`)."""
 
     def __init__(self, address: str) -> None:
         """ConfigError for an address that is no URL."""
@@ -87,15 +80,7 @@ class HttpLink(CompanionLink):
         if not url.host:
             raise _no_address(address)
         self.address = str(url.copy_with(userinfo=b""))
-        token = os.environ.get(COMPANION_TOKEN)
-        self._client = httpx.Client(
-            base_url=url,
-            headers={**(token_header(token) if token else {}), "Accept-Encoding": "identity"},
-            timeout=ANSWER_S,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            # A proxy of the environment has no business on loopback, and would be told the token.
-            trust_env=url.host not in LOOPBACK,
-        )
+        self._client = token_client(url, COMPANION_TOKEN, ANSWER_S)
 
     def ask(self) -> Wish:
         return self._answered(self._client.build_request("GET", WISH))

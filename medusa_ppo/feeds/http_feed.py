@@ -34,7 +34,7 @@ RAY = "ray:"
 VERSIONS = "versions"
 """Where new versions are put."""
 ANSWER_S = 10.0
-"""For the manifest, and for the next part of a file."""
+"""For a short answer, and for the next part of a file."""
 LEAST_BYTES_PER_S = 1 << 20
 """A file that comes more slowly is given up."""
 # A connection for each request: what a server says twice would be taken for the next answer.
@@ -57,9 +57,24 @@ def open_feed(address: str) -> Feed:
     return FolderFeed(address)
 
 
-def _feed_token() -> dict[str, str]:
-    token = os.environ.get(FEED_TOKEN)
-    return token_header(token) if token else {}
+def token_client(url: httpx.URL, token_name: str, timeout_s: float) -> httpx.Client:
+    """A client of a small server of ours, with the token of the environment, where there is one.
+    Redirections are not followed: the token is for this address alone.
+
+    Args:
+        token_name: environment variable of the server's secret.
+        timeout_s: for each part of an answer, where a request says no other.
+    """
+    token = os.environ.get(token_name)
+    return httpx.Client(
+        base_url=url,
+        # As they are: what is packed could unpack to any size.
+        headers={**(token_header(token) if token else {}), "Accept-Encoding": "identity"},
+        timeout=timeout_s,
+        limits=LIMITS,
+        # A proxy of the environment has no business on loopback, and would be told the token.
+        trust_env=url.host not in LOOPBACK,
+    )
 
 
 def absolute(address: str) -> str:
@@ -93,9 +108,7 @@ def _no_address(given: str) -> ConfigError:
 
 
 class HttpFeed(Feed):
-    """Asks with the token of the environment, where there is one. Redirections are not followed:
-    the token is for this address alone.
-    """
+    """Asks a feed behind HTTP (`token_client`)."""
 
     def __init__(self, address: str) -> None:
         """ConfigError for an address that is no URL."""
@@ -106,15 +119,7 @@ class HttpFeed(Feed):
         if not url.host:
             raise _no_address(address)
         self.address = str(url.copy_with(userinfo=b""))
-        self._client = httpx.Client(
-            base_url=url,
-            # As they are: what is packed could unpack to any size.
-            headers={**_feed_token(), "Accept-Encoding": "identity"},
-            timeout=ANSWER_S,
-            limits=LIMITS,
-            # A proxy of the environment has no business on loopback, and would be told the token.
-            trust_env=url.host not in LOOPBACK,
-        )
+        self._client = token_client(url, FEED_TOKEN, ANSWER_S)
 
     def close(self) -> None:
         self._client.close()

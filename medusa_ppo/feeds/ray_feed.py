@@ -29,11 +29,9 @@ from medusa_ppo.feeds.feed_manifest import (
     next_number,
     with_version,
 )
-from medusa_ppo.feeds.http_feed import RAY
+from medusa_ppo.feeds.http_feed import ANSWER_S, LEAST_BYTES_PER_S, RAY
 from medusa_ppo.runtime.named_actors import NAMESPACE, answer_of, join_ray, named_actor
 
-ANSWER_S = 10.0
-LEAST_BYTES_PER_S = 1 << 20
 """An object that comes more slowly is given up."""
 NAME = re.compile(r"[\w.-]{1,100}")
 
