@@ -73,7 +73,7 @@ def actor_options(config: CompanionConfig, group: Any, index: int) -> dict[str, 
         "resources": {config.resource: TOKEN} if config.resource else None,
         "runtime_env": {
             "env_vars": {
-                **kept_memory.ENVIRONMENT,
+                **kept_memory.environment(),
                 "OMP_NUM_THREADS": str(
                     companion_threads(config.cores, alone=config.resource is not None)
                 ),

@@ -2,9 +2,8 @@
 
 glibc gives large blocks back to the kernel as soon as they are freed. A training step frees and
 takes the same hundreds of megabytes again and again, and the kernel fills every page with zeros
-each time: on a virtual machine that was a fifth of the seconds in which heads are trained
-(benchmarks/RESULTS.md). So blocks below KEPT_BYTES come from the heap, and the heap shrinks only
-when more than that is free at its end.
+each time. So blocks below KEPT_BYTES come from the heap, and the heap shrinks only when more than
+that is free at its end. A user's own settings of the allocator stay.
 """
 
 from __future__ import annotations
@@ -25,8 +24,13 @@ ENVIRONMENT = {
     # One heap for all threads: others can't hold large blocks.
     "MALLOC_ARENA_MAX": "1",
 }
-"""Of a process that we start, read by glibc before anything runs there."""
+"""Read by glibc before anything runs in a process."""
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+
+
+def environment() -> dict[str, str]:
+    """What a process that we start is given; nothing where the user has set one of ENVIRONMENT."""
+    return {} if _set_by_user() else ENVIRONMENT
 
 
 def keep_freed_memory() -> bool:
@@ -36,7 +40,7 @@ def keep_freed_memory() -> bool:
         Whether the allocator did as it was asked: it does nothing where that is not glibc's, or
         where the user has set one of ENVIRONMENT.
     """
-    if not sys.platform.startswith("linux") or any(name in os.environ for name in ENVIRONMENT):
+    if not sys.platform.startswith("linux") or _set_by_user():
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -48,3 +52,7 @@ def keep_freed_memory() -> bool:
     )
     taken = [mallopt(name, value) for name, value in settings]  # All, whatever the first says.
     return all(taken)
+
+
+def _set_by_user() -> bool:
+    return any(name in os.environ for name in ENVIRONMENT)
