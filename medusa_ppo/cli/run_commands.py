@@ -23,8 +23,8 @@ def demo(
         int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")
     ] = None,
 ) -> None:
-    """Run the whole job on an embedded example: about 10 minutes on two cores and 3 more on first
-    use, nothing to prepare.
+    """Run the whole job on an embedded example, nothing to prepare: 13 to 17 minutes on two cores
+    on first use.
 
     Trains a tiny actor on first use, then PPO with drafting and the companion, then takes the same
     steps with and without the plugin.
