@@ -124,7 +124,7 @@ def test_a_clock_that_jumps_changes_no_duration() -> None:
         if found:
             users[path.name] = found
     assert users == {
-        "folder_feed.py": ["time.time("],
+        "feed_manifest.py": ["time.time("],
         "store.py": ["datetime.now("],
         "service.py": ["time_ns("],
         "team.py": ["time_ns("],
