@@ -23,7 +23,7 @@ def demo(
         int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")
     ] = None,
 ) -> None:
-    """Run the whole job on an embedded example, nothing to prepare: 13 to 17 minutes on two cores
+    """Run the whole job on an embedded example, nothing to prepare: 13 to 19 minutes on two cores
     on first use.
 
     Trains a tiny actor on first use, then PPO with drafting and the companion, then takes the same
