@@ -33,21 +33,21 @@ def demo(
     """
     from medusa_ppo.config.config_file import preset
     from medusa_ppo.config.run_config import load_config
-    from medusa_ppo.runtime.hardware import cpu_has_bfloat16, find_hardware
+    from medusa_ppo.demo.dtype_choice import time_bfloat16
+    from medusa_ppo.runtime.hardware import find_hardware
+    from medusa_ppo.runtime.processes import quiet_libraries
 
     # A run's folder is OUT/NAME of its configuration.
     overrides = [f"out={out.parent.as_posix()}", f"name={out.name}"]
     if steps:
         overrides.append(f"ppo.steps={steps}")
     name = "demo"
-    # Where the CPU multiplies 16 bits itself, both the engine and PPO are quicker; elsewhere it is
-    # emulated, many times slower.
-    if cpu_has_bfloat16() and not find_hardware().gpus:
-        name = "demo-bf16"
-        say(
-            "This CPU multiplies bfloat16 itself: configs/demo-bf16.yaml. In float32: medusa-ppo"
-            " ppo --config demo"
-        )
+    if not find_hardware().gpus:
+        quiet_libraries()
+        bfloat16 = time_bfloat16()
+        if bfloat16.taken:
+            name = "demo-bf16"
+        say(f"{bfloat16} So it is configs/{name}.yaml.")
     _run(load_config(preset(name), overrides), resume=False)
 
 

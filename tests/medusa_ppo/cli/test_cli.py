@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from medusa_ppo.cli import run_commands
 from medusa_ppo.cli.app import app
 from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.demo import dtype_choice
 from medusa_ppo.runtime import hardware
 from medusa_ppo.runtime.console import command
 
@@ -95,12 +96,13 @@ def test_report_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("able", "gpus", "dtype"), [(True, 0, "bfloat16"), (False, 0, None), (True, 1, None)]
 )
-def test_the_demo_computes_in_what_the_cpu_can(
+def test_the_demo_computes_in_what_is_faster_on_this_cpu(
     monkeypatch: pytest.MonkeyPatch, able: bool, gpus: int, dtype: str | None
 ) -> None:
     runs: list[RunConfig] = []
     monkeypatch.setattr(run_commands, "_run", lambda config, resume: runs.append(config))
-    monkeypatch.setattr(hardware, "cpu_has_bfloat16", lambda: able)
+    found = dtype_choice.Bfloat16({"one token": 0.5 if able else 4.0}, able)
+    monkeypatch.setattr(dtype_choice, "time_bfloat16", lambda: found)
     monkeypatch.setattr(
         hardware, "find_hardware", lambda: hardware.Hardware(gpus, bool(gpus), 2, "a test's")
     )

@@ -1,0 +1,79 @@
+"""Which dtype the embedded example computes in on this CPU: both are timed for a moment.
+
+A CPU's flags say whether it has units for bfloat16, not whether they are faster at these sizes, nor
+how slow emulation is. So the products of the example's own actor are timed: one token's, a
+drafted step's, and those of a PPO update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from medusa_ppo.demo.pretraining import RECIPES
+
+ROWS = {"one token": 1, "a step with 4 drafts": 5, "a PPO update": 512}
+"""What is timed: how many rows are multiplied at once."""
+ROUNDS = 9
+LEAST_GAIN = 0.9
+"""Share of float32's seconds below which bfloat16 is taken, by the mean over what is timed."""
+MOST_LOSS = 1.1
+"""Share of float32's seconds above which it is not, in anything that is timed."""
+
+Timer = Callable[[int, torch.dtype], float]
+"""Seconds of the products of so many rows in a dtype."""
+
+
+class Bfloat16(NamedTuple):
+    """Seconds in bfloat16 over those in float32, by what was timed; whether it is worth taking."""
+
+    ratios: dict[str, float]
+    taken: bool
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{ratio:.2f} for {what}" for what, ratio in self.ratios.items())
+        return f"Products in bfloat16 take, of float32's time here: {parts}."
+
+
+def time_bfloat16(timer: Timer | None = None, rounds: int = ROUNDS) -> Bfloat16:
+    """Time both dtypes in turns, so that a slow moment of the machine meets both; half a second.
+
+    Args:
+        timer: for tests; None: the clock and real products.
+    """
+    measure = timer or _time_products()
+    ratios = {}
+    for what, rows in ROWS.items():
+        pairs = [
+            (measure(rows, torch.bfloat16), measure(rows, torch.float32)) for _ in range(rounds)
+        ]
+        ratios[what] = median(ours for ours, _ in pairs) / median(theirs for _, theirs in pairs)
+    mean = 1.0
+    for ratio in ratios.values():
+        mean *= ratio ** (1 / len(ratios))
+    return Bfloat16(ratios, mean < LEAST_GAIN and max(ratios.values()) < MOST_LOSS)
+
+
+def _time_products() -> Timer:
+    """Times the feed-forward product of the grown actor, where most of its weights are."""
+    recipe = RECIPES["demo-grown"]
+    generator = torch.Generator().manual_seed(0)
+    weight_FD = torch.randn(recipe.grown_to, recipe.hidden_size, generator=generator)
+    rows_ND = torch.randn(max(ROWS.values()), recipe.hidden_size, generator=generator)
+    tensors = {
+        dtype: (rows_ND.to(dtype), weight_FD.to(dtype)) for dtype in (torch.float32, torch.bfloat16)
+    }
+
+    def measure(rows: int, dtype: torch.dtype) -> float:
+        states_ND, table_FD = tensors[dtype]
+        F.linear(states_ND[:rows], table_FD)  # The first call of a shape prepares kernels.
+        began = time.perf_counter()
+        F.linear(states_ND[:rows], table_FD)
+        return time.perf_counter() - began
+
+    return measure
