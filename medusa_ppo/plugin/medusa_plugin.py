@@ -405,6 +405,8 @@ class MedusaPlugin:
             if self._companion is not None:
                 self._decision = self.budget.decide() if self.budget else Decision()
                 if self._wants_states:
+                    # Those that stayed here while nothing was trained.
+                    self._send_tables(rollouts.policy_version)
                     self._collector = self._companion.collector(rollouts)
                     self.empty_responses += self._collector.empty_responses
         return self._collector
