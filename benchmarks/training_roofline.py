@@ -1,5 +1,5 @@
-"""How fast heads are trained beside the products alone that training is made of, for an actor with a
-large vocabulary, in one run and by turns.
+"""How fast heads are trained beside the products alone that training is made of, for an actor with
+a large vocabulary, in one run and by turns.
 
     python benchmarks/training_roofline.py [--hidden 1024] [--vocab 151936] [--drafted 8192]
                                            [--rows 4096] [--rounds 3] [--profile]
@@ -35,6 +35,7 @@ from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.runtime.hardware import cpu_has_bfloat16, processor_name
+from medusa_ppo.runtime.kept_memory import keep_freed_memory
 
 LENGTH, PROMPT = 512, 128
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
@@ -111,7 +112,7 @@ def formula(heads: HeadsConfig, drafted: int, rows: int, used: int) -> float:
     blocks = heads.num_layers * K * D * D
     # lm_head has no gradient of its own; the actor's own distribution has none at all.
     table = 2 * 2 * K * D * drafted + 2 * D * drafted * used / rows
-    pairs = trained * 2 * K * 0 + trained * 2 * C * D * heads.context_layers
+    pairs = trained * 2 * C * D * heads.context_layers
     return trained * (cell + layer + blocks) + table + pairs
 
 
@@ -150,6 +151,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    # As in the companion's process.
+    keep_freed_memory()
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     heads = HeadsSection().sizes(options.hidden, options.vocab)
