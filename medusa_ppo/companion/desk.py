@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from heads.errors import CompanionError, DataError
+from heads.errors import CheckpointError, CompanionError, DataError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.parts_wire import (
     Part,
@@ -117,7 +117,13 @@ class CompanionDesk:
             DataError, CheckpointError: as `read_part`.
             CompanionError: there is no companion any more.
         """
-        part = read_part(path, header, self._heads.hidden_size, self._heads.vocab_size)
+        try:
+            part = read_part(path, header, self._heads.hidden_size, self._heads.vocab_size)
+        except (DataError, CheckpointError) as error:
+            # The tap hears of it, and so does whoever looks at the companion.
+            with self._lock:
+                self._tell(f"Rows of process {header.rank} were refused: {error.given}")
+            raise
         if self._heads.needs_embedding and not _has_embedding(part.tables):
             raise DataError(
                 "These heads read the actor's embedding, which did not come.",
