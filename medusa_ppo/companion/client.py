@@ -113,6 +113,8 @@ class CompanionClient:
         self._seed = seed
         self._hang_s = hang_s
         self._ahead = heads.num_heads
+        # Heads that have their own are multiplied by these; the actor's own distribution is not.
+        self._reads_lm_head = heads.lm_head == "shared" or config.loss.startswith("kl")
         self._row_bytes = heads.hidden_size * lm_head_VD.element_size() + ROW_BYTES
         self._step_s = 0.0
         self._last_came = time.monotonic()
@@ -190,9 +192,10 @@ class CompanionClient:
             rollouts, self._sample(sum(len(response.token_ids) for response in rollouts.responses))
         )
         self._left_out += collector.left_out
-        if self._live is not None:
-            # Now: what is scored only in part is handed over after the actor's next update.
-            self._rows = rollouts.policy_version, *self._put_rows(collector.token_ids())
+        if self._live is not None and self._usable():
+            with self._guard("could not take the actor's tables"):
+                # Now: what is scored only in part is handed over after the next update.
+                self._rows = rollouts.policy_version, *self._put_rows(collector.token_ids())
         return collector
 
     def _sample(self, tokens: int) -> EarlySample | None:
@@ -263,7 +266,7 @@ class CompanionClient:
     def _put_rows(self, ids: torch.Tensor) -> tuple[ray.ObjectRef, int]:
         """Rows of the tables for a batch with these tokens, packed, and their bytes."""
         assert self._live is not None, "the tables have changed"
-        draft_ids = self._draft_ids
+        draft_ids = self._draft_ids if self._reads_lm_head else torch.zeros(0, dtype=torch.int64)
         if draft_ids is not None:
             # A batch makes only those of its own tokens drafts that weren't yet.
             draft_ids = torch.cat([draft_ids, *(recent for _, recent in self._recent)])
@@ -286,7 +289,8 @@ class CompanionClient:
         batches takes the rows along that it needs.
         """
         logger.debug("Tables of policy version %d.", policy_version)
-        self._live = lm_head_VD, embedding_VD
+        if self._reads_lm_head or embedding_VD is not None:
+            self._live = lm_head_VD, embedding_VD
 
     def newest(
         self, after_version: int, timeout_s: float = POLL_TIMEOUT_S

@@ -150,7 +150,8 @@ def ids_of_text(text: str, vocab: int) -> torch.Tensor | None:
     try:
         packed = base64.b64decode(text, validate=True)
         unpacker = zlib.decompressobj()
-        data = unpacker.decompress(packed, size)
+        # One byte more than there may be: it ends only where nothing is left.
+        data = unpacker.decompress(packed, size + 1)
         if len(data) != size or unpacker.unconsumed_tail or not unpacker.eof:
             raise ValueError(f"not {size} bytes")
     except (ValueError, zlib.error) as error:
