@@ -618,7 +618,7 @@ class MedusaPlugin:
         ):
             return
         self._tables_sent = True
-        # The loop's own tensors, not views of what they are now: it may carry them to another device
+        # The loop's own tensors, not views of them now: it may carry them to another device
         # before their rows are read.
         self._companion.update_lm_head(
             self._tables[0],
