@@ -8,7 +8,7 @@ the other side reads them in place. A rollout batch has gigabytes of hidden stat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -147,34 +147,37 @@ def table_rows(
     def picked(table_VD: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return table_VD.detach().index_select(0, ids.to(table_VD.device)).to("cpu")
 
-    one_table = embedding_VD is not None and tied(lm_head_VD, embedding_VD)
     own = batch_ids.unique()
-    embedding = (
-        (None, None) if embedding_VD is None or one_table else (picked(embedding_VD, own), own)
-    )
+    one_table = embedding_VD is not None and tied(lm_head_VD, embedding_VD)
+    embedding_ED = embedding_ids_E = None
+    if embedding_VD is not None and not one_table:
+        embedding_ED, embedding_ids_E = picked(embedding_VD, own), own
+    lm_head_ids_R = None
     if draft_ids is None:
-        whole_VD = lm_head_VD.detach().to("cpu", copy=copied)
-        return TableRows(whole_VD, None, *embedding, tied=one_table)
-    ids_R = torch.cat([draft_ids.to(torch.int64), own]).unique()
-    return TableRows(picked(lm_head_VD, ids_R), ids_R, *embedding, tied=one_table)
+        lm_head_RD = lm_head_VD.detach().to("cpu", copy=copied)
+    else:
+        lm_head_ids_R = torch.cat([draft_ids.to(torch.int64), own]).unique()
+        lm_head_RD = picked(lm_head_VD, lm_head_ids_R)
+    return TableRows(lm_head_RD, lm_head_ids_R, embedding_ED, embedding_ids_E, one_table)
 
 
 def joined_rows(parts: Sequence[TableRows]) -> TableRows:
     """Rows that several processes sent, as one. All of one actor, at one time."""
-    whole = next((part for part in parts if part.lm_head_ids_R is None), None)
-    first = whole or parts[0]
 
-    def joined(name: str) -> torch.Tensor | None:
-        found = [value for part in parts if (value := getattr(part, name)) is not None]
-        return torch.cat(found) if found else None
+    def joined(found: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [part for part in found if part is not None]
+        return torch.cat(there) if there else None
 
-    lm_head = (
-        (whole.lm_head_RD, None)
-        if whole is not None
-        else (joined("lm_head_RD"), joined("lm_head_ids_R"))
+    # One that has all of lm_head is enough.
+    whole = [part for part in parts if part.lm_head_ids_R is None]
+    heads = whole[:1] or parts
+    return TableRows(
+        torch.cat([part.lm_head_RD for part in heads]),
+        joined(part.lm_head_ids_R for part in heads),
+        joined(part.embedding_ED for part in parts),
+        joined(part.embedding_ids_E for part in parts),
+        heads[0].tied,
     )
-    embedding = joined("embedding_ED"), joined("embedding_ids_E")
-    return TableRows(*lm_head, *embedding, tied=first.tied)  # type: ignore[arg-type]
 
 
 def batch_token_ids(*ids: torch.Tensor | None) -> torch.Tensor:

@@ -459,4 +459,5 @@ def test_rows_of_several_processes_are_one() -> None:
     assert one.tied and one.lm_head_ids_R is not None and one.lm_head_ids_R.tolist() == [0, 4, 9]
     assert one.lm_head_RD[:, 0].tolist() == [1.0, 1.0, 2.0]
     whole = TableRows(torch.zeros(10, 3))
-    assert joined_rows([parts[0], whole]).lm_head_RD is whole.lm_head_RD
+    both = joined_rows([parts[0], whole])
+    assert both.lm_head_ids_R is None and torch.equal(both.lm_head_RD, whole.lm_head_RD)
