@@ -224,6 +224,7 @@ def client_for(policy: Policy, folder: Path | str = "") -> CompanionClient:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_each_batch_takes_its_rows_along(tmp_path: Path) -> None:
     """Of a real companion: bytes that went, and heads as whole tables make them."""
@@ -257,6 +258,7 @@ def test_each_batch_takes_its_rows_along(tmp_path: Path) -> None:
         client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_what_is_scored_in_part_has_the_tables_of_its_actor() -> None:
     """It is handed over after the next update, which changes the loop's tables in place."""
