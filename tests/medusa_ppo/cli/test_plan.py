@@ -300,7 +300,6 @@ def test_the_companions_memory_is_that_of_its_tensors(
     model = ModelSizes.from_config({**SMALL, "hidden_size": hidden, "vocab_size": vocab})
     parts = companion_parts(config, sizes, model, gpus=False)
     planned = sum(size for what, size in parts.items() if not what.endswith(ON_HOST))
-    print("RATIO", planned / live.peak, parts, live.peak)
     assert 0.85 < planned / live.peak < 1.15, (planned / live.peak, parts, live.peak)
 
 
