@@ -41,6 +41,10 @@ NAMED_LOSSES = {
 }
 
 
+PIECE = 1 << 18
+"""Float32 logits (1 MiB) of which losses and gradients are made together on a CPU."""
+
+
 @dataclass(frozen=True)
 class LossConfig:
     """What the heads minimise, per position: a sum of four losses; a weighted mean over the
@@ -136,17 +140,25 @@ class Teacher(NamedTuple):
 
     def of_chunk(
         self, rows: slice, vocabulary: Vocabulary = WHOLE
-    ) -> Callable[[int], torch.Tensor]:
-        """log p of the targets of each head (index from 0) in a chunk. Neighbours share most of
-        their rows: those are computed once.
+    ) -> Callable[[int, slice], torch.Tensor]:
+        """log p of the targets of each head (index from 0), of a piece of a chunk, once; the caller
+        may overwrite it. Neighbours share most of their rows: those are computed once.
         """
         rows_CK = self.rows_NK[rows]
         used_U, places_CK = rows_CK.unique(return_inverse=True)
         # Little is shared: head by head no table of them all has to be held.
         if 2 * used_U.numel() > rows_CK.numel():
-            return lambda head: self.logprobs(rows_CK[:, head], vocabulary)
+            held: dict[int, torch.Tensor] = {}
+
+            def of_head(head: int, piece: slice) -> torch.Tensor:
+                if head not in held:
+                    held.clear()
+                    held[head] = self.logprobs(rows_CK[:, head], vocabulary)
+                return held[head][piece]
+
+            return of_head
         logp_UV = self.logprobs(used_U, vocabulary)
-        return lambda head: logp_UV[places_CK[:, head]]
+        return lambda head, piece: logp_UV[places_CK[piece, head]]
 
 
 def known_lse(
@@ -245,6 +257,12 @@ class _Job:
     chunk_rows: int
     vocabulary: Vocabulary
 
+    @property
+    def cut(self) -> bool:
+        """The actor's distribution may be 0 somewhere: log p is -inf there."""
+        teacher = self.teacher
+        return teacher is None or teacher.top_k > 0 or teacher.top_p < 1
+
     def check(self, expected: tuple[int, ...]) -> None:
         """ConfigError when something does not fit features of so many rows and heads, or is missing
         for the loss.
@@ -333,18 +351,25 @@ class _ChunkedLoss(torch.autograd.Function):
                 else None
             )
             for head in range(heads):
-                # In place: the product is this chunk's own.
-                logits_CV = head_logits(factored, head, chunk).div_(job.temperature)
+                # The product is this chunk's own, and becomes its gradient in place.
+                logits_CV = head_logits(factored, head, chunk)
                 weight_C = job.mask_NK[chunk, head].float()
-                logp_CV = None if teach is None else teach(head)
-                loss_C, dlogits_CV = _row_losses(
-                    job, logits_CV, logp_CV, head, chunk, weight_C if gradients.any else None
-                )
+                loss_C = torch.empty_like(weight_C)
+                # What is made of a row needs no other row: pieces that stay in the cache.
+                for piece in _pieces(logits_CV):
+                    first = start + piece.start
+                    loss_C[piece] = _row_losses(
+                        job,
+                        logits_CV[piece],
+                        None if teach is None else teach(head, piece),
+                        head,
+                        slice(first, first + piece.stop - piece.start),
+                        weight_C[piece] if gradients.any else None,
+                    )
                 loss_K[head] += (loss_C * weight_C).sum()
                 total_K[head] += weight_C.sum()
-                if dlogits_CV is not None:
-                    # The logits were divided by it, and so is their gradient.
-                    gradients.add(factored, head, chunk, dlogits_CV.div_(job.temperature))
+                if gradients.any:
+                    gradients.add(factored, head, chunk, logits_CV)
         gradients.features_NKD = job.vocabulary.sum_gradient(gradients.features_NKD)
         # A head without a position has a loss of 0, not 0 / 0.
         ctx.inverse_K = 1.0 / torch.where(total_K > 0, total_K, 1.0)
@@ -372,6 +397,15 @@ class _ChunkedLoss(torch.autograd.Function):
         return None, *scaled
 
 
+def _pieces(logits_CV: torch.Tensor) -> list[slice]:
+    """Rows of a chunk of which the logits are looked at together: all of them on a GPU, on a CPU so
+    many that what is made of them stays in a core's cache.
+    """
+    rows, width = logits_CV.shape
+    most = rows if logits_CV.device.type != "cpu" else max(1, PIECE // max(1, width))
+    return [slice(first, min(rows, first + most)) for first in range(0, rows, most)]
+
+
 def _row_losses(
     job: _Job,
     logits_CV: torch.Tensor,
@@ -379,9 +413,9 @@ def _row_losses(
     head: int,
     chunk: slice,
     weight_C: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss of each row, and its gradient by the logits times `weight_C` (None: no gradient).
-    Overwrites `logits_CV`.
+) -> torch.Tensor:
+    """Loss of each row. Overwrites `logits_CV`: with the loss's gradient by these logits times
+    `weight_C`, if there is one (None: no gradient is wanted).
 
     `logp_CV` is the actor's own distribution where the loss reads it; over a part of the vocabulary
     it sums to less than 1.
@@ -389,6 +423,8 @@ def _row_losses(
     config = job.config
     vocabulary = job.vocabulary
     targets_C = job.targets_NK[chunk, head]
+    if job.temperature != 1:
+        logits_CV.div_(job.temperature)
     lse_C1 = vocabulary.logsumexp(logits_CV)
     logq_C = vocabulary.pick(logits_CV, targets_C) - lse_C1.squeeze(1)
     loss_C = -config.ce * logq_C
@@ -402,30 +438,41 @@ def _row_losses(
     logq_CV = logits_CV.sub_(lse_C1)
     if logp_CV is None:
         if weight_C is None:
-            return loss_C, None
+            return loss_C
         pull_C = pull_C * weight_C
         dlogits_CV = logq_CV.exp_().mul_(pull_C.unsqueeze(1))
-        return loss_C, vocabulary.add_at(dlogits_CV, targets_C, -pull_C)
-    p_CV = logp_CV.exp()
-    if config.kl:
-        kl_CV = p_CV * (logp_CV - logq_CV)
-        # For tokens that were cut, 0 x -inf is 0.
-        kl_CV = kl_CV.masked_fill_(p_CV == 0, 0.0)
-        loss_C = loss_C + config.kl * vocabulary.total(kl_CV)
-    below_CV = logq_CV < logp_CV
-    q_CV = logq_CV.exp_()
-    # q where it is below p, else 0: the part of sum min(p, q) that moves with q.
-    below_CV = q_CV * below_CV
-    loss_C = loss_C + config.exact_tv * (1 - vocabulary.total(torch.minimum(p_CV, q_CV)))
-    if weight_C is None:
-        return loss_C, None
-    whole = job.teacher is None or job.teacher.lse_M is None
-    # KL's gradient is q times the mass of p less p, and of some tokens alone that mass is below 1.
-    mass_C: torch.Tensor | float = 1.0 if whole else vocabulary.total(p_CV)
-    push_C1 = (
-        (pull_C + config.kl * mass_C + config.exact_tv * vocabulary.total(below_CV)) * weight_C
-    ).unsqueeze(1)
-    dlogits_CV = q_CV.mul_(push_C1)
-    vocabulary.add_at(dlogits_CV, targets_C, -(pull_C * weight_C))
-    dlogits_CV.addcmul_(p_CV, weight_C.unsqueeze(1), value=-config.kl)
-    return loss_C, dlogits_CV.addcmul_(below_CV, weight_C.unsqueeze(1), value=-config.exact_tv)
+        vocabulary.add_at(dlogits_CV, targets_C, -pull_C)
+    else:
+        p_CV = logp_CV.exp()
+        below_CV = logq_CV < logp_CV
+        if config.kl:
+            kl_CV = logp_CV.sub_(logq_CV).mul_(p_CV)
+            if job.cut:
+                # 0 x -inf is 0.
+                kl_CV.masked_fill_(p_CV == 0, 0.0)
+            loss_C = loss_C + config.kl * vocabulary.total(kl_CV)
+        q_CV = logq_CV.exp_()
+        if config.exact_tv:
+            # Once more in the place of what is not read again.
+            lower_CV = torch.minimum(p_CV, q_CV, out=logp_CV)
+            loss_C = loss_C + config.exact_tv * (1 - vocabulary.total(lower_CV))
+        if weight_C is None:
+            return loss_C
+        whole = job.teacher is None or job.teacher.lse_M is None
+        # KL's gradient is q times the mass of p less p, and of some tokens alone that mass is below
+        # 1.
+        mass_C: torch.Tensor | float = 1.0 if whole else vocabulary.total(p_CV)
+        push_C = pull_C + config.kl * mass_C
+        if config.exact_tv:
+            # q where it is below p, else 0: the part of sum min(p, q) that moves with q.
+            below_q_CV = torch.mul(q_CV, below_CV, out=logp_CV)
+            push_C = push_C + config.exact_tv * vocabulary.total(below_q_CV)
+        dlogits_CV = q_CV.mul_((push_C * weight_C).unsqueeze(1))
+        vocabulary.add_at(dlogits_CV, targets_C, -(pull_C * weight_C))
+        dlogits_CV.addcmul_(p_CV, weight_C.unsqueeze(1), value=-config.kl)
+        if config.exact_tv:
+            dlogits_CV.addcmul_(below_q_CV, weight_C.unsqueeze(1), value=-config.exact_tv)
+    if job.temperature != 1:
+        # The logits were divided by it, and so is their gradient.
+        dlogits_CV.div_(job.temperature)
+    return loss_C

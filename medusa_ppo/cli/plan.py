@@ -39,7 +39,7 @@ OTHER_HEADS = 4
 STEP_COPIES = 2
 # Of a chunk's logits: the heads' own, the actor's where the loss reads them, and what is made of
 # them until the gradient is there. Measured, as the numbers of states below.
-LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 3, 9
+LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 2, 3
 ON_HOST = ", on the host"
 """Ends the name of a part that is in the host's memory, also where the process has a GPU."""
 # An id (int64) and a log-prob (float32).
@@ -491,15 +491,13 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
         workers = config.companion.workers
         sizes = FLOAT32 * heads_parameters(heads)
         to = "PPO loop to companion" if workers == 1 else "PPO loop to each companion worker"
-        tables = (
-            (int(heads.lm_head == "shared") + int(heads.needs_embedding))
-            * model.vocab
-            * model.hidden
-        )
         moves += [
             Move("hidden states", to, _batch_bytes(config, model, tokens), workers),
             Move(
-                "lm_head" + " and embedding" * heads.needs_embedding, to, FLOAT32 * tables, workers
+                "rows of lm_head" + " and embedding" * heads.needs_embedding + ", at most",
+                to,
+                _table_bytes(config, model, heads, tokens),
+                workers,
             ),
             Move("heads, when better ones are there", "companion to each engine", sizes, engines),
         ]
@@ -534,12 +532,28 @@ def _element(config: RunConfig) -> int:
     return FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
 
 
+def _table_bytes(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int) -> int:
+    """Rows of the actor's tables that go with a batch, at most: of lm_head those that drafts come
+    from and those of the batch's own tokens, of the embedding the latter. A tied table goes once.
+    """
+    prompts = config.ppo.prompts_per_step * config.data.max_prompt_tokens
+    own = min(model.vocab, _kept_tokens(config, model, tokens) + prompts)
+    drafted = draft_vocabulary(config.engine, heads) or model.vocab
+    lm_head = min(model.vocab, drafted + own) if heads.lm_head == "shared" else 0
+    embedding = own if heads.needs_embedding and not (model.tied and lm_head) else 0
+    return FLOAT32 * model.hidden * (lm_head + embedding)
+
+
+def _kept_tokens(config: RunConfig, model: ModelSizes, tokens: int) -> int:
+    """Of so many response tokens those whose states go to the companion."""
+    # Half of the queue: the next batch comes while the last one is in training.
+    share = config.companion.queue_bytes / 2 / max(1, hidden_bytes(model, tokens))
+    return round(tokens * min(1.0, share))
+
+
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     """A rollout batch on its way to the companion, at most: of one that is too large, a sample."""
-    section = config.companion
-    # Half of the queue: the next batch comes while the last one is in training.
-    share = section.queue_bytes / 2 / max(1, hidden_bytes(model, tokens))
-    kept = round(tokens * min(1.0, share))
+    kept = _kept_tokens(config, model, tokens)
     if kept >= tokens:
         return hidden_bytes(model, tokens)
     # A sample leaves states out, never tokens; and each token has a weight.

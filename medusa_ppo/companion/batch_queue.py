@@ -37,6 +37,7 @@ class BatchQueue:
         self.max_bytes = max_bytes
         self.max_lag = max_lag
         self.nbytes = self.dropped = self._in_use = 0
+        self._used: Any = None
         self._batches: deque[Any] = deque()
         self._closed = False
         self._changed = threading.Condition()
@@ -76,19 +77,24 @@ class BatchQueue:
         a timeout it waits for either.
         """
         with self._changed:
-            self._in_use = 0
+            self._in_use, self._used = 0, None
             self._changed.wait_for(lambda: self._batches or self._closed, timeout_s)
             if not self._batches:
                 return None
             batch = self._batches.popleft()
             self.nbytes -= batch.nbytes
-            self._in_use = batch.nbytes
+            self._in_use, self._used = batch.nbytes, batch
             return batch
 
     def done(self) -> None:
         """The batch in use is let go."""
         with self._changed:
-            self._in_use = 0
+            self._in_use, self._used = 0, None
+
+    def held(self) -> list[Any]:
+        """The batches that are in use or wait, in their order."""
+        with self._changed:
+            return [*([] if self._used is None else [self._used]), *self._batches]
 
     def close(self) -> None:
         """Wake everybody who waits; later batches are dropped."""

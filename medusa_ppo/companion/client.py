@@ -33,14 +33,17 @@ from medusa_ppo.companion.wire import (
     HANG_S,
     Answer,
     ServiceArguments,
+    batch_token_ids,
     pack,
     pack_tables,
+    table_rows,
     unpack,
 )
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
+from medusa_ppo.feeds.actor_sketch import sketch_rows
 from medusa_ppo.feeds.feed_manifest import FeedActor
 from medusa_ppo.feeds.http_feed import absolute, require_feed
 from medusa_ppo.runtime.files import OwnedFolder
@@ -60,6 +63,7 @@ class CompanionClient:
     Attributes:
         shared: it trains on cores or a device that the loop uses too, and so gives way while
             responses are generated.
+        table_bytes: of the actor's tables, that went to the companion since it was started.
     """
 
     def __init__(
@@ -109,6 +113,8 @@ class CompanionClient:
         self._seed = seed
         self._hang_s = hang_s
         self._ahead = heads.num_heads
+        # Heads that have their own are multiplied by these; the actor's own distribution is not.
+        self._reads_lm_head = heads.lm_head == "shared" or config.loss.startswith("kl")
         self._row_bytes = heads.hidden_size * lm_head_VD.element_size() + ROW_BYTES
         self._step_s = 0.0
         self._last_came = time.monotonic()
@@ -133,9 +139,18 @@ class CompanionClient:
             hang_s=hang_s,
             **served,
         )
-        self._tables = ray.put(pack_tables(lm_head_VD, embedding_VD))
+        self._first_tables = ray.put(pack_tables(lm_head_VD, embedding_VD))
         # A companion that is started again is built from it; Ray frees what nobody holds.
-        self._first = ray.put((arguments, self._tables))
+        self._first = ray.put((arguments, self._first_tables))
+        # The loop's own, from which each batch takes its rows; None: they are what they were at the
+        # start.
+        self._live: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        # Drafts come from these tokens after the batch of this number, None: any; and tokens of the
+        # batches behind it, which may become some of them.
+        self._draft_ids: torch.Tensor | None = None
+        self._recent: deque[tuple[int, torch.Tensor]] = deque()
+        self._rows: tuple[int, ray.ObjectRef, int] | None = None
+        self.table_bytes = 0
         self._actor = _remote_actor(config, self._first, self._group)
         self._incarnations = {self._started()}
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
@@ -177,6 +192,10 @@ class CompanionClient:
             rollouts, self._sample(sum(len(response.token_ids) for response in rollouts.responses))
         )
         self._left_out += collector.left_out
+        if self._live is not None and self._usable():
+            with self._guard("could not take the actor's tables"):
+                # Now: what is scored only in part is handed over after the next update.
+                self._rows = rollouts.policy_version, *self._put_rows(collector.token_ids())
         return collector
 
     def _sample(self, tokens: int) -> EarlySample | None:
@@ -222,16 +241,42 @@ class CompanionClient:
                         (self._call("submit", INTAKE, *self._handed(batch)), batch.nbytes)
                     )
                     return
+        self._rows = None
         self._lost += 1
 
     def _handed(self, batch: RolloutBatch) -> tuple[Any, ...]:
-        """A batch and the tables as the companion takes them: one worker by value, several by
-        reference.
+        """A batch and what it needs of the tables, as the companion takes them: one worker by
+        value, several by reference.
         """
+        ids = batch_token_ids(batch.response_ids_M, batch.before_ids_X)
+        rows, self._rows = self._rows, None
+        tables = None if self._config.workers == 1 else self._first_tables
+        if self._live is not None:
+            if rows is None or rows[0] != batch.policy_version:
+                rows = batch.policy_version, *self._put_rows(ids)
+            _, tables, nbytes = rows
+            self.table_bytes += nbytes
+        self._recent.append((self._sent, ids))
         packed = ray.put(pack(batch))
         if self._config.workers == 1:
-            return packed, self._tables
-        return (HandedBatch([packed], [self._tables], batch.nbytes, batch.policy_version),)
+            return packed, tables, self._sent
+        handed = HandedBatch([packed], [tables], batch.nbytes, batch.policy_version, self._sent)
+        return (handed,)
+
+    def _put_rows(self, ids: torch.Tensor) -> tuple[ray.ObjectRef, int]:
+        """Rows of the tables for a batch with these tokens, packed, and their bytes."""
+        assert self._live is not None, "the tables have changed"
+        draft_ids = self._draft_ids if self._reads_lm_head else torch.zeros(0, dtype=torch.int64)
+        if draft_ids is not None:
+            # A batch makes only those of its own tokens drafts that weren't yet.
+            draft_ids = torch.cat([draft_ids, *(recent for _, recent in self._recent)])
+        lm_head_VD, embedding_VD = self._live
+        if draft_ids is not None:
+            # For the feed's manifest, which says whose heads these are.
+            sketched = torch.tensor(sketch_rows(lm_head_VD.shape[0]))
+            draft_ids = torch.cat([draft_ids, sketched])
+        rows = table_rows(lm_head_VD, embedding_VD, ids, draft_ids, copied=False)
+        return ray.put(pack(rows)), rows.nbytes
 
     def update_lm_head(
         self,
@@ -240,11 +285,12 @@ class CompanionClient:
         *,
         embedding_VD: torch.Tensor | None = None,
     ) -> None:
-        """The actor's tables after an update; they go along with the next batches."""
+        """The actor's tables after an update, live or not. Nothing is copied here: each of the next
+        batches takes the rows along that it needs.
+        """
         logger.debug("Tables of policy version %d.", policy_version)
-        if self._usable():
-            with self._guard("could not take the lm_head"):
-                self._tables = ray.put(pack_tables(lm_head_VD, embedding_VD))
+        if self._reads_lm_head or embedding_VD is not None:
+            self._live = lm_head_VD, embedding_VD
 
     def newest(
         self, after_version: int, timeout_s: float = POLL_TIMEOUT_S
@@ -262,6 +308,11 @@ class CompanionClient:
             answer.error and answer.error != self._error
         ):  # A failure inside a companion that is alive.
             self._fail(answer.error)
+        self._draft_ids = (
+            None if answer.draft_ids is None else torch.from_numpy(answer.draft_ids.copy())
+        )
+        while self._recent and self._recent[0][0] <= answer.counted:
+            self._recent.popleft()
         if (
             self._sent == self._sent_before_poll
         ):  # Else a batch may have come in after the answer was given.

@@ -15,6 +15,7 @@ import torch
 from heads.errors import DataError
 from medusa_ppo.companion.holdout import cut_to_states
 from medusa_ppo.companion.positions import EarlySample
+from medusa_ppo.companion.wire import batch_token_ids
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts, copyable
 
@@ -61,6 +62,7 @@ class BatchCollector:
             int(wanted.sum()) if s in self._own else 0 for s, wanted in enumerate(self._wanted)
         ]
         self._hidden_MD: torch.Tensor | None = None
+        self._ids_M: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self.empty_responses = sum(self._seen)
         self.left_out = int((~wanted_M).sum())
@@ -164,6 +166,16 @@ class BatchCollector:
         self._hidden_MD.split(self._counts)[sequence].copy_(states_ND)
         self._seen[sequence] = True
 
+    def token_ids(self) -> torch.Tensor:
+        """The different tokens of the batch that will come of it, int64, ascending; of responses
+        that nobody scores, too.
+        """
+        if not self.kept:
+            return torch.zeros(0, dtype=torch.int64)
+        stateless = self._packed(torch.zeros(self.kept, 0), None)
+        cut = stateless if self.sample is None else cut_to_states(stateless)
+        return batch_token_ids(cut.response_ids_M, cut.before_ids_X)
+
     def batch(self, logprobs: Sequence[torch.Tensor] | None = None) -> RolloutBatch:
         """The packed batch of all responses whose states were taken.
 
@@ -189,8 +201,21 @@ class BatchCollector:
             )
         if self._copied is not None:
             self._copied.synchronize()  # Else the last states would still be on their way.
+        whole = self._packed(self._hidden_MD, logprobs)
+        seen_S = torch.tensor(
+            [seen for seen, length in zip(self._seen, self._lengths, strict=True) if length]
+        )
+        seen = whole if seen_S.all() else whole.select(seen_S.nonzero()[:, 0])
+        return replace(seen, weights_M=None) if self.sample is None else cut_to_states(seen)
+
+    def _packed(
+        self, hidden_MD: torch.Tensor, logprobs: Sequence[torch.Tensor] | None
+    ) -> RolloutBatch:
+        """All responses with a token, and these states of theirs."""
         responses = self._rollouts.responses
-        ids_M = torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64)
+        if self._ids_M is None:
+            ids = [t for r in responses for t in r.token_ids]
+            self._ids_M = torch.tensor(ids, dtype=torch.int64)
         logprobs_M = (
             torch.tensor([p for r in responses for p in r.logprobs], dtype=torch.float32)
             if logprobs is None
@@ -205,9 +230,9 @@ class BatchCollector:
             own_S = torch.tensor([s in self._own for s in range(len(self._lengths))])
             own_M = own_S.repeat_interleave(torch.tensor(self._lengths))
             weights_M = torch.where(own_M, torch.ones(()) if weights_M is None else weights_M, -1.0)
-        whole = RolloutBatch(
-            self._hidden_MD,
-            ids_M,
+        return RolloutBatch(
+            hidden_MD,
+            self._ids_M,
             logprobs_M,
             lengths_S,
             self._rollouts.policy_version,
@@ -220,11 +245,6 @@ class BatchCollector:
             before_ids_X=before_ids_X,
             before_S=before_S,
         )
-        seen_S = torch.tensor(
-            [seen for seen, length in zip(self._seen, self._lengths, strict=True) if length]
-        )
-        seen = whole if seen_S.all() else whole.select(seen_S.nonzero()[:, 0])
-        return replace(seen, weights_M=None) if self.sample is None else cut_to_states(seen)
 
     def _before(self, prompts_S: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What stood before each response, as `RolloutBatch` has it. A loop may number its prompts

@@ -36,6 +36,7 @@ from medusa_ppo.companion.gate import (
 from medusa_ppo.companion.holdout import AHEAD_TOKENS, hold_out, stretches
 from medusa_ppo.companion.positions import ReplayBuffer, sampled_share, with_tables
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
+from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.status import ReplayRow
@@ -180,6 +181,22 @@ class Cycle:
         self._level = 0.0
         self.team: Meeting | None = None
         self.evidence = Evidence()
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """Tokens that drafts come from, int64 `W`; None: any."""
+        return self._served.ids_W
+
+    def take_tables(self, tables: Any) -> None:
+        """The actor's tables after an update: both of them whole, or the rows that a batch needs.
+
+        Raises:
+            DataError: rows of another actor.
+        """
+        if isinstance(tables, TableRows):
+            self.trainer.set_rows(tables)
+        else:
+            self.trainer.set_tables(*tables)
 
     def join(self, team: Meeting) -> None:
         """From now on, learn together with these processes, which hold the same state and are given

@@ -14,26 +14,38 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from heads.errors import CompanionError, DataError
+import torch
+
+from heads.errors import CheckpointError, CompanionError, DataError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.parts_wire import (
     Part,
     PartHeader,
     Tables,
     Wish,
+    ids_text,
     joined,
     read_part,
     with_logprobs,
 )
 from medusa_ppo.companion.positions import ROW_BYTES
 from medusa_ppo.companion.service import CompanionService
-from medusa_ppo.companion.wire import ServiceArguments, pack, pack_tables
+from medusa_ppo.companion.wire import (
+    ServiceArguments,
+    TableRows,
+    batch_token_ids,
+    joined_rows,
+    pack,
+    pack_tables,
+)
 from medusa_ppo.contract.status import CompanionStatus
+from medusa_ppo.feeds.actor_sketch import sketch_rows
 from medusa_ppo.runtime.files import OwnedFolder
 
 logger = logging.getLogger(__name__)
 
 FLOAT32_BYTES = 4
+INT64_BYTES = 8
 HEADER_ROOM = 1 << 16
 
 
@@ -80,9 +92,10 @@ class CompanionDesk:
 
     @property
     def most_bytes(self) -> int:
-        """Of a part's file: the tables in float32, and what the queue holds."""
+        """Of a part's file: all rows of the tables in float32, and what the queue holds."""
         tables = FLOAT32_BYTES * self._heads.vocab_size * self._heads.hidden_size
-        return HEADER_ROOM + 2 * tables + self._config.queue_bytes
+        ids = INT64_BYTES * self._heads.vocab_size
+        return HEADER_ROOM + 2 * (tables + ids) + self._config.queue_bytes
 
     def reserve(self, nbytes: int) -> bool:
         """Room for a part that is coming; `give_back` follows. False: there is none now."""
@@ -104,8 +117,14 @@ class CompanionDesk:
             DataError, CheckpointError: as `read_part`.
             CompanionError: there is no companion any more.
         """
-        part = read_part(path, header, self._heads.hidden_size, self._heads.vocab_size)
-        if part.tables is not None and self._heads.needs_embedding and part.tables[1] is None:
+        try:
+            part = read_part(path, header, self._heads.hidden_size, self._heads.vocab_size)
+        except (DataError, CheckpointError) as error:
+            # The tap hears of it, and so does whoever looks at the companion.
+            with self._lock:
+                self._tell(f"Rows of process {header.rank} were refused: {error.given}")
+            raise
+        if self._heads.needs_embedding and not _has_embedding(part.tables):
             raise DataError(
                 "These heads read the actor's embedding, which did not come.",
                 given="an lm_head alone",
@@ -137,6 +156,7 @@ class CompanionDesk:
             vocab=self._heads.vocab_size,
             embedding=self._heads.needs_embedding,
             tables_version=self._tables_version,
+            draft_ids=ids_text(self._draft_ids(), self._heads.vocab_size),
             trained=status.batches_trained,
             published=status.versions_published,
             problem=(status.error or self._note)[:2000],
@@ -165,6 +185,17 @@ class CompanionDesk:
     def _held(self) -> int:
         return sum(part.batch.nbytes for part in self._parts)
 
+    def _draft_ids(self) -> torch.Tensor | None:
+        """Tokens that drafts of the next batch may come from; None: any."""
+        with self._lock:
+            waiting = [part.batch.response_ids_M for part in self._parts]
+        ids = self._service.draft_ids()
+        if ids is None:
+            return None
+        # For the feed's manifest, which says whose heads these are.
+        sketched = torch.tensor(sketch_rows(self._heads.vocab_size))
+        return batch_token_ids(ids, sketched, *waiting)
+
     def _together(self, part: Part) -> bool:
         """It is of the step of those that wait, and none of its own process is there yet."""
         if not self._parts:
@@ -181,18 +212,34 @@ class CompanionDesk:
         if not parts:
             return
         header = parts[0].header
-        for part in parts:
-            if part.tables is not None:
-                self._tables = part.tables
-                self._tables_version = header.tables_version
-                kept = part.tables if self._heads.needs_embedding else (part.tables[0], None)
-                self._packed_tables = pack_tables(*kept)
-        if self._tables_version != header.tables_version:
-            self._dropped += 1
-            self._tell(
-                f"A step's rows came without the tables of their actor (version"
-                f" {header.tables_version}): the first process did not send, and nothing is"
-                " learned from them."
+        whole = [part.tables for part in parts if isinstance(part.tables, tuple)]
+        rows = [part.tables for part in parts if isinstance(part.tables, TableRows)]
+        some = False
+        if whole:
+            self._tables = whole[-1]
+            self._tables_version = header.tables_version
+            kept = self._tables if self._heads.needs_embedding else (self._tables[0], None)
+            self._packed_tables = pack_tables(*kept)
+        elif self._tables_version != header.tables_version:
+            # The first process has the rows that drafts come from, others those of their own ids.
+            if not any(part.header.rank == 0 and part.tables is not None for part in parts):
+                self._drop(
+                    f"A step's rows came without the tables of their actor (version"
+                    f" {header.tables_version}): the first process did not send, and nothing is"
+                    " learned from them."
+                )
+                return
+            found = joined_rows(rows)
+            some = found.lm_head_ids_R is not None
+            if not some:
+                self._tables = found.lm_head_RD, self._tables[1]
+            # What is there now is of several versions, but for what this batch reads.
+            self._tables_version = None
+            self._packed_tables = pack(found)
+        if some and not all(part.has_logprobs for part in parts):
+            self._drop(
+                "A step's rows came without log-probs and with some rows of lm_head, and log-probs"
+                " follow from all of them: nothing is learned from it."
             )
             return
         now = self._clock()
@@ -201,6 +248,10 @@ class CompanionDesk:
         batch = joined([with_logprobs(part, self._tables[0], self._device) for part in parts])
         self._service.submit(pack(batch), self._packed_tables)
         self._note = ""
+
+    def _drop(self, problem: str) -> None:
+        self._dropped += 1
+        self._tell(problem)
 
     def _tell(self, problem: str) -> None:
         if problem != self._note:
@@ -220,3 +271,10 @@ class CompanionDesk:
             # Less than an optimizer step is not worth judging.
             rows = min(rows, max(in_time, self._config.batch_positions))
         return rows
+
+
+def _has_embedding(tables: Tables | TableRows | None) -> bool:
+    """Heads that read it can learn with these; None: with those from before."""
+    if isinstance(tables, TableRows):
+        return tables.tied or tables.embedding_ED is not None
+    return tables is None or tables[1] is not None

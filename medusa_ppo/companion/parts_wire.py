@@ -2,8 +2,8 @@
 batch as a safetensors file and a small header in JSON; back comes what the companion wants next.
 
     header   who sends it, of which step and policy, and how the responses were sampled
-    file     states, tokens, lengths, ... as `RolloutBatch` names them; and the actor's tables,
-             where they have changed
+    file     states, tokens, lengths, ... as `RolloutBatch` names them; and of the actor's tables,
+             where they have changed, the rows that are read (`TableRows`), or all
 
 Whoever reads it treats all of it as hostile: names, dtypes and shapes are compared with the actor's
 before anything is read, numbers have bounds, and nothing is ever unpickled.
@@ -13,25 +13,30 @@ Shape letters as in `medusa_ppo.contract.rollout_batch`.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from heads.errors import DataError
 from heads.heads_config import GAP
 from heads.tensorfile import Header, read_header, read_tensors, save_state
-from medusa_ppo.companion.wire import tied
+from medusa_ppo.companion.wire import TableRows, tied
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 MOST_HEADER_BYTES = 1 << 16
 MOST_TEMPERATURE = 100.0
 STATES = ("F32", "BF16", "F16")
 LM_HEAD, EMBEDDING = "lm_head_VD", "embedding_VD"
+LM_HEAD_ROWS, LM_HEAD_IDS = "lm_head_RD", "lm_head_ids_R"
+EMBEDDING_ROWS, EMBEDDING_IDS = "embedding_ED", "embedding_ids_E"
 INT64, INT32, FLOAT32 = ("I64",), ("I32",), ("F32",)
 BATCH: dict[str, tuple[tuple[str, ...], str]] = {
     "hidden_MD": (STATES, "MD"),
@@ -44,10 +49,18 @@ BATCH: dict[str, tuple[tuple[str, ...], str]] = {
     "weights_M": (FLOAT32, "M"),
     LM_HEAD: (STATES, "VD"),
     EMBEDDING: (STATES, "VD"),
+    LM_HEAD_ROWS: (STATES, "RD"),
+    LM_HEAD_IDS: (INT64, "R"),
+    EMBEDDING_ROWS: (STATES, "ED"),
+    EMBEDDING_IDS: (INT64, "E"),
 }
 """Tensors of a part: their dtypes, and their sizes by letter."""
 NEEDED = ("hidden_MD", "response_ids_M", "lengths_S", "prompts_S", "before_ids_X", "before_S")
 TABLES = (LM_HEAD, EMBEDDING)
+ROW_PAIRS = ((LM_HEAD_ROWS, LM_HEAD_IDS), (EMBEDDING_ROWS, EMBEDDING_IDS))
+"""Rows, and whose they are."""
+MOST_DRAFT_IDS = 40_000
+"""Letters of a wish for tokens that drafts come from; where it takes more, all rows are wanted."""
 LOGPROB_ROWS = 1024
 """Rows whose logits over the whole vocabulary are there at once."""
 Tables = tuple[torch.Tensor, torch.Tensor | None]
@@ -100,7 +113,9 @@ class Wish(_Message):
         ahead: rows further on from which heads learn.
         hidden, vocab: of the actor that it was started for.
         embedding: its heads read the embedding.
-        tables_version: of the tables that it has from a tap; None: none yet.
+        tables_version: of the tables that it has whole from a tap; None: none yet.
+        draft_ids: tokens that drafts may come from in the next batch, as `ids_text` writes them:
+            of lm_head only their rows and those of the batch's own tokens are read. Empty: any.
         trained, published: batches that it has learned from, and versions.
         problem: what failed last; empty: nothing.
     """
@@ -111,9 +126,42 @@ class Wish(_Message):
     vocab: Whole
     embedding: bool
     tables_version: Whole | None = None
+    draft_ids: Annotated[str, Field(max_length=MOST_DRAFT_IDS)] = ""
     trained: Whole = 0
     published: Whole = 0
     problem: Annotated[str, Field(max_length=2000)] = ""
+
+
+def ids_text(ids: torch.Tensor | None, vocab: int) -> str:
+    """Some tokens of a vocabulary as text; empty for None, and where it would be long."""
+    if ids is None:
+        return ""
+    mask_V = np.zeros(vocab, dtype=bool)
+    mask_V[ids.numpy()] = True
+    text = base64.b64encode(zlib.compress(np.packbits(mask_V).tobytes())).decode()
+    return text if len(text) <= MOST_DRAFT_IDS else ""
+
+
+def ids_of_text(text: str, vocab: int) -> torch.Tensor | None:
+    """What `ids_text` was given. DataError for other text."""
+    if not text:
+        return None
+    size = -(-vocab // 8)
+    try:
+        packed = base64.b64decode(text, validate=True)
+        unpacker = zlib.decompressobj()
+        # One byte more than there may be: it ends only where nothing is left.
+        data = unpacker.decompress(packed, size + 1)
+        if len(data) != size or unpacker.unconsumed_tail or not unpacker.eof:
+            raise ValueError(f"not {size} bytes")
+    except (ValueError, zlib.error) as error:
+        raise DataError(
+            "These are no tokens of a vocabulary.",
+            given=f"{text[:40]!r}: {error}",
+            expected=f"a mask of {vocab} tokens",
+            do="Run the same release of medusa-ppo at both ends.",
+        ) from error
+    return torch.from_numpy(np.unpackbits(np.frombuffer(data, np.uint8))[:vocab].nonzero()[0])
 
 
 def read_message(kind: type[Any], text: str | bytes) -> Any:
@@ -150,12 +198,28 @@ def batch_tensors(batch: RolloutBatch, *, logprobs: bool) -> dict[str, torch.Ten
 
 
 def write_part(
-    path: Path, tensors: dict[str, torch.Tensor], tables: Tables | None, header: PartHeader
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    tables: Tables | TableRows | None,
+    header: PartHeader,
 ) -> PartHeader:
     """Write a part's file. CheckpointError for NaN and infinity. Returns the header that goes with
     it.
+
+    Args:
+        tables: of the actor that gave the states, where they have changed: the rows that this part
+            needs (`table_rows` with the wish's `draft_ids`), or both whole; None: as before.
     """
-    if tables is not None:
+    if isinstance(tables, TableRows):
+        found = {
+            LM_HEAD if tables.lm_head_ids_R is None else LM_HEAD_ROWS: tables.lm_head_RD,
+            LM_HEAD_IDS: tables.lm_head_ids_R,
+            EMBEDDING_ROWS: tables.embedding_ED,
+            EMBEDDING_IDS: tables.embedding_ids_E,
+        }
+        tensors = tensors | {name: value for name, value in found.items() if value is not None}
+        header = header.model_copy(update={"tied": tables.tied})
+    elif tables is not None:
         lm_head_VD, embedding_VD = tables
         tensors = tensors | {LM_HEAD: lm_head_VD}
         if embedding_VD is not None and not tied(lm_head_VD, embedding_VD):
@@ -173,12 +237,12 @@ class Part:
 
     Attributes:
         batch: its rows; log-probs of 0 where `has_logprobs` says that none came.
-        tables: of the actor that wrote it, where they came.
+        tables: of the actor that wrote it, where they came: both whole, or rows of them.
     """
 
     header: PartHeader
     batch: RolloutBatch
-    tables: Tables | None
+    tables: Tables | TableRows | None
     has_logprobs: bool
 
 
@@ -194,6 +258,7 @@ def read_part(path: Path, header: PartHeader, hidden: int, vocab: int) -> Part:
     _check_values(tensors, sizes["X"], vocab)
     lm_head_VD = tensors.pop(LM_HEAD, None)
     embedding_VD = tensors.pop(EMBEDDING, None)
+    rows = {name: tensors.pop(name, None) for pair in ROW_PAIRS for name in pair}
     has_logprobs = "logprobs_M" in tensors
     tensors.setdefault("logprobs_M", torch.zeros(sizes["M"]))
     batch = RolloutBatch(
@@ -204,8 +269,11 @@ def read_part(path: Path, header: PartHeader, hidden: int, vocab: int) -> Part:
         left_out=header.left_out,
         **tensors,
     )
-    tables = None
-    if lm_head_VD is not None:
+    tables: Tables | TableRows | None = None
+    if rows[LM_HEAD_ROWS] is not None or rows[EMBEDDING_ROWS] is not None:
+        lm_head_RD = lm_head_VD if rows[LM_HEAD_ROWS] is None else rows[LM_HEAD_ROWS]
+        tables = TableRows(**{**rows, LM_HEAD_ROWS: lm_head_RD}, tied=header.tied)
+    elif lm_head_VD is not None:
         tables = lm_head_VD, lm_head_VD if header.tied else embedding_VD
     return Part(header, batch, tables, has_logprobs)
 
@@ -221,6 +289,12 @@ def _sizes(found: Header, hidden: int, vocab: int) -> dict[str, int]:
         raise _refused(given[:500], f"{', '.join(NEEDED)}; and perhaps {more}")
     if EMBEDDING in found and LM_HEAD not in found:
         raise _refused("an embedding without an lm_head", "both tables, or the lm_head alone")
+    if any((rows in found) != (ids in found) for rows, ids in ROW_PAIRS):
+        raise _refused("rows of a table without their tokens, or these alone", "both, or neither")
+    twice = {LM_HEAD, LM_HEAD_ROWS} <= found.keys() or {EMBEDDING, EMBEDDING_ROWS} <= found.keys()
+    alone = EMBEDDING_ROWS in found and not {LM_HEAD, LM_HEAD_ROWS} & found.keys()
+    if twice or alone:
+        raise _refused("a table whole and in rows, or no lm_head", "each table once, lm_head among")
     for name, (dtype, shape) in found.items():
         dtypes, letters = BATCH[name]
         expected = tuple(
@@ -254,6 +328,13 @@ def _check_values(tensors: dict[str, torch.Tensor], before: int, vocab: int) -> 
                 f"{name} from {int(values.min())} to {int(values.max())}",
                 f"from {least} to {most}",
             )
+    for _, name in ROW_PAIRS:
+        ids = tensors.get(name)
+        if ids is None:
+            continue
+        rising = bool((ids.diff() > 0).all())
+        if not ids.numel() or not rising or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
+            raise _refused(f"{name} of {ids.numel()} tokens", f"rising, from 0 to {vocab - 1}")
     if int(lengths_S.sum()) != rows or int(before_S.sum()) != before:
         raise _refused(
             f"{int(lengths_S.sum())} tokens in responses, {int(before_S.sum())} before them",

@@ -311,8 +311,10 @@ def with_tables(
         ids_R = torch.cat(parts).unique()
 
     def rows(table_VD: torch.Tensor) -> torch.Tensor:
-        picked = table_VD if ids_R is None else table_VD[ids_R.to(table_VD.device)]
-        return picked.detach().to("cpu", batch.hidden_MD.dtype)
+        # A copy in any case: rows of later batches are written into the table itself.
+        if ids_R is None:
+            return table_VD.detach().to("cpu", batch.hidden_MD.dtype, copy=True)
+        return table_VD.detach()[ids_R.to(table_VD.device)].to("cpu", batch.hidden_MD.dtype)
 
     return replace(
         batch,

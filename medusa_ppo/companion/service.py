@@ -31,7 +31,14 @@ from heads.tensorfile import crc
 from medusa_ppo.companion.batch_queue import BatchQueue
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.giving_way import Pace
-from medusa_ppo.companion.wire import Answer, PackedTensor, ServiceArguments, pack, unpack
+from medusa_ppo.companion.wire import (
+    Answer,
+    PackedTensor,
+    ServiceArguments,
+    batch_token_ids,
+    pack,
+    unpack,
+)
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
@@ -56,10 +63,13 @@ EXIT_CODE = 70  # Of a process that ends itself to be started again.
 
 @dataclass(frozen=True)
 class QueuedBatch:
-    """A batch in the queue with the tables of its actor, packed (None: those from the start)."""
+    """A batch in the queue with the tables of its actor, or the rows of them that it needs, packed
+    (None: those from the start); and its number, as the client counts.
+    """
 
     batch: RolloutBatch
     tables: Any
+    number: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -103,6 +113,7 @@ class CompanionService:
         self._state_lock = threading.Lock()
         self._idle = threading.Condition()
         self._outstanding = self._received = self._dropped_before = self._unsaved = 0
+        self._counted = 0  # Number of the last batch that was learned from.
         self._train_s = self._worked_s = self._cpu_since_s = 0.0
         self._wanted_since_s = math.nan
         self._busy_since: float | None = None
@@ -134,19 +145,21 @@ class CompanionService:
         """Name of this incarnation of the process; changes when it was started again."""
         return self._incarnation
 
-    def submit(self, packed: Any, tables: Any = None) -> int:
+    def submit(self, packed: Any, tables: Any = None, number: int = 0) -> int:
         """Queue a batch. Never blocks; the oldest that wait go when they are too old or too many
         bytes (the next one counted).
 
         Args:
             packed: the batch, packed.
-            tables: the tables of the actor that gave the batch's states, packed; None: as before.
+            tables: of the actor that gave the batch's states, packed: both tables whole, or
+                `TableRows` that it needs; None: as before.
+            number: of the batch, as the caller counts.
 
         Returns:
             Bytes of the batches that wait or are in training now.
         """
         self._tables = tables or self._tables
-        return self._enqueue(QueuedBatch(unpack(packed), self._tables))
+        return self._enqueue(QueuedBatch(unpack(packed), self._tables, number))
 
     def _enqueue(self, batch: Any) -> int:
         with self._idle:
@@ -163,6 +176,9 @@ class CompanionService:
         stuck_s = (
             0.0 if self._busy_since is None or self._pace.held else time.monotonic() - self._beat
         )
+        # In this order: what a batch after it has added is told beside an older number, at worst.
+        counted = self._counted
+        draft_ids = self._cycle.draft_ids
         return Answer(
             published,
             self._error,
@@ -170,7 +186,18 @@ class CompanionService:
             self._queue.held_nbytes,
             self._cycle.version,
             stuck_s,
+            None if draft_ids is None else draft_ids.to(torch.int32).numpy(),
+            counted,
         )
+
+    def draft_ids(self) -> torch.Tensor | None:
+        """Tokens that drafts come from, and may come from once the batches that wait are counted,
+        int64, ascending; None: any.
+        """
+        with self._idle:
+            waiting = [queued.batch.response_ids_M for queued in self._queue.held()]
+        ids_W = self._cycle.draft_ids
+        return None if ids_W is None else batch_token_ids(ids_W, *waiting)
 
     def adopt(self, version: int, state: dict[str, PackedTensor]) -> None:
         """The engine drafts with these heads, and `version` was the last it was offered: training
@@ -296,6 +323,7 @@ class CompanionService:
                     self._worked_s + self._work_s(took_s),
                 )
                 self._busy_since = None
+                self._counted = batch.number
                 del batch  # Its shared memory must not wait for the next one.
                 self._queue.done()
                 with self._idle:
@@ -326,7 +354,7 @@ class CompanionService:
         # Its own tables, not the newest that came: with a backlog its states are of an earlier
         # policy.
         if batch.tables is not None and not _same(batch.tables, self._tables_used):
-            self._cycle.trainer.set_tables(*unpack(batch.tables))
+            self._cycle.take_tables(unpack(batch.tables))
             self._tables_used = batch.tables
         with all_cores(batch.batch.rising_s is not None):
             return self._cycle.run(batch.batch)
@@ -547,8 +575,12 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
 
 
 def _same(tables: Any, used: Any) -> bool:
-    """Both are one object of Ray's store: each call unpacks it anew, in the same place."""
-    return used is not None and tables[0].array.ctypes.data == used[0].array.ctypes.data
+    """Both are one object of Ray's store: each call unpacks it anew, in the same place. Rows are
+    those of one batch.
+    """
+    if not isinstance(tables, tuple) or not isinstance(used, tuple):
+        return tables is used
+    return tables[0].array.ctypes.data == used[0].array.ctypes.data
 
 
 def _ends_process(error: Exception) -> bool:

@@ -56,13 +56,14 @@ SAID_S = 3.0  # In which a member that broke the group has said so.
 @dataclass(frozen=True)
 class HandedBatch:
     """A batch as it lies in the leader's queue: references (in lists, so that Ray does not fetch
-    them) to it and to the tables, packed.
+    them) to it and to the tables, packed; and its number, as the client counts.
     """
 
     batch: list[ray.ObjectRef]
     tables: list[ray.ObjectRef]
     nbytes: int
     policy_version: int
+    number: int = 0
 
 
 def actor_options(config: CompanionConfig, group: Any, index: int) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class CompanionWorker:
     def learn(self, handed: HandedBatch) -> CycleReport:
         """Learn from a batch together with the others."""
         if handed.tables[0] != self._tables:
-            self._cycle.trainer.set_tables(*unpack(ray.get(handed.tables[0])))
+            self._cycle.take_tables(unpack(ray.get(handed.tables[0])))
             self._tables = handed.tables[0]
         return self._cycle.run(unpack(ray.get(handed.batch[0])))
 
@@ -157,7 +158,7 @@ class Leader(CompanionService):
         with self._state_lock:
             self._assemble()
 
-    def submit(self, batch: HandedBatch, tables: Any = None) -> int:
+    def submit(self, batch: HandedBatch, tables: Any = None, number: int = 0) -> int:
         """As `CompanionService.submit`; batch and tables stay in Ray's store until they are trained
         on.
         """

@@ -25,7 +25,7 @@ from heads.losses import LossConfig, Teacher, head_loss, known_lse
 from heads.modules import MedusaHeads, clip_per_head
 from medusa_ppo.companion.gate import RunningMean, under
 from medusa_ppo.companion.positions import TrainingRows, in_blocks, look_up
-from medusa_ppo.companion.wire import tied
+from medusa_ppo.companion.wire import TableRows, tied
 from medusa_ppo.config.companion_section import LOGITS_BYTES, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.runtime.rendezvous import Meeting
@@ -160,11 +160,63 @@ class HeadsTrainer:
         """Replace the actor's frozen tables."""
         dtype = torch.float32 if self.device.type == "cpu" and self._dtype is None else None
         self.lm_head_VD = lm_head_VD.detach().to(self.device, dtype)
+        # Where nothing is converted they stay the caller's own, which nobody writes into.
+        self._owns_lm_head = self.lm_head_VD.data_ptr() != lm_head_VD.data_ptr()
+        self._owns_embedding = False
         if embedding_VD is not None and tied(lm_head_VD, embedding_VD):
             self.embedding_VD: torch.Tensor | None = self.lm_head_VD
         else:
             self.embedding_VD = (
                 None if embedding_VD is None else embedding_VD.detach().to(self.device, dtype)
+            )
+            if self.embedding_VD is not None and embedding_VD is not None:
+                self._owns_embedding = self.embedding_VD.data_ptr() != embedding_VD.data_ptr()
+
+    def set_rows(self, rows: TableRows) -> None:
+        """Take over rows of the actor's tables; those that did not come stay what they are.
+
+        Raises:
+            DataError: they are of another actor.
+        """
+        self._check_rows(rows.lm_head_RD, rows.lm_head_ids_R)
+        if rows.embedding_ED is not None:
+            self._check_rows(rows.embedding_ED, rows.embedding_ids_E)
+        # What was made of the rows before.
+        self._products = {}
+        if self.embedding_VD is not None and rows.embedding_ED is not None:
+            # Once: what was given may lie in Ray's store, or be the loop's own.
+            if not self._owns_embedding:
+                self.embedding_VD = self.embedding_VD.clone()
+                self._owns_embedding = True
+            self._write_rows(self.embedding_VD, rows.embedding_ids_E, rows.embedding_ED)
+        if rows.lm_head_ids_R is None:
+            self.lm_head_VD = rows.lm_head_RD.to(self.device, self.lm_head_VD.dtype)
+            self._owns_lm_head = False
+        else:
+            if not self._owns_lm_head:
+                self.lm_head_VD = self.lm_head_VD.clone()
+                self._owns_lm_head = True
+            self._write_rows(self.lm_head_VD, rows.lm_head_ids_R, rows.lm_head_RD)
+        if self.embedding_VD is not None and rows.tied:
+            self.embedding_VD = self.lm_head_VD
+            self._owns_embedding = False
+
+    def _write_rows(
+        self, table_VD: torch.Tensor, ids: torch.Tensor | None, rows: torch.Tensor | None
+    ) -> None:
+        if ids is not None and rows is not None:
+            table_VD.index_copy_(0, ids.to(self.device), rows.to(self.device, table_VD.dtype))
+
+    def _check_rows(self, rows: torch.Tensor, ids: torch.Tensor | None) -> None:
+        vocab, hidden = self.lm_head_VD.shape
+        count = vocab if ids is None else ids.numel()
+        inside = ids is None or not count or 0 <= int(ids.min()) <= int(ids.max()) < vocab
+        if rows.shape != (count, hidden) or not inside:
+            raise DataError(
+                "The rows of the actor's tables do not fit the heads.",
+                given=f"rows {tuple(rows.shape)} of {'all' if ids is None else count} tokens",
+                expected=f"width {hidden}, tokens below {vocab}",
+                do="Use heads made for this actor.",
             )
 
     def train_batch(

@@ -8,6 +8,7 @@ the other side reads them in place. A rollout batch has gigabytes of hidden stat
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -99,6 +100,93 @@ def pack_tables(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None) -> 
 
 
 @dataclass(frozen=True)
+class TableRows:
+    """What a batch needs of the tables of the actor that wrote it, in the actor's dtype; the rows
+    that nobody reads don't travel. Shape letters: R, E some tokens.
+
+    Attributes:
+        lm_head_RD: rows of lm_head, of tokens that drafts come from and of the batch's own.
+        lm_head_ids_R: int64, whose they are, ascending; None: `lm_head_RD` is all of it.
+        embedding_ED, embedding_ids_E: the same of the embedding, of the batch's own tokens; None:
+            the heads don't read it, or it is tied.
+        tied: the embedding is the lm_head, whose rows are there once.
+    """
+
+    lm_head_RD: torch.Tensor
+    lm_head_ids_R: torch.Tensor | None = None
+    embedding_ED: torch.Tensor | None = None
+    embedding_ids_E: torch.Tensor | None = None
+    tied: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        parts = (self.lm_head_RD, self.lm_head_ids_R, self.embedding_ED, self.embedding_ids_E)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def table_rows(
+    lm_head_VD: torch.Tensor,
+    embedding_VD: torch.Tensor | None,
+    batch_ids: torch.Tensor,
+    draft_ids: torch.Tensor | None,
+    *,
+    copied: bool = True,
+) -> TableRows:
+    """The rows of an actor's tables that a batch needs, on the host. The tables may be anywhere, of
+    any actor that has them whole in this process.
+
+    Args:
+        lm_head_VD, embedding_VD: the tables; the embedding only for heads that read it.
+        batch_ids: int64, all tokens of the batch (`batch_token_ids`).
+        draft_ids: int64, the tokens that drafts may come from; None: any, which needs all of
+            lm_head.
+        copied: the tables may change afterwards; False: what is returned is used at once.
+    """
+
+    def picked(table_VD: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return table_VD.detach().index_select(0, ids.to(table_VD.device)).to("cpu")
+
+    own = batch_ids.unique()
+    one_table = embedding_VD is not None and tied(lm_head_VD, embedding_VD)
+    embedding_ED = embedding_ids_E = None
+    if embedding_VD is not None and not one_table:
+        embedding_ED, embedding_ids_E = picked(embedding_VD, own), own
+    lm_head_ids_R = None
+    if draft_ids is None:
+        lm_head_RD = lm_head_VD.detach().to("cpu", copy=copied)
+    else:
+        lm_head_ids_R = torch.cat([draft_ids.to(torch.int64), own]).unique()
+        lm_head_RD = picked(lm_head_VD, lm_head_ids_R)
+    return TableRows(lm_head_RD, lm_head_ids_R, embedding_ED, embedding_ids_E, one_table)
+
+
+def joined_rows(parts: Sequence[TableRows]) -> TableRows:
+    """Rows that several processes sent, as one. All of one actor, at one time."""
+
+    def joined(found: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [part for part in found if part is not None]
+        return torch.cat(there) if there else None
+
+    # One that has all of lm_head is enough.
+    whole = [part for part in parts if part.lm_head_ids_R is None]
+    heads = whole[:1] or parts
+    return TableRows(
+        torch.cat([part.lm_head_RD for part in heads]),
+        joined(part.lm_head_ids_R for part in heads),
+        joined(part.embedding_ED for part in parts),
+        joined(part.embedding_ids_E for part in parts),
+        heads[0].tied,
+    )
+
+
+def batch_token_ids(*ids: torch.Tensor | None) -> torch.Tensor:
+    """The different tokens among these, int64, ascending; gaps are none."""
+    found = torch.cat([part.flatten().to(torch.int64) for part in ids if part is not None])
+    return found[found >= 0].unique()
+
+
+@dataclass(frozen=True)
 class ServiceArguments:
     """What a companion is built from, and built again from after a crash.
 
@@ -142,6 +230,8 @@ class Answer:
         held_bytes: of the batches that wait or are in training.
         version: of its serving heads.
         stuck_s: seconds since the training thread was last seen at work, while it should be.
+        draft_ids: int32, tokens that drafts came from after the batch with the number `counted`, as
+            the client counts; None: any.
     """
 
     published: PublishedHeads | None
@@ -150,3 +240,5 @@ class Answer:
     held_bytes: int = 0
     version: int = 0
     stuck_s: float = 0.0
+    draft_ids: np.ndarray | None = None
+    counted: int = 0

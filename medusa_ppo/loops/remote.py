@@ -217,7 +217,13 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
         )
     # Existing heads are served as they are: a restart must not begin with fresh ones.
     if not (Path(heads) / "config.json").is_file():
-        MedusaPlugin.prepare_heads(config, load_actor(model), heads)
+        lm_head_VD, _ = read_tables(model)
+        save_heads(
+            heads,
+            heads_for_table(config, lm_head_VD),
+            lm_head_VD=lm_head_VD,
+            metadata={"start": config.heads.path or "zero"},
+        )
     # The address that was checked comes last, so that it counts: vLLM takes the last one, and
     # abbreviations.
     flags = [

@@ -405,6 +405,8 @@ class MedusaPlugin:
             if self._companion is not None:
                 self._decision = self.budget.decide() if self.budget else Decision()
                 if self._wants_states:
+                    # Those that stayed here while nothing was trained.
+                    self._send_tables(rollouts.policy_version)
                     self._collector = self._companion.collector(rollouts)
                     self.empty_responses += self._collector.empty_responses
         return self._collector
@@ -615,11 +617,14 @@ class MedusaPlugin:
             or self._heads is None
         ):
             return
-        self._tables_sent, embedding_VD = True, _embedding(self._tables, self._heads.config)
-        if self._heads.config.lm_head == "shared" or embedding_VD is not None:
-            self._companion.update_lm_head(
-                self._tables[0].detach(), policy_version, embedding_VD=embedding_VD
-            )
+        self._tables_sent = True
+        # The loop's own tensors, not views of them now: it may carry them to another device
+        # before their rows are read.
+        self._companion.update_lm_head(
+            self._tables[0],
+            policy_version,
+            embedding_VD=_embedding(self._tables, self._heads.config),
+        )
 
     @contextlib.contextmanager
     def _exposed(self) -> Iterator[None]:
@@ -708,7 +713,7 @@ def heads_for_table(config: RunConfig, lm_head_VD: torch.Tensor) -> MedusaHeads:
 
 
 def _embedding(tables_VD: Tables, config: HeadsConfig) -> torch.Tensor | None:
-    return tables_VD[1].detach() if config.needs_embedding and tables_VD[1] is not None else None
+    return tables_VD[1] if config.needs_embedding else None
 
 
 def _tables(model: Actor, config: HeadsConfig | None) -> Tables:

@@ -130,7 +130,8 @@ def test_each_statement_names_its_function_and_a_test_names_it(name: str, text: 
     root = PAGE.parents[1]
     for file, function in code:
         source = (root / file).read_text()
-        assert not function or re.search(rf"^(?:def|class) {function}\b", source, re.MULTILINE), (
+        assert function, f"{name} names {file} alone, and no function of it"
+        assert re.search(rf"^(?:def|class) {function}\b", source, re.MULTILINE), (
             f"{name}: {file} has no {function}"
         )
     assert any(

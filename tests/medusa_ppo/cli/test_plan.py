@@ -157,7 +157,7 @@ def test_a_plan_adds_up(folder: Path) -> None:
         next(move for move in sent.moves if move.what == "actor weights").route
         == "PPO loop to each engine, broadcast in buckets"
     )
-    assert moves["lm_head and embedding"].size == 2 * 100 * 32 * 4
+    assert moves["rows of lm_head and embedding, at most"].size == 2 * 100 * 32 * 4
     assert plan.response_tokens == 32 * 4 * 96
     without = make_plan(
         build_config({"model": {"path": str(folder)}, "companion": {"enabled": False}}), GPUS
@@ -230,7 +230,10 @@ def test_workers_of_the_companion_are_planned(folder: Path) -> None:
     assert alone.gpu_memory < alone.memory
     moves, before = ({move.what: move for move in p.moves} for p in (plan, one))
     assert moves["hidden states"].total == 3 * before["hidden states"].total
-    assert moves["lm_head and embedding"].total == 3 * before["lm_head and embedding"].total
+    assert (
+        moves["rows of lm_head and embedding, at most"].total
+        == 3 * before["rows of lm_head and embedding, at most"].total
+    )
     steps = 3 * (32 * 4 * 96 // 1024)
     assert moves["gradients, summed"].total == 2 * 2 * steps * 4 * heads_parameters(plan.heads)
 

@@ -234,6 +234,30 @@ def test_killed_companion_comes_back_from_its_checkpoint(chain, client_of, tmp_p
     assert client.newest(0).version >= before.version
 
 
+@pytest.mark.slow
+def test_one_that_dies_while_it_judges_is_started_again(chain, client_of, tmp_path: Path) -> None:
+    """It stands still for the loop at the first piece of the replay, and is killed there."""
+    task = chain()
+    client = client_of(task, tmp_path, on_error="disable")
+    assert client.shared
+    client.give_way(True)
+    # Of few prompts: what was made before is judged ahead of the training.
+    client.submit(task.batch(4))
+    assert until(lambda: client.status().train_s > 0)
+    assert client.status().optimizer_steps == 0
+    pid = pid_of(client)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    assert client.newest(0) is None
+    assert time.monotonic() - began < 10, "the loop goes on"
+    client.give_way(False)
+    assert until(lambda: client.status().alive and pid_of(client) != pid)
+    status = client.status()
+    assert status.restarts == 1 and status.batches_trained == 0
+    client.submit(task.batch())
+    assert client.drain(60) and client.status().batches_trained == 1
+
+
 def test_stopped_companion_costs_a_short_poll_and_is_started_again(
     chain, client_of, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 
-from heads.errors import CompanionError, ConfigError
+from heads.errors import CheckpointError, CompanionError, ConfigError, DataError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.companion_link import (
     COMPANION_TOKEN,
@@ -155,6 +155,44 @@ def test_bytes_on_their_way_have_a_bound(
     desk.give_back(most)
     put(desk, part_of(task), (task.lm_head_VD, None), header(ranks=2, rank=0))
     assert not desk.reserve(most - 10), "what waits for the others counts"
+
+
+def test_a_state_that_is_nan_on_one_rank_is_told_and_the_others_are_learned_from(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    tables = task.lm_head_VD, None
+    for number, ranks in ((0, 2), (1, 2)):
+        put(desk, part_of(task, 32), tables, header(number, ranks=ranks, rank=0))
+        if number:
+            break
+        path = desk.folder / "incoming"
+        told = write_part(
+            path, batch_tensors(part_of(task), logprobs=True), None, header(0, ranks=2, rank=1)
+        )
+        data = bytearray(path.read_bytes())
+        # Of a tap that writes it all the same, whose release has no look at its states.
+        data[-4:] = b"\xff\xff\xff\xff"
+        path.write_bytes(data)
+        with pytest.raises((DataError, CheckpointError)):
+            desk.take(path, told)
+        assert "process 1" in desk.wish().problem
+    # The first step went when the second one's came, with what there was of it.
+    assert desk.drain(60) and received(desk) == 1
+    assert desk.status().batches_trained == 1 and not desk.status().error
+
+
+def test_ranks_of_different_lengths_and_one_that_taps_nothing(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    tables = task.lm_head_VD, None
+    for number in range(3):
+        # Rank 2 has no row of this step, and sends nothing at all.
+        put(desk, part_of(task, 40), tables, header(number, ranks=3, rank=0))
+        put(desk, part_of(task, 3), None, header(number, ranks=3, rank=1))
+    assert desk.drain(60) and received(desk) == 2, "the last one waits for the next step"
+    status = desk.status()
+    assert status.batches_trained == 2 and not status.error
+    assert desk.wish().tables_version == 1
 
 
 def test_over_http(served: tuple[CompanionDesk, str], task: ChainTask, tmp_path: Path) -> None:
