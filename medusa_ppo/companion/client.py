@@ -260,6 +260,7 @@ class CompanionClient:
         packed = ray.put(pack(batch))
         if self._config.workers == 1:
             return packed, tables, self._sent
+        assert tables is not None, "several workers are given the first tables, too"
         handed = HandedBatch([packed], [tables], batch.nbytes, batch.policy_version, self._sent)
         return (handed,)
 
