@@ -21,7 +21,6 @@ from heads.checkpoint import remove_directory
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import DTYPES, Actor, load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader
-from medusa_ppo.config.actor_section import POLICY_ROLES
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.demo.actor_cache import actor_note, ensure_demo_actor
 from medusa_ppo.demo.pretraining import RECIPES
@@ -38,6 +37,7 @@ from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.generation import PromptStream, num_drafts
 from medusa_ppo.ppo.learner import Learner, PPOLearner
 from medusa_ppo.ppo.placement import ACTOR, REWARD
+from medusa_ppo.ppo.rank_roles import check_roles
 from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
@@ -115,13 +115,16 @@ class RunSession:
         )
         if resume:
             run_state.remove_unfinished(config.run_dir)
-        reward = make_reward(config.ppo, _device())
-        self._stack.callback(reward.close)
+        check_roles(config)
+        reward = None if config.reward_on_ranks else make_reward(config.ppo, _device())
         actor_path = self._folder_of(config.model.path)
         tokenizer = load_tokenizer(actor_path)
         reader = ImageReader.load(actor_path, tokenizer) if config.data.images else None
         streams = self._streams(tokenizer, reader)
-        learner = self._learner(actor_path, reader)
+        learner, of_ranks = self._learner(actor_path, reader)
+        reward = reward or of_ranks
+        assert reward is not None, "here or on the ranks"
+        self._stack.callback(reward.close)
         lines = None
         if resume:
             saved = run_state.saved_folder(config.run_dir)
@@ -248,8 +251,12 @@ class RunSession:
             )
         return prompts, evaluation, texts
 
-    def _learner(self, actor_path: str, reader: ImageReader | None = None) -> PPOLearner:
-        """Actor, critic and reference, wherever they are trained."""
+    def _learner(
+        self, actor_path: str, reader: ImageReader | None = None
+    ) -> tuple[PPOLearner, RewardSource | None]:
+        """Actor, critic and reference, wherever they are trained; and the reward model of ranks
+        that have one.
+        """
         config = self._config
         if config.actor.backend == "transformers":
             actor = _load(actor_path)
@@ -261,7 +268,7 @@ class RunSession:
                     else actor
                 )
             features = FeatureStore(actor, reader) if reader is not None else None
-            return Learner(
+            learner = Learner(
                 actor,
                 critic,
                 config.ppo,
@@ -269,14 +276,19 @@ class RunSession:
                 autocast=config.model.dtype == "bfloat16",
                 features=features,
             )
+            return learner, None
         # An optional dependency.
-        from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankTeam
+        from medusa_ppo.ppo.megatron.megatron_learner import (
+            MegatronLearner,
+            RankedReward,
+            RankTeam,
+        )
 
         critic_path = (
             self._folder_of(config.model.critic_path) if config.model.critic_path else actor_path
         )
         critic = None
-        if config.ppo.advantages == "gae" and config.actor.roles == POLICY_ROLES:
+        if config.ppo.advantages == "gae" and not config.critic_on_ranks:
             critic = Critic(_load(critic_path))
         self._start_ray()
         with self._progress.phase(phases.RANKS):
@@ -288,7 +300,8 @@ class RunSession:
                 critic_path=critic_path,
             )
             self._stack.callback(team.close)
-        return MegatronLearner(team, actor_path, critic, config)
+        ranked = MegatronLearner(team, actor_path, critic, config)
+        return ranked, RankedReward(team, config.ppo) if config.reward_on_ranks else None
 
     def _start_ray(self) -> None:
         """Once; the actor's ranks need it first, everything else later."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class RankOptimizer:
         self.distributed = distributed
         # Megatron steps on float32 copies of parameters in 16 bits, and on the parameters
         # themselves otherwise.
-        self._copies = dtype != torch.float32
+        self.copies = dtype != torch.float32
         self._device = model.device
         self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._chain: Any = get_megatron_optimizer(settings, [model.ddp])
@@ -83,7 +84,7 @@ class RankOptimizer:
         """The weights of a parameter, or one of its moments, whole. With a distributed optimizer
         all replicas call it.
         """
-        if what == WEIGHTS and not self._copies:
+        if what == WEIGHTS and not self.copies:
             return parameter.detach()
         # A replica may hold no part of a parameter; it still comes to the sum below.
         stepped, place = self._held.get(parameter, (None, slice(0)))
@@ -112,6 +113,14 @@ class RankOptimizer:
             # Without it the moment would be a view of the tensor that was read, and keep all of it
             # alive.
             self._state[stepped][what] = part.clone()
+
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        """What is stepped on, and the moments, in an order that stays; names are of these alone."""
+        for number, (stepped, _) in enumerate(self._held.values()):
+            yield f"{number}/{WEIGHTS}", stepped
+            for moment in MOMENTS:
+                if moment in self._state.get(stepped, {}):
+                    yield f"{number}/{moment}", self._state[stepped][moment]
 
     @property
     def steps(self) -> float:
