@@ -37,8 +37,8 @@ from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.generation import PromptStream, num_drafts
 from medusa_ppo.ppo.learner import Learner, PPOLearner
 from medusa_ppo.ppo.placement import ACTOR, REWARD
-from medusa_ppo.ppo.rank_roles import check_roles
 from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
+from medusa_ppo.ppo.role_checks import check_roles
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
 from medusa_ppo.reports.run_files import METRICS_FILE

@@ -49,8 +49,8 @@ from medusa_ppo.ppo.learner import PPOLearner, Tap
 from medusa_ppo.ppo.megatron.megatron_rank import ActorRank
 from medusa_ppo.ppo.megatron.rank_optimizer import MOMENTS, WEIGHTS
 from medusa_ppo.ppo.placement import ACTOR, CRITIC, REWARD
-from medusa_ppo.ppo.rank_roles import rank_sizes
 from medusa_ppo.ppo.rewards import JudgedTexts, ReadReward
+from medusa_ppo.ppo.role_checks import rank_sizes
 from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.scores import PolicyScores, Scores
 from medusa_ppo.ppo.update_totals import UpdateTotals
