@@ -17,7 +17,7 @@ from medusa_ppo.engines.launch import read_model_config
 from medusa_ppo.runtime.hardware import BFLOAT16, FLOAT32, ModelSizes
 
 ACTOR, REFERENCE, CRITIC, REWARD = "actor", "reference", "critic", "reward model"
-LOOP, RANK = "PPO loop", "actor rank"
+LOOP, RANK = "the PPO loop", "an actor rank"
 PARTS = (
     ("the engine writes", "", False),
     ("actor scores", ACTOR, False),

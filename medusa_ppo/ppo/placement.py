@@ -88,7 +88,13 @@ class Spare:
         freed: of each that it can't use, how to see whether it is gone, and its bytes.
     """
 
-    def __init__(self, wanted: Iterable[Tensor]) -> None:
+    def __init__(self, wanted: Iterable[Tensor], held: Iterable[Tensor] = ()) -> None:
+        """
+        Args:
+            wanted: what the one that comes lacks.
+            held: what it has in the memory of another role already.
+        """
+        self._held = {tensor.data_ptr() for tensor in held}
         self._wanted = Counter((tensor.shape, tensor.dtype) for tensor in wanted)
         self._kept: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, bool]]] = {}
         self.freed: list[tuple[StorageWeakRef, int]] = []
@@ -96,6 +102,10 @@ class Spare:
     def wants(self, tensor: Tensor) -> bool:
         """The one that comes can use it."""
         return self._wanted[tensor.shape, tensor.dtype] > 0
+
+    def holds(self, tensor: Tensor) -> bool:
+        """The one that comes has it already."""
+        return tensor.data_ptr() in self._held
 
     def give(self, tensor: Tensor) -> None:
         """For good."""
@@ -205,6 +215,10 @@ class Resident:
                 self._borrowed.add(name)
         return sum(host.nbytes for host in lacking.values())
 
+    def borrowed(self) -> list[Tensor]:
+        """Its tensors that stand in the memory of another role."""
+        return [tensor.data for name, tensor in self._slots().items() if name in self._borrowed]
+
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
         """In the block what waits on the host can be read there."""
@@ -219,9 +233,7 @@ class Resident:
 
     def nbytes(self) -> int:
         """On the device now, with gradients."""
-        borrowed = sum(
-            tensor.nbytes for name, tensor in self._slots().items() if name in self._borrowed
-        )
+        borrowed = sum(tensor.nbytes for tensor in self.borrowed())
         tensors = [
             tensor
             for name, tensor in self._slots().items()
@@ -426,11 +438,14 @@ class Turns:
         what leaves is what the one that comes can use.
         """
         began = time.perf_counter()
-        spare = Spare(self._roles[coming].lacks(whole).values() if coming is not None else ())
-        for role, resident in self._roles.items():
-            if role != coming and role in self._takers and resident.here:
-                self._moved += resident.leave(spare, partly=not self.shared and role == CRITIC)
-                self.report(role)
+        spare = Spare(())
+        if coming is not None:
+            role = self._roles[coming]
+            spare = Spare(role.lacks(whole).values(), role.borrowed())
+        for name, resident in self._roles.items():
+            if name != coming and name in self._takers and resident.here:
+                self._moved += resident.leave(spare, partly=not self.shared and name == CRITIC)
+                self.report(name)
         if coming is not None:
             self._moved += self._roles[coming].come(spare, whole)
         self._left = [

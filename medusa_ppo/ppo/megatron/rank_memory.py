@@ -62,6 +62,8 @@ class RankResident(Resident):
             views = self._views(here)
             wanted = any(map(spare.wants, views))
             if name in self._away:
+                if any(map(spare.holds, self._lent.get(name, ()))):
+                    continue
                 # What was lent and is not wanted any more.
                 if name in self._lent and not wanted:
                     del self._lent[name]

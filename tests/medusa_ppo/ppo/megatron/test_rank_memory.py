@@ -101,6 +101,10 @@ def test_the_reward_model_stands_in_the_critics_memory(learning: Learning, place
             for name, tensor in layers(1).state_dict().items():
                 assert torch.equal(judge.state_dict()[name], tensor)
             assert turns.ledger.now[REWARD] == WEIGHTS
+        with turns.on(REWARD):
+            assert places(judge) == own, "it stays until another one comes"
+            for name, tensor in layers(1).state_dict().items():
+                assert torch.equal(judge.state_dict()[name], tensor)
             assert turns.ledger.now[CRITIC] == (0 if given_up else beside)
         with turns.on(CRITIC):
             for parameter, expected in zip(learning.module.parameters(), weights, strict=True):

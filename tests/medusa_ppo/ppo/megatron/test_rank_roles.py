@@ -143,7 +143,6 @@ def check_threads(pair: Pair, make_rollouts: Any) -> None:
 
 def check_memory(pair: Pair) -> dict[str, Any]:
     """What a rank had at once is what its placement says."""
-    pair.ranked.take_memory()
     figures = pair.ranked.take_memory()
     roles = figures[names.LEDGER_ROLES]
     peak, largest = figures[names.LEDGER_PEAK], max(roles.values())
