@@ -58,35 +58,29 @@ class RankResident(Resident):
 
     def leave(self, spare: Spare, *, partly: bool = False) -> int:
         moved = 0
+        standing = dict[int, list[Tensor]]()
+        for parameter in self._module.parameters():
+            place = parameter.untyped_storage()._cdata
+            standing.setdefault(place, []).append(parameter.detach())
         for name, here in self._slots().items():
-            views = self._views(here)
-            wanted = any(map(spare.wants, views))
-            if name in self._away:
-                if any(map(spare.holds, self._lent.get(name, ()))):
-                    continue
-                # What was lent and is not wanted any more.
-                if name in self._lent and not wanted:
-                    del self._lent[name]
-                    here.untyped_storage().resize_(0)
-            elif wanted or not partly:
+            lent = self._lent.get(name, [])
+            if any(map(spare.holds, lent)) or (name in self._away and not lent):
+                continue
+            views = standing.get(here.untyped_storage()._cdata, [])
+            wanted = [view for view in views if spare.lend(view)]
+            if partly and not wanted and not lent:
+                continue
+            if name not in self._away:
                 if not name.endswith(GRADIENTS):
                     moved += self._copy_out(name, here)
                 self._sizes[name] = here.nbytes
                 self._away.add(name)
-                if not wanted:
-                    here.untyped_storage().resize_(0)
+            self._lent.pop(name, None)
             if wanted:
-                self._lent[name] = [view for view in views if spare.lend(view)]
+                self._lent[name] = wanted
+            else:
+                here.untyped_storage().resize_(0)
         return moved
-
-    def _views(self, here: Tensor) -> list[Tensor]:
-        """The parameters that stand in a storage."""
-        place = here.untyped_storage()._cdata
-        return [
-            parameter.detach()
-            for parameter in self._module.parameters()
-            if parameter.untyped_storage()._cdata == place
-        ]
 
     def lacks(self, whole: bool) -> dict[str, Tensor]:
         # Its storages are its own, so there is nothing that others could give it.

@@ -136,6 +136,24 @@ def test_nothing_is_left_when_a_third_one_comes(learning: Learning) -> None:
             assert torch.equal(learning.module.state_dict()[name], tensor)
 
 
+def test_what_was_given_up_is_not_lent_to_the_next_one(learning: Learning) -> None:
+    """A small model takes a part of the memory; the rest is free, and the next one needs it all."""
+    turns = Turns("in_turn")
+    small = nn.Sequential(nn.Linear(SIZE, SIZE))
+    judge = layers(1)
+    turns.settle(CRITIC, learning.resident)
+    turns.settle(REWARD, Resident(judge))
+    turns.add("reference", small)
+    with turns.on("reference"):
+        pass
+    with turns.on(REWARD):
+        for name, tensor in layers(1).state_dict().items():
+            assert torch.equal(judge.state_dict()[name], tensor)
+        assert turns.ledger.now[REWARD] == WEIGHTS and turns.ledger.now["reference"] == 0
+    with turns.on(CRITIC, training=True):
+        learning.step()
+
+
 def test_what_nobody_changed_is_not_copied_again(learning: Learning) -> None:
     turns = Turns("swapped")
     turns.settle(CRITIC, learning.resident)
