@@ -53,7 +53,8 @@ class RoleMemory:
         where: which process.
         placement: as ppo.placement.
         buffered: gradients have a place all the time, and not only while they are made.
-        steps_on_copies: weights in 16 bits, and the float32 ones that are learned beside them.
+        steps_on_copies: weights in 16 bits, and the float32 ones that are learned beside them; a
+            third of what is kept.
     """
 
     where: str
@@ -65,13 +66,14 @@ class RoleMemory:
     def during(self, who: str, learns: bool) -> dict[str, int]:
         """Bytes of each role on the process's device while one of them computes."""
         if self.placement in (IN_TURN, SHARED):
-            if not who and self.buffered:
-                # What engines were given last is still there.
-                who, learns = ACTOR, self.steps_on_copies
+            # Of ranks what engines were given last is still there.
+            given = not who and self.buffered
             return {
-                role.role: role.learning if learns else role.weights
+                role.role: role.learning
+                if learns
+                else role.weights + (role.kept // 3 if given and self.steps_on_copies else 0)
                 for role in self.roles
-                if role.role == who
+                if role.role == (ACTOR if given else who)
             }
         found = {
             role.role: role.weights

@@ -49,6 +49,8 @@ GIB = 2**30
 TRAINED_COPIES = 4  # Weights, gradients and two moments.
 MOMENT = "/"
 """In the names of what only a role that learns needs."""
+ALL = ("",)
+"""The end of every name."""
 ROLES = (ACTOR, REFERENCE, CRITIC, REWARD)
 TAKE_TURNS = {SEPARATE: (), SWAPPED: (CRITIC, REWARD), IN_TURN: ROLES, SHARED: ROLES}
 """By ppo.placement: who computes only while no other of them does."""
@@ -195,18 +197,20 @@ class Resident:
         self._current.add(name)
         return here.nbytes
 
-    def lacks(self, whole: bool) -> dict[str, Tensor]:
-        """What would come, as it waits on the host; `whole`: what it learns with too."""
+    def lacks(self, more: tuple[str, ...]) -> dict[str, Tensor]:
+        """What would come, as it waits on the host: weights, and of what it learns with that whose
+        name ends so.
+        """
         return {
             name: self._host[name]
             for name in self._slots()
-            if name in self._away and (whole or MOMENT not in name)
+            if name in self._away and (MOMENT not in name or name.endswith(more))
         }
 
-    def come(self, spare: Spare, whole: bool) -> int:
-        """To the device. Gives the bytes that were copied."""
+    def come(self, spare: Spare, more: tuple[str, ...]) -> int:
+        """To the device what `lacks` says. Gives the bytes that were copied."""
         slots = self._slots()
-        lacking = self.lacks(whole)
+        lacking = self.lacks(more)
         for name, host in lacking.items():
             here, lent = spare.take(host, self._device)
             slots[name].data = here.copy_(host)
@@ -317,20 +321,22 @@ class Turns:
             self.ledger.report(role, self._roles[role].nbytes())
 
     @contextlib.contextmanager
-    def on(self, role: str, *, training: bool = False, whole: bool = False) -> Iterator[None]:
+    def on(
+        self, role: str, *, training: bool = False, more: tuple[str, ...] = ()
+    ) -> Iterator[None]:
         """The role computes in this block; if roles take turns the others have left, and it stays
         until another one comes. Other threads wait with theirs: pieces are judged by a reward model
         in one and scored by the others in another.
 
         Args:
             training: it learns, so what it learns with comes too.
-            whole: that comes too, and is only read.
+            more: of that what ends so comes, and is only read.
         """
         turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         takes = role in self._takers and role in self._roles
         with self._turn if takes else turn:
             if takes:
-                self._move(role, training or whole)
+                self._move(role, ALL if training else more)
                 if training:
                     self._roles[role].touch()
             self.report(role)
@@ -433,7 +439,7 @@ class Turns:
             do=do,
         )
 
-    def _move(self, coming: str | None, whole: bool = False) -> None:
+    def _move(self, coming: str | None, more: tuple[str, ...] = ()) -> None:
         """All others leave the device, and this one comes; where only two of the roles take turns,
         what leaves is what the one that comes can use.
         """
@@ -441,13 +447,13 @@ class Turns:
         spare = Spare(())
         if coming is not None:
             role = self._roles[coming]
-            spare = Spare(role.lacks(whole).values(), role.borrowed())
+            spare = Spare(role.lacks(more).values(), role.borrowed())
         for name, resident in self._roles.items():
             if name != coming and name in self._takers and resident.here:
                 self._moved += resident.leave(spare, partly=not self.shared and name == CRITIC)
                 self.report(name)
         if coming is not None:
-            self._moved += self._roles[coming].come(spare, whole)
+            self._moved += self._roles[coming].come(spare, more)
         self._left = [
             (storage, count)
             for storage, count in [*self._left, *spare.freed]

@@ -391,7 +391,7 @@ class ActorRank:
         # With a distributed optimizer each replica has a part of every tensor, so all must walk
         # along, though only the first one's answer is handed out.
         if model.first or optimizer.distributed:
-            with self._turns.on(role, whole=what != WEIGHTS or optimizer.copies):
+            with self._turns.on(role, more=(what,)):
                 yield from model.whole_tensors(
                     functools.partial(optimizer.value, what), dtype, BUCKET_BYTES
                 )

@@ -82,14 +82,14 @@ class RankResident(Resident):
                 here.untyped_storage().resize_(0)
         return moved
 
-    def lacks(self, whole: bool) -> dict[str, Tensor]:
+    def lacks(self, more: tuple[str, ...]) -> dict[str, Tensor]:
         # Its storages are its own, so there is nothing that others could give it.
         return {}
 
-    def come(self, spare: Spare, whole: bool) -> int:
+    def come(self, spare: Spare, more: tuple[str, ...]) -> int:
         moved = 0
         for name, here in self._slots().items():
-            if name not in self._away or (MOMENT in name and not whole):
+            if name not in self._away or (MOMENT in name and not name.endswith(more)):
                 continue
             storage = here.untyped_storage()
             if name in self._lent:

@@ -58,7 +58,7 @@ class RankOptimizer:
         self.distributed = distributed
         # Megatron steps on float32 copies of parameters in 16 bits, and on the parameters
         # themselves otherwise.
-        self.copies = dtype != torch.float32
+        self._copies = dtype != torch.float32
         self._device = model.device
         self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._chain: Any = get_megatron_optimizer(settings, [model.ddp])
@@ -84,7 +84,7 @@ class RankOptimizer:
         """The weights of a parameter, or one of its moments, whole. With a distributed optimizer
         all replicas call it.
         """
-        if what == WEIGHTS and not self.copies:
+        if what == WEIGHTS and not self._copies:
             return parameter.detach()
         # A replica may hold no part of a parameter; it still comes to the sum below.
         stepped, place = self._held.get(parameter, (None, slice(0)))

@@ -13,7 +13,7 @@ from torch import nn
 
 pytest.importorskip("megatron.core")
 from medusa_ppo.ppo.megatron.rank_memory import RankResident
-from medusa_ppo.ppo.placement import CRITIC, REWARD, Resident, Turns
+from medusa_ppo.ppo.placement import ALL, CRITIC, REWARD, Resident, Turns
 
 SIZE = 8
 WEIGHTS = 4 * 2 * (SIZE * SIZE + SIZE)
@@ -113,7 +113,7 @@ def test_the_reward_model_stands_in_the_critics_memory(learning: Learning, place
             # Without gradients and moments as long as nothing is learned.
             assert turns.ledger.now[CRITIC] == WEIGHTS + (0 if given_up else beside)
             assert all(parameter.numel() == 0 for parameter in judge.parameters())
-        with turns.on(CRITIC, whole=True):
+        with turns.on(CRITIC, more=ALL):
             assert all(bool((moment == round_ + 1).all()) for moment in learning.moments)
             assert turns.ledger.now[CRITIC] == beside + WEIGHTS
     assert kept == len(list(learning.kept())) and not turns.ledger.now.get("left, held elsewhere")
