@@ -173,7 +173,8 @@ def run(
     team = RankTeam(str(actor), config, with_embedding=False)
     try:
         learner = MegatronLearner(team, str(actor), None, config)
-        reward = RankedReward(team, config.ppo)
+        reward = RankedReward(config.ppo)
+        reward.attach(team)
         computed = []
         drawn = torch.Generator().manual_seed(1)
         most: dict[str, float] = {}

@@ -408,12 +408,12 @@ class Turns:
         Args:
             room: bytes that all of them can have.
             engine: of these, what an engine on the same device has while it is awake and others
-                compute; where roles take turns, for passes alone.
+                compute; where roles take turns with it, for passes alone.
         """
         full = {role: resident.full_bytes() for role, resident in self._roles.items()}
         one_at_a_time = [count for role, count in full.items() if role in self._takers]
         need = sum(full.values()) - sum(one_at_a_time) + max(one_at_a_time, default=0)
-        if not self.shared:
+        if self._placement != SHARED:
             need += engine
         elif engine:
             passes = max(resident.weight_bytes() for resident in self._roles.values())
@@ -430,8 +430,10 @@ class Turns:
         )
         if self.shared:
             do = "Cut the actor over ranks (actor.backend=megatron), or take a smaller model."
-            if engine and max(full.values()) <= room:
+            if engine and max(full.values(), default=0) <= room:
                 do = "Lower engine.memory_fraction, or set ppo.piece_prompts=null."
+                if self._placement == IN_TURN:
+                    do = "Lower engine.memory_fraction, or give the engine a device of its own."
         raise ConfigError(
             "The roles don't fit the device.",
             given=(f"ppo.placement={self._placement}: {parts} GiB, {need / GIB:.2f} at once"),

@@ -21,6 +21,7 @@ from heads.checkpoint import remove_directory
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import DTYPES, Actor, load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader
+from medusa_ppo.config.ppo_section import SHARED
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.demo.actor_cache import actor_note, ensure_demo_actor
 from medusa_ppo.demo.pretraining import RECIPES
@@ -116,15 +117,13 @@ class RunSession:
         if resume:
             run_state.remove_unfinished(config.run_dir)
         check_roles(config)
-        reward = None if config.reward_on_ranks else make_reward(config.ppo, _device())
+        reward = self._reward()
+        self._stack.callback(reward.close)
         actor_path = self._folder_of(config.model.path)
         tokenizer = load_tokenizer(actor_path)
         reader = ImageReader.load(actor_path, tokenizer) if config.data.images else None
         streams = self._streams(tokenizer, reader)
-        learner, of_ranks = self._learner(actor_path, reader)
-        reward = reward or of_ranks
-        assert reward is not None, "here or on the ranks"
-        self._stack.callback(reward.close)
+        learner = self._learner(actor_path, reward, reader)
         lines = None
         if resume:
             saved = run_state.saved_folder(config.run_dir)
@@ -192,6 +191,7 @@ class RunSession:
         """Everyone who computes in this process has a place. ConfigError when they have no room."""
         turns = learner.turns
         config = self._config.engine
+        ppo = self._config.ppo
         if reward.model is not None:
             turns.add(REWARD, reward.model)
         if torch.cuda.is_available():
@@ -200,7 +200,7 @@ class RunSession:
                 torch.cuda.device_count() == 1
                 and config.replicas == 1
                 and not config.addresses
-                and (not turns.shared or self._config.ppo.piece_prompts is not None)
+                and (ppo.placement != SHARED or ppo.piece_prompts is not None)
             )
             turns.check_room(room, round(room * (config.memory_fraction or 0)) if beside else 0)
         else:
@@ -251,11 +251,21 @@ class RunSession:
             )
         return prompts, evaluation, texts
 
+    def _reward(self) -> RewardSource:
+        """Where rewards come from; of a model that ranks will hold, all but the model."""
+        config = self._config
+        if not config.reward_on_ranks:
+            return make_reward(config.ppo, _device())
+        # An optional dependency.
+        from medusa_ppo.ppo.megatron.megatron_learner import RankedReward
+
+        return RankedReward(config.ppo)
+
     def _learner(
-        self, actor_path: str, reader: ImageReader | None = None
-    ) -> tuple[PPOLearner, RewardSource | None]:
-        """Actor, critic and reference, wherever they are trained; and the reward model of ranks
-        that have one.
+        self, actor_path: str, reward: RewardSource, reader: ImageReader | None = None
+    ) -> PPOLearner:
+        """Actor, critic and reference, wherever they are trained. A reward model of the ranks is
+        told which these are.
         """
         config = self._config
         if config.actor.backend == "transformers":
@@ -268,7 +278,7 @@ class RunSession:
                     else actor
                 )
             features = FeatureStore(actor, reader) if reader is not None else None
-            learner = Learner(
+            return Learner(
                 actor,
                 critic,
                 config.ppo,
@@ -276,7 +286,6 @@ class RunSession:
                 autocast=config.model.dtype == "bfloat16",
                 features=features,
             )
-            return learner, None
         # An optional dependency.
         from medusa_ppo.ppo.megatron.megatron_learner import (
             MegatronLearner,
@@ -300,8 +309,9 @@ class RunSession:
                 critic_path=critic_path,
             )
             self._stack.callback(team.close)
-        ranked = MegatronLearner(team, actor_path, critic, config)
-        return ranked, RankedReward(team, config.ppo) if config.reward_on_ranks else None
+        if isinstance(reward, RankedReward):
+            reward.attach(team)
+        return MegatronLearner(team, actor_path, critic, config)
 
     def _start_ray(self) -> None:
         """Once; the actor's ranks need it first, everything else later."""

@@ -401,9 +401,11 @@ class MegatronLearner(PPOLearner):
 
 
 class RankedReward(ReadReward):
-    """What the reward model of the ranks says of whole texts. Texts are read here."""
+    """What the reward model of the ranks says of whole texts. Texts are read here, so what is wrong
+    with its tokenizer or template is known before there are ranks; `attach` comes before `score`.
+    """
 
-    def __init__(self, team: RankTeam, config: PPOConfig) -> None:
+    def __init__(self, config: PPOConfig) -> None:
         """
         Raises:
             ConfigError, ModelError: as `ReadReward`.
@@ -418,9 +420,14 @@ class RankedReward(ReadReward):
             config.reward_template,
             cuts=config.reward_too_long == "cut",
         )
+        self._team: RankTeam | None = None
+
+    def attach(self, team: RankTeam) -> None:
+        """These are the ranks."""
         self._team = team
 
     def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
+        assert self._team is not None, "attach comes first"
         shares: list[Tensor] = self._team.call("judge", ray.put(list(texts)))
         # Each replica has zeros where others judged, so the sum is the whole, to the bit.
         scores_NB = torch.stack(shares).sum(dim=0)

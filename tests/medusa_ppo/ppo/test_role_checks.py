@@ -5,6 +5,7 @@ this.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,19 @@ def test_a_reward_model_of_two_outputs(folder: Folders) -> None:
     judge = folder("judge", JUDGE | {"id2label": {"0": "no", "1": "yes"}})
     text, given, expected, _ = refused(run_of(folder("actor", LLAMA), reward=judge))
     assert "not one output" in text and "2 labels" in given and expected == "1 label"
+
+
+def test_a_reward_model_of_another_tokenizer(
+    folder: Folders, tmp_path: Path, save_judge: Callable[..., None]
+) -> None:
+    pytest.importorskip("megatron.core")
+    save_judge(tmp_path / "judge")
+    file = tmp_path / "judge" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 3}))
+    config = run_of(folder("actor", LLAMA), reward=str(tmp_path / "judge"))
+    text, given, expected, do = refused(config)
+    assert "not its training's" in text and "a tokenizer of 4 tokens, a model of 3" in given
+    assert "no more tokens" in expected and "tokenizer of its training" in do
 
 
 @pytest.mark.parametrize("roles", ["policy", "all"])

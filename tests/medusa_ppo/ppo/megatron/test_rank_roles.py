@@ -101,7 +101,9 @@ def judged(source: RewardSource, responses: list[str]) -> Tensor:
 def reward_of(pair: Pair) -> RewardSource:
     from medusa_ppo.ppo.megatron.megatron_learner import RankedReward
 
-    return RankedReward(pair.ranked._team, pair.config.ppo)
+    found = RankedReward(pair.config.ppo)
+    found.attach(pair.ranked._team)
+    return found
 
 
 def check_reward(pair: Pair, judge: Path) -> None:
