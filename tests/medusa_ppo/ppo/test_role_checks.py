@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Folders:
     return Folders(tmp_path)
 
 
-def run_of(actor: str, roles: str = "all", **more: Any) -> RunConfig:
+def run_of(actor: str, roles: str = "all", /, **more: Any) -> RunConfig:
     ranks = {"backend": "megatron", "roles": roles, "tensor_parallel": 2}
     return build_config(
         {
