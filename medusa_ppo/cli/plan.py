@@ -559,10 +559,10 @@ def lines(plan: Plan) -> list[str]:
         memory = f"{size_text(process.memory)}{' each' if process.count > 1 else ''}"
         out.append(f"  {process.count} x {process.name:<18} {gpus:<8} {memory:<16} {process.where}")
         out += [f"      {size_text(size):>12}  {what}" for what, size in process.parts.items()]
-    for memory in plan.roles:
-        when = f"when (ppo.placement={memory.placement})"
-        out += ["", f"Who has the memory of {memory.where}, {when}"]
-        for what, found in memory.parts:
+    for held in plan.roles:
+        when = f"when (ppo.placement={held.placement})"
+        out += ["", f"Who has the memory of {held.where}, {when}"]
+        for what, found in held.parts:
             roles = ", ".join(f"{role} {size_text(size)}" for role, size in found.items())
             out.append(f"  {what:<20} {size_text(sum(found.values())):<10} {roles}")
     if plan.peaks:
