@@ -83,8 +83,13 @@ class LlamaSizes:
     qk_norm: bool
 
     @classmethod
-    def read(cls, path: str | Path) -> LlamaSizes:
+    def read(
+        cls, path: str | Path, who: str = "model", do: str = "Set actor.backend=transformers."
+    ) -> LlamaSizes:
         """Sizes of the checkpoint in a folder or under a hub name.
+
+        Args:
+            who: what it is for; do: what can be done where it is of no such family.
 
         Raises:
             ModelError: its architecture is none that the table knows.
@@ -93,10 +98,10 @@ class LlamaSizes:
         faults = _unknown(config)
         if faults:
             raise ModelError(
-                "This model can't be trained by Megatron here.",
+                f"This {who} can't be computed by Megatron here.",
                 given=f"{path}: {'; '.join(faults)}",
                 expected=f"a model of {', '.join(FAMILIES)} with full attention and SiLU",
-                do="Set actor.backend=transformers.",
+                do=do,
             )
         rope = config.rope_parameters
         return cls(
@@ -117,7 +122,7 @@ class LlamaSizes:
             qk_norm=config.model_type == "qwen3",
         )
 
-    def check_cut(self, tensor_parallel: int, pipeline_parallel: int) -> None:
+    def check_cut(self, tensor_parallel: int, pipeline_parallel: int, who: str = "actor") -> None:
         """ConfigError where the model can't be cut so."""
         given = {"query groups": self.groups, "rows of the MLP": self.ffn}
         faults = [
@@ -129,7 +134,7 @@ class LlamaSizes:
             faults.append(f"{self.layers} layers in {pipeline_parallel} stages")
         if faults:
             raise ConfigError(
-                "The actor can't be cut into equal parts.",
+                f"The {who} can't be cut into equal parts.",
                 given="; ".join(faults),
                 expected="numbers that divide",
                 do="Change actor.tensor_parallel or actor.pipeline_parallel.",
@@ -138,6 +143,12 @@ class LlamaSizes:
     def vocab_rows(self, ranks: int) -> int:
         """Rows of the vocabulary's tables on each rank, padding included."""
         return -(-self.vocab // (ranks * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+
+
+def checkpoint_dtype(path: str | Path) -> str:
+    """What a model that is only read is computed in: as it was saved, in bfloat16 or float32."""
+    config: Any = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    return "bfloat16" if config.dtype == torch.bfloat16 else "float32"
 
 
 def _unknown(config: Any) -> list[str]:

@@ -13,12 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
-from medusa_ppo.config.actor_section import ALL_ROLES
+from medusa_ppo.cli.role_memory import (
+    LOOP,
+    PARTS,
+    RANK,
+    RoleMemory,
+    model_config,
+    reward_sizes,
+    role_memory,
+)
 from medusa_ppo.config.companion_section import LOGITS_BYTES
 from medusa_ppo.config.engine_section import SERVER
-from medusa_ppo.config.model_section import EMBEDDED_ACTORS
+from medusa_ppo.config.ppo_section import IN_TURN, SHARED
 from medusa_ppo.config.run_config import RunConfig
-from medusa_ppo.engines.launch import cache_bytes, draft_vocabulary, read_model_config
+from medusa_ppo.engines.launch import cache_bytes, draft_vocabulary
 from medusa_ppo.reports.store import without_secrets
 from medusa_ppo.runtime.hardware import (
     BFLOAT16,
@@ -151,7 +159,8 @@ class Move:
 @dataclass(frozen=True)
 class Plan:
     """Everything that `medusa-ppo plan` prints. `peaks`: bytes of tensors in the process that
-    trains the actor, the most in each phase; not known of a Megatron actor.
+    trains the actor, the most in each phase; not known of a Megatron actor. `roles`: of each kind
+    of process that has any, who has memory when.
     """
 
     model: ModelSizes
@@ -162,6 +171,7 @@ class Plan:
     hardware: Hardware
     choices: tuple[Choice, ...]
     peaks: dict[str, int]
+    roles: tuple[RoleMemory, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -216,39 +226,14 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
         hardware,
         decided,
         phase_peaks(config, model, gpus),
+        role_memory(config, model),
         warnings,
     )
 
 
-def model_config(path: str) -> dict[str, Any]:
-    """config.json of the actor; that of an embedded one from its recipe, since its folder may not
-    exist yet.
-    """
-    if path not in EMBEDDED_ACTORS:
-        return read_model_config(path)
-    # Loads torch, which only a plan for an embedded actor needs.
-    from medusa_ppo.demo.pretraining import RECIPES
-    from medusa_ppo.demo.task import build_tokenizer
-
-    recipe = RECIPES[path]
-    return {
-        "model_type": "llama",
-        "hidden_size": recipe.hidden_size,
-        "num_hidden_layers": recipe.num_layers,
-        "num_attention_heads": recipe.num_heads,
-        "intermediate_size": recipe.grown_to or recipe.intermediate_size,
-        "vocab_size": len(build_tokenizer()),
-        "tie_word_embeddings": False,
-    }
-
-
 def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
-    critic = None if config.actor.roles == ALL_ROLES else _critic(config, model)
-    parts = (
-        {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters} if critic else {}
-    )
+    parts = _role_parts(config, model, LOOP)
     if config.actor.backend == "transformers":
-        parts |= _actor_parts(config, model)
         parts["what a micro-batch keeps for its backward pass"] = kept_bytes(config, model)
         parts["logits of a chunk, and what is made of them"] = _chunk_bytes(config, model, gpus)
     # Pools and late engines read it after the call, so it stays until the next sync.
@@ -264,30 +249,18 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     )
 
 
-def _critic(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
-    if config.ppo.advantages != "gae":
-        return None
-    return (
-        ModelSizes.from_config(model_config(config.model.critic_path))
-        if config.model.critic_path
-        else model
-    )
-
-
-def _scoring_parameters(model: ModelSizes) -> int:
-    """Of a critic or reward model: it has a layer with one output in the place of an lm_head; a
-    tied table stays as its embedding.
+def _role_parts(config: RunConfig, model: ModelSizes, where: str) -> dict[str, int]:
+    """The roles of a process in the part of a step that has most of them; what waits meanwhile is
+    on the host.
     """
-    return model.parameters - model.vocab * model.hidden * (not model.tied) + model.hidden
-
-
-def _actor_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
-    """Actor and reference in the loop's own process."""
-    reference = BFLOAT16 if config.ppo.reference_dtype == "bfloat16" else FLOAT32
-    return {
-        "actor and its optimizer": ADAM_COPIES * FLOAT32 * model.parameters,
-        "reference": reference * model.parameters,
-    }
+    parts = dict[str, int]()
+    for memory in role_memory(config, model):
+        if memory.where == where:
+            alone = "one role at a time, at most the " * (memory.placement in (IN_TURN, SHARED))
+            parts |= {f"{alone}{role}": size for role, size in memory.most.items()}
+            if memory.waiting:
+                parts[f"roles that wait{ON_HOST}"] = memory.waiting
+    return parts
 
 
 def _micro_tokens(config: RunConfig) -> int:
@@ -330,18 +303,17 @@ def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, i
     """
     if config.actor.backend != "transformers":
         return {}
-    critic = _critic(config, model)
-    reference = _actor_parts(config, model)["reference"]
-    weights = model.parameters + (_scoring_parameters(critic) if critic else 0)
+    (memory,) = role_memory(config, model)
+    gradients = {role.role: role.gradients for role in memory.roles}
     standing = {
-        # Without gradients: they come with the update, and are counted there.
-        "score": (ADAM_COPIES - 1) * FLOAT32 * weights + reference,
-        "update": (ADAM_COPIES - 1) * FLOAT32 * weights + reference,
+        phase: max(
+            # Gradients come with the update, and are counted there.
+            sum(memory.during(who, learns).values()) - learns * gradients.get(who, 0)
+            for _, who, learns in PARTS
+            if who in gradients and learns == (phase == "update")
+        )
+        for phase in ("score", "update")
     }
-    # One role at a time, with its moments only where it learns.
-    if config.ppo.placement == "shared":
-        largest = max(model.parameters, weights - model.parameters)
-        standing = {"score": FLOAT32 * largest, "update": (ADAM_COPIES - 1) * FLOAT32 * largest}
     # Products in bfloat16 read a copy of the float32 weights.
     copies = BFLOAT16 * model.parameters if config.model.dtype == "bfloat16" else 0
     tokens = _micro_tokens(config)
@@ -366,48 +338,13 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
     section = config.actor
     if section.backend != "megatron":
         return []
-    parts = _rank_parts(config, model)
+    parts = _role_parts(config, model, RANK)
     tokens = _micro_tokens(config) // section.context_parallel
     parts["logits of a micro-batch, and their gradient"] = (
         2 * FLOAT32 * tokens * model.vocab // section.tensor_parallel
     )
     where = f"a Ray actor, {_place(section.resource, 1)}, {section.tensor_parallel} together"
     return [Process("actor rank", section.ranks, where, float(gpus), parts)]
-
-
-def _rank_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
-    """What stands in each: with bfloat16 products weights are there twice, and a distributed
-    optimizer keeps a part of what is stepped.
-    """
-    section = config.actor
-    reference = config.ppo.reference_dtype or (
-        "bfloat16" if config.model.dtype == "bfloat16" else "float32"
-    )
-    cut = section.tensor_parallel * section.pipeline_parallel
-    parts = {
-        **_learning_parts(config, "actor", model.parameters),
-        "reference": (BFLOAT16 if reference == "bfloat16" else FLOAT32) * model.parameters // cut,
-    }
-    critic = _critic(config, model) if section.roles == ALL_ROLES else None
-    if critic is not None:
-        parts |= _learning_parts(config, "critic", _scoring_parameters(critic))
-    return parts
-
-
-def _learning_parts(config: RunConfig, who: str, parameters: int) -> dict[str, int]:
-    """Of a role that learns on ranks: this rank's part."""
-    section = config.actor
-    copies = config.model.dtype == "bfloat16"
-    parameters //= section.tensor_parallel * section.pipeline_parallel
-    weight = BFLOAT16 if copies else FLOAT32
-    shares = (
-        section.data_parallel * section.context_parallel if section.distributed_optimizer else 1
-    )
-    return {
-        f"{who} and its gradients": (weight + FLOAT32) * parameters,
-        # Two moments; with bfloat16 weights also the float32 ones that are stepped.
-        f"{who}'s optimizer": (ADAM_COPIES - 2 + copies) * FLOAT32 * parameters // shares,
-    }
 
 
 def _engines(
@@ -477,7 +414,7 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
             engines,
         ),
     ]
-    if config.ppo.placement == "shared":
+    if config.ppo.placement in (IN_TURN, SHARED):
         moves += turn_moves(config, model)
     if config.actor.backend == "megatron":
         moves.append(Move("actor weights", "actor ranks to PPO loop", weights))
@@ -514,17 +451,28 @@ def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
     """
     ppo = config.ppo
     pieces = -(-ppo.prompts_per_step // ppo.piece_prompts) if ppo.piece_prompts else 1
-    critic = _critic(config, model)
-    parts = _actor_parts(config, model)
-    learning = FLOAT32 * (model.parameters + (critic.parameters if critic else 0))
-    return [
-        Move(
-            "reference, and weights and moments of actor and critic",
-            "host memory to the device",
-            pieces * (parts["reference"] + learning) + 3 * learning,
-        ),
-        Move("weights and moments of actor and critic", "the device to host memory", 3 * learning),
-    ]
+    found = []
+    for memory in role_memory(config, model):
+        judges = sum(role.weights for role in memory.roles if not role.gradients)
+        weights = sum(role.weights for role in memory.roles if role.gradients)
+        learned = weights + sum(role.kept for role in memory.roles)
+        each = " of each rank" * (memory.where == RANK)
+        count = config.actor.ranks if each else 1
+        found += [
+            Move(
+                "all roles' weights, and what actor and critic learn with",
+                f"host memory to the device{each}",
+                pieces * (judges + weights) + learned,
+                count,
+            ),
+            Move(
+                "what actor and critic have learned",
+                f"the device{each} to host memory",
+                learned,
+                count,
+            ),
+        ]
+    return found
 
 
 def _element(config: RunConfig) -> int:
@@ -577,11 +525,12 @@ def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
         f"A step's hidden states may come to {size_text(batch)}, more than"
         f" companion.queue_bytes={room}: such batches are dropped."
     )
-    return (
-        [f"{too_large} Set companion.queue_bytes={2 * batch} or more."]
-        if config.companion.enabled and batch > room
-        else []
-    )
+    found = []
+    if config.companion.enabled and batch > room:
+        found.append(f"{too_large} Set companion.queue_bytes={2 * batch} or more.")
+    if config.ppo.judged_by_model and reward_sizes(config) is None:
+        found.append(f"The sizes of the reward model {config.ppo.reward} are not known: add them.")
+    return found
 
 
 def _too_large(processes: list[Process], gpu_bytes: int) -> list[str]:
@@ -624,6 +573,12 @@ def lines(plan: Plan) -> list[str]:
         memory = f"{size_text(process.memory)}{' each' if process.count > 1 else ''}"
         out.append(f"  {process.count} x {process.name:<18} {gpus:<8} {memory:<16} {process.where}")
         out += [f"      {size_text(size):>12}  {what}" for what, size in process.parts.items()]
+    for held in plan.roles:
+        when = f"when (ppo.placement={held.placement})"
+        out += ["", f"Who has the memory of {held.where}, {when}"]
+        for what, found in held.parts:
+            roles = ", ".join(f"{role} {size_text(size)}" for role, size in found.items())
+            out.append(f"  {what:<20} {size_text(sum(found.values())):<10} {roles}")
     if plan.peaks:
         phases = ", ".join(f"{phase} {size_text(size)}" for phase, size in plan.peaks.items())
         out += ["", f"The PPO loop's tensors, at most while it is at: {phases}"]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from medusa_ppo.config.section import Contradiction, Count, Section, Text
 
-POLICY_ROLES, ALL_ROLES = "policy", "all"
+POLICY_ROLES, CRITIC_ROLES, ALL_ROLES = "policy", "critic", "all"
 
 
 class ActorConfig(Section):
@@ -42,10 +42,11 @@ class ActorConfig(Section):
     """Each copy keeps the moments and float32 weights of its share of the parameters only (backend
     `megatron`). Set it with `data_parallel` when the optimizer takes too much memory.
     """
-    roles: Literal["policy", "all"] = "policy"
-    """What the ranks hold (backend `megatron`). `policy`: actor and reference; the critic stays
-    whole, in the loop's process. `all`: the critic too, cut as the actor is. Set it to all when the
-    critic is too large for one GPU.
+    roles: Literal["policy", "critic", "all"] = "policy"
+    """What the ranks hold (backend `megatron`). `policy`: actor and reference; critic and reward
+    model stay whole, in the loop's process. `critic`: the critic too, cut as the actor is. `all`:
+    a reward model of whole responses as well. Set it to critic or all when one of them is too large
+    for one GPU.
     """
     resource: Text | None = None
     """Name of a Ray resource (`ray start --resources`): the actor's ranks run on nodes that have
@@ -95,7 +96,7 @@ class ActorConfig(Section):
                 "actor.backend=megatron",
                 "Set actor.backend=megatron, or leave the first out.",
             )
-        if self.roles == ALL_ROLES and not megatron:
+        if self.roles != POLICY_ROLES and not megatron:
             yield Contradiction(
                 "One process has all roles already.",
                 ("actor.roles", "actor.backend"),

@@ -17,6 +17,7 @@ from medusa_ppo.config.section import (
 )
 
 MASK, ATTENTION = "mask", "attention"
+SEPARATE, SWAPPED, IN_TURN, SHARED = "separate", "swapped", "in_turn", "shared"
 
 
 class PPOConfig(Section):
@@ -45,10 +46,13 @@ class PPOConfig(Section):
     while the engine writes the others; null: scoring begins when all have ended. Set it to a
     quarter or an eighth of `prompts_per_step` when engine and update have devices of their own.
     """
-    placement: Literal["separate", "shared"] = "separate"
-    """`separate`: actor, critic, reference and reward keep their memory all the time. `shared`:
-    they take turns on the engine's device while it sleeps (engine.sleep_level), and wait in host
-    memory while it writes. Set it to shared when one GPU must do for everything.
+    placement: Literal["separate", "swapped", "in_turn", "shared"] = "separate"
+    """`separate`: actor, critic, reference and reward keep their memory all the time. `swapped`: a
+    reward model of the critic's sizes has none of its own, and stands in the memory of the critic's
+    weights while it judges. `in_turn`: one role at a time is on its device, and the others wait in
+    host memory; engines have devices of their own. `shared`: they take turns on the engine's device
+    while it sleeps (engine.sleep_level), and wait in host memory while it writes. Set it to shared
+    when one GPU must do for everything, to in_turn when the roles do not fit beside each other.
     """
     side_by_side: bool = False
     """The reference scores beside actor and critic, and the critic learns beside the actor, in a
@@ -224,6 +228,11 @@ class PPOConfig(Section):
         """
         return self.staleness - (self.carry_after is not None)
 
+    @property
+    def judged_by_model(self) -> bool:
+        """A reward model judges, and no function."""
+        return ":" not in self.reward
+
     def contradictions(self) -> Iterator[Contradiction]:
         micro = self.micro_batch_size or self.minibatch_size
         if self.minibatch_size % micro and micro < self.minibatch_size:
@@ -243,12 +252,20 @@ class PPOConfig(Section):
         yield from self._of_older_actors()
         yield from self._of_the_penalty()
         yield from self._of_rewards()
-        if self.side_by_side and self.placement == "shared":
+        if self.side_by_side and self.placement in (IN_TURN, SHARED):
             yield Contradiction(
                 "Roles that take turns can't work at once.",
                 ("ppo.side_by_side", "ppo.placement"),
                 "one of the two",
                 "Set ppo.side_by_side=false, or ppo.placement=separate.",
+            )
+
+        if self.placement == SWAPPED and (self.advantages != "gae" or not self.judged_by_model):
+            yield Contradiction(
+                "Only a reward model and a critic can stand in the same memory.",
+                ("ppo.placement", "ppo.advantages", "ppo.reward"),
+                "ppo.advantages=gae, and a reward model as ppo.reward",
+                "Set ppo.placement=separate, or both of them.",
             )
 
     def _of_older_actors(self) -> Iterator[Contradiction]:
@@ -305,7 +322,7 @@ class PPOConfig(Section):
                 "ppo.reward_processes",
                 "Set ppo.reward_processes=1 or more.",
             )
-        if self.reward_processes is not None and ":" not in self.reward:
+        if self.reward_processes is not None and self.judged_by_model:
             yield Contradiction(
                 "A reward model is computed by the loop, not in processes.",
                 ("ppo.reward_processes", "ppo.reward"),

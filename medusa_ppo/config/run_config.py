@@ -16,7 +16,12 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from heads.errors import ConfigError
-from medusa_ppo.config.actor_section import ActorConfig
+from medusa_ppo.config.actor_section import (
+    ALL_ROLES,
+    CRITIC_ROLES,
+    POLICY_ROLES,
+    ActorConfig,
+)
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.config_file import (
     apply_override,
@@ -30,7 +35,7 @@ from medusa_ppo.config.engine_section import COLOCATED, EngineConfig
 from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.config.model_section import ModelConfig
 from medusa_ppo.config.old_keys import refuse_old_keys
-from medusa_ppo.config.ppo_section import ATTENTION, PPOConfig
+from medusa_ppo.config.ppo_section import ATTENTION, SHARED, SWAPPED, PPOConfig
 from medusa_ppo.config.report_section import ReportConfig
 from medusa_ppo.config.sampling_section import SamplingConfig
 from medusa_ppo.config.section import Contradiction, Section, Text
@@ -95,6 +100,16 @@ class RunConfig(Section):
             return self.sampling.seeded
         heads_wait = not self.companion.enabled or self.companion.wait
         return heads_wait and not self.engine.chooses_drafts
+
+    @property
+    def critic_on_ranks(self) -> bool:
+        """There is a critic, and the ranks of the Megatron actor hold it."""
+        return self.actor.roles != POLICY_ROLES and self.ppo.advantages == "gae"
+
+    @property
+    def reward_on_ranks(self) -> bool:
+        """There is a reward model, and the ranks of the Megatron actor hold it."""
+        return self.actor.roles == ALL_ROLES and self.ppo.judged_by_model
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Between sections; what one section can see by itself it has refused before."""
@@ -231,19 +246,40 @@ def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
             "ppo.side_by_side=false",
             "Set ppo.side_by_side=false.",
         )
-    if ppo.placement == "shared":
+    if ppo.placement == SHARED:
         yield Contradiction(
-            "The ranks of a Megatron actor keep their places.",
+            "The ranks of a Megatron actor have other devices than the engine.",
             ("ppo.placement", "actor.backend"),
-            "actor.backend=transformers",
-            "Set ppo.placement=separate, or actor.backend=transformers.",
+            "ppo.placement=in_turn, or actor.backend=transformers",
+            "Set ppo.placement=in_turn: roles then take turns on each rank's device.",
+        )
+    if actor.roles == CRITIC_ROLES and ppo.advantages != "gae":
+        yield Contradiction(
+            "These advantages have no critic that the ranks could hold.",
+            ("actor.roles", "ppo.advantages"),
+            "ppo.advantages=gae, or actor.roles=policy or all",
+            "Change one of the two.",
+        )
+    if config.reward_on_ranks and ppo.step_separator is not None:
+        yield Contradiction(
+            "The reward model of the ranks judges whole responses.",
+            ("actor.roles", "ppo.step_separator"),
+            "actor.roles=critic or policy, or ppo.step_separator=null",
+            "Set actor.roles=critic: the reward model then stays in the loop's process.",
+        )
+    if ppo.placement == SWAPPED and actor.roles == CRITIC_ROLES:
+        yield Contradiction(
+            "The critic's memory is the ranks', and the reward model is in the loop's process.",
+            ("ppo.placement", "actor.roles"),
+            "actor.roles=all or policy",
+            "Set actor.roles=all, or ppo.placement=separate.",
         )
 
 
 def _of_placement(config: RunConfig) -> Iterator[Contradiction]:
     """Roles that take turns on the engine's device."""
     engine = config.engine
-    if config.ppo.placement == "separate":
+    if config.ppo.placement != SHARED:
         return
     if engine.sleep_level is None:
         yield Contradiction(

@@ -87,7 +87,7 @@ class PPOLearner(ABC):
         self.has_critic = critic is not None
         self.config = config
         self.shaping = Shaping(config)
-        self.turns = Turns(config.placement == "shared")
+        self.turns = Turns(config.placement)
         self._beside = ThreadPoolExecutor(1, "medusa-ppo-beside") if config.side_by_side else None
         self.seed = seed
         self.autocast = autocast
@@ -324,6 +324,10 @@ class PPOLearner(ABC):
             optimizer.step()
         self.turns.report(CRITIC)
         optimizer.zero_grad(set_to_none=True)
+
+    def take_memory(self) -> dict[str, Any]:
+        """The step's figures of what the roles had on their devices, and what moved."""
+        return self.turns.take()
 
     def save(self, folder: Path) -> None:
         """Write weights and moments of actor and critic, and what the shaping remembers.

@@ -164,7 +164,7 @@ class PPOLoop:
         values = self._keep(step, rollouts, written)
         batch, scores = self._score(step, rollouts, values)
         self._update(step, rollouts, batch, scores, values)
-        with self._syncing(step, values) as version:
+        with self._syncing(step, values) as version, self.turns.aside(ACTOR):
             self.plugin.policy_updated(self.learner.actor, version)  # medusa
             self.sync(self.learner.actor, version)
         self._evaluate_if_due(step, values)
@@ -227,7 +227,7 @@ class PPOLoop:
         values = self._keep(step, rollouts, written)
         batch, scores = self._score(step, rollouts, values)
         self._update(step, rollouts, batch, scores, values)
-        with self._syncing(step, values) as version:
+        with self._syncing(step, values) as version, self.turns.aside(ACTOR):
             self.plugin.policy_updated(self.learner.actor, version)  # medusa
             if self.maker.idle:  # Or before the next responses are begun.
                 self.sync(self.learner.actor, version)
@@ -255,7 +255,8 @@ class PPOLoop:
         while self.begun <= last and self.begun < max(step + 1, self.config.ppo.steps):
             if self.maker.idle:
                 if self.engine.policy_version < version:
-                    self.sync(self.learner.actor, version)
+                    with self.turns.aside(ACTOR):
+                        self.sync(self.learner.actor, version)
                 self.plugin.before_generation()  # medusa
                 self.written_by = version
             elif version + self.begun - step - self.written_by > self.config.ppo.steps_ahead:
@@ -322,7 +323,7 @@ class PPOLoop:
 
     def _report(self, values: Metrics, timeline: Metrics) -> Metrics:
         """The step's metrics, with what everyone has to say about it."""
-        values |= timeline | self.memory.take() | self.turns.take()
+        values |= timeline | self.memory.take() | self.learner.take_memory()
         values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
         values[names.ENGINE_RESTARTS] = self.engine.restarts
         values |= self.plugin.metrics()  # medusa

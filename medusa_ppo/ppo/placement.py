@@ -2,6 +2,10 @@
 one set of devices.
 
     ppo.placement=separate    every role keeps its memory
+    ppo.placement=swapped     so does every one but the reward model, which stands in the memory of
+                              the critic's weights while it judges
+    ppo.placement=in_turn     actor, reference, critic, reward: one at a time; engines have devices
+                              of their own
     ppo.placement=shared      engine | actor, reference, critic, reward: one at a time | engine
                               the engine sleeps while others compute, they wait in host memory while
                               it writes; with ppo.piece_prompts one at a time comes for its passes
@@ -11,7 +15,8 @@ A role that leaves is copied into host buffers of its own (what nobody changed s
 is there already), and its tensors become empty: whoever uses them fails, and the device has the
 memory back. A role that comes takes over the tensors of the one that leaves where shapes agree, so
 the reference stands in the actor's place and the reward model in the critic's, and nothing is
-allocated for it.
+allocated for it. The ranks of a Megatron actor have such turns of their own
+(`medusa_ppo.ppo.megatron.rank_memory`).
 
 The ledger counts weights, gradients, AdamW's moments, and an engine's weights, keys and values; not
 what passes keep for themselves. Where there is no GPU the "device" is what the ledger counts, and
@@ -34,6 +39,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from heads.errors import ConfigError
+from medusa_ppo.config.ppo_section import IN_TURN, SEPARATE, SHARED, SWAPPED
 from medusa_ppo.contract import metrics as names
 
 ENGINE, ACTOR, REFERENCE, CRITIC, REWARD = "engine", "actor", "reference", "critic", "reward"
@@ -42,6 +48,12 @@ UNFREED = "left, held elsewhere"
 GIB = 2**30
 TRAINED_COPIES = 4  # Weights, gradients and two moments.
 MOMENT = "/"
+"""In the names of what only a role that learns needs."""
+ALL = ("",)
+"""The end of every name."""
+ROLES = (ACTOR, REFERENCE, CRITIC, REWARD)
+TAKE_TURNS = {SEPARATE: (), SWAPPED: (CRITIC, REWARD), IN_TURN: ROLES, SHARED: ROLES}
+"""By ppo.placement: who computes only while no other of them does."""
 
 
 class Ledger:
@@ -78,23 +90,50 @@ class Spare:
         freed: of each that it can't use, how to see whether it is gone, and its bytes.
     """
 
-    def __init__(self, wanted: Iterable[Tensor]) -> None:
+    def __init__(self, wanted: Iterable[Tensor], held: Iterable[Tensor] = ()) -> None:
+        """
+        Args:
+            wanted: what the one that comes lacks.
+            held: what it has in the memory of another role already.
+        """
+        self._held = {tensor.data_ptr() for tensor in held}
         self._wanted = Counter((tensor.shape, tensor.dtype) for tensor in wanted)
-        self._kept: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._kept: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, bool]]] = {}
         self.freed: list[tuple[StorageWeakRef, int]] = []
 
+    def wants(self, tensor: Tensor) -> bool:
+        """The one that comes can use it."""
+        return self._wanted[tensor.shape, tensor.dtype] > 0
+
+    def holds(self, tensor: Tensor) -> bool:
+        """The one that comes has it already."""
+        return tensor.data_ptr() in self._held
+
     def give(self, tensor: Tensor) -> None:
-        kind = tensor.shape, tensor.dtype
-        if self._wanted[kind]:
-            self._wanted[kind] -= 1
-            self._kept.setdefault(kind, []).append(tensor)
+        """For good."""
+        if self.wants(tensor):
+            self._keep(tensor, lent=False)
         else:
             self.freed.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
 
-    def take(self, like: Tensor, device: torch.device) -> Tensor:
-        """One of this shape; a new one where none was left."""
+    def lend(self, tensor: Tensor) -> bool:
+        """Until its owner comes again. Whether it is wanted."""
+        wanted = self.wants(tensor)
+        if wanted:
+            self._keep(tensor, lent=True)
+        return wanted
+
+    def take(self, like: Tensor, device: torch.device) -> tuple[Tensor, bool]:
+        """One of this shape, and whether it is lent; a new one where none was left."""
         kept = self._kept.get((like.shape, like.dtype))
-        return kept.pop() if kept else torch.empty_like(like, device=device, pin_memory=False)
+        if kept:
+            return kept.pop()
+        return torch.empty_like(like, device=device, pin_memory=False), False
+
+    def _keep(self, tensor: Tensor, *, lent: bool) -> None:
+        kind = tensor.shape, tensor.dtype
+        self._wanted[kind] -= 1
+        self._kept.setdefault(kind, []).append((tensor, lent))
 
 
 class Resident:
@@ -105,13 +144,18 @@ class Resident:
         self._optimizer = optimizer
         self._device = next(module.parameters()).device
         self._host: dict[str, Tensor] = {}
+        self._current: set[str] = set()  # What stands on the host as it is on the device.
         self._away: set[str] = set()
-        self.changed = True  # Since it left last.
+        self._borrowed: set[str] = set()  # In the memory of another role.
 
     @property
     def here(self) -> bool:
         """Something of it is on the device."""
         return len(self._away) < len(self._slots())
+
+    def touch(self) -> None:
+        """It learns: what stands on the host will be old."""
+        self._current.clear()
 
     def _slots(self) -> dict[str, Tensor]:
         """Its tensors by name: weights, and moments as `weight/moment`."""
@@ -125,40 +169,59 @@ class Resident:
         }
         return {**own, **moments}
 
-    def leave(self, spare: Spare) -> int:
-        """To the host, all of it. Gives the bytes that had to be copied."""
+    def leave(self, spare: Spare, *, partly: bool = False) -> int:
+        """To the host: all of it, or only what the one that comes can use. Gives the bytes that had
+        to be copied.
+        """
         moved = 0
         for name, tensor in self._slots().items():
-            if name in self._away:
+            if name in self._away or (partly and not spare.wants(tensor)):
                 continue
             here = tensor.data
-            if self.changed or name not in self._host:
-                if name not in self._host:
-                    self._host[name] = torch.empty_like(here, device="cpu", pin_memory=here.is_cuda)
-                self._host[name].copy_(here)
-                moved += here.nbytes
+            moved += self._copy_out(name, here)
             tensor.data = here.new_empty(0)
             self._away.add(name)
-            spare.give(here)
-        self.changed = False
+            if name in self._borrowed:
+                self._borrowed.remove(name)
+            else:
+                spare.give(here)
         return moved
 
-    def lacks(self, training: bool) -> dict[str, Tensor]:
-        """What would come, as it waits on the host; moments only for training."""
+    def _copy_out(self, name: str, here: Tensor) -> int:
+        """To its host buffer, where that is not current. Gives the bytes."""
+        if name in self._current:
+            return 0
+        if name not in self._host:
+            self._host[name] = torch.empty_like(here, device="cpu", pin_memory=here.is_cuda)
+        self._host[name].copy_(here)
+        self._current.add(name)
+        return here.nbytes
+
+    def lacks(self, more: tuple[str, ...]) -> dict[str, Tensor]:
+        """What would come, as it waits on the host: weights, and of what it learns with that whose
+        name ends so.
+        """
         return {
             name: self._host[name]
             for name in self._slots()
-            if name in self._away and (training or MOMENT not in name)
+            if name in self._away and (MOMENT not in name or name.endswith(more))
         }
 
-    def come(self, spare: Spare, training: bool) -> int:
-        """To the device. Gives the bytes that were copied."""
+    def come(self, spare: Spare, more: tuple[str, ...]) -> int:
+        """To the device what `lacks` says. Gives the bytes that were copied."""
         slots = self._slots()
-        lacking = self.lacks(training)
+        lacking = self.lacks(more)
         for name, host in lacking.items():
-            slots[name].data = spare.take(host, self._device).copy_(host)
+            here, lent = spare.take(host, self._device)
+            slots[name].data = here.copy_(host)
             self._away.remove(name)
+            if lent:
+                self._borrowed.add(name)
         return sum(host.nbytes for host in lacking.values())
+
+    def borrowed(self) -> list[Tensor]:
+        """Its tensors that stand in the memory of another role."""
+        return [tensor.data for name, tensor in self._slots().items() if name in self._borrowed]
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
@@ -174,17 +237,16 @@ class Resident:
 
     def nbytes(self) -> int:
         """On the device now, with gradients."""
-        tensors = [tensor for name, tensor in self._slots().items() if name not in self._away]
+        borrowed = sum(tensor.nbytes for tensor in self.borrowed())
+        tensors = [
+            tensor
+            for name, tensor in self._slots().items()
+            if name not in self._away and name not in self._borrowed
+        ]
         tensors += [
             parameter.grad for parameter in self._module.parameters() if parameter.grad is not None
         ]
-        return sum(
-            {
-                storage.data_ptr(): storage.nbytes()
-                for tensor in tensors
-                for storage in [tensor.untyped_storage()]
-            }.values()
-        )
+        return borrowed + bytes_of(tensors)
 
     def full_bytes(self) -> int:
         """On the device at most."""
@@ -200,11 +262,28 @@ class Resident:
         )
 
 
-class Turns:
-    """The roles of a run and their ledger; with `shared` they take turns."""
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of the memory that they stand in, once where they share it."""
+    return sum(
+        {
+            storage._cdata: storage.nbytes()
+            for tensor in tensors
+            for storage in [tensor.untyped_storage()]
+        }.values()
+    )
 
-    def __init__(self, shared: bool = False) -> None:
-        self.shared = shared
+
+class Turns:
+    """The roles of a process and their ledger; they take turns as ppo.placement says.
+
+    Attributes:
+        shared: all of them leave the device between their turns.
+    """
+
+    def __init__(self, placement: str = SEPARATE) -> None:
+        self._placement = placement
+        self._takers = TAKE_TURNS[placement]
+        self.shared = placement in (IN_TURN, SHARED)
         self.ledger = Ledger()
         self._engine_bytes = 0
         self._turn = threading.RLock()
@@ -220,7 +299,13 @@ class Turns:
         """A role of this process; its tensors are on the device. `optimizer`: of a role that
         learns.
         """
-        self._roles[role] = Resident(module, optimizer)
+        self.settle(role, Resident(module, optimizer))
+
+    def settle(self, role: str, resident: Resident) -> None:
+        """A role whose memory is kept in another way than a module's."""
+        self._roles[role] = resident
+        if self._placement == SWAPPED and role == REWARD:  # It has no place of its own.
+            self._moved += resident.leave(Spare(()))
         self.report(role)
 
     def engine_started(self, count: int) -> None:
@@ -236,18 +321,24 @@ class Turns:
             self.ledger.report(role, self._roles[role].nbytes())
 
     @contextlib.contextmanager
-    def on(self, role: str, *, training: bool = False) -> Iterator[None]:
+    def on(
+        self, role: str, *, training: bool = False, more: tuple[str, ...] = ()
+    ) -> Iterator[None]:
         """The role computes in this block; if roles take turns the others have left, and it stays
         until another one comes. Other threads wait with theirs: pieces are judged by a reward model
         in one and scored by the others in another.
+
+        Args:
+            training: it learns, so what it learns with comes too.
+            more: of that what ends so comes, and is only read.
         """
-        turn: contextlib.AbstractContextManager[Any] = (
-            self._turn if self.shared else contextlib.nullcontext()
-        )
-        with turn:
-            if self.shared and role in self._roles:
-                self._move(role, training)
-                self._roles[role].changed |= training
+        turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        takes = role in self._takers and role in self._roles
+        with self._turn if takes else turn:
+            if takes:
+                self._move(role, ALL if training else more)
+                if training:
+                    self._roles[role].touch()
             self.report(role)
             yield
             self.report(role)
@@ -293,7 +384,7 @@ class Turns:
         if ACTOR not in self._roles:
             return {}
         found = self.ledger.take() | ({names.ENGINE_WAKE_S: self._wake_s} if self._wake_s else {})
-        if self.shared:
+        if self._takers:
             found |= {names.OFFLOAD_S: self._move_s, names.OFFLOAD_BYTES: self._moved}
         self._moved = 0
         self._move_s = 0.0
@@ -317,15 +408,16 @@ class Turns:
         Args:
             room: bytes that all of them can have.
             engine: of these, what an engine on the same device has while it is awake and others
-                compute; where roles take turns, for passes alone.
+                compute; where roles take turns with it, for passes alone.
         """
         full = {role: resident.full_bytes() for role, resident in self._roles.items()}
-        need = sum(full.values()) + engine
-        if self.shared:
-            need = max(full.values(), default=0)
-            if engine:
-                passes = max(resident.weight_bytes() for resident in self._roles.values())
-                need = max(need, engine + passes)
+        one_at_a_time = [count for role, count in full.items() if role in self._takers]
+        need = sum(full.values()) - sum(one_at_a_time) + max(one_at_a_time, default=0)
+        if self._placement != SHARED:
+            need += engine
+        elif engine:
+            passes = max(resident.weight_bytes() for resident in self._roles.values())
+            need = max(need, engine + passes)
         if need <= room:
             return
         parts = ", ".join(
@@ -333,33 +425,37 @@ class Turns:
             for role, count in {**full, **({ENGINE: engine} if engine else {})}.items()
         )
         do = (
-            "Set ppo.placement=shared (with engine.sleep_level=1), or cut the actor over ranks:"
-            " actor.backend=megatron."
+            "Set ppo.placement=shared (with engine.sleep_level=1) or in_turn, or cut the actor over"
+            " ranks: actor.backend=megatron."
         )
         if self.shared:
             do = "Cut the actor over ranks (actor.backend=megatron), or take a smaller model."
-            if engine and max(full.values()) <= room:
+            if engine and max(full.values(), default=0) <= room:
                 do = "Lower engine.memory_fraction, or set ppo.piece_prompts=null."
+                if self._placement == IN_TURN:
+                    do = "Lower engine.memory_fraction, or give the engine a device of its own."
         raise ConfigError(
             "The roles don't fit the device.",
-            given=(
-                f"ppo.placement={'shared' if self.shared else 'separate'}: {parts} GiB,"
-                f" {need / GIB:.2f} at once"
-            ),
+            given=(f"ppo.placement={self._placement}: {parts} GiB, {need / GIB:.2f} at once"),
             expected=f"at most {room / GIB:.2f} GiB, and room for what passes keep",
             do=do,
         )
 
-    def _move(self, coming: str | None, training: bool = False) -> None:
-        """All others leave the device, and this one comes."""
+    def _move(self, coming: str | None, more: tuple[str, ...] = ()) -> None:
+        """All others leave the device, and this one comes; where only two of the roles take turns,
+        what leaves is what the one that comes can use.
+        """
         began = time.perf_counter()
-        spare = Spare(self._roles[coming].lacks(training).values() if coming is not None else ())
-        for role, resident in self._roles.items():
-            if role != coming and resident.here:
-                self._moved += resident.leave(spare)
-                self.report(role)
+        spare = Spare(())
         if coming is not None:
-            self._moved += self._roles[coming].come(spare, training)
+            role = self._roles[coming]
+            spare = Spare(role.lacks(more).values(), role.borrowed())
+        for name, resident in self._roles.items():
+            if name != coming and name in self._takers and resident.here:
+                self._moved += resident.leave(spare, partly=not self.shared and name == CRITIC)
+                self.report(name)
+        if coming is not None:
+            self._moved += self._roles[coming].come(spare, more)
         self._left = [
             (storage, count)
             for storage, count in [*self._left, *spare.freed]

@@ -14,6 +14,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -194,66 +195,46 @@ class CallableReward(RewardSource):
         return values
 
 
-class ModelReward(RewardSource):
-    """What a transformers classifier of one output says: of a whole text, or with `by_steps` of its
-    tokens, at the end of each step.
+@dataclass(frozen=True)
+class JudgedTexts:
+    """A batch of texts as a reward model reads it, padded on the right.
+
+    Attributes:
+        ids_BT, mask_BT: int64 tokens, and 1 where a text has one.
+        last_B: column of each text's last token that is no padding, also where a text itself ends
+            with padding tokens: transformers' classifiers look there.
+    """
+
+    ids_BT: Tensor
+    mask_BT: Tensor
+    last_B: Tensor
+
+
+class ReadReward(RewardSource):
+    """What a classifier of one output says of texts, wherever it is computed.
 
     The same text has the same reward to the bit, whatever else is in the batch: the shape of what
     goes through the model follows from the text's own length alone, and padding is there always.
     """
 
     def __init__(
-        self,
-        path: str,
-        device: torch.device | str = "cpu",
-        template: str = "{prompt}{response}",
-        *,
-        by_steps: bool = False,
-        cuts: bool = False,
+        self, path: str, tokenizer: Any, config: Any, rows: int, template: str, *, cuts: bool
     ) -> None:
         """
         Args:
+            tokenizer: the model's own.
+            config: the model's, of transformers.
+            rows: tokens that the model has.
             cuts: a text of more tokens than the model reads loses its first ones; otherwise it is
                 an error.
 
         Raises:
             ConfigError: the template has not both fields.
-            ModelError: not loadable, it has more outputs, or its tokenizer has more tokens than it.
+            ModelError: the tokenizer has more tokens than the model.
         """
         self._before, self._after = _template_parts(template)
-        kind: Any = (
-            AutoModelForTokenClassification if by_steps else AutoModelForSequenceClassification
-        )
-        expected = "a token-classification model" if by_steps else "a sequence-classification model"
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            self.model: Any = (
-                kind.from_pretrained(path, weights_only=True, trust_remote_code=False)
-                .eval()
-                .to(device)
-            )
-        except Exception as error:
-            # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad
-            # checkpoint
-            first = (str(error).strip().splitlines() or [""])[0]
-            given = f"{path} ({type(error).__name__}: {first:.200})"
-            do = "Check ppo.reward; a Python function is written as module:function."
-            raise ModelError(
-                "The reward model can't be loaded.", given=given, expected=expected, do=do
-            ) from error
-        labels = self.model.config.num_labels
-        allowed = (1, 2) if by_steps else (1,)
-        if labels not in allowed:
-            given = f"{path}: {labels} labels"
-            expected = " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed)
-            raise ModelError(
-                "The reward model has not one output.",
-                given=given,
-                expected=expected,
-                do="Use a reward model.",
-            )
-        tokens = len(self._tokenizer)
-        rows = self.model.get_input_embeddings().weight.shape[0]
+        self._tokenizer = tokenizer
+        tokens = len(tokenizer)
         if tokens > rows:
             raise ModelError(
                 "The reward model's vocabulary is not its training's.",
@@ -261,10 +242,11 @@ class ModelReward(RewardSource):
                 expected="no more tokens than the model has",
                 do="Put the tokenizer of its training beside it.",
             )
-        if self._tokenizer.pad_token is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        if self.model.config.pad_token_id is None:
-            self.model.config.pad_token_id = self._tokenizer.pad_token_id
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if config.pad_token_id is None:
+            config.pad_token_id = tokenizer.pad_token_id
+        self._config = config
         self._cuts = cuts
         # One less than fits: a batch without padding would be computed in another way.
         self._longest = self._most_tokens() - 1
@@ -273,8 +255,12 @@ class ModelReward(RewardSource):
         """Tokens that the model reads at most: as many as it has positions; where they have no end,
         as many as its tokenizer says. One that says nothing has a number beyond all texts.
         """
-        positions = int(getattr(self.model.config, "max_position_embeddings", 0) or 0)
+        positions = int(getattr(self._config, "max_position_embeddings", 0) or 0)
         return positions if positions > 1 else int(self._tokenizer.model_max_length)
+
+    @abstractmethod
+    def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
+        """What the model says of each batch, float32 on the CPU: of its texts, or of its tokens."""
 
     @torch.no_grad()
     def score(
@@ -362,28 +348,94 @@ class ModelReward(RewardSource):
         """Which texts, and the model's output for them, float32 on the CPU."""
         widths = [min(_width(len(text)), self._longest + 1) for text in ids]
         by_width = sorted(range(len(ids)), key=lambda s: (widths[s], s))
-        for width, members in itertools.groupby(by_width, key=lambda s: widths[s]):
-            for chosen in _batches(list(members), REWARD_BATCH):
-                filled = chosen + chosen[:1] * (REWARD_BATCH - len(chosen))
-                ids_BT = torch.full((REWARD_BATCH, width), int(self._tokenizer.pad_token_id or 0))
-                mask_BT = torch.zeros((REWARD_BATCH, width), dtype=torch.int64)
-                for row, s in enumerate(filled):
-                    ids_BT[row, : len(ids[s])] = torch.tensor(ids[s], dtype=torch.int64)
-                    mask_BT[row, : len(ids[s])] = 1
-                inputs = {
-                    "input_ids": ids_BT.to(self.model.device),
-                    "attention_mask": mask_BT.to(self.model.device),
-                }
-                logits = self.model(**inputs).logits[: len(chosen)].float().cpu()
-                if (
-                    not logits[mask_BT[: len(chosen)].bool() if logits.dim() == 3 else ...]
-                    .isfinite()
-                    .all()
-                ):
-                    raise _not_finite(
-                        "the reward model's output", "Check the reward model's weights."
-                    )
-                yield chosen, logits
+        groups = [
+            (chosen, width)
+            for width, members in itertools.groupby(by_width, key=lambda s: widths[s])
+            for chosen in _batches(list(members), REWARD_BATCH)
+        ]
+        texts = [self._padded([ids[s] for s in chosen], width) for chosen, width in groups]
+        for (chosen, _), batch, output in zip(groups, texts, self._outputs(texts), strict=True):
+            logits = output[: len(chosen)]
+            mask_BT = batch.mask_BT[: len(chosen)].bool()
+            if not logits[mask_BT if logits.dim() == 3 else ...].isfinite().all():
+                raise _not_finite("the reward model's output", "Check the reward model's weights.")
+            yield chosen, logits
+
+    def _padded(self, ids: Sequence[Sequence[int]], width: int) -> JudgedTexts:
+        filled = [*ids, *[ids[0]] * (REWARD_BATCH - len(ids))]
+        ids_BT = torch.full((REWARD_BATCH, width), int(self._tokenizer.pad_token_id or 0))
+        mask_BT = torch.zeros((REWARD_BATCH, width), dtype=torch.int64)
+        for row, text in enumerate(filled):
+            ids_BT[row, : len(text)] = torch.tensor(text, dtype=torch.int64)
+            mask_BT[row, : len(text)] = 1
+        last_B = ((ids_BT != self._config.pad_token_id) * torch.arange(width)).argmax(dim=1)
+        return JudgedTexts(ids_BT, mask_BT, last_B)
+
+
+class ModelReward(ReadReward):
+    """What a transformers classifier in this process says: of a whole text, or with `by_steps` of
+    its tokens, at the end of each step.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        device: torch.device | str = "cpu",
+        template: str = "{prompt}{response}",
+        *,
+        by_steps: bool = False,
+        cuts: bool = False,
+    ) -> None:
+        """
+        Args:
+            cuts: as `ReadReward`.
+
+        Raises:
+            ConfigError: the template has not both fields.
+            ModelError: not loadable, it has more outputs, or its tokenizer has more tokens than it.
+        """
+        _template_parts(template)
+        kind: Any = (
+            AutoModelForTokenClassification if by_steps else AutoModelForSequenceClassification
+        )
+        expected = "a token-classification model" if by_steps else "a sequence-classification model"
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            self.model: Any = (
+                kind.from_pretrained(path, weights_only=True, trust_remote_code=False)
+                .eval()
+                .to(device)
+            )
+        except Exception as error:
+            # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad
+            # checkpoint
+            first = (str(error).strip().splitlines() or [""])[0]
+            given = f"{path} ({type(error).__name__}: {first:.200})"
+            do = "Check ppo.reward; a Python function is written as module:function."
+            raise ModelError(
+                "The reward model can't be loaded.", given=given, expected=expected, do=do
+            ) from error
+        labels = self.model.config.num_labels
+        allowed = (1, 2) if by_steps else (1,)
+        if labels not in allowed:
+            given = f"{path}: {labels} labels"
+            expected = " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed)
+            raise ModelError(
+                "The reward model has not one output.",
+                given=given,
+                expected=expected,
+                do="Use a reward model.",
+            )
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        super().__init__(path, tokenizer, self.model.config, rows, template, cuts=cuts)
+
+    def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
+        for batch in texts:
+            inputs = {
+                "input_ids": batch.ids_BT.to(self.model.device),
+                "attention_mask": batch.mask_BT.to(self.model.device),
+            }
+            yield self.model(**inputs).logits.float().cpu()
 
 
 def _template_parts(template: str) -> tuple[str, str]:

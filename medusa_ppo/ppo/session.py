@@ -21,7 +21,7 @@ from heads.checkpoint import remove_directory
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import DTYPES, Actor, load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader
-from medusa_ppo.config.actor_section import POLICY_ROLES
+from medusa_ppo.config.ppo_section import SHARED
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.demo.actor_cache import actor_note, ensure_demo_actor
 from medusa_ppo.demo.pretraining import RECIPES
@@ -39,6 +39,7 @@ from medusa_ppo.ppo.generation import PromptStream, num_drafts
 from medusa_ppo.ppo.learner import Learner, PPOLearner
 from medusa_ppo.ppo.placement import ACTOR, REWARD
 from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
+from medusa_ppo.ppo.role_checks import check_roles
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
 from medusa_ppo.reports.run_files import METRICS_FILE
@@ -115,13 +116,14 @@ class RunSession:
         )
         if resume:
             run_state.remove_unfinished(config.run_dir)
-        reward = make_reward(config.ppo, _device())
+        check_roles(config)
+        reward = self._reward()
         self._stack.callback(reward.close)
         actor_path = self._folder_of(config.model.path)
         tokenizer = load_tokenizer(actor_path)
         reader = ImageReader.load(actor_path, tokenizer) if config.data.images else None
         streams = self._streams(tokenizer, reader)
-        learner = self._learner(actor_path, reader)
+        learner = self._learner(actor_path, reward, reader)
         lines = None
         if resume:
             saved = run_state.saved_folder(config.run_dir)
@@ -189,6 +191,7 @@ class RunSession:
         """Everyone who computes in this process has a place. ConfigError when they have no room."""
         turns = learner.turns
         config = self._config.engine
+        ppo = self._config.ppo
         if reward.model is not None:
             turns.add(REWARD, reward.model)
         if torch.cuda.is_available():
@@ -197,7 +200,7 @@ class RunSession:
                 torch.cuda.device_count() == 1
                 and config.replicas == 1
                 and not config.addresses
-                and (not turns.shared or self._config.ppo.piece_prompts is not None)
+                and (ppo.placement != SHARED or ppo.piece_prompts is not None)
             )
             turns.check_room(room, round(room * (config.memory_fraction or 0)) if beside else 0)
         else:
@@ -248,8 +251,22 @@ class RunSession:
             )
         return prompts, evaluation, texts
 
-    def _learner(self, actor_path: str, reader: ImageReader | None = None) -> PPOLearner:
-        """Actor, critic and reference, wherever they are trained."""
+    def _reward(self) -> RewardSource:
+        """Where rewards come from; of a model that ranks will hold, all but the model."""
+        config = self._config
+        if not config.reward_on_ranks:
+            return make_reward(config.ppo, _device())
+        # An optional dependency.
+        from medusa_ppo.ppo.megatron.megatron_learner import RankedReward
+
+        return RankedReward(config.ppo)
+
+    def _learner(
+        self, actor_path: str, reward: RewardSource, reader: ImageReader | None = None
+    ) -> PPOLearner:
+        """Actor, critic and reference, wherever they are trained. A reward model of the ranks is
+        told which these are.
+        """
         config = self._config
         if config.actor.backend == "transformers":
             actor = _load(actor_path)
@@ -270,13 +287,17 @@ class RunSession:
                 features=features,
             )
         # An optional dependency.
-        from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankTeam
+        from medusa_ppo.ppo.megatron.megatron_learner import (
+            MegatronLearner,
+            RankedReward,
+            RankTeam,
+        )
 
         critic_path = (
             self._folder_of(config.model.critic_path) if config.model.critic_path else actor_path
         )
         critic = None
-        if config.ppo.advantages == "gae" and config.actor.roles == POLICY_ROLES:
+        if config.ppo.advantages == "gae" and not config.critic_on_ranks:
             critic = Critic(_load(critic_path))
         self._start_ray()
         with self._progress.phase(phases.RANKS):
@@ -288,6 +309,8 @@ class RunSession:
                 critic_path=critic_path,
             )
             self._stack.callback(team.close)
+        if isinstance(reward, RankedReward):
+            reward.attach(team)
         return MegatronLearner(team, actor_path, critic, config)
 
     def _start_ray(self) -> None:

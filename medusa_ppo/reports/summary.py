@@ -193,7 +193,7 @@ SUMMARY_KEYS: dict[str, str] = {
     **{f"ledger.{role}_gib": f"The most that the {role} had." for role in LEDGER},
     "ledger.offload_s": (
         "Seconds of carrying roles to host memory and back in a step, mean over the last window"
-        " (ppo.placement=shared)."
+        " (ppo.placement other than separate)."
     ),
     "ledger.offload_bytes": "Bytes that were copied for it, mean over the last window.",
     "ledger.wake_s": (

@@ -1,13 +1,15 @@
 """PPO with a Megatron actor: the loop's process holds companion and engines, and tells the actor's
 ranks what to do.
 
-    loop (critic)  --rollouts, scores-->  rank 0 ... N-1 in Ray actors (actor, reference, optimizer;
-                   <--log-probs, hidden states, weights in buckets--    with actor.roles=all critic)
+    loop (critic,  --rollouts, scores-->  rank 0 ... N-1 in Ray actors (actor, reference, optimizer;
+    reward model)  <--log-probs, hidden states, weights in buckets--    critic and reward model as
+                                                                        actor.roles says)
 
 A critic in the loop works while the ranks do; one on the ranks before or after the actor, and is
-cut as it is. The actor's weights come as a stream of buckets, each stage's
-first rank giving out its own; Ray holds a stage back that is more than `BUCKETS_AHEAD` buckets
-ahead of who reads.
+cut as it is. Ranks meet in collectives, so all of them must have the same calls in the same order,
+whichever threads of the loop ask: a lock is around what hands a call to all of them. The actor's
+weights come as a stream of buckets, each stage's first rank giving out its own; Ray holds a stage
+back that is more than `BUCKETS_AHEAD` buckets ahead of who reads.
 
 Shape letters: B sequences, R response positions, T tokens, D hidden, V vocabulary.
 """
@@ -17,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig
 
-from heads.errors import ModelError, RunError
+from heads.errors import RunError
 from heads.tensorfile import StateWriter
 from medusa_ppo.actors.actor_view import SpreadActor
-from medusa_ppo.actors.megatron_layout import VALUE, LlamaSizes, checkpoint_shapes
-from medusa_ppo.config.actor_section import ALL_ROLES
+from medusa_ppo.actors.hf import load_tokenizer
+from medusa_ppo.actors.megatron_layout import VALUE, checkpoint_shapes
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.actor_sync import actor_stream
 from medusa_ppo.plugin.medusa_plugin import StatesTap
@@ -43,7 +48,9 @@ from medusa_ppo.ppo.critic import Critic, ValueTotals
 from medusa_ppo.ppo.learner import PPOLearner, Tap
 from medusa_ppo.ppo.megatron.megatron_rank import ActorRank
 from medusa_ppo.ppo.megatron.rank_optimizer import MOMENTS, WEIGHTS
-from medusa_ppo.ppo.placement import ACTOR, CRITIC
+from medusa_ppo.ppo.placement import ACTOR, CRITIC, REWARD
+from medusa_ppo.ppo.rewards import JudgedTexts, ReadReward
+from medusa_ppo.ppo.role_checks import rank_sizes
 from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.scores import PolicyScores, Scores
 from medusa_ppo.ppo.update_totals import UpdateTotals
@@ -75,16 +82,19 @@ class RankTeam:
                 actor's.
 
         Raises:
-            ModelError, ConfigError: there is no such folder, the actor is of no known family, or it
-                can't be cut so.
+            ModelError, ConfigError: as `rank_sizes`, of each role of the ranks.
             RunError: there is no room for the ranks, or one did not start.
         """
         config = settled(config)
         section = config.actor
-        self.sizes = _sizes(path, "actor", "model.path", config)
-        self.critic_sizes: LlamaSizes | None = None
-        if section.roles == ALL_ROLES and config.ppo.advantages == "gae":
-            self.critic_sizes = _sizes(critic_path or path, "critic", "model.critic_path", config)
+        sizes = rank_sizes(config, path, critic_path or path)
+        self.sizes = sizes[ACTOR]
+        self.critic_sizes = sizes.get(CRITIC)
+        self._handing = threading.Lock()
+        begun_from = (
+            (critic_path or path) if CRITIC in sizes else None,
+            config.ppo.reward if REWARD in sizes else None,
+        )
         # Of the cluster: the loop's own process may well stand on a node without a GPU.
         gpus = bool(ray.cluster_resources().get("GPU"))
         resources = {section.resource: TOKEN} if section.resource else {}
@@ -119,7 +129,7 @@ class RankTeam:
                     **in_bundle(self._group, rank // section.tensor_parallel),
                 }
                 kind: Any = ray.remote(**options)(ActorRank)
-                self._ranks.append(kind.remote(rank, path, config, with_embedding, critic_path))
+                self._ranks.append(kind.remote(rank, path, config, with_embedding, *begun_from))
             # The first rank opens the place on its own node, which nobody knows before Ray has put
             # it somewhere.
             self.call("start", self.wait([self._ranks[0].meet_here.remote()])[0])
@@ -128,8 +138,9 @@ class RankTeam:
             raise
 
     def begin(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all ranks; references to their answers."""
-        return [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+        """Call a method of all ranks; references to their answers. Any thread may."""
+        with self._handing:
+            return [getattr(rank, method).remote(*arguments) for rank in self._ranks]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all ranks; the answers of those that have one."""
@@ -156,9 +167,10 @@ class RankTeam:
         }
         # All begin before the first one is read: the ranks of a stage, or all replicas, put each
         # tensor together in collectives, and one that had not begun would keep the others waiting.
-        streams = [
-            rank.give_out.options(**options).remote(role, what, dtype) for rank in self._ranks
-        ]
+        with self._handing:
+            streams = [
+                rank.give_out.options(**options).remote(role, what, dtype) for rank in self._ranks
+            ]
         for stream in streams:
             for reference in stream:
                 with _rank_errors():
@@ -246,7 +258,7 @@ class MegatronLearner(PPOLearner):
         """
         super().__init__(critic, config.ppo, seed=config.seed)
         self._team = team
-        self._critic_on_ranks = team.critic_sizes is not None
+        self._critic_on_ranks = config.critic_on_ranks
         self.has_critic |= self._critic_on_ranks
         self._path = path
         # The last batch, and where Ray's store has it: scoring and update read the same rollouts.
@@ -326,6 +338,9 @@ class MegatronLearner(PPOLearner):
             self._team.call("update_critic", self._hand(batch), batch.pad_id, ray.put(scores), step)
         )
 
+    def take_memory(self) -> dict[str, Any]:
+        return super().take_memory() | _of_one_rank(self._team.call("memory"))
+
     def _hand(self, batch: PPOBatch) -> Any:
         """The rollouts in Ray's store; once for scoring and update."""
         if self._handed is None or self._handed[0] is not batch:
@@ -385,15 +400,40 @@ class MegatronLearner(PPOLearner):
             super()._load_critic(folder)
 
 
-def _sizes(path: str, who: str, key: str, config: RunConfig) -> LlamaSizes:
-    """Of a role of the ranks. ModelError, ConfigError where they can't have it."""
-    if not Path(path).is_dir():
-        raise ModelError(
-            f"The ranks read the {who}'s checkpoint from a folder.",
-            given=path,
-            expected="a folder with safetensors that all nodes can read",
-            do=f"Download the model, and give its folder as {key}.",
+class RankedReward(ReadReward):
+    """What the reward model of the ranks says of whole texts. Texts are read here, so what is wrong
+    with its tokenizer or template is known before there are ranks; `attach` comes before `score`.
+    """
+
+    def __init__(self, config: PPOConfig) -> None:
+        """
+        Raises:
+            ConfigError, ModelError: as `ReadReward`.
+        """
+        path = config.reward
+        model = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        super().__init__(
+            path,
+            load_tokenizer(path),
+            model,
+            model.vocab_size,
+            config.reward_template,
+            cuts=config.reward_too_long == "cut",
         )
-    found = LlamaSizes.read(path)
-    found.check_cut(config.actor.tensor_parallel, config.actor.pipeline_parallel)
-    return found
+        self._team: RankTeam | None = None
+
+    def attach(self, team: RankTeam) -> None:
+        """These are the ranks."""
+        self._team = team
+
+    def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
+        assert self._team is not None, "attach comes first"
+        shares: list[Tensor] = self._team.call("judge", ray.put(list(texts)))
+        # Each replica has zeros where others judged, so the sum is the whole, to the bit.
+        scores_NB = torch.stack(shares).sum(dim=0)
+        yield from scores_NB.unsqueeze(-1)
+
+
+def _of_one_rank(figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of the rank that had most: of its memory, and of what moved there."""
+    return max(figures, key=lambda found: found[names.LEDGER_PEAK])

@@ -1,5 +1,8 @@
-"""One process of a Megatron actor: its part of actor and reference, with actor.roles=all of the
-critic too, and its share of every pass of PPO.
+"""One process of a Megatron actor: its part of actor and reference, as actor.roles says of the
+critic and the reward model too, and its share of every pass of PPO.
+
+The roles keep their memory or take turns with it (ppo.placement), as those of the loop's process
+do; every rank gets the same calls, so their turns are the same.
 
 Every rank gets the same calls in the same order. Sequences are dealt to data-parallel replicas; the
 ranks of a replica run the same micro batches. The loss is divided by the tokens of the whole
@@ -19,6 +22,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -28,21 +32,23 @@ from torch import Tensor
 
 from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.actors.megatron import MegatronActor
-from medusa_ppo.actors.megatron_layout import VALUE, LlamaSizes
+from medusa_ppo.actors.megatron_layout import SCORE, VALUE, LlamaSizes, checkpoint_dtype
 from medusa_ppo.actors.megatron_model import RankModel, start_parallel, stop_parallel
-from medusa_ppo.config.actor_section import ALL_ROLES
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch, minibatches
 from medusa_ppo.ppo.critic import ValueTotals
 from medusa_ppo.ppo.megatron.rank_critic import RankCritic
+from medusa_ppo.ppo.megatron.rank_memory import RankResident
 from medusa_ppo.ppo.megatron.rank_optimizer import MOMENTS, WEIGHTS, RankOptimizer
+from medusa_ppo.ppo.megatron.rank_reward import RankReward
 from medusa_ppo.ppo.megatron.rank_share import RankShare
 from medusa_ppo.ppo.megatron.sharded_stats import ShardedSupport, sharded_stats
 from medusa_ppo.ppo.megatron.sharded_vocabulary import ShardedVocabulary
 from medusa_ppo.ppo.optimization import learning_rate_share
-from medusa_ppo.ppo.placement import ACTOR, CRITIC
+from medusa_ppo.ppo.placement import ACTOR, CRITIC, REFERENCE, REWARD, Resident, Turns
+from medusa_ppo.ppo.rewards import JudgedTexts
 from medusa_ppo.ppo.scores import PolicyScores, Scores
 from medusa_ppo.ppo.token_stats import TokenStats
 from medusa_ppo.ppo.update_totals import UpdateTotals
@@ -79,6 +85,7 @@ class ActorRank:
         config: RunConfig,
         with_embedding: bool,
         critic_path: str | None = None,
+        reward_path: str | None = None,
     ) -> None:
         """
         Args:
@@ -86,11 +93,14 @@ class ActorRank:
             path: folder of the actor's checkpoint; the reference stays what is there.
             config: the run's.
             with_embedding: `tables` brings the input embedding too.
-            critic_path: folder of the checkpoint that the critic starts from; None: the actor's.
+            critic_path: folder of the checkpoint that a critic here starts from; None: there is
+                none here.
+            reward_path: folder of a reward model that judges here; None: there is none here.
         """
         self._rank = rank
         self._path = path
-        self._critic_path = critic_path or path
+        self._critic_path = critic_path
+        self._reward_path = reward_path
         self._config = config
         self._with_embedding = with_embedding
         self._meeting: Meeting | None = None
@@ -118,8 +128,15 @@ class ActorRank:
         dtype = DTYPES[self._config.model.dtype or "float32"]
         reference_dtype = DTYPES[ppo.reference_dtype] if ppo.reference_dtype else dtype
         build = functools.partial(RankModel, section=section, device=device)
+        self._turns = Turns(ppo.placement)
         self._actor = build(sizes, self._path, trained=True, dtype=dtype, recompute=ppo.recompute)
+        self._optimizer = self._optimizer_of(
+            self._actor, self._path, ppo.actor_learning_rate, dtype
+        )
+        self._learning = {ACTOR: (self._actor, self._optimizer)}
+        self._place(ACTOR, RankResident(self._actor, self._optimizer))
         self._reference = build(sizes, self._path, trained=False, dtype=reference_dtype)
+        self._place(REFERENCE, Resident(self._reference.model))
         self._share = RankShare(self._actor, ppo)
         self._view = MegatronActor(
             self._actor.model, sizes.vocab, with_embedding=self._with_embedding
@@ -130,12 +147,8 @@ class ActorRank:
             rows_per_rank=sizes.vocab_rows(section.tensor_parallel),
         )
         self._support = ShardedSupport(Sampling(), self._vocabulary)  # Of the last batch scored.
-        self._optimizer = self._optimizer_of(
-            self._actor, self._path, ppo.actor_learning_rate, dtype
-        )
-        self._learning = {ACTOR: (self._actor, self._optimizer)}
         self._critic: RankCritic | None = None
-        if section.roles == ALL_ROLES and ppo.advantages == "gae":
+        if self._critic_path is not None:
             model = build(
                 LlamaSizes.read(self._critic_path),
                 self._critic_path,
@@ -149,6 +162,23 @@ class ActorRank:
             )
             self._critic = RankCritic(model, optimizer, ppo)
             self._learning[CRITIC] = (model, optimizer)
+            self._place(CRITIC, RankResident(model, optimizer))
+        self._reward: RankReward | None = None
+        if self._reward_path is not None:
+            judge = build(
+                LlamaSizes.read(self._reward_path),
+                self._reward_path,
+                trained=False,
+                dtype=DTYPES[checkpoint_dtype(self._reward_path)],
+                top=SCORE,
+            )
+            self._reward = RankReward(judge)
+            self._place(REWARD, Resident(judge.model))
+
+    def _place(self, role: str, resident: Resident) -> None:
+        """The role is there; if all take turns it makes room for the next one that is built."""
+        self._turns.settle(role, resident)
+        self._turns.clear()
 
     def _optimizer_of(
         self, model: RankModel, path: str, learning_rate: float, dtype: torch.dtype
@@ -203,21 +233,25 @@ class ActorRank:
             # most.
             return _response_states(hidden_BTD, batch, micros[n].sequences, wanted)
 
-        with self._view.tap(pick) if tapped else contextlib.nullcontext() as tap:
+        with (
+            self._turns.on(ACTOR),
+            self._view.tap(pick) if tapped else contextlib.nullcontext() as tap,
+        ):
             self._actor.run(
                 inputs,
                 lambda n, logits: found.put_actor(
                     batch, micros[n], self._stats(micros[n], logits, sampling, entropy=True)
                 ),
             )
-        self._reference.run(
-            inputs,
-            lambda n, logits_BPV: batch.unpack(
-                self._stats(micros[n], logits_BPV, sampling).logprobs_M,
-                micros[n],
-                found.reference_SR,
-            ),
-        )
+        with self._turns.on(REFERENCE):
+            self._reference.run(
+                inputs,
+                lambda n, logits_BPV: batch.unpack(
+                    self._stats(micros[n], logits_BPV, sampling).logprobs_M,
+                    micros[n],
+                    found.reference_SR,
+                ),
+            )
         # Every rank of the replica has the same figures by now.
         if not self._view.reports:
             return None
@@ -240,6 +274,13 @@ class ActorRank:
         A step whose gradient is not finite is left out, on all ranks.
         """
         batch = PPOBatch(rollouts, self._actor.device, pad_id)
+        with self._turns.on(ACTOR, training=True):
+            totals = self._actor_steps(batch, scores, sampling, step)
+        return totals if self._view.reports else None
+
+    def _actor_steps(
+        self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int
+    ) -> UpdateTotals:
         config = self._config.ppo
         totals = UpdateTotals()
         rate = learning_rate_share(config, step) * config.actor_learning_rate
@@ -267,7 +308,7 @@ class ActorRank:
             self._actor.gather_gradients()
             totals.tokens += tokens
             self._optimizer.step(rate, config.clip_norm, totals.norms)
-        return totals if self._view.reports else None
+        return totals
 
     def values(self, rollouts: Rollouts, pad_id: int, first: int) -> Tensor | None:
         """The critic's passes over this replica's sequences: values_SR, zero outside of them, from
@@ -275,7 +316,8 @@ class ActorRank:
         """
         assert self._critic is not None, "asked of ranks that have one"
         batch = PPOBatch(rollouts, self._actor.device, pad_id, first)
-        values_SR = self._critic.values(batch)
+        with self._turns.on(CRITIC):
+            values_SR = self._critic.values(batch)
         return values_SR if self._view.reports else None
 
     def update_critic(
@@ -286,8 +328,22 @@ class ActorRank:
         """
         assert self._critic is not None, "asked of ranks that have one"
         batch = PPOBatch(rollouts, self._actor.device, pad_id)
-        totals = self._critic.update(batch, scores, self._config.seed, step)
+        with self._turns.on(CRITIC, training=True):
+            totals = self._critic.update(batch, scores, self._config.seed, step)
         return totals if self._view.reports else None
+
+    def judge(self, texts: Sequence[JudgedTexts]) -> Tensor | None:
+        """The reward model's passes over this replica's batches: a score of each text (batches, B),
+        zero outside of them, from the rank that reports.
+        """
+        assert self._reward is not None, "asked of ranks that have one"
+        with self._turns.on(REWARD):
+            scores_NB = self._reward.scores(texts)
+        return scores_NB if self._view.reports else None
+
+    def memory(self) -> dict[str, Any]:
+        """What the roles had in this rank's memory since the last time, and what moved."""
+        return self._turns.take()
 
     def _stats(
         self, micro: MicroBatch, logits_BPV: Tensor, sampling: Sampling, *, entropy: bool = False
@@ -318,7 +374,8 @@ class ActorRank:
         # All replicas have the same weights.
         if self._actor.replica:
             return None
-        self._view.refresh()
+        with self._turns.on(ACTOR):
+            self._view.refresh()
         if not self._view.reports:
             return None
         return (
@@ -334,9 +391,10 @@ class ActorRank:
         # With a distributed optimizer each replica has a part of every tensor, so all must walk
         # along, though only the first one's answer is handed out.
         if model.first or optimizer.distributed:
-            yield from model.whole_tensors(
-                functools.partial(optimizer.value, what), dtype, BUCKET_BYTES
-            )
+            with self._turns.on(role, more=(what,)):
+                yield from model.whole_tensors(
+                    functools.partial(optimizer.value, what), dtype, BUCKET_BYTES
+                )
 
     def steps(self, role: str) -> float:
         """Optimizer steps of actor or critic so far."""
@@ -344,6 +402,10 @@ class ActorRank:
 
     def load(self, role: str, folder: str) -> None:
         """Read this rank's part of what a learner saved of actor or critic. The reference stays."""
+        with self._turns.on(role, training=True):
+            self._load(role, folder)
+
+    def _load(self, role: str, folder: str) -> None:
         model, optimizer = self._learning[role]
         weights = Path(folder) / f"{role}.safetensors"
         file = Path(folder) / f"{role}_optimizer.safetensors"

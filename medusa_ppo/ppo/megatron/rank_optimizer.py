@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -112,6 +113,14 @@ class RankOptimizer:
             # Without it the moment would be a view of the tensor that was read, and keep all of it
             # alive.
             self._state[stepped][what] = part.clone()
+
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        """What is stepped on, and the moments, in an order that stays; names are of these alone."""
+        for number, (stepped, _) in enumerate(self._held.values()):
+            yield f"{number}/{WEIGHTS}", stepped
+            for moment in MOMENTS:
+                if moment in self._state.get(stepped, {}):
+                    yield f"{number}/{moment}", self._state[stepped][moment]
 
     @property
     def steps(self) -> float:

@@ -15,6 +15,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -34,6 +35,7 @@ from medusa_ppo.cli.plan import (
     size_text,
     turn_moves,
 )
+from medusa_ppo.cli.role_memory import RANK
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.config.run_config import build_config, load_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -546,3 +548,99 @@ def test_roles_that_take_turns_come_once_for_each_piece() -> None:
     once = there[1][0] - there[0][0]
     assert once > 0 and there[2][0] - there[0][0] == 3 * once, "two pieces, and four"
     assert there[0][1] == there[1][1] == there[2][1]
+
+
+def test_a_plan_says_who_has_memory_when(folder: Path, tmp_path: Path) -> None:
+    """Of two ranks that hold everything, in bytes of the real models' parameters."""
+    judge = LlamaForSequenceClassification(
+        LlamaConfig(**SMALL, num_key_value_heads=2, num_labels=1)
+    )
+    judge.save_pretrained(tmp_path / "judge")
+    actor = LlamaForCausalLM.from_pretrained(folder)
+    whole = sum(parameter.numel() for parameter in actor.parameters())
+    scoring = sum(parameter.numel() for parameter in judge.parameters())
+
+    def planned(placement: str, roles: str = "all"):
+        values = {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "actor": {"backend": "megatron", "tensor_parallel": 2, "roles": roles},
+            "ppo": {"placement": placement, "reward": str(tmp_path / "judge")},
+        }
+        return make_plan(build_config(values), NO_GPU)
+
+    def most(placement: str) -> float:
+        (rank,) = planned(placement).roles
+        assert rank.where == RANK
+        return sum(rank.most.values())
+
+    separate = (16 * whole + 4 * whole + 16 * scoring + 4 * scoring) / 2
+    assert most("separate") == pytest.approx(separate, rel=0.01)
+    assert most("swapped") == pytest.approx(separate - 4 * scoring / 2, rel=0.01)
+    assert most("in_turn") == pytest.approx(16 * whole / 2, rel=0.01)
+    (rank,) = planned("in_turn").roles
+    assert {what: list(found) for what, found in rank.parts} == {
+        "the engine writes": ["actor"],
+        "actor scores": ["actor"],
+        "reference scores": ["reference"],
+        "critic scores": ["critic"],
+        "reward model judges": ["reward model"],
+        "actor learns": ["actor"],
+        "critic learns": ["critic"],
+    }
+    swapped = dict(planned("swapped").roles[0].parts)["reward model judges"]
+    assert swapped["reward model"] == pytest.approx(4 * scoring / 2, rel=0.01)
+    assert swapped["critic"] == pytest.approx(12 * scoring / 2, rel=0.01)
+    loop, rank = planned("in_turn", "critic").roles
+    assert [role.role for role in loop.roles] == ["reward model"]
+    assert [role.role for role in rank.roles] == ["actor", "reference", "critic"]
+    text = "\n".join(lines(planned("in_turn")))
+    assert "Who has the memory of an actor rank, when (ppo.placement=in_turn)" in text
+    assert (
+        "one role at a time, at most the actor" in text and "roles that wait, on the host" in text
+    )
+    process = next(p for p in planned("in_turn").processes if p.name == "actor rank")
+    assert process.gpu_memory < process.memory
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ((4096, 32, 14336, 32), {"separate": 4, "swapped": 4, "in_turn": 2}),
+        ((8192, 80, 28672, 64), {"separate": 64, "swapped": 32, "in_turn": 16}),
+    ],
+    ids=["8B", "70B"],
+)
+def test_how_many_gpus_a_large_actor_with_an_equal_critic_asks_for(
+    tmp_path: Path, sizes: tuple[int, int, int, int], ranks: dict[str, int]
+) -> None:
+    hidden, layers, inner, heads = sizes
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "intermediate_size": inner,
+        "vocab_size": 128256,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = {}
+    for placement in ranks:
+        for count in (64, 32, 16, 8, 4, 2):
+            cut = {"tensor_parallel": min(8, count), "pipeline_parallel": max(1, count // 8)}
+            values = {
+                "model": {"path": str(tmp_path), "dtype": "bfloat16"},
+                "actor": {"backend": "megatron", "roles": "all", **cut},
+                "ppo": {
+                    "placement": placement,
+                    "reward": str(tmp_path),
+                    "micro_batch_size": 1,
+                    "recompute": True,
+                },
+            }
+            plan = make_plan(build_config(values), Hardware(8, True, 2, "", gpu_bytes=80 * 2**30))
+            if any(warning.startswith("Each actor rank") for warning in plan.warnings):
+                break
+            found[placement] = count
+    assert found == ranks

@@ -177,7 +177,7 @@ def test_pieces_come_beside_an_engine_that_is_awake_and_change_no_bit(
 
 
 def test_what_an_engine_leaves_to_passes_is_looked_at_before_it_starts():
-    turns = Turns(shared=True)
+    turns = Turns("shared")
     first = linear(0)
     turns.add(ACTOR, first, torch.optim.AdamW(first.parameters()))
     turns.add(REFERENCE, linear(1))
@@ -248,7 +248,7 @@ def linear(seed: int, size: int = 8) -> torch.nn.Linear:
 
 
 def pair() -> tuple[Turns, torch.nn.Linear, torch.nn.Linear]:
-    turns = Turns(shared=True)
+    turns = Turns("shared")
     first = linear(0)
     second = linear(1)
     turns.add(CRITIC, first)
@@ -294,15 +294,24 @@ def test_what_somebody_still_holds_is_not_booked_as_freed():
         assert turns.ledger.now[UNFREED] == 0
 
 
-@pytest.mark.parametrize(("shared", "given"), [(False, "4.00 at once"), (True, "2.00 at once")])
-def test_roles_without_room_are_refused(shared: bool, given: str):
-    turns = Turns(shared)
+@pytest.mark.parametrize(
+    ("placement", "given"),
+    [
+        ("separate", "4.00 at once"),
+        ("swapped", "4.00 at once"),
+        ("in_turn", "2.00 at once"),
+        ("shared", "2.00 at once"),
+    ],
+)
+def test_roles_without_room_are_refused(placement: str, given: str):
+    turns = Turns(placement)
     for role in (ACTOR, REFERENCE):
         turns._roles[role] = SimpleNamespace(full_bytes=lambda: 2 * GIB)
     turns.check_room(4 * GIB)
     with pytest.raises(ConfigError, match="don't fit") as told:
         turns.check_room(GIB)
     assert given.split()[0] in str(told.value) and "actor 2.00" in str(told.value)
+    assert f"ppo.placement={placement}" in str(told.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,226 @@
+"""Whose memory the roles of PPO stand in at each part of a step, in bytes (no torch).
+
+Counted: weights, gradients, moments, and the float32 weights that are stepped where a model
+computes in bfloat16; not what passes keep for themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from heads.errors import ModelError
+from medusa_ppo.config.model_section import EMBEDDED_ACTORS
+from medusa_ppo.config.ppo_section import IN_TURN, SEPARATE, SHARED, SWAPPED
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.engines.launch import read_model_config
+from medusa_ppo.runtime.hardware import BFLOAT16, FLOAT32, ModelSizes
+
+ACTOR, REFERENCE, CRITIC, REWARD = "actor", "reference", "critic", "reward model"
+LOOP, RANK = "the PPO loop", "an actor rank"
+PARTS = (
+    ("the engine writes", "", False),
+    ("actor scores", ACTOR, False),
+    ("reference scores", REFERENCE, False),
+    ("critic scores", CRITIC, False),
+    ("reward model judges", REWARD, False),
+    ("actor learns", ACTOR, True),
+    ("critic learns", CRITIC, True),
+)
+"""What happens in a step: its name, who computes, and whether it learns."""
+
+
+@dataclass(frozen=True)
+class RoleBytes:
+    """A role's part in one process. Zero gradients: it doesn't learn."""
+
+    role: str
+    weights: int
+    gradients: int = 0
+    kept: int = 0
+
+    @property
+    def learning(self) -> int:
+        """All that it has while it learns."""
+        return self.weights + self.gradients + self.kept
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """The roles of one process, or of several alike.
+
+    Attributes:
+        where: which process.
+        placement: as ppo.placement.
+        buffered: gradients have a place all the time, and not only while they are made.
+        steps_on_copies: weights in 16 bits, and the float32 ones that are learned beside them; a
+            third of what is kept.
+    """
+
+    where: str
+    placement: str
+    roles: tuple[RoleBytes, ...]
+    buffered: bool = False
+    steps_on_copies: bool = False
+
+    def during(self, who: str, learns: bool) -> dict[str, int]:
+        """Bytes of each role on the process's device while one of them computes."""
+        if self.placement in (IN_TURN, SHARED):
+            # Of ranks what engines were given last is still there.
+            given = not who and self.buffered
+            return {
+                role.role: role.learning
+                if learns
+                else role.weights + (role.kept // 3 if given and self.steps_on_copies else 0)
+                for role in self.roles
+                if role.role == (ACTOR if given else who)
+            }
+        found = {
+            role.role: role.weights
+            + role.kept
+            + role.gradients * (self.buffered or (learns and role.role == who))
+            for role in self.roles
+        }
+        if self.placement == SWAPPED and REWARD in found:
+            judge = found.pop(REWARD)
+            if who == REWARD:
+                found[CRITIC] -= min(judge, found[CRITIC])
+                found[REWARD] = judge
+        return found
+
+    @property
+    def parts(self) -> list[tuple[str, dict[str, int]]]:
+        """What happens in a step, of what is done here, and the bytes of each role meanwhile."""
+        here = {role.role for role in self.roles}
+        return [
+            (what, self.during(who, learns))
+            for what, who, learns in PARTS
+            if not who or who in here
+        ]
+
+    @property
+    def most(self) -> dict[str, int]:
+        """Of each role, in the part of a step that has most."""
+        return max((found for _, found in self.parts), key=lambda found: sum(found.values()))
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of the copies in host memory."""
+        if self.placement == SEPARATE:
+            return 0
+        if self.placement == SWAPPED:
+            both = [role.weights for role in self.roles if role.role in (CRITIC, REWARD)]
+            return sum(both) if len(both) > 1 else 0
+        return sum(role.weights + role.kept for role in self.roles)
+
+
+def role_memory(config: RunConfig, model: ModelSizes) -> tuple[RoleMemory, ...]:
+    """Of the loop's process, and of each rank of a Megatron actor; those that have roles."""
+    loop = list[RoleBytes]()
+    ranks = list[RoleBytes]()
+    megatron = config.actor.backend == "megatron"
+    critic = critic_sizes(config, model)
+    judge = reward_sizes(config)
+    (ranks if megatron else loop).extend(
+        [_learning(config, ACTOR, model.parameters, megatron), _reference(config, model)]
+    )
+    if critic is not None:
+        on_ranks = config.critic_on_ranks
+        (ranks if on_ranks else loop).append(
+            _learning(config, CRITIC, scoring_parameters(critic), on_ranks)
+        )
+    if judge is not None:
+        sizes, element = judge
+        count = scoring_parameters(sizes) // (_cut(config) if config.reward_on_ranks else 1)
+        (ranks if config.reward_on_ranks else loop).append(RoleBytes(REWARD, element * count))
+    placement = config.ppo.placement
+    found = [RoleMemory(LOOP, placement, tuple(loop))] if loop else []
+    if ranks:
+        copies = config.model.dtype == "bfloat16"
+        found.append(RoleMemory(RANK, placement, tuple(ranks), True, copies))
+    return tuple(found)
+
+
+def _cut(config: RunConfig) -> int:
+    return config.actor.tensor_parallel * config.actor.pipeline_parallel
+
+
+def _reference(config: RunConfig, model: ModelSizes) -> RoleBytes:
+    if config.actor.backend != "megatron":
+        element = BFLOAT16 if config.ppo.reference_dtype == "bfloat16" else FLOAT32
+        return RoleBytes(REFERENCE, element * model.parameters)
+    kind = config.ppo.reference_dtype or config.model.dtype
+    element = BFLOAT16 if kind == "bfloat16" else FLOAT32
+    return RoleBytes(REFERENCE, element * model.parameters // _cut(config))
+
+
+def _learning(config: RunConfig, role: str, parameters: int, on_ranks: bool) -> RoleBytes:
+    """Two moments; on ranks with bfloat16 weights also the float32 ones that are stepped, and with
+    a distributed optimizer a share of both.
+    """
+    if not on_ranks:
+        return RoleBytes(role, *(FLOAT32 * count * parameters for count in (1, 1, 2)))
+    section = config.actor
+    copies = config.model.dtype == "bfloat16"
+    shares = (
+        section.data_parallel * section.context_parallel if section.distributed_optimizer else 1
+    )
+    own = parameters // _cut(config)
+    return RoleBytes(
+        role,
+        (BFLOAT16 if copies else FLOAT32) * own,
+        FLOAT32 * own,
+        FLOAT32 * (2 + copies) * own // shares,
+    )
+
+
+def critic_sizes(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
+    """None: the advantages need no critic."""
+    if config.ppo.advantages != "gae":
+        return None
+    if not config.model.critic_path:
+        return model
+    return ModelSizes.from_config(model_config(config.model.critic_path))
+
+
+def reward_sizes(config: RunConfig) -> tuple[ModelSizes, int] | None:
+    """Of the reward model, and the bytes of its numbers. None: there is none, or of a kind whose
+    sizes are not known.
+    """
+    if not config.ppo.judged_by_model:
+        return None
+    try:
+        raw = model_config(config.ppo.reward)
+        element = BFLOAT16 if raw.get("dtype") in ("bfloat16", "float16") else FLOAT32
+        return ModelSizes.from_config(raw), element
+    except ModelError:
+        return None
+
+
+def scoring_parameters(model: ModelSizes) -> int:
+    """Of a critic or reward model: it has a layer with one output in the place of an lm_head; a
+    tied table stays as its embedding.
+    """
+    return model.parameters - model.vocab * model.hidden * (not model.tied) + model.hidden
+
+
+def model_config(path: str) -> dict[str, Any]:
+    """config.json of a model; that of an embedded actor from its recipe, since its folder may not
+    exist yet.
+    """
+    if path not in EMBEDDED_ACTORS:
+        return read_model_config(path)
+    # Loads torch, which only a plan for an embedded actor needs.
+    from medusa_ppo.demo.pretraining import RECIPES
+    from medusa_ppo.demo.task import build_tokenizer
+
+    recipe = RECIPES[path]
+    return {
+        "model_type": "llama",
+        "hidden_size": recipe.hidden_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "intermediate_size": recipe.grown_to or recipe.intermediate_size,
+        "vocab_size": len(build_tokenizer()),
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,137 @@
+"""What the models' configurations say against the roles of a run, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from heads.errors import ConfigError, ModelError
+from medusa_ppo.actors.megatron_layout import LlamaSizes
+from medusa_ppo.config.ppo_section import SWAPPED
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.demo.pretraining import RECIPES
+from medusa_ppo.engines.launch import read_model_config
+from medusa_ppo.ppo.placement import ACTOR, CRITIC, REWARD
+
+SHAPES = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+"""Keys of a configuration that shapes of tensors follow from."""
+
+
+def check_roles(config: RunConfig) -> None:
+    """Whether the models of a run can be the roles that its configuration makes them. An embedded
+    actor, which may not exist yet, fits.
+
+    Raises:
+        ModelError, ConfigError: one can't; see `rank_sizes`, or it knows fewer tokens than the
+            actor, or is not of the sizes that ppo.placement=swapped asks for.
+    """
+    path = config.model.path
+    critic = config.model.critic_path or path
+    known = path not in RECIPES
+    if known and config.actor.backend == "megatron":
+        rank_sizes(config, path, critic)
+    if config.model.critic_path and known and critic not in RECIPES:
+        _check_critic(path, critic)
+    if config.ppo.placement == SWAPPED and critic not in RECIPES:
+        _check_swap(config, critic, config.ppo.reward)
+
+
+def rank_sizes(config: RunConfig, path: str, critic_path: str) -> dict[str, LlamaSizes]:
+    """Sizes of the models that ranks hold, by role.
+
+    Args:
+        path: folder of the actor's checkpoint, which the reference starts from too.
+        critic_path: folder that a critic on the ranks starts from.
+
+    Raises:
+        ModelError: there is no such folder, a model is of no family that Megatron computes here, or
+            the reward model has more than one output.
+        ConfigError: one can't be cut as the actor is.
+    """
+    found = {ACTOR: _sizes(config, "actor", "model.path", path, "actor.backend=transformers")}
+    if config.critic_on_ranks:
+        found[CRITIC] = _sizes(
+            config, "critic", "model.critic_path", critic_path, "actor.roles=policy"
+        )
+    if config.reward_on_ranks:
+        aside = "actor.roles=critic" if config.critic_on_ranks else "actor.roles=policy"
+        reward = config.ppo.reward
+        found[REWARD] = _sizes(config, "reward model", "ppo.reward", reward, aside)
+        model: Any = AutoConfig.from_pretrained(reward, trust_remote_code=False)
+        if model.num_labels != 1:
+            raise ModelError(
+                "The reward model has not one output.",
+                given=f"{reward}: {model.num_labels} labels",
+                expected="1 label",
+                do="Use a reward model.",
+            )
+    return found
+
+
+def _sizes(config: RunConfig, who: str, key: str, path: str, aside: str) -> LlamaSizes:
+    """Of a role of the ranks. `aside` keeps it away from them."""
+    if not Path(path).is_dir():
+        raise ModelError(
+            f"The ranks read the {who}'s checkpoint from a folder.",
+            given=f"{key}={path}",
+            expected="a folder with safetensors that all nodes can read",
+            do=f"Download the model, and give its folder as {key}; or set {aside}.",
+        )
+    found = LlamaSizes.read(path, who, f"Set {aside}.")
+    found.check_cut(config.actor.tensor_parallel, config.actor.pipeline_parallel, who)
+    return found
+
+
+def _check_critic(path: str, critic: str) -> None:
+    """A critic reads the actor's tokens."""
+    tokens, known = (_vocabulary(read_model_config(folder)) for folder in (path, critic))
+    if known < tokens:
+        raise ModelError(
+            "The critic doesn't know all tokens of the actor.",
+            given=f"model.critic_path={critic}: {known:,} tokens; the actor has {tokens:,}",
+            expected="a model with the actor's tokenizer",
+            do="Set model.critic_path to one, or to null: the critic then starts as the actor.",
+        )
+
+
+def _vocabulary(model: dict[str, Any]) -> int:
+    # Models with several parts keep the sizes of their language model in a section.
+    return int({**model, **(model.get("text_config") or {})}.get("vocab_size", 0))
+
+
+def _check_swap(config: RunConfig, critic: str, reward: str) -> None:
+    """The reward model fits into the memory of the critic's weights."""
+    theirs, ours = read_model_config(reward), read_model_config(critic)
+    kinds = {
+        # The loop's own critic is float32, whatever its products are computed in.
+        "critic": (config.critic_on_ranks and config.model.dtype) or "float32",
+        "reward": str(theirs.get("dtype") or theirs.get("torch_dtype") or "float32"),
+    }
+    faults = [
+        f"{key} {theirs.get(key)} and {ours.get(key)}"
+        for key in SHAPES
+        if theirs.get(key) != ours.get(key)
+    ]
+    if kinds["critic"] != kinds["reward"]:
+        faults.append(f"weights in {kinds['reward']} and {kinds['critic']}")
+    if faults:
+        raise ConfigError(
+            "The reward model does not fit into the critic's memory.",
+            given=f"ppo.placement=swapped, reward model and critic: {', '.join(faults)}",
+            expected="a reward model and a critic of the same shapes and kind of numbers",
+            do=(
+                "Set ppo.placement=separate or in_turn, or model.critic_path to a model of the"
+                " reward model's sizes."
+            ),
+        )
