@@ -25,6 +25,7 @@ from medusa_ppo.loops.tap import CompanionTap  # ours
 
 def engine_arguments(actor_path: str, heads: str) -> dict[str, Any]:
     """What vLLM is started with."""
+    speculation = {"method": "medusa", "model": heads, "num_speculative_tokens": 3}  # ours
     return {
         "model": actor_path,
         "dtype": "float32",
@@ -33,7 +34,7 @@ def engine_arguments(actor_path: str, heads: str) -> dict[str, Any]:
         "enforce_eager": True,
         "kv_cache_memory_bytes": 1 << 28,
         "disable_log_stats": False,
-        "speculative_config": {"method": "medusa", "model": heads, "num_speculative_tokens": 3},  # ours
+        "speculative_config": speculation,
     }
 
 
@@ -53,7 +54,11 @@ def pad(
 
 def tokens_a_step(call: Callable[..., Any], before: dict[str, float]) -> float:
     """Tokens of a step with drafts since the last call, by vLLM's own counters; 1 without."""
-    now = {m.name: m.value for m in call("get_metrics") if m.name.startswith("vllm:spec_decode_num") and hasattr(m, "value")}
+    now = {
+        m.name: m.value
+        for m in call("get_metrics")
+        if m.name.startswith("vllm:spec_decode_num") and hasattr(m, "value")
+    }
     grown = {name: value - before.get(name, 0.0) for name, value in now.items()}
     before.update(now)
     drafts = grown.get("vllm:spec_decode_num_drafts", 0.0)
@@ -102,9 +107,7 @@ def train(actor_path: str, companion: str, call: Callable[..., Any], steps: int)
 def main(actor_path: str, heads: str, companion: str, steps: int = 40) -> list[float]:
     """vLLM in this process (or a core of its own), the companion behind HTTP."""
     llm = LLM(**engine_arguments(actor_path, heads))
-    return train(
-        actor_path, companion, lambda name, *a, **k: getattr(llm, name)(*a, **k), steps
-    )
+    return train(actor_path, companion, lambda name, *a, **k: getattr(llm, name)(*a, **k), steps)
 
 
 def main_in_ray(actor_path: str, heads: str, steps: int = 40, **sections: Any) -> list[float]:
@@ -120,9 +123,11 @@ def main_in_ray(actor_path: str, heads: str, steps: int = 40, **sections: Any) -
     config = build_config({"heads": {"num_heads": 3}, "companion": companion, **sections})
     held = companion_in_ray("companion", config, actor_path, Path(heads))
     environment = {"env_vars": {"MEDUSA_PPO_FEED": "ray:heads"}}
-    llm = ray.remote(num_gpus=min(1, ray.cluster_resources().get("GPU", 0)))(LLM).options(
-        runtime_env=environment
-    ).remote(**engine_arguments(actor_path, heads))
+    llm = (
+        ray.remote(num_gpus=min(1, ray.cluster_resources().get("GPU", 0)))(LLM)
+        .options(runtime_env=environment)
+        .remote(**engine_arguments(actor_path, heads))
+    )
 
     def call(name: str, *args: Any, **kwargs: Any) -> Any:
         return ray.get(getattr(llm, name).remote(*args, **kwargs))

@@ -21,9 +21,7 @@ feed = typer.Typer(
 
 Address = Annotated[
     str,
-    typer.Argument(
-        metavar="FEED", help="Folder, address of `medusa-ppo feed serve`, or ray:NAME."
-    ),
+    typer.Argument(metavar="FEED", help="Folder, address of `medusa-ppo feed serve`, or ray:NAME."),
 ]
 
 

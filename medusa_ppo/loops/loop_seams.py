@@ -49,9 +49,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "takes",
         ),
         _seam(f"{GENERATION}:VLLMGeneration.sync_weights", ""),
-        _seam(
-            f"{GENERATION}:VLLMGeneration.generate", "prompts images num_generations profiler"
-        ),
+        _seam(f"{GENERATION}:VLLMGeneration.generate", "prompts images num_generations profiler"),
         _seam(f"{GENERATION}:VLLMGeneration._iter_named_params", ""),
         *(
             seam

@@ -1,10 +1,10 @@
 """SkyRL with a companion beside it: its own command with `trainer.override_entrypoint`.
 
     export MEDUSA_PPO_COMPANION=http://HOST:8461 MEDUSA_PPO_FEED=http://HOST:8460
-    python -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=medusa_ppo.loops.skyrl \\
-        generator.inference_engine.engine_init_kwargs.speculative_config.method=medusa \\
-        generator.inference_engine.engine_init_kwargs.speculative_config.model=HEADS \\
-        generator.inference_engine.engine_init_kwargs.speculative_config.num_speculative_tokens=3 ...
+    spec=generator.inference_engine.engine_init_kwargs.speculative_config
+    python -m skyrl.train.entrypoints.main_base \\
+        trainer.override_entrypoint=medusa_ppo.loops.skyrl \\
+        $spec.method=medusa $spec.model=HEADS $spec.num_speculative_tokens=3 ...
 
 What is hooked, and how (SkyRL 0.4; tests/contracts/test_skyrl.py compares all of it with the
 installed package):

@@ -1,5 +1,5 @@
-"""What policy workers of Ray loops (SkyRL, NeMo-RL) share when they tap their own training pass: the
-companion's address, and rows out of padded batches.
+"""What policy workers of Ray loops (SkyRL, NeMo-RL) share when they tap their own training pass:
+the companion's address, and rows out of padded batches.
 
 The pass of the update is tapped, not that of the log-probs: all their algorithms make it, and its
 batch says which tokens are the response's. Every worker has a tap; the first one sends the tables.
@@ -32,9 +32,7 @@ def companion_address() -> str:
     return address
 
 
-def response_rows(
-    ids_BT: torch.Tensor, real_BT: torch.Tensor, response_BT: torch.Tensor
-) -> Rows:
+def response_rows(ids_BT: torch.Tensor, real_BT: torch.Tensor, response_BT: torch.Tensor) -> Rows:
     """Prompt and response of those rows that end in one unbroken response, and have a prompt. Left
     out are those of several turns, whose tools' answers stand between, and rows of padding.
 

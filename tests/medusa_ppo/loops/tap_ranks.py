@@ -38,7 +38,9 @@ def main(
     generator = torch.Generator().manual_seed(rank)
     # As many rows on each, or FSDP would wait; of other lengths.
     prompts = [[5 + rank, 6], [7 + rank]]
-    responses = [torch.randint(0, 20, (3 + rank + n,), generator=generator).tolist() for n in (0, 2)]
+    responses = [
+        torch.randint(0, 20, (3 + rank + n,), generator=generator).tolist() for n in (0, 2)
+    ]
     with CompanionTap(model, address) as tap:
         for _ in range(steps):
             with tap(prompts, responses):

@@ -209,7 +209,9 @@ def test_two_gloo_processes_send_what_each_has(
     whole = load_actor(chain_actor)
     before = first.before_ids_X.split(first.before_S.tolist())
     at = 0
-    for prompt, response in zip(before, first.response_ids_M.split(first.lengths_S.tolist()), strict=True):
+    for prompt, response in zip(
+        before, first.response_ids_M.split(first.lengths_S.tolist()), strict=True
+    ):
         row = torch.cat([prompt.long(), response])
         with torch.no_grad():
             logits = whole(row[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)

@@ -1,5 +1,5 @@
-"""The example of a tapped loop as it stands on the page: a companion that runs by itself, a feed, and
-a vLLM that was started with its own `speculative_config`. Versions come while requests run, and
+"""The example of a tapped loop as it stands on the page: a companion that runs by itself, a feed,
+and a vLLM that was started with its own `speculative_config`. Versions come while requests run, and
 acceptance rises.
 """
 

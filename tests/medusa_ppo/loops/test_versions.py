@@ -1,5 +1,5 @@
-"""A loop of another version works as long as what our hooks hang on is there; what is not is refused
-at the start, in one sentence that names it.
+"""A loop of another version works as long as what our hooks hang on is there; what is not is
+refused at the start, in one sentence that names it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def renamed(module: Any) -> None:
 
 
 def one_more(module: Any) -> None:
-    def generate(self: Any, prompts: Any, images: Any, profiler: Any, tools: Any = None) -> None: ...
+    def generate(
+        self: Any, prompts: Any, images: Any, profiler: Any, tools: Any = None
+    ) -> None: ...
 
     module.Trainer.generate = generate
 
@@ -116,7 +118,9 @@ def test_signatures_that_begin_with_or_take_what_we_give(
 
 def test_a_module_that_is_gone_is_named(loop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SEAMS, LOOP, (Seam("someloop_of_before.trainer:Trainer"),))
-    with pytest.raises(UnsupportedVersionError, match="someloop_of_before.trainer:Trainer: can't"):
+    with pytest.raises(
+        UnsupportedVersionError, match=r"someloop_of_before\.trainer:Trainer: can't"
+    ):
         require_loop(LOOP)
 
 

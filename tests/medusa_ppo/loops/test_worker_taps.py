@@ -65,9 +65,7 @@ def seen(
 def test_rows_of_padded_batches() -> None:
     ids_BT = torch.tensor([[0, 5, 6, 1, 2], [7, 3, 9, 4, 8], [0, 0, 1, 2, 3], [5, 6, 1, 2, 0]])
     real_BT = ids_BT != 0
-    written_BT = torch.tensor(
-        [[0, 0, 0, 1, 1], [0, 1, 0, 1, 1], [0, 0, 1, 1, 1], [0, 0, 1, 1, 0]]
-    )
+    written_BT = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 0, 1, 1], [0, 0, 1, 1, 1], [0, 0, 1, 1, 0]])
     # The second one has a tool's token in between, the third one no prompt.
     assert response_rows(ids_BT, real_BT, written_BT) == ([[5, 6], [5, 6]], [[1, 2], [1, 2]])
     assert response_rows(ids_BT, real_BT, torch.zeros_like(ids_BT)) == ([], [])
@@ -145,7 +143,9 @@ class NemoWorker:
 def test_nemo_rls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) -> None:
     worker = type("Tapped", (nemo_rl.TappedWorker, NemoWorker), {})(load_actor(chain_actor))
     data = {
-        "input_ids": torch.tensor([[*PROMPT, *RESPONSE, 0], [7, 8, 4, 9, 0, 0], [7, 8, 4, 9, 0, 0]]),
+        "input_ids": torch.tensor(
+            [[*PROMPT, *RESPONSE, 0], [7, 8, 4, 9, 0, 0], [7, 8, 4, 9, 0, 0]]
+        ),
         "input_lengths": torch.tensor([5, 4, 4]),
         "token_mask": torch.tensor([[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]),
         "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
