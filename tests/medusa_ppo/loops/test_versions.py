@@ -118,9 +118,7 @@ def test_signatures_that_begin_with_or_take_what_we_give(
 
 def test_a_module_that_is_gone_is_named(loop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SEAMS, LOOP, (Seam("someloop_of_before.trainer:Trainer"),))
-    with pytest.raises(
-        UnsupportedVersionError, match=r"someloop_of_before\.trainer:Trainer: can't"
-    ):
+    with pytest.raises(UnsupportedVersionError, match=r"someloop_of_before\.trainer:Trainer"):
         require_loop(LOOP)
 
 

@@ -5,7 +5,6 @@ tests/contracts/test_skyrl.py, and NeMo-RL's are no package that a test machine 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +16,10 @@ import torch
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN
-from medusa_ppo.companion.companion_server import CompanionServer
-from medusa_ppo.companion.desk import CompanionDesk
-from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
-from medusa_ppo.loops import nemo_rl, served_companion, skyrl
+from medusa_ppo.loops import nemo_rl, skyrl
 from medusa_ppo.loops.worker_tap import COMPANION, companion_address, response_rows
-from tests.medusa_ppo.companion.conftest import until
+from tests.medusa_ppo.loops.served_desk import served_desk
 
 PROMPT, RESPONSE = [5, 6], [1, 2, 3]
 
@@ -33,33 +29,10 @@ def seen(
     chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[RolloutBatch]]:
     """Batches that reach a companion's training, which is where the environment says."""
-    from medusa_ppo.companion.wire import unpack
-
     monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
-    monkeypatch.setattr(served_companion, "settle", lambda config: None)  # This very process.
-    section = {"feed": str(tmp_path / "feed"), "batch_positions": 64, "num_gpus": 0}
-    config = build_config({"heads": {"num_heads": 2}, "companion": section})
-    holder = served_companion._Desk(
-        *served_companion._arguments(config, str(chain_actor), tmp_path / "heads", None)
-    )
-    desk: CompanionDesk = holder.desk
-    batches: list[RolloutBatch] = []
-    take = desk._service.submit
-
-    def submit(packed: Any, tables: Any = None) -> int:
-        batches.append(unpack(packed))
-        return int(take(packed, tables))
-
-    monkeypatch.setattr(desk._service, "submit", submit)
-    server = CompanionServer(desk, "127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    assert until(lambda: bool(server.port) or not thread.is_alive())
-    monkeypatch.setenv(COMPANION, f"http://127.0.0.1:{server.port}")
-    yield batches
-    server.stop()
-    thread.join()
-    holder.close()
+    with served_desk(chain_actor, tmp_path) as served:
+        monkeypatch.setenv(COMPANION, served.address)
+        yield served.seen
 
 
 def test_rows_of_padded_batches() -> None:
