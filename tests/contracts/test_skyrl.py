@@ -1,5 +1,5 @@
-"""Contract with SkyRL: everything that medusa_ppo/loops/skyrl.py relies on, in the installed package;
-and its FSDP policy worker's own update, tapped, on a CPU.
+"""Contract with SkyRL: everything that medusa_ppo/loops/skyrl.py relies on, in the installed
+package; and its FSDP policy worker's own update, tapped, on a CPU.
 
 In the place of CUDA: `flash_attn` is empty modules (imported at the top, never called),
 `torch.cuda.current_device` is the CPU, its process group is gloo's, and the model is not cut by
