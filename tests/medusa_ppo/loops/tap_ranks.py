@@ -42,7 +42,10 @@ def main(
         torch.randint(0, 20, (3 + rank + n,), generator=generator).tolist() for n in (0, 2)
     ]
     with CompanionTap(model, address) as tap:
-        for _ in range(steps):
+        for step in range(steps):
+            if rank and step == 1:
+                # Another answer than the first one's: what that one was told holds for both.
+                tap._sender.wish = tap.wish.model_copy(update={"rows": 0})
             with tap(prompts, responses):
                 for prompt, response in zip(prompts, responses, strict=True):
                     logits = model(torch.tensor([[*prompt, *response]])).logits
