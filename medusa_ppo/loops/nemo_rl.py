@@ -1,8 +1,8 @@
-"""NeMo-RL with a companion beside it: its own `policy.worker_extension_cls_fqn`, and one line in
-the script that starts the training.
+"""NeMo-RL with a companion beside it: its own `policy.worker_extension_cls_fqn`, and two lines
+in the script that starts the training.
 
-    from medusa_ppo.loops import nemo_rl
-    nemo_rl.register()
+    from medusa_ppo.loops.nemo_rl import register
+    register()
 
     policy:
       worker_extension_cls_fqn: medusa_ppo.loops.nemo_rl.TappedDTensorWorker
