@@ -92,8 +92,8 @@ class Publisher:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """What is done to the folder in here is done to a copy, whose manifest is moved over last: an
-        engine that looks all the time would take a version that is about to be spoiled.
+        """What is done to the folder in here is done to a copy, whose manifest is moved over last:
+        an engine that looks all the time would take a version that is about to be spoiled.
         """
         seen, self.folder = self.folder, self.folder.with_name("copy")
         shutil.copytree(seen, self.folder)
