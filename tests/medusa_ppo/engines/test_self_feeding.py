@@ -24,12 +24,10 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.http_server import ServerEngine
-from medusa_ppo.feeds.feed import Feed
 from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedActor, FeedVersion, Release
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
-from medusa_ppo.feeds.ray_feed import RayFeed
+from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.self_feeding import FEEDER
@@ -69,7 +67,7 @@ class Publisher:
 
     def __init__(self, actor: Actor, folder: Path, heads: MedusaHeads) -> None:
         self.folder = folder / "feed"
-        self.feed: Feed = FolderFeed(self.folder)
+        self.feed = FolderFeed(self.folder)
         self.of = FeedActor.of(heads.config, actor.lm_head_VD)
         self._heads = heads
         self._file = folder / "state"
@@ -186,29 +184,19 @@ def generate_while_publishing(
     return tokens(rollouts), seen
 
 
-@pytest.mark.parametrize("kind", ["folder", "http", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["folder", "http"])
 def test_versions_that_come_while_requests_run_change_no_token(
     engine: ColocatedEngine,
     actor: Actor,
     publisher: Publisher,
     feeding: Callable[[str], FeedWatch],
     served: Callable[[Path], str],
-    request: pytest.FixtureRequest,
     kind: str,
 ) -> None:
-    address = str(publisher.folder)
-    if kind == "http":
-        address = served(publisher.folder)
-    if kind == "ray":
-        request.getfixturevalue("ray_session")
-        address = "ray:self-feeding"
-        publisher.feed = feed = open_feed(address)
-        assert isinstance(feed, RayFeed)
-        request.addfinalizer(feed.forget)
     engine.configure(num_drafts=0)
     alone = tokens(engine.generate(actor.prompts, LONG))
     engine.configure(num_drafts=1)
-    feeding(address)
+    feeding(str(publisher.folder) if kind == "folder" else served(publisher.folder))
     said, seen = generate_while_publishing(engine, actor, publisher, VERSIONS)
     assert said == alone and len(said) == 64
     versions = [answer["heads_version"] for (answer,) in seen]
