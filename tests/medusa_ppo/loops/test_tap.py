@@ -4,7 +4,6 @@ view, over HTTP and in a Ray; and no companion does anything to the loop.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
