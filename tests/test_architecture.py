@@ -50,6 +50,8 @@ HOMES = {
     "trl": ("medusa_ppo/loops/trl",),
     "verl": ("medusa_ppo/loops/verl/",),
     "openrlhf": ("medusa_ppo/loops/openrlhf.py",),
+    "skyrl": ("medusa_ppo/loops/skyrl.py",),
+    "nemo_rl": ("medusa_ppo/loops/nemo_rl.py",),
     "tensorboard": ("medusa_ppo/reports/trackers.py",),
     "wandb": ("medusa_ppo/reports/trackers.py",),
     "trackio": ("medusa_ppo/reports/trackers.py",),

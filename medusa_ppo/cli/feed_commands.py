@@ -1,4 +1,4 @@
-"""`medusa-ppo feed serve`, `list` and `verify`: places with versions of heads."""
+"""`medusa-ppo feed serve`, `list`, `verify` and `forget`: places with versions of heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from heads.errors import FeedError
+from heads.errors import ConfigError, FeedError
 from medusa_ppo.runtime.console import command, say
 
 feed = typer.Typer(
@@ -20,7 +20,8 @@ feed = typer.Typer(
 )
 
 Address = Annotated[
-    str, typer.Argument(metavar="FEED", help="Folder, or address of `medusa-ppo feed serve`.")
+    str,
+    typer.Argument(metavar="FEED", help="Folder, address of `medusa-ppo feed serve`, or ray:NAME."),
 ]
 
 
@@ -103,3 +104,30 @@ def verify_versions(address: Address) -> None:
             verify(place, version, manifest.actor, Path(folder)).unlink()
             say(f"version {version.version}: {version.bytes} bytes, SHA-256 {version.digest[:16]}")
     say(f"{len(manifest.versions)} versions are whole.")
+
+
+@feed.command()
+@command
+def forget(
+    address: Annotated[str, typer.Argument(metavar="ray:NAME", help="A feed of a Ray.")],
+) -> None:
+    """End a feed of a Ray, with all its versions: it outlives the loop that has made it. Engines go
+    on with the heads that they have.
+
+    Example:  [bold]medusa-ppo feed forget ray:heads[/bold]
+    """
+    from medusa_ppo.feeds.http_feed import RAY, open_feed
+
+    if not address.startswith(RAY):
+        raise ConfigError(
+            "Only a feed of a Ray has to be forgotten.",
+            given=address,
+            expected="ray:NAME",
+            do="Remove the folder, where nothing of it is wanted any more.",
+        )
+    # Ray is loaded where a feed is in it.
+    from medusa_ppo.feeds.ray_feed import RayFeed
+
+    place = open_feed(address)
+    assert isinstance(place, RayFeed), "of its address"
+    say(f"{address}: {'ended' if place.forget() else 'there is none'}.")

@@ -124,12 +124,13 @@ class RayFeed(Feed):
     def close(self) -> None:
         self._actor = None
 
-    def forget(self) -> None:
-        """End the actor, with all its versions."""
+    def forget(self) -> bool:
+        """End the actor, with all its versions. False where there is none."""
         actor = self._found()
         self._actor = None
         if actor is not None:
             ray.kill(actor)
+        return actor is not None
 
     def _begin(self) -> None:
         """The actor, made where there is none yet."""

@@ -1,52 +1,72 @@
-"""Hooks for other people's loops: TRL, verl, OpenRLHF. Which of their versions were checked stands
-here; all others are refused.
+"""Hooks for other people's loops: with which of their releases they were run, and what is said of
+others. What a hook hangs on is looked up when it starts (`loop_seams`), so that a newer release
+works as long as it has that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 from heads.errors import UnsupportedVersionError
+from medusa_ppo.loops.loop_seams import SEAMS, broken_seam
+
+logger = logging.getLogger(__name__)
 
 CHECKED: dict[str, tuple[str, ...]] = {
     "trl": ("1.16",),
     "trl.experimental.ppo": ("1.12",),
     "verl": ("0.9",),
+    "verl.server": ("0.9",),
     "openrlhf": ("0.11",),
+    "skyrl": (),
+    "nemo_rl": (),
 }
 """Distribution (and which part of it) -> the minor versions whose classes and signatures
-tests/contracts/ compares with what we rely on.
+tests/contracts/ compares with what we rely on; none: it was never there to be run.
 """
+_told: set[str] = set()
 
 
 def require_loop(name: str) -> str:
-    """The installed version of a loop.
+    """The installed version of a loop. One that was never run is told of once.
 
     Raises:
-        UnsupportedVersionError: it is missing, or of a version that was never checked.
+        UnsupportedVersionError: it is missing, or something that our hooks hang on is not there or
+            is called otherwise; which, is said.
     """
-    # A part of a distribution has a list of its own: TRL's PPO is there up to 1.12 only.
     package = name.split(".")[0]
-    install = f"pip install '{package}=={CHECKED[name][-1]}.*'"
-    expected = " or ".join(f"{package} {version}.x" for version in CHECKED[name])
+    checked = CHECKED[name]
+    expected = " or ".join(f"{package} {version}.x" for version in checked)
+    install = f"pip install '{package}=={checked[-1]}.*'" if checked else "see docs/hooks.md"
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise UnsupportedVersionError(
             f"{name} is not installed.",
             given=f"no package named {package}",
-            expected=expected,
+            expected=expected or "an installation of it",
             do=f"{install}.",
         ) from None
-    if ".".join(version.split(".")[:2]) not in CHECKED[name]:
+    if fault := broken_seam(name):
         raise UnsupportedVersionError(
-            f"This version of {name} was never checked with medusa-ppo.",
-            given=version,
-            expected=expected,
-            do=f"{install}, or run tests/contracts/ against yours and report what is red.",
+            f"medusa-ppo can't hook into this version of {name}.",
+            given=f"{package} {version}: {fault}",
+            expected=f"as in {expected}" if expected else "as in docs/other-loops.md",
+            do=f"{install}; or report this, with the version.",
+        )
+    if ".".join(version.split(".")[:2]) not in checked and name not in _told:
+        _told.add(name)
+        logger.warning(
+            "%s %s was never run with medusa-ppo (%s). All %d names that it hooks are there, and"
+            " called as they were.",
+            name,
+            version,
+            f"tested: {expected}" if expected else "no version was",
+            len(SEAMS[name]),
         )
     return version
 

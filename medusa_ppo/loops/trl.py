@@ -24,7 +24,7 @@ from typing import Any
 from heads.errors import ConfigError
 from medusa_ppo.loops.loop_versions import replaced, require_loop
 
-require_loop("trl")  # First: another version may not even have what is imported next.
+require_loop("trl")  # First: it says which of the names that are imported next has moved.
 
 import trl  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402

@@ -18,7 +18,7 @@ from typing import Any
 from heads.errors import ConfigError
 from medusa_ppo.loops.loop_versions import replaced, require_loop
 
-# First: another version may not even have what is imported next.
+# First: it says which of the names that are imported next has moved.
 require_loop("trl.experimental.ppo")
 
 import torch  # noqa: E402

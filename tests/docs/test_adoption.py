@@ -84,6 +84,9 @@ def test_what_is_imported_and_called_exists(page: str) -> None:
             elif run:
                 script = source(run[1], "__main__.py")
                 assert f'"{run[2]}"' in script and '__name__ == "__main__"' in script, line
+            elif entry := re.match(r"trainer\.override_entrypoint=(\S+)", line):
+                defined = [getattr(node, "name", "") for node in ast.parse(source(entry[1])).body]
+                assert "main" in defined, line
             elif re.match(r"\+?medusa\.|trainer\.", line):
                 for option in line.rstrip("\\").split():
                     key = option.lstrip("+").partition("=")[0]

@@ -57,8 +57,8 @@ def _bring_ours() -> None:
         # Whoever does not ask for our trainer is left in peace; who does is told by verl that it is
         # unknown, and why here.
         logger.error(
-            "medusa-ppo's trainer `medusa_sync` is not available: it was made for verl 0.9 and"
-            " can't be imported: %s",
+            "medusa-ppo's trainer `medusa_sync` is not available: something of verl that it hangs"
+            " on is not where it was (made for verl 0.9, docs/hooks.md): %s",
             error,
         )
 

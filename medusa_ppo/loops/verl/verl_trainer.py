@@ -385,6 +385,7 @@ def response_logprobs(log_probs: torch.Tensor, response_mask: torch.Tensor) -> l
 
 def _load_replica() -> type[Any]:
     # It imports vLLM, which the driver only needs when it starts servers.
+    require_loop("verl.server")
     from medusa_ppo.loops.verl.verl_server import MedusaReplica
 
     return MedusaReplica

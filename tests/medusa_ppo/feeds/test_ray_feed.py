@@ -16,9 +16,11 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayActorError
+from typer.testing import CliRunner
 
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, FeedError
+from medusa_ppo.cli.app import app
 from medusa_ppo.feeds.feed import verify
 from medusa_ppo.feeds.feed_manifest import KEPT_VERSIONS
 from medusa_ppo.feeds.http_feed import absolute, open_feed, require_feed
@@ -182,6 +184,20 @@ def test_a_feed_that_ends_is_away_and_may_come_again(feed: RayFeed, tmp_path: Pa
         feed.manifest()
     assert feed.manifest() is None
     assert feed.publish(tmp_path / "state", release(7)).version == 7
+
+
+def test_people_list_and_forget_it(feed: RayFeed, tmp_path: Path) -> None:
+    def run(*words: str) -> str:
+        result = CliRunner().invoke(app, ["feed", *words])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    feed.publish(heads_file(tmp_path / "state", 1), release(1))
+    assert "2 heads of kind medusa" in run("list", feed.address)
+    assert "ended" in run("forget", feed.address)
+    assert "there is none" in run("forget", feed.address)
+    result = CliRunner().invoke(app, ["feed", "forget", str(tmp_path)])
+    assert result.exit_code == 2 and "Remove the folder" in result.output
 
 
 def test_addresses() -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,14 +23,12 @@ from heads.errors import CompanionError, ConfigError, DataError, ModelError
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.cli.app import app
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN
-from medusa_ppo.companion.companion_server import CompanionServer
-from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.engines.http_server import free_port
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.loops import served_companion
 from medusa_ppo.loops.tap import CompanionTap
-from tests.medusa_ppo.companion.conftest import until
+from tests.medusa_ppo.loops.served_desk import ServedDesk, desk_config, served_desk
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[5, 6], [7], [5, 6]]
@@ -43,46 +40,25 @@ def actor(chain_actor: Path) -> LlamaForCausalLM:
     return load_actor(chain_actor)
 
 
-def config_of(folder: Path) -> Any:
-    section = {"feed": str(folder / "feed"), "batch_positions": 64, "num_gpus": 0}
-    return build_config({"heads": {"num_heads": 2}, "companion": section})
-
-
 @pytest.fixture
-def served(
+def whole(
     chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Any, str]]:
-    """A companion's desk in this process, and its address."""
+) -> Iterator[ServedDesk]:
     monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
-    monkeypatch.setattr(served_companion, "settle", lambda config: None)  # This very process.
-    arguments, tables = served_companion._arguments(
-        config_of(tmp_path), str(chain_actor), tmp_path / "heads", None
-    )
-    holder = served_companion._Desk(arguments, tables)
-    server = CompanionServer(holder.desk, "127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    assert until(lambda: bool(server.port) or not thread.is_alive())
-    yield holder.desk, f"http://127.0.0.1:{server.port}"
-    server.stop()
-    thread.join()
-    holder.close()
+    with served_desk(chain_actor, tmp_path) as found:
+        yield found
 
 
 @pytest.fixture
-def seen(served: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> list[RolloutBatch]:
+def served(whole: ServedDesk) -> tuple[Any, str]:
+    """A companion's desk in this process, and its address."""
+    return whole.desk, whole.address
+
+
+@pytest.fixture
+def seen(whole: ServedDesk) -> list[RolloutBatch]:
     """Batches as they reach the training."""
-    from medusa_ppo.companion.wire import unpack
-
-    batches: list[RolloutBatch] = []
-    take = served[0]._service.submit
-
-    def submit(packed: Any, tables: Any = None) -> int:
-        batches.append(unpack(packed))
-        return int(take(packed, tables))
-
-    monkeypatch.setattr(served[0]._service, "submit", submit)
-    return batches
+    return whole.seen
 
 
 def padded(rows: list[int]) -> dict[str, torch.Tensor]:
@@ -146,6 +122,40 @@ def test_a_loop_without_a_line_of_its_own(
     assert (first.policy_version, second.policy_version) == (0, 1)
     assert served[0].wish().tables_version == 1
     torch.testing.assert_close(served[0]._tables[0], actor.lm_head.weight)
+
+
+@torch.no_grad()
+def test_parts_of_several_processes_are_one_batch(
+    served: tuple[Any, str], seen: list[RolloutBatch], chain_actor: Path
+) -> None:
+    """Each has rows of its own; the first one sends the tables. Nobody waits for who has none."""
+    actors = [load_actor(chain_actor) for _ in range(2)]
+    taps = [CompanionTap(actors[rank], served[1], rank=rank, ranks=2) for rank in range(2)]
+    own = ([0, 2], [1])
+
+    def step(ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            rows = own[rank]
+            with taps[rank]([PROMPTS[r] for r in rows], [COMPLETIONS[r] for r in rows]):
+                actors[rank](**padded(rows))
+            assert taps[rank].drain(30) and not taps[rank].problem
+        for tap in taps:
+            with tap([], []):  # A process without rows comes all the same.
+                pass
+            tap.updated()
+
+    step((1, 0))  # In any order.
+    assert [batch.response_ids_M.tolist() for batch in seen] == [[3, 3, 4, 1, 2, 9]]
+    assert served[0].wish().tables_version == 0
+    assert seen[0].prompts_S is not None and len(set(seen[0].prompts_S.tolist())) == 2
+    step((0,))
+    assert len(seen) == 1, "the other one's part may still come"
+    step((0, 1))
+    assert [batch.response_ids_M.tolist() for batch in seen[1:]] == [[1, 2, 9], [1, 2, 9, 3, 3, 4]]
+    assert [batch.policy_version for batch in seen] == [0, 1, 2]
+    assert [tap.lost for tap in taps] == [0, 0]
+    for tap in taps:
+        tap.close()
 
 
 def test_gradients_are_those_of_a_pass_that_nobody_taps(
@@ -229,7 +239,7 @@ def test_what_is_wrong_is_said_at_once(served: tuple[Any, str], actor: LlamaForC
 @torch.no_grad()
 def test_in_the_loops_ray(chain_actor: Path, actor: LlamaForCausalLM, tmp_path: Path) -> None:
     handle = served_companion.companion_in_ray(
-        "tapped", config_of(tmp_path), str(chain_actor), tmp_path / "heads"
+        "tapped", desk_config(tmp_path), str(chain_actor), tmp_path / "heads"
     )
     with CompanionTap(actor, "ray:tapped") as tap:
         with tap(PROMPTS, COMPLETIONS):

@@ -1,0 +1,131 @@
+"""SkyRL with a companion beside it: its own command with `trainer.override_entrypoint`.
+
+    export MEDUSA_PPO_COMPANION=http://HOST:8461 MEDUSA_PPO_FEED=http://HOST:8460
+    spec=generator.inference_engine.engine_init_kwargs.speculative_config
+    python -m skyrl.train.entrypoints.main_base \\
+        trainer.override_entrypoint=medusa_ppo.loops.skyrl \\
+        $spec.method=medusa $spec.model=HEADS $spec.num_speculative_tokens=3 ...
+
+Never run with SkyRL: what is hooked was read in its package 0.4.0 (docs/other-loops.md), and its
+worker was stood in for (tests/medusa_ppo/loops/test_worker_taps.py).
+
+    vLLM's start     `engine_init_kwargs`, SkyRL's own: they become vLLM's arguments. (Its
+                     `speculative_config` takes `mtp` alone: other drafters "go stale". Engines that
+                     take newer heads from a feed by themselves are what keeps ours fresh.)
+    update           `FSDPPolicyWorkerBase.forward_backward` and `optim_step`, overridden: every
+                     rank taps its rows
+    environment      `prepare_runtime_environment`, wrapped: our addresses and tokens reach SkyRL's
+                     Ray actors on all nodes
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import ray
+
+from medusa_ppo.loops.loop_versions import replaced, require_loop
+from medusa_ppo.loops.remote import refuse
+from medusa_ppo.loops.tap import CompanionTap
+from medusa_ppo.loops.worker_tap import Rows, companion_address, response_rows
+
+OVERRIDE = "trainer.override_entrypoint="
+OURS = "MEDUSA_PPO_"
+"""Environment variables with this beginning go to every process of the training."""
+
+
+class TappedPolicyWorker:
+    """Stands before SkyRL's policy worker in a class's bases; its ranks are the tap's."""
+
+    _medusa_tap: CompanionTap | None = None
+
+    def forward_backward(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """As SkyRL's."""
+        with self._own_tap()(*rows_of(data)):
+            return super().forward_backward(data, *args, **kwargs)  # type: ignore[misc]
+
+    def optim_step(self) -> Any:
+        """As SkyRL's."""
+        norm = super().optim_step()  # type: ignore[misc]
+        self._own_tap().updated()
+        return norm
+
+    def _own_tap(self) -> CompanionTap:
+        # Made at the first pass: the model is loaded by a call of its own, after the constructor.
+        if self._medusa_tap is None:
+            worker: Any = self
+            self._medusa_tap = CompanionTap(
+                worker.model.model,
+                companion_address(),
+                temperature=worker.cfg.algorithm.temperature,
+            )
+        return self._medusa_tap
+
+
+def rows_of(data: Any) -> Rows:
+    """Prompts and responses of SkyRL's batch: rows are padded on the left, so that responses end
+    together; the loss mask leaves out what the policy has not written.
+    """
+    ids_BT = data["sequences"]
+    loss_mask_BR = data["loss_mask"].bool() & data["response_mask"].bool()
+    written_BT = ids_BT.new_zeros(ids_BT.shape)
+    written_BT[:, ids_BT.shape[1] - loss_mask_BR.shape[1] :] = loss_mask_BR
+    return response_rows(ids_BT, data["attention_mask"], written_BT)
+
+
+def unsupported(cfg: Any) -> dict[str, bool]:
+    """Settings of SkyRL that the heads can't be combined with, and whether they are on."""
+    policy = cfg.trainer.policy
+    return {
+        f"trainer.strategy={cfg.trainer.strategy} (not fsdp)": cfg.trainer.strategy != "fsdp",
+        "trainer.policy.sequence_parallel_size > 1": policy.sequence_parallel_size > 1,
+        "trainer.policy.model.lora.rank > 0": policy.model.lora.rank > 0,
+        "generator.inference_engine.speculative_config": (
+            cfg.generator.inference_engine.speculative_config is not None
+        ),
+    }
+
+
+def tapped(worker: type[Any]) -> type[Any]:
+    """A policy worker of SkyRL that taps its update."""
+    return type(f"Tapped{worker.__name__}", (TappedPolicyWorker, worker), {})
+
+
+def _run(cfg: Any) -> None:
+    """In SkyRL's own process for it, below the driver."""
+    from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
+    from skyrl.train.entrypoints.main_base import BasePPOExp
+
+    worker = ray.remote(num_gpus=1)(tapped(fsdp_worker.FSDPPolicyWorkerBase))
+    # SkyRL imports the name when it sets the trainer up.
+    with replaced(fsdp_worker, "PolicyWorker", worker):
+        BasePPOExp(cfg).run()
+
+
+def main() -> None:
+    """SkyRL's own command, called by it.
+
+    Raises:
+        UnsupportedVersionError: as `require_loop`.
+        ConfigError: settings that draft heads can't be combined with, or no address.
+    """
+    require_loop("skyrl")
+    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.train.utils import utils
+
+    given = [word for word in sys.argv[1:] if not word.startswith(OVERRIDE)]
+    cfg = SkyRLTrainConfig.from_cli_overrides(given)
+    utils.validate_cfg(cfg)
+    refuse("SkyRL", unsupported(cfg))
+    companion_address()
+    prepare = utils.prepare_runtime_environment
+
+    def prepare_with_ours(cfg: Any) -> dict[str, str]:
+        ours = {name: value for name, value in os.environ.items() if name.startswith(OURS)}
+        return {**prepare(cfg), **ours}
+
+    with replaced(utils, "prepare_runtime_environment", prepare_with_ours):
+        utils.initialize_ray(cfg)
+    ray.get(ray.remote(num_cpus=1)(_run).remote(cfg))

@@ -1,0 +1,64 @@
+"""A companion's desk behind HTTP in the test's own process, for tests of taps."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from medusa_ppo.companion.companion_server import CompanionServer
+from medusa_ppo.companion.desk import CompanionDesk
+from medusa_ppo.companion.wire import unpack
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.loops import served_companion
+from medusa_ppo.loops.loop_versions import replaced
+from tests.medusa_ppo.companion.conftest import until
+
+
+def desk_config(folder: Path) -> Any:
+    section = {"feed": str(folder / "feed"), "batch_positions": 64, "num_gpus": 0}
+    return build_config({"heads": {"num_heads": 2}, "companion": section})
+
+
+@dataclass
+class ServedDesk:
+    """
+    Attributes:
+        seen: batches as they reached the training.
+    """
+
+    desk: CompanionDesk
+    address: str
+    seen: list[RolloutBatch] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def served_desk(actor: Path, folder: Path) -> Iterator[ServedDesk]:
+    """MEDUSA_PPO_COMPANION_TOKEN must be set."""
+    with replaced(served_companion, "settle", lambda config: None):  # This very process.
+        arguments, tables = served_companion._arguments(
+            desk_config(folder), str(actor), folder / "heads", None
+        )
+        holder = served_companion._Desk(arguments, tables)
+    server = CompanionServer(holder.desk, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert until(lambda: bool(server.port) or not thread.is_alive())
+    served = ServedDesk(holder.desk, f"http://127.0.0.1:{server.port}")
+    take = holder.desk._service.submit
+
+    def submit(packed: Any, tables: Any = None) -> int:
+        served.seen.append(unpack(packed))
+        return int(take(packed, tables))
+
+    try:
+        with replaced(holder.desk._service, "submit", submit):
+            yield served
+    finally:
+        server.stop()
+        thread.join()
+        holder.close()

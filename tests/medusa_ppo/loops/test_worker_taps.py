@@ -1,0 +1,145 @@
+"""Taps in the policy workers of SkyRL and NeMo-RL: their rows reach a real companion. Their workers
+are stood in for here by classes with the same calls: neither was ever run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from heads.errors import ConfigError
+from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN
+from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.loops import nemo_rl, skyrl
+from medusa_ppo.loops.worker_tap import COMPANION, companion_address, response_rows
+from tests.medusa_ppo.loops.served_desk import served_desk
+
+PROMPT, RESPONSE = [5, 6], [1, 2, 3]
+
+
+@pytest.fixture
+def seen(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[RolloutBatch]]:
+    """Batches that reach a companion's training, which is where the environment says."""
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    with served_desk(chain_actor, tmp_path) as served:
+        monkeypatch.setenv(COMPANION, served.address)
+        yield served.seen
+
+
+def test_rows_of_padded_batches() -> None:
+    ids_BT = torch.tensor([[0, 5, 6, 1, 2], [7, 3, 9, 4, 8], [0, 0, 1, 2, 3], [5, 6, 1, 2, 0]])
+    real_BT = ids_BT != 0
+    written_BT = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 0, 1, 1], [0, 0, 1, 1, 1], [0, 0, 1, 1, 0]])
+    # The second one has a tool's token in between, the third one no prompt.
+    assert response_rows(ids_BT, real_BT, written_BT) == ([[5, 6], [5, 6]], [[1, 2], [1, 2]])
+    assert response_rows(ids_BT, real_BT, torch.zeros_like(ids_BT)) == ([], [])
+
+
+def test_who_has_no_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(COMPANION, raising=False)
+    with pytest.raises(ConfigError, match=COMPANION):
+        companion_address()
+
+
+class SkyRLWorker:
+    """In the place of SkyRL's: its two calls, over a batch that is padded on the left."""
+
+    def __init__(self, actor: Any) -> None:
+        self.model = SimpleNamespace(model=actor)
+        self.cfg = SimpleNamespace(algorithm=SimpleNamespace(temperature=1.0))
+
+    def forward_backward(self, data: dict[str, torch.Tensor], loss_fn: str | None = None) -> str:
+        positions = (data["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        output = self.model.model(
+            data["sequences"], attention_mask=data["attention_mask"], position_ids=positions
+        )
+        output.logits.square().mean().backward()
+        return "metrics"
+
+    def optim_step(self) -> float:
+        with torch.no_grad():
+            self.model.model.lm_head.weight.add_(0.1)
+        return 1.0
+
+
+def test_skyrls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) -> None:
+    worker = skyrl.tapped(SkyRLWorker)(load_actor(chain_actor))
+    data = {
+        "sequences": torch.tensor([[0, *PROMPT, *RESPONSE], [0, 0, 7, 8, 4, 9]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]]),
+        "response_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
+        "loss_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
+    }
+    for _ in range(2):
+        assert worker.forward_backward(data, loss_fn=None) == "metrics"
+        assert worker.optim_step() == 1.0
+        assert worker._medusa_tap.drain(30) and not worker._medusa_tap.problem
+    assert [batch.response_ids_M.tolist() for batch in seen] == [[*RESPONSE, 4, 9]] * 2
+    assert [batch.policy_version for batch in seen] == [0, 1]
+    worker._medusa_tap.close()
+
+
+class NemoWorker:
+    """In the place of NeMo-RL's: its call, over a batch that is padded on the right."""
+
+    def __init__(self, actor: Any, **dtensor: Any) -> None:
+        self.model = actor
+        self.cfg = {
+            "generation": {"temperature": 1.0, "top_p": 1.0, "top_k": None},
+            "dtensor_cfg": dtensor,
+        }
+
+    def train(
+        self,
+        data: dict[str, torch.Tensor],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+    ) -> str:
+        places_T = torch.arange(data["input_ids"].shape[1])
+        attention_BT = (places_T < data["input_lengths"][:, None]).long()
+        self.model(
+            input_ids=data["input_ids"], attention_mask=attention_BT, use_cache=False
+        ).logits.mean().backward()
+        return "metrics"
+
+
+def test_nemo_rls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) -> None:
+    worker = type("Tapped", (nemo_rl.TappedWorker, NemoWorker), {})(load_actor(chain_actor))
+    data = {
+        "input_ids": torch.tensor(
+            [[*PROMPT, *RESPONSE, 0], [7, 8, 4, 9, 0, 0], [7, 8, 4, 9, 0, 0]]
+        ),
+        "input_lengths": torch.tensor([5, 4, 4]),
+        "token_mask": torch.tensor([[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]),
+        "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
+    }
+    assert worker.train(data, None, True) == "metrics" and worker._medusa_tap is None
+    assert worker.train(data, None, gbs=3) == "metrics"
+    assert worker._medusa_tap.drain(30) and not worker._medusa_tap.problem
+    assert [batch.response_ids_M.tolist() for batch in seen] == [[*RESPONSE, 4, 9]]
+    worker._medusa_tap.close()
+
+
+def test_what_nemo_rl_cannot_be_combined_with_is_refused(
+    seen: list[RolloutBatch], chain_actor: Path
+) -> None:
+    actor = load_actor(chain_actor)
+    kind = type("Tapped", (nemo_rl.TappedWorker, NemoWorker), {})
+    for settings in (
+        {"tensor_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"lora_cfg": {"enabled": True}},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            kind(actor, **settings).train({}, None)
+    with pytest.raises(AttributeError):
+        nemo_rl.Another  # noqa: B018
