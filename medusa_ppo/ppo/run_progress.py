@@ -41,6 +41,35 @@ ROLES = ("engine", "actor", "reference", "critic", "reward", "update", "sync")
 FORGET_PEAK, PROCESS_STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 SIDES = (ROLES[:1], ROLES[1:5])
 
+LINE_WIDTH = 100
+"""Columns of a line in a log or a terminal."""
+STEP_FORMS = {
+    names.REWARD_MEAN: "reward {:.3f}",
+    names.CORRECT_FRAC: "right {:.0%}",
+    names.EVAL_REWARD: "evaluation {:.3f}",
+    names.KL_REFERENCE: "kl {:.3f}",
+    names.ENTROPY: "entropy {:.2f}",
+    names.MAL_SERVING: "{:.2f} tokens a step",
+    names.HEADS_VERSION: "heads v{}",
+    names.TOKENS_PER_S: "{:.0f} tokens/s",
+    names.PAIR_PLAIN_TOKENS_PER_S: "({:.0f} without drafts)",
+    names.IMAGES: "{} images",
+}
+"""Metrics in a step's line, in the order in which they stand there."""
+SHOWN = (
+    names.REWARD_MEAN,
+    names.MAL_SERVING,
+    names.TOKENS_PER_S,
+    names.EVAL_REWARD,
+    names.PAIR_PLAIN_TOKENS_PER_S,
+    names.HEADS_VERSION,
+    names.KL_REFERENCE,
+    names.CORRECT_FRAC,
+    names.ENTROPY,
+    names.IMAGES,
+)
+"""The same, the most important first."""
+
 
 class Timeline:
     """Who is at work when: spans of seconds since it began. Any thread may add to it."""
@@ -219,7 +248,8 @@ class LineProgress(PrintedProgress):
 
     def step_finished(self, values: Mapping[str, Any]) -> None:
         self._clock.finished()
-        self.note(f"{step_line(values)}  left {self._clock.left_text()}")
+        left = f"  left {self._clock.left_text()}"
+        self.note(step_line(values, LINE_WIDTH - len(left)) + left)
 
 
 class LiveProgress(PrintedProgress):
@@ -300,22 +330,17 @@ class StepClock:
         return f"{minutes}:{seconds:02d}"
 
 
-def step_line(values: Mapping[str, Any]) -> str:
-    """One line about a finished step; figures that the step does not have are left out."""
-    shown = (
-        (names.REWARD_MEAN, "reward {:.3f}"),
-        (names.CORRECT_FRAC, "right {:.0%}"),
-        (names.EVAL_REWARD, "evaluation {:.3f}"),
-        (names.KL_REFERENCE, "kl {:.3f}"),
-        (names.ENTROPY, "entropy {:.2f}"),
-        (names.MAL_SERVING, "{:.2f} tokens a step"),
-        (names.HEADS_VERSION, "heads v{}"),
-        (names.TOKENS_PER_S, "{:.0f} tokens/s"),
-        (names.PAIR_PLAIN_TOKENS_PER_S, "({:.0f} without drafts)"),
-        (names.IMAGES, "{} images"),
-    )
-    parts = [form.format(values[key]) for key, form in shown if values.get(key) is not None]
-    return "  ".join([f"step {values[names.STEP]:>3}", *parts])
+def step_line(values: Mapping[str, Any], room: int = LINE_WIDTH) -> str:
+    """One line about a finished step, of at most `room` columns. Figures that the step does not
+    have are left out, and so are the last of `SHOWN` where there is no room for all.
+    """
+    known = [key for key in SHOWN if values.get(key) is not None]
+    while True:
+        parts = [form.format(values[key]) for key, form in STEP_FORMS.items() if key in known]
+        line = "  ".join([f"step {values[names.STEP]:>3}", *parts])
+        if len(line) <= room or not known:
+            return line
+        known.pop()
 
 
 def make_progress(console: Console | None = None) -> LineProgress | LiveProgress:

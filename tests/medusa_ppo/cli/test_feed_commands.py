@@ -36,7 +36,7 @@ def answers(feed: Feed) -> bool:
 
 def test_list_and_verify_say_what_there_is(tmp_path: Path) -> None:
     folder = str(tmp_path / "feed")
-    assert "nothing was published" in run("feed", "list", folder, code=0)
+    assert "nothing has been published" in run("feed", "list", folder, code=0)
     assert "nothing published" in run("feed", "verify", folder, code=1)
     for number in (1, 2):
         FolderFeed(folder).publish(heads_file(tmp_path / "state", number), release(number))

@@ -98,7 +98,7 @@ def test_a_run_says_what_options_don_t(model: Path, tmp_path: Path) -> None:
     [
         (("--acceptance", "0.5,0.6"), "never rise"),
         (("--acceptance", "1.2"), "0 to 1"),
-        ((), "Nothing says how much is accepted"),
+        ((), "The acceptance is unknown"),
         (("--acceptance", "0.5", "--gpu", "b200"), "Nothing is known of this GPU"),
         (("--acceptance", "0.5", "--length-mean", "9000"), "longer than the model can hold"),
         (
