@@ -529,7 +529,7 @@ def test_a_gpu_is_asked_what_drafting_would_bring(tmp_path: Path) -> None:
     assert "on one H200" in result.output
     assert "assumed, 1.80 tokens a step" in result.output
     refused = CliRunner().invoke(app, [*words, "abacus"])
-    assert refused.exit_code == 2 and "Nothing is known of this GPU" in refused.output
+    assert refused.exit_code == 2 and "This GPU is unknown" in refused.output
 
 
 def test_roles_that_take_turns_come_once_for_each_piece() -> None:
