@@ -1,5 +1,4 @@
-"""Who has memory on the devices: a ledger that all roles report to, and roles that take turns on
-one set of devices.
+"""Who has memory on the devices: a ledger for all roles, and roles that take turns on the devices.
 
     ppo.placement=separate    every role keeps its memory
     ppo.placement=shared      engine | actor, reference, critic, reward: one at a time | engine
@@ -7,15 +6,14 @@ one set of devices.
                               it writes; with ppo.piece_prompts one at a time comes for its passes
                               beside the engine that is awake, with its weights alone
 
-A role that leaves is copied into host buffers of its own (what nobody changed since the last time
-is there already), and its tensors become empty: whoever uses them fails, and the device has the
-memory back. A role that comes takes over the tensors of the one that leaves where shapes agree, so
-the reference stands in the actor's place and the reward model in the critic's, and nothing is
-allocated for it.
+A role that leaves is copied into its own host buffers (unchanged tensors are already there), and
+its tensors become empty: using them fails, and the device gets the memory back. A role that moves
+in reuses the tensors of the one that leaves if shapes match, so the reference takes the actor's
+place and the reward model the critic's, and nothing is allocated for them.
 
-The ledger counts weights, gradients, AdamW's moments, and an engine's weights, keys and values; not
-what passes keep for themselves. Where there is no GPU the "device" is what the ledger counts, and
-tensors really move between buffers of their own.
+The ledger counts weights, gradients, AdamW's moments, and an engine's weights, keys and values, but
+no activations. Without a GPU the "device" is what the ledger counts, and tensors really move
+between separate buffers.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ from medusa_ppo.contract import metrics as names
 
 ENGINE, ACTOR, REFERENCE, CRITIC, REWARD = "engine", "actor", "reference", "critic", "reward"
 UNFREED = "left, held elsewhere"
-"""What roles gave up and somebody still holds; nothing, unless there is a fault."""
+"""Tensors that roles gave up but something still holds; empty unless there is a bug."""
 GIB = 2**30
 TRAINED_COPIES = 4  # Weights, gradients and two moments.
 MOMENT = "/"
 
 
 class Ledger:
-    """Bytes on the devices now and at most, by role. Any thread may report."""
+    """Bytes on the devices, current and peak, by role. Any thread may report."""
 
     def __init__(self) -> None:
         self.now: dict[str, int] = {}
@@ -54,14 +52,14 @@ class Ledger:
         self._lock = threading.Lock()
 
     def report(self, role: str, count: int) -> None:
-        """The role has so many bytes now."""
+        """Record the role's current bytes."""
         with self._lock:
             self.now[role] = count
             self.most[role] = max(count, self.most.get(role, 0))
             self.peak = max(self.peak, sum(self.now.values()))
 
     def take(self) -> dict[str, Any]:
-        """The most of all together, and of each, since the last time."""
+        """The peak in total and of each role since the last call."""
         with self._lock:
             found = {
                 names.LEDGER_PEAK: self.peak / GIB,
@@ -72,10 +70,8 @@ class Ledger:
 
 
 class Spare:
-    """Tensors of the device that roles have left, as far as the one that comes can use them.
-
-    Attributes:
-        freed: of each that it can't use, how to see whether it is gone, and its bytes.
+    """Device tensors that leaving roles gave up, as far as the next role can reuse them.
+    Attributes: freed: for each that it can't reuse, how to see whether it is gone, and its bytes.
     """
 
     def __init__(self, wanted: Iterable[Tensor]) -> None:
@@ -92,7 +88,7 @@ class Spare:
             self.freed.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
 
     def take(self, like: Tensor, device: torch.device) -> Tensor:
-        """One of this shape; a new one where none was left."""
+        """A tensor of this shape; a new one if none is left."""
         kept = self._kept.get((like.shape, like.dtype))
         return kept.pop() if kept else torch.empty_like(like, device=device, pin_memory=False)
 
@@ -106,11 +102,11 @@ class Resident:
         self._device = next(module.parameters()).device
         self._host: dict[str, Tensor] = {}
         self._away: set[str] = set()
-        self.changed = True  # Since it left last.
+        self.changed = True  # Since it last left.
 
     @property
     def here(self) -> bool:
-        """Something of it is on the device."""
+        """Whether anything of it is on the device."""
         return len(self._away) < len(self._slots())
 
     def _slots(self) -> dict[str, Tensor]:
@@ -126,7 +122,7 @@ class Resident:
         return {**own, **moments}
 
     def leave(self, spare: Spare) -> int:
-        """To the host, all of it. Gives the bytes that had to be copied."""
+        """Move everything to the host. Returns the bytes that had to be copied."""
         moved = 0
         for name, tensor in self._slots().items():
             if name in self._away:
@@ -144,7 +140,7 @@ class Resident:
         return moved
 
     def lacks(self, training: bool) -> dict[str, Tensor]:
-        """What would come, as it waits on the host; moments only for training."""
+        """What would move in, as it waits on the host; moments only for training."""
         return {
             name: self._host[name]
             for name in self._slots()
@@ -152,7 +148,7 @@ class Resident:
         }
 
     def come(self, spare: Spare, training: bool) -> int:
-        """To the device. Gives the bytes that were copied."""
+        """Move to the device. Returns the bytes copied."""
         slots = self._slots()
         lacking = self.lacks(training)
         for name, host in lacking.items():
@@ -162,7 +158,7 @@ class Resident:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """In the block what waits on the host can be read there."""
+        """Within the block, tensors waiting on the host can be read there."""
         waiting = {name: tensor for name, tensor in self._slots().items() if name in self._away}
         for name, tensor in waiting.items():
             tensor.data = self._host[name]
@@ -173,7 +169,7 @@ class Resident:
                 tensor.data = tensor.new_empty(0, device=self._device)
 
     def nbytes(self) -> int:
-        """On the device now, with gradients."""
+        """Current bytes on the device, with gradients."""
         tensors = [tensor for name, tensor in self._slots().items() if name not in self._away]
         tensors += [
             parameter.grad for parameter in self._module.parameters() if parameter.grad is not None
@@ -187,11 +183,11 @@ class Resident:
         )
 
     def full_bytes(self) -> int:
-        """On the device at most."""
+        """Peak bytes on the device."""
         return self.weight_bytes() * (TRAINED_COPIES if self._optimizer else 1)
 
     def weight_bytes(self) -> int:
-        """On the device for a pass without gradients."""
+        """Bytes on the device for a pass without gradients."""
         return sum(
             math.prod(self._host[name].shape) * parameter.itemsize
             if name in self._away
@@ -217,29 +213,29 @@ class Turns:
     def add(
         self, role: str, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """A role of this process; its tensors are on the device. `optimizer`: of a role that
+        """Add a role of this process whose tensors are on the device. `optimizer`: for a role that
         learns.
         """
         self._roles[role] = Resident(module, optimizer)
         self.report(role)
 
     def engine_started(self, count: int) -> None:
-        """There is an engine, of so many bytes while it is awake."""
+        """Add an engine with this many bytes while it is awake."""
         self._engine_bytes = count
         self.ledger.report(ENGINE, count)
 
     def report(self, role: str) -> None:
-        """Let the ledger see what the role has now; the learner asks for it where gradients are
-        there.
+        """Update the ledger with what the role has now; the learner calls this while there are
+        gradients.
         """
         if role in self._roles:
             self.ledger.report(role, self._roles[role].nbytes())
 
     @contextlib.contextmanager
     def on(self, role: str, *, training: bool = False) -> Iterator[None]:
-        """The role computes in this block; if roles take turns the others have left, and it stays
-        until another one comes. Other threads wait with theirs: pieces are judged by a reward model
-        in one and scored by the others in another.
+        """The role computes in this block. If roles take turns, the others have left, and it stays
+        until another one moves in. Other threads wait: one thread may judge pieces with a reward
+        model while another scores them.
         """
         turn: contextlib.AbstractContextManager[Any] = (
             self._turn if self.shared else contextlib.nullcontext()
@@ -254,8 +250,8 @@ class Turns:
 
     @contextlib.contextmanager
     def aside(self, *roles: str) -> Iterator[None]:
-        """In this block the roles are read and nobody computes: if roles take turns nothing is on
-        the device, these are read elsewhere.
+        """In this block roles are read and nothing computes. If roles take turns, nothing is on the
+        device, and they are read from the host.
         """
         self.clear()
         with contextlib.ExitStack() as stack:
@@ -265,15 +261,15 @@ class Turns:
             yield
 
     def clear(self) -> None:
-        """Everyone leaves, if roles take turns."""
+        """All roles leave, if they take turns."""
         with self._turn:
             if self.shared and any(resident.here for resident in self._roles.values()):
                 self._move(None)
                 if torch.cuda.is_available():
-                    torch.cuda.empty_cache()  # The engine is another process.
+                    torch.cuda.empty_cache()  # The engine is a separate process.
 
     def sleep(self, engine: Any, level: int | None) -> None:
-        """Let the engine sleep, where a level says so."""
+        """Put the engine to sleep, if a level is set."""
         if level:
             began = time.perf_counter()
             engine.sleep(level)
@@ -281,7 +277,7 @@ class Turns:
             self.ledger.report(ENGINE, 0)
 
     def wake(self, engine: Any, level: int | None) -> None:
-        """Wake the engine where `sleep` let it sleep."""
+        """Wake the engine if `sleep` put it to sleep."""
         if level:
             began = time.perf_counter()
             engine.wake()
@@ -289,7 +285,7 @@ class Turns:
             self.ledger.report(ENGINE, self._engine_bytes)
 
     def take(self) -> dict[str, Any]:
-        """The step's figures; none where the actor is not in this process."""
+        """The step's figures; none if the actor is not in this process."""
         if ACTOR not in self._roles:
             return {}
         found = self.ledger.take() | ({names.ENGINE_WAKE_S: self._wake_s} if self._wake_s else {})
@@ -301,8 +297,8 @@ class Turns:
         return found
 
     def free_memory(self) -> int:
-        """Room for all roles on a machine without a GPU, what they have already included. Host
-        memory is the device: copies that wait take room of the same kind.
+        """Room for all roles on a machine without a GPU, including what they already have. Host
+        memory is the device, so waiting copies take the same memory.
         """
         full = [resident.full_bytes() for resident in self._roles.values()]
         return (
@@ -312,12 +308,9 @@ class Turns:
         )
 
     def check_room(self, room: int, engine: int = 0) -> None:
-        """ConfigError when the roles don't fit.
-
-        Args:
-            room: bytes that all of them can have.
-            engine: of these, what an engine on the same device has while it is awake and others
-                compute; where roles take turns, for passes alone.
+        """Raise ConfigError if the roles don't fit. Args: room: bytes available for all of them.
+        engine: of these, what an engine on the same device uses while it is awake and others
+        compute; if roles take turns, only for passes.
         """
         full = {role: resident.full_bytes() for role, resident in self._roles.items()}
         need = sum(full.values()) + engine
@@ -333,11 +326,11 @@ class Turns:
             for role, count in {**full, **({ENGINE: engine} if engine else {})}.items()
         )
         do = (
-            "Set ppo.placement=shared (with engine.sleep_level=1), or cut the actor over ranks:"
-            " actor.backend=megatron."
+            "Set ppo.placement=shared (with engine.sleep_level=1), or shard the actor over ranks: "
+            "actor.backend=megatron."
         )
         if self.shared:
-            do = "Cut the actor over ranks (actor.backend=megatron), or take a smaller model."
+            do = "Shard the actor over ranks (actor.backend=megatron), or use a smaller model."
             if engine and max(full.values()) <= room:
                 do = "Lower engine.memory_fraction, or set ppo.piece_prompts=null."
         raise ConfigError(
@@ -346,12 +339,12 @@ class Turns:
                 f"ppo.placement={'shared' if self.shared else 'separate'}: {parts} GiB,"
                 f" {need / GIB:.2f} at once"
             ),
-            expected=f"at most {room / GIB:.2f} GiB, and room for what passes keep",
+            expected=f"at most {room / GIB:.2f} GiB, and room for activations",
             do=do,
         )
 
     def _move(self, coming: str | None, training: bool = False) -> None:
-        """All others leave the device, and this one comes."""
+        """All other roles leave the device, and this one moves in."""
         began = time.perf_counter()
         spare = Spare(self._roles[coming].lacks(training).values() if coming is not None else ())
         for role, resident in self._roles.items():

@@ -333,8 +333,8 @@ class Panels:
             )
             idle = percent(number(step.get(m.GENERATE_SCORE_IDLE)))
             hint = (
-                "Gaps are idle time: while responses were generated and scored, engine and "
-                "scoring were idle for {idle} on average."
+                "Gaps are idle time: while responses were generated and scored, engine and"
+                f" scoring were idle for {idle} on average."
             )
             rows = [(role, tone, spans[role]) for role, tone in ROLE_TONES.items() if role in spans]
             legend = tuple(
