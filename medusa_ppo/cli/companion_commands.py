@@ -34,8 +34,8 @@ def serve(
         typer.Option(help="YAML file; only heads, companion, engine and seed are read."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for state and versions, from which a restart "
-                                       "continues.")
+        Path | None,
+        typer.Option(help="Folder for state and versions, from which a restart continues."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8461,

@@ -125,8 +125,8 @@ def convert(
 def push(
     heads: Annotated[Path, typer.Argument(metavar="HEADS", help="Native heads directory.")],
     repo: Annotated[
-        str, typer.Argument(metavar="REPO", help="owner/name on the hub; created if it doesn't "
-                                                 "exist.")
+        str,
+        typer.Argument(metavar="REPO", help="owner/name on the hub; created if it doesn't exist."),
     ],
     private: Annotated[
         bool, typer.Option("--private", help="If the repository is created, make it private.")
@@ -158,8 +158,8 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder or hub name of the actor.")],
     heads: Annotated[
-        Path, typer.Option(help="Folder of the heads; created with untrained heads if it doesn't "
-                                "exist.")
+        Path,
+        typer.Option(help="Folder of the heads; created with untrained heads if it doesn't exist."),
     ],
     medusa: Annotated[
         Path | None, typer.Option(help="YAML file; only heads, engine and seed are read.")

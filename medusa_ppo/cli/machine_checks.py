@@ -325,8 +325,7 @@ def check_distribution(
 
 
 def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple[bool, str]:
-    """Whether a Python process succeeded, and the last line of its output (or of its errors).
-    """
+    """Whether a Python process succeeded, and the last line of its output (or of its errors)."""
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -348,9 +347,9 @@ def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple
 @dataclass(frozen=True)
 class SetupStep:
     """A command that shows that a part of a GPU setup works. Attributes:
-        shows: what works if it succeeds. needs: the hardware, and what must exist beforehand.
-        command: as typed in the checkout's folder. prints: words that its output must contain.
-        means: how to interpret them.
+    shows: what works if it succeeds. needs: the hardware, and what must exist beforehand.
+    command: as typed in the checkout's folder. prints: words that its output must contain.
+    means: how to interpret them.
     """
 
     shows: str

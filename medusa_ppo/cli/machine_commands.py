@@ -22,8 +22,8 @@ def doctor(
     distribution: Annotated[
         bool,
         typer.Option(
-            "--distribution", help="Only test whether your engine's tokens are samples of the "
-                                   "model."
+            "--distribution",
+            help="Only test whether your engine's tokens are samples of the model.",
         ),
     ] = False,
     config: Annotated[

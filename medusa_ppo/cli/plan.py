@@ -248,7 +248,9 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     if config.actor.backend == "transformers":
         parts |= _actor_parts(config, model)
         parts["what a micro-batch keeps for its backward pass"] = kept_bytes(config, model)
-        parts["logits of a chunk, and what is derived from them"] = _chunk_bytes(config, model, gpus)
+        parts["logits of a chunk, and what is derived from them"] = _chunk_bytes(
+            config, model, gpus
+        )
     # Pools and late engines read it after the call, so it stays until the next sync.
     parts[f"actor's file, for engines that start late or restart{ON_HOST}"] = (
         _element(config) * model.parameters

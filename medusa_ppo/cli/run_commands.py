@@ -89,14 +89,15 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[
         bool | None,
-        typer.Option("--gpus/--no-gpus", help="Plan for machines with GPUs; default: like this "
-                                              "one."),
+        typer.Option(
+            "--gpus/--no-gpus", help="Plan for machines with GPUs; default: like this one."
+        ),
     ] = None,
     gpu: Annotated[
         str,
         typer.Option(
-            metavar="h100|h200|a100", help="Also predict what drafting would gain there; implies "
-                                           "--gpus."
+            metavar="h100|h200|a100",
+            help="Also predict what drafting would gain there; implies --gpus.",
         ),
     ] = "",
 ) -> None:
@@ -118,7 +119,9 @@ def plan(
 @command
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a run, e.g. runs/demo.")],
-    compare: Annotated[Path | None, typer.Option(help="Another run to compare with this one.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Another run to compare with this one.")
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Refresh the page while the run goes on.")
     ] = False,

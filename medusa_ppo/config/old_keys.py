@@ -64,7 +64,7 @@ OLD_KEYS = {
     ),
     "companion.holdout_fraction": "A fifth of the responses is always held out from training.",
     "companion.queue_lag": "Waiting batches are dropped when they are more than two policy "
-                           "versions old.",
+    "versions old.",
     "companion.replay_decay": "A batch is replayed half as much with each policy version.",
     "companion.replay_bytes": "It is twice companion.queue_bytes.",
     "companion.save_replay": "A run with companion.wait=true saves them.",
@@ -91,9 +91,7 @@ OLD_KEYS = {
     "ppo.reward_kind": (
         "ppo.reward decides it: `module:function` is a function, everything else a reward model."
     ),
-    "ppo.gamma": (
-        "A late reward counts in full; ppo.length_penalty penalises long responses."
-    ),
+    "ppo.gamma": ("A late reward counts in full; ppo.length_penalty penalises long responses."),
     "report.speed_prompts": (
         "Pairs use all prompts of their step; a larger report.speed_every costs less time."
     ),

@@ -284,8 +284,11 @@ def _of_images(config: RunConfig) -> Iterator[Contradiction]:
     beside = (
         ("actor.backend", "transformers", "The ranks of a Megatron actor have no vision tower."),
         ("engine.backend", COLOCATED, "Only colocated engines can receive images."),
-        ("engine.runner", "v1", "Images with draft heads were never run on vLLM's V2 model "
-                                "runner."),
+        (
+            "engine.runner",
+            "v1",
+            "Images with draft heads were never run on vLLM's V2 model runner.",
+        ),
         (
             "model.critic_path",
             None,

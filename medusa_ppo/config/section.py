@@ -45,8 +45,7 @@ class Section(BaseModel):
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Contradicting keys; the first one found is raised when loading, not at step 300.
-        """
+        """Contradicting keys; the first one found is raised when loading, not at step 300."""
         yield from ()
 
     @model_validator(mode="after")

@@ -274,7 +274,9 @@ class ActorSync:
                     replace(stream, tensors=lambda: self._timed(stream.tensors())), version
                 )
             except SwapError as error:
-                logger.warning("Sending actor %d to the engines as a file instead. %s", version, error)
+                logger.warning(
+                    "Sending actor %d to the engines as a file instead. %s", version, error
+                )
         path = self._folder.path / "actor.safetensors"
         began = time.perf_counter()
         stream.write(path)

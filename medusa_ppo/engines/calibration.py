@@ -139,7 +139,7 @@ def in_words(rows: Sequence[dict[str, float]]) -> str:
             parts.append(f"x{ratio:.2f} at {running:.0f}")
     found = ", ".join(parts)
     return (
-        f"a step with {most:.0f} drafts against one without takes {found} sequences"
+        f"a step with {most:.0f} drafts over one without takes {found} sequences"
         if found
         else "too few to compare"
     )

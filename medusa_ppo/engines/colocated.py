@@ -590,8 +590,7 @@ def _response(prompt_index: int, completion: Any) -> Response:
 
 
 def process_counters() -> Counters:
-    """vLLM's acceptance counters of the engine in this process, however it was started.
-    """
+    """vLLM's acceptance counters of the engine in this process, however it was started."""
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
     return read_counters(get_metrics_snapshot())

@@ -52,8 +52,7 @@ def read_table(key: Mapping[str, Any], max_drafts: int) -> list[dict[str, float]
 
 
 def keep_table(key: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> None:
-    """Write the file. An unwritable folder only costs the next start a calibration.
-    """
+    """Write the file. An unwritable folder only costs the next start a calibration."""
     file = table_file(key)
     content = {"format": FORMAT, "key": key, "rows": [dict(row) for row in rows]}
     try:

@@ -282,8 +282,7 @@ def with_all_heads(config: EngineConfig, heads_path: str | Path) -> EngineConfig
 
 
 def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None) -> int | None:
-    """Number of tokens that drafts come from and heads are trained for; 0 or None: all.
-    """
+    """Number of tokens that drafts come from and heads are trained for; 0 or None: all."""
     if config.draft_vocab is not None:
         return config.draft_vocab
     # It is taken from the actor's lm_head, which heads with their own lm_head don't read.

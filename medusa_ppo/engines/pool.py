@@ -580,8 +580,7 @@ class EnginePool(base.RolloutEngine):
     # ---- lost engines
 
     def _lost(self, seat: Seat, error: BaseException) -> None:
-        """Restart a lost engine in the background. Errors that aren't the engine's are raised.
-        """
+        """Restart a lost engine in the background. Errors that aren't the engine's are raised."""
         # An invalid request would be invalid for the next engine too.
         if not isinstance(error, EngineError) or self._closing:
             raise error

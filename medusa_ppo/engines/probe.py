@@ -50,8 +50,7 @@ PROMPTS, NEW_TOKENS = 64, 32
 
 @dataclass
 class Uniformity:
-    """Statistics of the tokens so far. `add` adds more; the p-values and z cover all of them.
-    """
+    """Statistics of the tokens so far. `add` adds more; the p-values and z cover all of them."""
 
     seed: int = 0
     outside: int = 0
@@ -64,10 +63,10 @@ class Uniformity:
 
     def add(self, logits_MV: torch.Tensor, ids_M: torch.Tensor, sampling: Sampling) -> None:
         """Add sampled tokens. Args:
-            logits_MV: the reference model's raw logits at each sampled position; -inf where a
-                grammar forbids the token.
-            ids_M: int64, the sampled tokens. sampling: temperature (above 0), top-k and top-p they
-            were sampled with.
+        logits_MV: the reference model's raw logits at each sampled position; -inf where a
+            grammar forbids the token.
+        ids_M: int64, the sampled tokens. sampling: temperature (above 0), top-k and top-p they
+        were sampled with.
         """
         logits_MV = truncate_logits(
             logits_MV.double() / sampling.temperature, sampling.top_k, sampling.top_p

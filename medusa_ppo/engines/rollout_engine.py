@@ -178,8 +178,7 @@ class RolloutEngine(ABC):
         )
 
     def _possible(self, settings: Drafting) -> int:
-        """The number of drafts with these settings. Raises ConfigError if there are fewer heads.
-        """
+        """The number of drafts with these settings. Raises ConfigError if there are fewer heads."""
         count = settings.get("num_drafts", self.num_drafts)
         if not 0 <= count <= self.max_drafts:
             do = "Restart the engine with more heads."
@@ -193,8 +192,7 @@ class RolloutEngine(ABC):
 
 
 class WorkerEngine(RolloutEngine):
-    """What engines share that reach our worker extension by their own call (`_call`).
-    """
+    """What engines share that reach our worker extension by their own call (`_call`)."""
 
     @abstractmethod
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
@@ -229,15 +227,14 @@ class WorkerEngine(RolloutEngine):
         )
 
     def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
-        """The model has new weights, but cached prompts were computed with the old ones.
-        """
+        """The model has new weights, but cached prompts were computed with the old ones."""
         if not self._forget_prompts():
             raise EngineError(
                 "The prefix cache could not be reset.",
                 given="requests or a transfer of keys and values that hold its blocks",
                 expected="an idle engine",
                 do="Sync again when they are done: until then old keys may be used with new "
-                   "weights.",
+                "weights.",
             )
         self.policy_version = receipt.version
         return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)

@@ -69,9 +69,7 @@ class SwapWatch:
         """
         if self._new is not None and rollouts.heads_version != self._new.version:
             return False
-        if (
-            self._counters.drafts >= MIN_DRAFTS
-        ):  # The previous heads' acceptance is their last one.
+        if self._counters.drafts >= MIN_DRAFTS:  # The previous heads' acceptance is their last one.
             self._counters = Counters()
         self._counters = self._counters + rollouts.counters
         if self._new is None or self._counters.drafts < MIN_DRAFTS:

@@ -448,8 +448,7 @@ class MedusaPlugin:
                 self._flush()
 
     def batch_ready(self, batch: RolloutBatch) -> None:
-        """Instead of `actor_forward`, for an actor in another process that has tapped its own pass.
-        """
+        """Instead of `actor_forward`, for an actor in another process that has tapped its own pass."""
         with self._exposed():
             self._collector = None
             if self._companion is not None and self._wants_states:
@@ -601,7 +600,9 @@ class MedusaPlugin:
 
     def _submit(self, batch: RolloutBatch) -> None:
         assert self._companion is not None
-        self._send_tables(batch.policy_version)  # Tables that were not sent while nothing was trained.
+        self._send_tables(
+            batch.policy_version
+        )  # Tables that were not sent while nothing was trained.
         self._companion.submit(
             dataclasses.replace(batch, passes=self._decision.passes) if self.budget else batch
         )

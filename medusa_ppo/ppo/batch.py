@@ -60,8 +60,7 @@ class MicroBatch:
 
     @property
     def first_predicting(self) -> int:
-        """Column of the first output that any row needs; earlier outputs are thrown away.
-        """
+        """Column of the first output that any row needs; earlier outputs are thrown away."""
         return int(self.response_mask_BT.any(dim=0).int().argmax()) - 1
 
 

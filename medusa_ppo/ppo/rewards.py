@@ -69,8 +69,7 @@ class RewardSource(ABC):
         """
 
     def correct(self, scores_S: Tensor) -> Tensor | None:
-        """bool_S, the response has the right answer; None if the source doesn't know what is right.
-        """
+        """bool_S, the response has the right answer; None if the source doesn't know what is right."""
         return None
 
     def close(self) -> None:  # noqa: B027
@@ -456,9 +455,9 @@ def _not_finite(given: str, do: str) -> RunError:
 
 def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> RewardSource:
     """The configured reward. Raises:
-        ConfigError: `module:function` does not exist or can't take (prompt, response, row), or the
-            template is not usable.
-        ModelError: the reward model can't be used.
+    ConfigError: `module:function` does not exist or can't take (prompt, response, row), or the
+        template is not usable.
+    ModelError: the reward model can't be used.
     """
     if is_model(config.reward):
         return ModelReward(

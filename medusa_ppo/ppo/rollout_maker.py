@@ -224,8 +224,7 @@ class RolloutMaker:
     def score(
         self, rollouts: Rollouts, tap: Tap | None = None
     ) -> tuple[PPOBatch, Tensor, Scores, dict[str, float]]:
-        """The batch of the last rollouts, its rewards, its scores, and figures for the log.
-        """
+        """The batch of the last rollouts, its rewards, its scores, and figures for the log."""
         work = self._step
         self._step = None
         assert work is not None, "the rollouts must be written first"

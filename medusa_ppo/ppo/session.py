@@ -224,8 +224,7 @@ class RunSession:
     def _streams(
         self, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
     ) -> tuple[PromptStream, PromptStream | None, PromptStream | None]:
-        """The prompts, and if configured the evaluation's prompts and texts to train on.
-        """
+        """The prompts, and if configured the evaluation's prompts and texts to train on."""
         config = self._config
         data = self._config.data
         needs_answer = not is_model(config.ppo.reward)
@@ -434,8 +433,7 @@ class RunSession:
 
 
 def _load(path: str) -> PreTrainedModel:
-    """A model with float32 weights on this process's device (model.dtype is the dtype of products).
-    """
+    """A model with float32 weights on this process's device (model.dtype is the dtype of products)."""
     model = load_actor(path, "float32")
     nn.Module.to(model, _device())
     return model

@@ -114,8 +114,7 @@ def _newest(folder: Path, kind: str, name: str) -> Path | None:
 
 
 def _columns(path: Path, names: list[str], wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Columns of the rows with these values. Columns that older tables lack are ignored.
-    """
+    """Columns of the rows with these values. Columns that older tables lack are ignored."""
     # Slow to load, and only needed with tables.
     from pyarrow import parquet
 

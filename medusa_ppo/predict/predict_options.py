@@ -22,8 +22,8 @@ class PredictOptions:
         Option(help="Folder or hub name of the actor; only its configuration is read."),
     ] = ""
     gpu: Annotated[
-        str, Option(metavar=f"{'|'.join([*GPUS, CPU])}", help="GPU of the engines; cpu: this "
-                                                              "machine.")
+        str,
+        Option(metavar=f"{'|'.join([*GPUS, CPU])}", help="GPU of the engines; cpu: this machine."),
     ] = "h100"
     tp: Annotated[int, Option(min=0, help="GPUs of an engine (tensor parallel).")] = 0
     acceptance: Annotated[

@@ -149,7 +149,7 @@ def check_acceptance(shares: Sequence[float], heads: int) -> None:
         "There are more positions than heads."
         if len(shares) > heads
         else "Shares of draft runs that reach each position must lie between 0 and 1 and never "
-             "rise."
+        "rise."
     )
     raise UsageError(
         problem,

@@ -85,8 +85,7 @@ class GpuSteps:
         return model.layers * layer + head + sampler
 
     def drafting(self, sequences: float, drafts: int, context: float) -> float:
-        """One drafting call. The host launches while the device works, so the slower one counts.
-        """
+        """One drafting call. The host launches while the device works, so the slower one counts."""
         drafter, costs = self.drafter, self._costs
         device = self._products(drafter.products(sequences, drafts))
         if isinstance(drafter, HeadsDrafter):

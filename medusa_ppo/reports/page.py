@@ -164,8 +164,7 @@ def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each phase's seconds and share of the run; unaccounted time comes last.
-    """
+    """Each phase's seconds and share of the run; unaccounted time comes last."""
     phases = {name: value for name, value in summary["phases_s"].items() if value}
     known = sum(phases.values())
     wall = summary["wall_s"] or 0.0
@@ -187,8 +186,7 @@ def _spark(run: Run, metric: str, tone: str) -> Markup:
 
 
 def _status_text(run: Run, summary: dict[str, Any]) -> str:
-    """Steps, time, actor, heads and start in one line; unknown parts are left out.
-    """
+    """Steps, time, actor, heads and start in one line; unknown parts are left out."""
     planned = run.setting("ppo", "steps")
     done = w.whole(summary["steps"])
     if isinstance(planned, int) and planned != summary["steps"]:
@@ -270,8 +268,7 @@ def write_report(
 
 
 def write_files(run: Run, other: Run | None = None) -> dict[str, Any]:
-    """Write summary.json, report.md and report.html into the run's folder, and return the summary.
-    """
+    """Write summary.json, report.md and report.html into the run's folder; returns the summary."""
     summary = build_summary(run)
     # Summary first: it is what programs read, and the page may still fail.
     write_atomic(run.path / SUMMARY_FILE, json.dumps(summary, indent=2, allow_nan=False) + "\n")

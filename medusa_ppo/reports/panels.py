@@ -319,8 +319,7 @@ class Panels:
         return self._figure("phases", title, hint, drawing, [*up, *down])
 
     def timelines(self) -> list[Figure]:
-        """Who worked when, in the last step that recorded it, for the run and an overlaid run.
-        """
+        """Who worked when, in the last step that recorded it, for the run and an overlaid run."""
         found = []
         for index, run in enumerate(run for run in (self.run, self.other) if run is not None):
             # A run that was stopped may have a last line without spans.
@@ -363,8 +362,7 @@ class Panels:
         return figures
 
     def others(self) -> list[Figure]:
-        """Every other logged number, drawn as it is, so that nothing is hidden.
-        """
+        """Every other logged number, drawn as it is, so that nothing is hidden."""
         described = m.describe()
         unknown = "Logged by this run; the report has no explanation for it."
         drawn = [

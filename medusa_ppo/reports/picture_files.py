@@ -1,5 +1,4 @@
-"""Pictures as separate SVG files: speed-up against running sequences, acceptance against steps.
-"""
+"""Pictures as separate SVG files: speed-up against running sequences, acceptance against steps."""
 
 from __future__ import annotations
 

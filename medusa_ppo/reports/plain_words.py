@@ -1,5 +1,4 @@
-"""What a run was worth, in three plain sentences, which the terminal shows at its end.
-"""
+"""What a run was worth, in three plain sentences, which the terminal shows at its end."""
 
 from __future__ import annotations
 

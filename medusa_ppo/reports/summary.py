@@ -155,9 +155,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "companion.taken_frac": (
         "Share of the loop's seconds that training took; companion.share is the limit."
     ),
-    "companion.net_s": (
-        "Saved minus lost. For a loop without the plugin see step_ratio."
-    ),
+    "companion.net_s": ("Saved minus lost. For a loop without the plugin see step_ratio."),
     "warm_up.seconds": "Seconds of the warm-up before the first step; null: there was none.",
     "warm_up.tokens": "Response tokens that it trained and judged heads on.",
     "warm_up.before": (
@@ -206,9 +204,7 @@ SUMMARY_KEYS: dict[str, str] = {
         "Share of these in which engine or scoring was idle (mean of the two), mean over the last"
         " window."
     ),
-    "actor_sync.seconds": (
-        "Seconds to send the actor to the engines, mean over the last window."
-    ),
+    "actor_sync.seconds": ("Seconds to send the actor to the engines, mean over the last window."),
     "actor_sync.collect_s": (
         "Of these, seconds until its weights were collected from its processes and written."
     ),

@@ -351,8 +351,7 @@ def draw_spans(
     *,
     row_height: int = 22,
 ) -> str:
-    """When each (name, tone, spans of seconds) worked: one row each, from 0 to the last end.
-    """
+    """When each (name, tone, spans of seconds) worked: one row each, from 0 to the last end."""
     height = row_height * len(rows)
     last = max((end for _, _, spans in rows for _, end in spans), default=1.0) or 1.0
     shapes = []

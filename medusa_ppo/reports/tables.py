@@ -361,8 +361,7 @@ class ChoiceRow(NamedTuple):
 
 
 def choice_rows(run: Run) -> list[ChoiceRow]:
-    """Chosen K by running sequences, over the whole run; empty if the engine did not choose.
-    """
+    """Chosen K by running sequences, over the whole run; empty if the engine did not choose."""
     steps: dict[int, list[int]] = {}
     speedup: dict[int, float] = {}
     for row in (row for step in run.steps for row in step.get(m.DRAFT_CHOICES) or []):

@@ -93,8 +93,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def say(text: object) -> None:
-    """Print a line as it is: no markup, no coloured numbers, and the terminal wraps it.
-    """
+    """Print a line as it is: no markup, no coloured numbers, and the terminal wraps it."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

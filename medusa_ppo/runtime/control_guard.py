@@ -1,5 +1,4 @@
-"""Access to the control routes of a vLLM server: the token, and the middleware that requires it.
-"""
+"""Access to the control routes of a vLLM server: the token, and the middleware that requires it."""
 
 from __future__ import annotations
 

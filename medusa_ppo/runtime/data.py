@@ -170,8 +170,7 @@ def template_fields(template: str) -> list[str]:
 
 
 def require_column(rows: Sequence[Row], column: str) -> None:
-    """Raise DataError if any row lacks the column, naming the available columns and the closest.
-    """
+    """Raise DataError if any row lacks the column, naming the available columns and the closest."""
     if all(column in row for row in rows):
         return
     names = list(rows[0])

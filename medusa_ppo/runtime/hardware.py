@@ -332,8 +332,7 @@ def gpu_places(engine: EngineConfig, visible: tuple[str, ...]) -> GpuPlaces:
 
 
 def companion_gpus(free: float, workers: int) -> float:
-    """GPUs for each companion worker by default: a share if that much is free, else none.
-    """
+    """GPUs for each companion worker by default: a share if that much is free, else none."""
     return COMPANION_SHARE if free >= COMPANION_SHARE * workers else 0.0
 
 

@@ -46,7 +46,9 @@ def keep_freed_memory() -> bool:
         (M_TRIM_THRESHOLD, KEPT_BYTES),
         (M_TOP_PAD, AHEAD_BYTES),
     )
-    taken = [mallopt(name, value) for name, value in settings]  # Call all of them, whatever the first returns.
+    taken = [
+        mallopt(name, value) for name, value in settings
+    ]  # Call all of them, whatever the first returns.
     return all(taken)
 
 

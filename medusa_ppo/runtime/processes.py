@@ -49,8 +49,7 @@ OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
 
 
 def quiet_libraries() -> None:
-    """Silence transformers' progress bars; for commands, which show their own progress.
-    """
+    """Silence transformers' progress bars; for commands, which show their own progress."""
     # transformers takes seconds to load, and starting Ray does not need it.
     from transformers.utils import logging as transformers_logging
 
@@ -212,9 +211,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: object) -> None:
         if self.stopping:
-            logger.warning(
-                "Already stopping, please wait: engine and companion are being closed."
-            )
+            logger.warning("Already stopping, please wait: engine and companion are being closed.")
             return
         self.stopping = True
         raise KeyboardInterrupt

@@ -50,8 +50,7 @@ def plain(value: float | None) -> str:
 
 
 def short(text: str, value: float) -> str:
-    """A figure at an axis, with room for about six characters: thousands and millions by letter.
-    """
+    """A figure at an axis, with room for about six characters: thousands and millions by letter."""
     # A text that is not a bare number (a percentage, a time) is already short and has its unit.
     if abs(value) < 10_000 or not text.replace(",", "").lstrip("-").isdigit():
         return text

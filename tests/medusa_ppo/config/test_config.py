@@ -355,7 +355,10 @@ def test_a_section_by_itself_keeps_its_own_rules(build: Callable[[], Section], w
     "pairs, words",
     [
         (["ppo.advantages=grpo", "model.critic_path=demo"], "use no critic"),
-        (["ppo.side_by_side=true", "actor.backend=megatron"], "already work in parallel to the critic"),
+        (
+            ["ppo.side_by_side=true", "actor.backend=megatron"],
+            "already work in parallel to the critic",
+        ),
         (["ppo.side_by_side=true", "ppo.placement=shared"], "can't work in parallel"),
         (["ppo.placement=shared"], "stays awake"),
         (["ppo.placement=shared", "engine.sleep_level=1", "engine.replicas=2"], "has one device"),
