@@ -54,7 +54,8 @@ EASED = (
 # Share of the extra tokens: serving heads that lost this much since they were published train at
 # full speed.
 LAG = 0.1
-CERTAIN = 0.975  # Error at each end of the interval by which a version counts as worse than its predecessor.
+# Confidence at each end of the interval by which a version counts as worse than its predecessor.
+CERTAIN = 0.975
 COUNTERS = (
     "version",
     "fresh",
