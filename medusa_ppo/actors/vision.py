@@ -112,8 +112,8 @@ def open_image(content: bytes) -> Image.Image:
 
 
 class ImageReader:
-    """How an actor reads images: its chat template says where they stand in a prompt, its image
-    processor what of them the tower sees.
+    """How an actor reads images: its chat template places them in a prompt, its image processor
+    prepares them for the tower.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, processor: Any, image_id: int) -> None:
