@@ -1,4 +1,5 @@
-"""The optimizer's side of an update: AdamW, the learning-rate schedule, and non-finite gradients."""
+"""The optimizer's side of an update: AdamW, the learning-rate schedule, and non-finite gradients.
+"""
 
 from __future__ import annotations
 

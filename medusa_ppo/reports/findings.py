@@ -1,4 +1,5 @@
-"""Findings: what a reader of a run should be warned about, each in one sentence with the next step."""
+"""Findings: what a reader of a run should be warned about, each in one sentence with the next step.
+"""
 
 from __future__ import annotations
 
