@@ -257,8 +257,8 @@ def _check_logits(model: Any, lm_head: Any) -> None:
             "The actor's logits are not just the product of its lm_head.",
             given=f"{type(model).__name__}: {', '.join(found)}",
             expected=(
-                "neither a scale, nor a soft cap, nor a bias: heads would be trained and judged for"
-                " other logits than the engine's"
+                "neither a scale, nor a soft cap, nor a bias: heads would be trained and judged "
+                "on logits that differ from the engine's"
             ),
             do="Use an actor without it.",
         )

@@ -513,7 +513,7 @@ class HeadsTrainer:
 
     def state_dict(self, *, copied: bool = True) -> dict[str, torch.Tensor]:
         """Everything that the next batch depends on: heads, optimizer, generator, counters. Flat,
-        tensors only; a copy, or the tensors themselves for whoever reads them at once.
+        tensors only; a copy, or the tensors themselves for immediate reading.
         """
         heads = self.heads.trainable_state(copied=copied)
         state = {f"heads.{name}": tensor for name, tensor in heads.items()}

@@ -39,7 +39,7 @@ from medusa_ppo.runtime.named_actors import NAMESPACE, join_ray
 logger = logging.getLogger(__name__)
 
 SAVED = "companion"
-"""Folder of the state below that of the run, as the service itself names it."""
+"""Folder of the state within the run folder, named as by the service."""
 NEWS_S = 1.0
 
 

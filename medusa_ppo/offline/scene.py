@@ -240,7 +240,7 @@ def check_one_way(template: str, column: str) -> None:
             "Say where the text comes from, in one way.",
             given=given,
             expected=WAYS,
-            do="Give one of the two.",
+            do="Give only one of the two.",
         )
 
 

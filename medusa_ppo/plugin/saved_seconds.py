@@ -9,7 +9,7 @@ class SavedSeconds:
     """Compares each step with the fastest of those in which the run's first heads drafted."""
 
     def __init__(self) -> None:
-        self._first_s = math.inf  # Of a token.
+        self._first_s = math.inf  # Seconds per token.
 
     def of(self, generate_s: float, tokens: int, serving: int) -> float:
         """Seconds saved in one more step; below 0 if drafts cost more than they gained.
