@@ -64,8 +64,8 @@ class ReplayResult:
     Attributes:
         drafts_S: draft steps.
         accepted_SK: accepted drafts at position 1..K.
-        unseen_S: most drafts that could have been accepted after the end of the response. rows_M2:
-            the same by row (drafts, accepted), if known.
+        unseen_S: most drafts that could have been accepted after the end of the response.
+        rows_M2: the same by row (drafts, accepted), if known.
     """
 
     drafts_S: torch.Tensor
@@ -264,9 +264,9 @@ def better_temperatures(
     replaced only if the gain exceeds its own error: on few rows all are about as good.
 
     Args:
-        ratios_QMK: `draft_ratios` with each temperature, -inf after a response's end. group_M:
-            int64, rows of a group (the answers to one prompt) are alike; the error is that between
-            groups.
+        ratios_QMK: `draft_ratios` with each temperature, -inf after a response's end.
+        group_M: int64, rows of a group (the answers to one prompt) are alike; the error is that
+            between groups.
         now_K: indices of the current temperatures.
     """
     groups = int(group_M.max()) + 1
@@ -404,13 +404,13 @@ def draft_logprobs_for_rows(
 
     Args:
         heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, texts, ids_W: as in
-        `draft_ids_for_rows`.
+            `draft_ids_for_rows`.
         targets_MK: int64 (`heads.targets.head_targets`).
         temperatures: divisors of head logits, besides each head's own: sampling temperature x draft
             temperature.
         top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the
-            actor's. A token that is cut has -inf. tops_QMK: filled with the largest log q of any
-            token.
+            actor's. A token that is cut has -inf.
+        tops_QMK: filled with the largest log q of any token.
     """
     out_QMK = torch.zeros(
         len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device

@@ -86,8 +86,8 @@ class HeadsMetadata:
         version: heads version (grows with every publish).
         checksum: of the trainable tensors, as `sha256_of(heads.trainable_state())`.
         dtype: of the trainable tensors.
-        lm_head_checksum: of the copy of the actor's lm_head, or empty if there is none. metadata:
-            the writer's notes; JSON values.
+        lm_head_checksum: of the copy of the actor's lm_head, or empty if there is none.
+        metadata: the writer's notes; JSON values.
     """
 
     version: int

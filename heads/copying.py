@@ -56,8 +56,10 @@ class Text(NamedTuple):
     Attributes:
         ids_GT: int64, the tokens of each text.
         parts_GT: int64, the part of its text that each token belongs to; MISSING after the text's
-            end. places_GR: int64, the place of each row's newest known token in its text; MISSING
-            if a text has fewer rows than others. order_N: int64, each row's place among G x R.
+            end.
+        places_GR: int64, the place of each row's newest known token in its text; MISSING if a text
+            has fewer rows than others.
+        order_N: int64, each row's place among G x R.
         window: places of a row's own part that are searched, counted back from its newest token;
             None: all of them.
     """
@@ -113,8 +115,8 @@ class Texts(NamedTuple):
         ids_X: int64, every token of every text: earlier parts, each followed by a GAP, then the
             prompt and the response.
         starts_S, own_S: int64, where each sequence's text starts, and where its own part (its
-            prompt) does. sequence_M, place_M: int64, the sequence of each response token, and its
-            place.
+            prompt) does.
+        sequence_M, place_M: int64, the sequence of each response token, and its place.
         window: see `Text`.
     """
 
@@ -220,8 +222,8 @@ def copied(
         text: what is searched.
         embed: normalised embeddings of token ids.
         query_weight, key_weight: `[A w, M D]`.
-        none_A: the score of copying nothing, by part. num_heads: K; a place needs that many
-            followers.
+        none_A: the score of copying nothing, by part.
+        num_heads: K; a place needs that many followers.
         places: best places of each part that count; None: all of them, as heads are trained.
     """
     parts = none_A.shape[0]

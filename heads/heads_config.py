@@ -61,11 +61,11 @@ class HeadsConfig:
         context: pairs (h_j, x_{j+1}) up to (h_t, x_{t+1}) that heads of kind hydra attend to; 0:
             none. Heads with a context share one gated cell, the others have an MLP each.
         context_layers: attentions over these pairs, one after the other.
-        feed_forward: inner width of the feed-forward layer after each attention, in multiples of
-            D; 0: none.
+        feed_forward: inner width of the feed-forward layer after each attention, in multiples of D;
+            0: none.
         copy_parts: A, parts of the attention that copies from the text (`heads/copying.py`); 0:
-            nothing is copied. Needs a context, whose cell receives what was copied. copy_tokens: M,
-            tokens per key of this attention.
+            nothing is copied. Needs a context, whose cell receives what was copied.
+        copy_tokens: M, tokens per key of this attention.
     """
 
     hidden_size: int

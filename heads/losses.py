@@ -187,8 +187,8 @@ def head_loss(
         temperature: sampling temperature of the rollouts. The heads' logits are divided by it, as
             the actor's are when it samples: heads trained at one temperature then fit the others
             too, and heads that start as lm_head start right.
-        chunk_rows: rows of one chunk; None: by the size of the vocabulary. vocabulary: where the
-            tokens are (`heads.vocabulary` of the heads).
+        chunk_rows: rows of one chunk; None: by the size of the vocabulary.
+        vocabulary: where the tokens are (`heads.vocabulary` of the heads).
     """
     rows = chunk_rows or vocabulary.chunk_rows(factored.head_weight(0))
     job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows, vocabulary)

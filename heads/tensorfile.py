@@ -245,7 +245,10 @@ def require_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
 
 def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Tensor]:
     """Read a file written by `save_state`. Raises CheckpointError if it is damaged or contains NaN
-    or infinity. Args: finite: someone has already checked for NaN and infinity.
+    or infinity.
+
+    Args:
+        finite: someone has already checked for NaN and infinity.
     """
     path = Path(path)
     header = read_header(path)

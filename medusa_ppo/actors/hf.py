@@ -114,7 +114,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 def table_names(path: str | os.PathLike[str]) -> tuple[str, str]:
     """Names of lm_head and embedding in the actor's own checkpoint, according to the model; the
-    same name twice if they are one. Raises: ModelError: not a causal LM of transformers.
+    same name twice if they are one.
+
+    Raises:
+        ModelError: not a causal LM of transformers.
     """
     config = actor_config(path)
     # Only shapes and names; this takes no memory.
@@ -156,8 +159,11 @@ def _fetched(model: str, name: str) -> Path | None:
 
 def lm_head_weight(model: nn.Module) -> torch.Tensor:
     """The actor's output matrix `lm_head_VD`: live (a Parameter, not a copy) if no adapter changes
-    it, tied or untied. Raises: ModelError: the model has no readable output embedding. DataError:
-    it is sharded.
+    it, tied or untied.
+
+    Raises:
+        ModelError: the model has no readable output embedding.
+        DataError: it is sharded.
     """
     return HFActor(model).lm_head_VD
 
@@ -301,8 +307,11 @@ def _traced_hook(base: nn.Module) -> _Hook:
 
 class HFActor(ActorView):
     """A transformers actor in one process. If its weights are sharded, every rank has one and calls
-    `refresh`. Attributes: reports: this rank keeps the whole tables; the plugin is here.
-    gathered_bytes: bytes of tables that ranks have exchanged so far.
+    `refresh`.
+
+    Attributes:
+        reports: this rank keeps the whole tables; the plugin is here.
+        gathered_bytes: bytes of tables that ranks have exchanged so far.
     """
 
     def __init__(
@@ -335,8 +344,10 @@ class HFActor(ActorView):
     def refresh(self) -> bool:
         """Bring the tables to the ranks that report, if a rank has seen them change. Every rank
         must call it, before the first use and after the weights changed, at the same point of its
-        work, with or without a plugin; otherwise the others wait. Returns: Whether a table may have
-        changed since the last call; the same on every rank.
+        work, with or without a plugin; otherwise the others wait.
+
+        Returns:
+            Whether a table may have changed since the last call; the same on every rank.
         """
         tables = {"output": Table(self._model, "output")}
         if self._with_embedding:

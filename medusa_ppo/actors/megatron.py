@@ -170,7 +170,8 @@ class MegatronTap:
     rank that reports. The hooks only read: they return nothing and detach what they keep. Every
     rank of a replica must enter it, or none.
 
-    Attributes: picked: `pick`'s result for each forward pass, in order.
+    Attributes:
+        picked: `pick`'s result for each forward pass, in order.
     """
 
     def __init__(self, model: GPTModel, groups: Groups, pick: Pick | None = None) -> None:

@@ -114,7 +114,9 @@ def described_by(path: str) -> str:
 
 def as_transformers(path: str, out: Path) -> str:
     """The path itself, or for a distributed checkpoint `out`, to which it is converted once.
-    Raises: ModelError: something is missing, or the tensors do not fit config.json.
+
+    Raises:
+        ModelError: something is missing, or the tensors do not fit config.json.
     """
     folder = folder_of(path)
     if folder is None:

@@ -33,8 +33,10 @@ OUTPUT = "output_layer"
 
 @dataclass(frozen=True)
 class Top:
-    """What a model has above its last norm, and its names in a checkpoint. Attributes: body: prefix
-    of all names below it.
+    """What a model has above its last norm, and its names in a checkpoint.
+
+    Attributes:
+        body: prefix of all names below it.
         layer: name of the layer with one output; empty: a table that gives logits.
         bias: the layer has one.
         from_body: in the checkpoint that it starts from the body has these names, and the layer is
@@ -82,8 +84,10 @@ class LlamaSizes:
 
     @classmethod
     def read(cls, path: str | Path) -> LlamaSizes:
-        """Sizes of the checkpoint in a folder or under a hub name. Raises: ModelError: the table
-        does not know its architecture.
+        """Sizes of the checkpoint in a folder or under a hub name.
+
+        Raises:
+            ModelError: the table does not know its architecture.
         """
         config: Any = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         faults = _unknown(config)

@@ -106,13 +106,16 @@ class RankModel:
         """
         Args:
             path: folder of the checkpoint to fill it from, or one safetensors file.
-            section: how it is sharded; the same on all ranks. trained: it needs gradients. device:
-                where it is.
+            section: how it is sharded; the same on all ranks.
+            trained: it needs gradients.
+            device: where it is.
             dtype: of its weights and products.
             recompute: as ppo.recompute.
-            top: what it has above its last norm. Raises: ConfigError: the model can't be split over
-                that many ranks. ModelError: the checkpoint lacks a tensor, or has one with the
-                wrong shape.
+            top: what it has above its last norm.
+
+        Raises:
+            ConfigError: the model can't be split over that many ranks.
+            ModelError: the checkpoint lacks a tensor, or has one with the wrong shape.
         """
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._context = parallel_state.get_context_parallel_group()

@@ -58,7 +58,8 @@ def run_rounds(
     Args:
         arms: name -> function of the round's number that does the work and returns its rate.
         base: the arm to compare with.
-        rounds: counted rounds. warmup: uncounted rounds before them.
+        rounds: counted rounds.
+        warmup: uncounted rounds before them.
     """
     names: Sequence[str] = list(arms)
     rates: dict[str, list[float]] = {name: [] for name in names}

@@ -346,10 +346,14 @@ def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple
 
 @dataclass(frozen=True)
 class SetupStep:
-    """A command that shows that a part of a GPU setup works. Attributes:
-    shows: what works if it succeeds. needs: the hardware, and what must exist beforehand.
-    command: as typed in the checkout's folder. prints: words that its output must contain.
-    means: how to interpret them.
+    """A command that shows that a part of a GPU setup works.
+
+    Attributes:
+        shows: what works if it succeeds.
+        needs: the hardware, and what must exist beforehand.
+        command: as typed in the checkout's folder.
+        prints: words that its output must contain.
+        means: how to interpret them.
     """
 
     shows: str

@@ -40,8 +40,12 @@ class BatchQueue:
 
     def put(self, batch: Any, room: int = 0) -> int:
         """Append a batch, dropping the oldest ones until it fits. If it does not fit next to the
-        batch in use, it is dropped itself. Args: batch: the new batch. room: bytes to keep free for
-        batches in transit, as long as older batches can be dropped for it.
+        batch in use, it is dropped itself.
+
+        Args:
+            batch: the new batch.
+            room: bytes to keep free for batches in transit, as long as older batches can be dropped
+                for it.
 
         Returns:
             Number of batches dropped by this call.

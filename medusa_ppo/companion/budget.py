@@ -66,8 +66,9 @@ class StepSeen:
             loop meanwhile.
         length: mean acceptance length by the engine's counters.
         published, rejected: versions published so far, and candidates that were judged but not
-            published. serving: version of the heads that drafted the responses. behind: a batch
-            waits behind the one in training.
+            published.
+        serving: version of the heads that drafted the responses.
+        behind: a batch waits behind the one in training.
     """
 
     step_s: float
@@ -80,8 +81,10 @@ class StepSeen:
 
 
 class Budget:
-    """Call `step` after each step of the loop, `decide` before each batch is collected. Attributes:
-    left_s: seconds of training allowed now; below 0 the last pass took longer than expected.
+    """Call `step` after each step of the loop, `decide` before each batch is collected.
+
+    Attributes:
+        left_s: seconds of training allowed now; below 0 the last pass took longer than expected.
         taken_frac: share of the loop's seconds that training took so far.
         last: decision.
     """

@@ -35,8 +35,8 @@ class BatchCollector:
         """
         Args:
             rollouts: whose states are coming.
-            sample: which of them are wanted; None: all. own: indices of the responses scored here,
-                if other processes score the rest; None: all.
+            sample: which of them are wanted; None: all.
+            own: indices of the responses scored here, if other processes score the rest; None: all.
         """
         self._rollouts = rollouts
         self.sample = sample
@@ -142,8 +142,10 @@ class BatchCollector:
         return self._wanted
 
     def put(self, sequence: int, states_ND: torch.Tensor) -> None:
-        """Take the wanted states of one response, selected by another process. Raises: DataError:
-        their number is wrong.
+        """Take the wanted states of one response, selected by another process.
+
+        Raises:
+            DataError: their number is wrong.
         """
         if states_ND.shape[0] != self._counts[sequence]:
             raise DataError(
@@ -166,7 +168,10 @@ class BatchCollector:
 
         Args:
             logprobs: behaviour log-probs of all responses, `[its tokens]` each, instead of the
-                rollouts' own. Raises: DataError: there are no states.
+                rollouts' own.
+
+        Raises:
+            DataError: there are no states.
         """
         if self._hidden_MD is None:
             raise DataError(

@@ -85,8 +85,8 @@ class CycleReport:
 
     Attributes:
         train: the trainer's report.
-        verdict: the gate's; None if there was nothing to judge. problem: a sentence if the batch
-            was of no use; empty otherwise.
+        verdict: the gate's; None if there was nothing to judge.
+        problem: a sentence if the batch was of no use; empty otherwise.
     """
 
     train: TrainReport

@@ -37,8 +37,10 @@ HEADER_ROOM = 1 << 16
 
 
 class CompanionDesk:
-    """A companion's service, and the parts waiting to become its batches. Attributes: folder: in
-    shared memory, for incoming files.
+    """A companion's service, and the parts waiting to become its batches.
+
+    Attributes:
+        folder: in shared memory, for incoming files.
     """
 
     def __init__(

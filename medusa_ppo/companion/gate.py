@@ -562,8 +562,8 @@ class RunningMean:
         """
         Args:
             heads: a copy of what training begins with, changed in place.
-            decay: share of the mean that stays with each step, in [0, 1). steps: 0 for untrained
-                heads, WARM for trained ones.
+            decay: share of the mean that stays with each step, in [0, 1).
+            steps: 0 for untrained heads, WARM for trained ones.
         """
         self.heads = heads.requires_grad_(False)
         self.steps = steps

@@ -18,8 +18,10 @@ class Pace:
     """A byte in shared memory by which the loop says that it needs the cores now, and the companion
     lets it have them.
 
-    On another node the companion has its own byte, which nobody sets. Attributes: waited_s: seconds
-    waited since they were last taken.
+    On another node the companion has its own byte, which nobody sets.
+
+    Attributes:
+        waited_s: seconds waited since they were last taken.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -36,8 +36,10 @@ HELD_SHARE = 1 / 16
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """A batch with everything that its rows need for any loss, looked up once. Attributes: batch:
-    the batch.
+    """A batch with everything that its rows need for any loss, looked up once.
+
+    Attributes:
+        batch: the batch.
         state_rows_M: row of its `hidden_MD` that holds each row's state.
         targets_MK, mask_MK: what head 1..K predicts at each row, and where there is something to
             train on: bool, or float weights.
@@ -212,8 +214,10 @@ class EarlySample:
         rows: most whose states are kept.
         holdout_fraction: share of the prompts that have a stretch of one answer held out; these
             stretches are HELD_SHARE of the rows. 0: `companion.holdout` chooses among the blocks
-            once all are there. seed: of both draws. ahead: rows. block: rows of a block; None:
-            BLOCK, or less if few would fit.
+            once all are there.
+        seed: of both draws.
+        ahead: rows.
+        block: rows of a block; None: BLOCK, or less if few would fit.
     """
 
     rows: int
@@ -339,8 +343,10 @@ class ReplayBuffer:
         self._batches: deque[RolloutBatch] = deque()
 
     def add(self, batch: RolloutBatch) -> str:
-        """Keep a batch after training on it. Never keep held-out data. Returns: Why it can't be
-        kept; empty if it was kept, or keeping is off.
+        """Keep a batch after training on it. Never keep held-out data.
+
+        Returns:
+            Why it can't be kept; empty if it was kept, or keeping is off.
         """
         if self._versions == 0:
             return ""

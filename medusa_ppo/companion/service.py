@@ -454,8 +454,10 @@ class CompanionService:
 
     def _take_over_saved(self, file: Path, again: bool) -> None:
         """The last saved state. After a crash a damaged one is ignored, since the published heads
-        are still there. Raises: CheckpointError: a resumed run would begin with different heads
-        than it ended with.
+        are still there.
+
+        Raises:
+            CheckpointError: a resumed run would begin with different heads than it ended with.
         """
         try:
             self._take_over(load_state(file))

@@ -41,13 +41,15 @@ COUNTERS = ("batches_trained", "batches_skipped", "trained_tokens", "optimizer_s
 
 @dataclass(frozen=True)
 class TrainReport:
-    """The report on one batch. Attributes:
-    loss: mean over heads and optimizer steps; NaN when nothing was trained.
-    losses: mean loss of head 1..K over the optimizer steps.
-    tokens: positions trained on, each counted once however many epochs.
-    rows: positions of all passes, including replayed batches: the total work. optimizer_steps:
-    steps taken. problem: why training on the batch stopped after these optimizer steps; empty:
-    it didn't.
+    """The report on one batch.
+
+    Attributes:
+        loss: mean over heads and optimizer steps; NaN when nothing was trained.
+        losses: mean loss of head 1..K over the optimizer steps.
+        tokens: positions trained on, each counted once however many epochs.
+        rows: positions of all passes, including replayed batches: the total work.
+        optimizer_steps: steps taken.
+        problem: why training on the batch stopped after these optimizer steps; empty: it didn't.
     """
 
     loss: float = math.nan

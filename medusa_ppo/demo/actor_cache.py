@@ -37,8 +37,11 @@ def ensure_demo_actor(
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> Path:
     """The folder of the demo actor. Trains it first if the cache has no intact one; a grown actor
-    is made from the small one. Args: progress: called after every training step; never called if
-    the actor already exists. cache_dir: folder to use instead of `<cache>/medusa-ppo/actors`.
+    is made from the small one.
+
+    Args:
+        progress: called after every training step; never called if the actor already exists.
+        cache_dir: folder to use instead of `<cache>/medusa-ppo/actors`.
 
     Returns:
         A folder that AutoModelForCausalLM, AutoTokenizer and vLLM load as it is.

@@ -60,8 +60,8 @@ class BroadcastPool(EnginePool):
         from `stream.write`.
 
         Raises:
-            SwapError: no engine has it. CheckpointError: NaN or infinity; the engines have the
-                earlier buckets.
+            SwapError: no engine has it.
+            CheckpointError: NaN or infinity; the engines have the earlier buckets.
         """
         started = time.perf_counter()
         header = stream.header()
@@ -259,8 +259,10 @@ class ActorSync:
         self._folder = OwnedFolder("medusa-ppo-actor-", shared_memory=True)
 
     def __call__(self, actor: Actor, version: int) -> SwapReceipt:
-        """Put the actor's current weights into the engine, which must be idle. Raises: SwapError:
-        the engine did not accept them.
+        """Put the actor's current weights into the engine, which must be idle.
+
+        Raises:
+            SwapError: the engine did not accept them.
         """
         stream = actor_stream(actor, self._dtype, self._bucket_bytes)
         # By names and shapes: nothing has been gathered yet.

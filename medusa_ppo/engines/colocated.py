@@ -469,9 +469,10 @@ class AttachedEngine(base.WorkerEngine):
         Args:
             call: (method, arguments) -> every worker's answer, e.g. of `LLM.collective_rpc`.
             kept_state: state file (heads.checkpoint.save_state) of the heads that the engine
-                started with; swaps overwrite it. counters: vLLM's acceptance counters since the
-                engine started. forget_prompts: resets the prefix cache; only `sync_actor` needs it.
-                drafting: its initial configuration; default: one draft per head.
+                started with; swaps overwrite it.
+            counters: vLLM's acceptance counters since the engine started.
+            forget_prompts: resets the prefix cache; only `sync_actor` needs it.
+            drafting: its initial configuration; default: one draft per head.
 
         Raises:
             UnsupportedVersionError: our plugin is not active in a worker.

@@ -72,8 +72,11 @@ class ServerEngine(base.WorkerEngine):
         devices: Sequence[str] = (),
     ) -> None:
         """Start a server, or attach to the one at `config.backend`. Raises like `plan_launch`, and
-        EngineError if no server answers. Args: devices: the GPUs for a server started here, as
-        CUDA_VISIBLE_DEVICES names them; none: those of this process.
+        EngineError if no server answers.
+
+        Args:
+            devices: the GPUs for a server started here, as CUDA_VISIBLE_DEVICES names them; none:
+                those of this process.
         """
         self._devices = tuple(devices)
         self.plan = plan_launch(model_path, heads_path, config, seed)
@@ -187,8 +190,11 @@ class ServerEngine(base.WorkerEngine):
 
     def _meet_again(self) -> None:
         """Give a restarted server its draft settings; it then waits for its heads (`heads_version`
-        is -1). Raises: EngineError: it was restarted and not synced since, so it writes with the
-        actor in its folder.
+        is -1).
+
+        Raises:
+            EngineError: it was restarted and not synced since, so it writes with the actor in its
+                folder.
         """
         process, version = self._who_answers()
         # Process ids can recur; the worker's own name for itself does not.

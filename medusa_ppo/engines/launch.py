@@ -88,8 +88,9 @@ class LaunchPlan:
 
     Attributes:
         engine_args: keyword arguments of vLLM's engine.
-        stop_ids: tokens that end a response, from the model's own files. max_drafts: drafts per
-            step that the engine is built for; 0 without heads. drafting: its initial configuration.
+        stop_ids: tokens that end a response, from the model's own files.
+        max_drafts: drafts per step that the engine is built for; 0 without heads.
+        drafting: its initial configuration.
         max_model_len: longest prompt plus response.
         vocab_size: valid token ids are below it.
         runner: vLLM's model runner; empty: vLLM's choice.

@@ -29,9 +29,12 @@ UNFINISHED = "unfinished"
 @dataclass(frozen=True)
 class Partly:
     """A call that continues responses of earlier ones, and may end before all have ended.
-    Attributes: begun: for each response of the call, its tokens so far; finished ones are not
-    requested again. enough: number of fully answered prompts with which the call ends. due: indices
-    of prompts that it always waits for.
+
+    Attributes:
+        begun: for each response of the call, its tokens so far; finished ones are not requested
+            again.
+        enough: number of fully answered prompts with which the call ends.
+        due: indices of prompts that it always waits for.
     """
 
     begun: tuple[Response, ...]
@@ -161,7 +164,10 @@ def request_seed(sampling: Sampling, index: int) -> int | None:
 
 class SharedMemory(ResponseMemory):
     """The responses of all engines of a pool, kept on the pool's side. With `most_bytes` 0 nothing
-    is kept. Thread-safe. Attributes: news: for the running call: who wrote what.
+    is kept. Thread-safe.
+
+    Attributes:
+        news: for the running call: who wrote what.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -78,9 +78,12 @@ class Seat:
 
 @dataclass(frozen=True)
 class Load:
-    """Pieces that an engine is asked for in one call. Attributes: number: its place among the
-    call's loads, which its seed depends on. pieces: as assigned. seat: whose it is, while that
-    engine is there; None: any engine's.
+    """Pieces that an engine is asked for in one call.
+
+    Attributes:
+        number: its place among the call's loads, which its seed depends on.
+        pieces: as assigned.
+        seat: whose it is, while that engine is there; None: any engine's.
     """
 
     number: int
@@ -97,9 +100,12 @@ Running = dict[Future[Rollouts], tuple[Seat, Load]]
 
 
 class EnginePool(base.RolloutEngine):
-    """Engines that answer as one. Attributes: shares: what each engine did in the last `generate`.
-    restarts: engine restarts so far. memory: a copy of what all of them remember, with the same
-    number of bytes (0 until set).
+    """Engines that answer as one.
+
+    Attributes:
+        shares: what each engine did in the last `generate`.
+        restarts: engine restarts so far.
+        memory: a copy of what all of them remember, with the same number of bytes (0 until set).
     """
 
     def __init__(
@@ -110,8 +116,11 @@ class EnginePool(base.RolloutEngine):
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Start `count` engines, all at once. If one fails, ends the others and raises its error.
-        Args: factory: starts the engine with a given index; called again for a lost one. count:
-        engines. on_close: called when all engines are closed.
+
+        Args:
+            factory: starts the engine with a given index; called again for a lost one.
+            count: engines.
+            on_close: called when all engines are closed.
         """
         self._factory = factory
         self._on_close = on_close

@@ -62,11 +62,13 @@ class Uniformity:
         self._generator = torch.Generator().manual_seed(self.seed)
 
     def add(self, logits_MV: torch.Tensor, ids_M: torch.Tensor, sampling: Sampling) -> None:
-        """Add sampled tokens. Args:
-        logits_MV: the reference model's raw logits at each sampled position; -inf where a
-            grammar forbids the token.
-        ids_M: int64, the sampled tokens. sampling: temperature (above 0), top-k and top-p they
-        were sampled with.
+        """Add sampled tokens.
+
+        Args:
+            logits_MV: the reference model's raw logits at each sampled position; -inf where a
+                grammar forbids the token.
+            ids_M: int64, the sampled tokens.
+            sampling: temperature (above 0), top-k and top-p they were sampled with.
         """
         logits_MV = truncate_logits(
             logits_MV.double() / sampling.temperature, sampling.top_k, sampling.top_p

@@ -354,9 +354,11 @@ def make_engine(
 
     `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over
     HTTP, started here; or at its addresses. With `config.replicas` above 1, or a broadcast actor: a
-    pool of them. Raises ConfigError if servers started here don't have a GPU each. Args:
-    supervised: also restart a single engine when it is lost, with its heads and actor; a pool
-    always does.
+    pool of them. Raises ConfigError if servers started here don't have a GPU each.
+
+    Args:
+        supervised: also restart a single engine when it is lost, with its heads and actor; a pool
+            always does.
     """
     config = settled_engine(config)
     # Before any of them starts, so that the first does not take another's place.

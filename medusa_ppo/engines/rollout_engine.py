@@ -31,12 +31,17 @@ Found = TypeVar("Found")
 
 
 class RolloutEngine(ABC):
-    """Samples responses, and accepts new heads and new actor weights while it runs. Attributes:
-    max_drafts: drafts per step that it was started for; 0 without heads. num_drafts: drafts per
-    step now. policy_version, heads_version: of the last sync and swap. A heads_version of -1: it
-    has lost its heads, and drafts nothing until some are swapped in. note: a message about its
-    start for people; empty: none. restarts: times that it was lost and restarted. elsewhere: it
-    runs on another node. streams: it also accepts a broadcast actor (`stream_actor` of
+    """Samples responses, and accepts new heads and new actor weights while it runs.
+
+    Attributes:
+        max_drafts: drafts per step that it was started for; 0 without heads.
+        num_drafts: drafts per step now.
+        policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost
+            its heads, and drafts nothing until some are swapped in.
+        note: a message about its start for people; empty: none.
+        restarts: times that it was lost and restarted.
+        elsewhere: it runs on another node.
+        streams: it also accepts a broadcast actor (`stream_actor` of
             `medusa_ppo.engines.actor_sync.BroadcastPool`).
     """
 
@@ -81,8 +86,10 @@ class RolloutEngine(ABC):
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
         """Install the heads of a state file (heads.checkpoint.save_state) between two steps. After
-        a SwapError the old ones stay. Args: checked: the result of `check_state` for the file;
-        None: it is checked here.
+        a SwapError the old ones stay.
+
+        Args:
+            checked: the result of `check_state` for the file; None: it is checked here.
         """
 
     @abstractmethod

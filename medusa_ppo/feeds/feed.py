@@ -24,8 +24,10 @@ CHUNK_BYTES = 1 << 20
 
 
 class Feed(ABC):
-    """A store of head versions. Many may read while one publishes. Attributes: address: where it
-    is, for people.
+    """A store of head versions. Many may read while one publishes.
+
+    Attributes:
+        address: where it is, for people.
     """
 
     address: str

@@ -269,9 +269,10 @@ class RowTap(ABC):
     def __init__(self, sampling: Sampling, max_bytes: int, ahead: int) -> None:
         """
         Args:
-            sampling: how the rollouts are sampled. max_bytes: of batches in transit and in
-                training; a batch larger than half of it is sampled. ahead: number of following rows
-                that heads learn from.
+            sampling: how the rollouts are sampled.
+            max_bytes: of batches in transit and in training; a batch larger than half of it is
+                sampled.
+            ahead: number of following rows that heads learn from.
         """
         self._sampling = sampling
         self._max_bytes = max_bytes

@@ -72,8 +72,10 @@ class Ranks:
 
     def agree(self, what: object) -> None:
         """Ensure that all processes have the same settings and share a node, since heads and
-        weights are passed as files. Raises: ConfigError: they don't (the same error on each), or
-        one of them has not come.
+        weights are passed as files.
+
+        Raises:
+            ConfigError: they don't (the same error on each), or one of them has not come.
         """
         if self.size == 1:
             return

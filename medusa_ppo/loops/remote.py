@@ -201,8 +201,11 @@ def read_tables(model_path: str) -> Tables:
 
 def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str]) -> None:
     """Become vLLM's own server, for a loop's server mode. The heads are created if their folder
-    does not exist. Raises: ConfigError: the address is not loopback and there is no token in the
-    environment, so anyone who reaches it could replace the actor.
+    does not exist.
+
+    Raises:
+        ConfigError: the address is not loopback and there is no token in the environment, so anyone
+            who reaches it could replace the actor.
     """
     if host not in (HOST, "localhost", "::1") and not os.environ.get(TOKEN):
         raise ConfigError(

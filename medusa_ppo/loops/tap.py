@@ -56,10 +56,13 @@ NO_BOUND = 1 << 62
 
 
 class CompanionTap:
-    """One process's end. With several processes each has one and makes every call. Attributes:
-    wish: what the companion last asked for. sent, lost: steps whose rows it accepted, and whose
-    rows it did not. exposed_s: seconds of the loop so far. problem: why it accepts nothing now;
-    empty: it does.
+    """One process's end. With several processes each has one and makes every call.
+
+    Attributes:
+        wish: what the companion last asked for.
+        sent, lost: steps whose rows it accepted, and whose rows it did not.
+        exposed_s: seconds of the loop so far.
+        problem: why it accepts nothing now; empty: it does.
     """
 
     def __init__(
@@ -337,9 +340,12 @@ class _Parcel:
 
 
 class _Sender:
-    """The thread that hands parts over. Of the waiting parts only the newest is kept. Attributes:
-    wish: of the last answer. sent, lost: parts that were accepted, and that were not. problem: why
-    not; empty: the last one was.
+    """The thread that hands parts over. Of the waiting parts only the newest is kept.
+
+    Attributes:
+        wish: of the last answer.
+        sent, lost: parts that were accepted, and that were not.
+        problem: why not; empty: the last one was.
     """
 
     def __init__(self, link: CompanionLink, wish: Wish) -> None:

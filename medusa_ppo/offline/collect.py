@@ -31,13 +31,15 @@ Messages = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence of tokens, and which of them count as written by the model. Attributes: ids: all
-    tokens, including the given ones.
+    """One sequence of tokens, and which of them count as written by the model.
+
+    Attributes:
+        ids: all tokens, including the given ones.
         spans: (first, end) of each stretch of written tokens, in order; at least one token stands
             before each.
         prompt: samples of one number are much alike (answers to one prompt, windows of one text)
-            and are never split by a holdout. logprobs: behaviour log-probs of the written tokens;
-            None: use the actor's own.
+            and are never split by a holdout.
+        logprobs: behaviour log-probs of the written tokens; None: use the actor's own.
     """
 
     ids: tuple[int, ...]
@@ -131,8 +133,10 @@ def samples_from_texts(
     become windows of `max_length` tokens.
 
     Args:
-        max_tokens: stop at this many written tokens; later texts are not even read. 0: all. Raises:
-            DataError: no text has at least two tokens.
+        max_tokens: stop at this many written tokens; later texts are not even read. 0: all.
+
+    Raises:
+        DataError: no text has at least two tokens.
     """
     # One by one: `take_samples` stops when there is enough, and a stream is read no further.
     windows = (_windows(text, tokenizer, max_length, number) for number, text in enumerate(texts))
@@ -236,13 +240,13 @@ def samples_from_chats(
     written.
 
     Args:
-        max_length: longer conversations are cut at their end. max_tokens: stop at this many written
-            tokens; 0: all.
+        max_length: longer conversations are cut at their end.
+        max_tokens: stop at this many written tokens; 0: all.
 
     Raises:
         ModelError: the tokenizer has no chat template, or can't report where its tokens begin.
-            DataError: a row is not a list of messages, the template refuses it, or no assistant
-            says anything.
+        DataError: a row is not a list of messages, the template refuses it, or no assistant says
+            anything.
     """
     check_template(tokenizer)
     every = (
@@ -414,8 +418,10 @@ def samples_from_rollouts(
         vocab_size: ids lie below it.
         context: most tokens of prompt and response together.
         temperature: that the heads are trained for.
-        max_tokens: stop at this many response tokens. Raises: DataError: no usable row, invalid ids
-            or log-probs, or a row sampled differently.
+        max_tokens: stop at this many response tokens.
+
+    Raises:
+        DataError: no usable row, invalid ids or log-probs, or a row sampled differently.
     """
     # Numbered first, so that an error gives the row's number in the file.
     newest_first = reversed(list(enumerate(rows)))

@@ -114,8 +114,10 @@ def write_full_model(
     say: Callable[[str], None],
 ) -> None:
     """Copy the model into `out` with the heads as one more weight file and `changes` in its
-    config.json; `say` receives a line per file. Raises: ModelError: weights that are not
-    safetensors, or already contain heads.
+    config.json; `say` receives a line per file.
+
+    Raises:
+        ModelError: weights that are not safetensors, or already contain heads.
     """
     shards = model_files(base.folder)
     if any(path.suffix != ".safetensors" for path in shards):
@@ -158,10 +160,12 @@ def write_full_model(
 
 @dataclass(frozen=True)
 class Conversion:
-    """A finished conversion. Attributes:
-    source, target: names of the formats.
-    config: sizes of the heads.
-    notes: what differed from the source's configuration, was left out or added, in sentences.
+    """A finished conversion.
+
+    Attributes:
+        source, target: names of the formats.
+        config: sizes of the heads.
+        notes: what differed from the source's configuration, was left out or added, in sentences.
     """
 
     source: str
@@ -188,8 +192,8 @@ def convert(
         say: receives messages about slow steps.
 
     Raises:
-        CheckpointError: the source is damaged, or its own reader would misread it. ConfigError: the
-            target can't hold these heads, or already exists.
+        CheckpointError: the source is damaged, or its own reader would misread it.
+        ConfigError: the target can't hold these heads, or already exists.
         ModelError: the model folder can't be used.
     """
     if to in TGI_FORMATS:

@@ -63,8 +63,10 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
 
 class TrainingWorker:
     """Trains on groups of sequences; several of them, each with different groups, take every
-    optimizer step together. Attributes: groups: number of groups of all sequences, including the
-    other workers'.
+    optimizer step together.
+
+    Attributes:
+        groups: number of groups of all sequences, including the other workers'.
         tokens: written tokens of all sequences.
         lm_head_VD: the actor's lm_head, float32 on the CPU, for the checkpoint.
     """

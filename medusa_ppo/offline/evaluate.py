@@ -355,7 +355,8 @@ class Recalled:
     def __init__(self, prompts: Mapping[int, tuple[int, ...]], earlier: Sequence[Rollouts]) -> None:
         """
         Args:
-            prompts: by their numbers in a batch. earlier: the memory's content.
+            prompts: by their numbers in a batch.
+            earlier: the memory's content.
         """
         self._prompts = prompts
         self._memory = ResponseMemory(MEMORY_BYTES)

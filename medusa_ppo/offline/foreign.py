@@ -166,12 +166,14 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class FoundHeads:
-    """Heads as found. Attributes:
-    format: one of `formats.FORMATS`.
-    base_model: name or path of the model the heads belong to, as the configuration has it, or
-        empty.
-    notes: what differed from the configuration or was left out, in sentences.
-    native: further data of a native directory.
+    """Heads as found.
+
+    Attributes:
+        format: one of `formats.FORMATS`.
+        base_model: name or path of the model the heads belong to, as the configuration has it, or
+            empty.
+        notes: what differed from the configuration or was left out, in sentences.
+        native: further data of a native directory.
     """
 
     format: str
@@ -203,8 +205,11 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
 
     Args:
         path: a folder, or a file `medusa_lm_head.pt`.
-        lm_head_VD: the lm_head of the heads' model, if available. Raises: CheckpointError: unknown
-            or damaged, or something that the format's own reader would misread.
+        lm_head_VD: the lm_head of the heads' model, if available.
+
+    Raises:
+        CheckpointError: unknown or damaged, or something that the format's own reader would
+            misread.
     """
     if not path.exists():
         raise CheckpointError(

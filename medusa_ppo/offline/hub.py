@@ -253,11 +253,17 @@ def push_heads(
     figures: Sequence[Path] = (),
     hub: Hub | None = None,
 ) -> str:
-    """Push a native heads directory, and nothing else in the folder. Args: private: for a
-    repository created now; an existing one keeps its setting.
+    """Push a native heads directory, and nothing else in the folder.
+
+    Args:
+        private: for a repository created now; an existing one keeps its setting.
         figures: JSON files of `medusa-ppo eval --json` for the model card.
 
-    Returns: Its address. Raises: CheckpointError: the folder has no valid native heads.
+    Returns:
+        Its address.
+
+    Raises:
+        CheckpointError: the folder has no valid native heads.
         HubError: the hub refuses, or can't be reached.
     """
     _check_repo(repo)

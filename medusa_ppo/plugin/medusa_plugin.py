@@ -249,9 +249,11 @@ class MedusaPlugin:
             prompts: of the coming steps, in their order.
             sampling: as the loop's responses are sampled.
             score: runs the loop's log-prob pass over these rollouts, inside `actor_forward`.
-            tokens: response tokens to train and judge on; 0: do nothing. seconds: time limit.
+            tokens: response tokens to train and judge on; 0: do nothing.
+            seconds: time limit.
             folder: where responses are kept until the run is done, so that an interrupted warm-up
-                continues; None: nowhere. advance: receives progress.
+                continues; None: nowhere.
+            advance: receives progress.
 
         Raises:
             SwapError: the engine did not take the heads, and `on_error` is `raise`.

@@ -57,8 +57,8 @@ class WarmUpReport:
         tokens, prompts: that the heads were trained and judged on.
         seconds: of all of it.
         before, after: mean acceptance length by replay on the held-out prompts, of the heads that
-            the engine had and of those that it got; None: unknown. problem: why the engine kept its
-            heads; empty: it has better ones.
+            the engine had and of those that it got; None: unknown.
+        problem: why the engine kept its heads; empty: it has better ones.
     """
 
     tokens: int = 0
@@ -168,8 +168,9 @@ def write_responses(
 
     Args:
         sampling: the run's own. Long responses are cut, so that there are several.
-        seconds: after this many no new round begins. folder: where rounds are kept. actor: a
-            checksum of the actor; rounds of another actor are generated again.
+        seconds: after this many no new round begins.
+        folder: where rounds are kept.
+        actor: a checksum of the actor; rounds of another actor are generated again.
     """
     most = min(sampling.max_new_tokens, max(SHORTEST, tokens // LEAST_PROMPTS))
     sampling = replace(sampling, responses_per_prompt=1, max_new_tokens=most)

@@ -32,7 +32,8 @@ class MicroBatch:
         input_ids_BT: int64, prompt + response + padding.
         response_mask_BT: bool, token t belongs to the response.
         first: place of the batch's first sequence in the rollout batch; above 0 if the batch is a
-            piece of it. seen: the images of its prompts; None if there are none.
+            piece of it.
+        seen: the images of its prompts; None if there are none.
     """
 
     sequences: tuple[int, ...]

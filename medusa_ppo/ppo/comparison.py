@@ -60,7 +60,10 @@ def compare(
     loop: ComparedLoop, plain: Parts, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """`rollouts` and `steps` of `config.report.compare_pairs` pairs, for a run's loop at its end.
-    Args: plain: the run's parts without the plugin. say: receives a line for each pair.
+
+    Args:
+        plain: the run's parts without the plugin.
+        say: receives a line for each pair.
     """
     config = loop.config
     pairs = config.report.compare_pairs or 0
@@ -89,7 +92,8 @@ class Comparison:
         Args:
             loop: the run's own, at its end.
             plain: the same learner, no plugin, an engine without speculation with any weights of
-                the same actor. say: receives a line for each pair.
+                the same actor.
+            say: receives a line for each pair.
         """
         self._config = config
         self._with = loop

@@ -82,8 +82,8 @@ class PromptStream:
         """Read, render and tokenize the data of a run.
 
         Args:
-            needs_answer: the reward may read the answer column, so it must exist. reader: reads the
-                images, if the data has any.
+            needs_answer: the reward may read the answer column, so it must exist.
+            reader: reads the images, if the data has any.
 
         Raises:
             DataError: see medusa_ppo.runtime.data; also if the answer column is missing or every
@@ -271,9 +271,11 @@ class SpeedPairs:
         step: int,
         finished: Finished | None = None,
     ) -> tuple[Rollouts, dict[str, float]]:
-        """The step's rollouts, and the figures of the pair (empty in steps without one). Args:
-        finished: called as responses end, in steps without a pair, since its work would be timed
-        too.
+        """The step's rollouts, and the figures of the pair (empty in steps without one).
+
+        Args:
+            finished: called as responses end, in steps without a pair, since its work would be
+                timed too.
         """
         if not self.due(step):
             found = (

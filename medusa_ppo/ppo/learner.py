@@ -61,9 +61,13 @@ IMPORTANCE_BOUND = 2.0
 
 class PPOLearner(ABC):
     """The critic (if advantages need one), PPO's arithmetic, and the interface to whoever holds the
-    actor. Attributes: actor: as `MedusaPlugin` and `ActorSync` take it. device: where batches are
-    prepared. features: of the prompts' images; None: there are none. has_critic: there is one, here
-    or elsewhere.
+    actor.
+
+    Attributes:
+        actor: as `MedusaPlugin` and `ActorSync` take it.
+        device: where batches are prepared.
+        features: of the prompts' images; None: there are none.
+        has_critic: there is one, here or elsewhere.
     """
 
     actor: Actor
@@ -74,7 +78,9 @@ class PPOLearner(ABC):
         self, critic: Critic | None, config: PPOConfig, *, seed: int = 0, autocast: bool = False
     ) -> None:
         """
-        Args: critic: value network; None if the advantages need none. config: hyper-parameters.
+        Args:
+            critic: value network; None if the advantages need none.
+            config: hyper-parameters.
             seed: seed of the minibatch order.
             autocast: run products in bfloat16 (weights, optimizer and losses stay float32).
         """
@@ -94,8 +100,10 @@ class PPOLearner(ABC):
                 recompute_layers(critic)
 
     def _meanwhile(self, work: Callable[[], Done]) -> Callable[[], Done]:
-        """With ppo.side_by_side start the work in another thread, otherwise do it now. Returns: A
-        function that waits for the work and returns its result.
+        """With ppo.side_by_side start the work in another thread, otherwise do it now.
+
+        Returns:
+            A function that waits for the work and returns its result.
         """
         if self._beside is not None:
             return self._beside.submit(work).result
@@ -250,8 +258,11 @@ class PPOLearner(ABC):
         texts: PPOBatch | None = None,
     ) -> dict[str, float]:
         """Passes of clipped PPO over the batch; returns the means of the update. Optimizer steps
-        whose gradient is not finite are skipped. Args: step: decides the order of the minibatches
-        and the learning rates. texts: also to train on, with ppo.ptx_coefficient.
+        whose gradient is not finite are skipped.
+
+        Args:
+            step: decides the order of the minibatches and the learning rates.
+            texts: also to train on, with ppo.ptx_coefficient.
 
         Raises:
             RunError: no gradient of the actor or of the critic was finite; the weights are those
@@ -353,16 +364,20 @@ class PPOLearner(ABC):
     def _begin_scoring(
         self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
     ) -> Callable[[], PolicyScores]:
-        """Start the passes of actor and reference. Returns: A function that waits for those that
-        run elsewhere, and returns what they found.
+        """Start the passes of actor and reference.
+
+        Returns:
+            A function that waits for those that run elsewhere, and returns what they found.
         """
 
     @abstractmethod
     def _begin_update(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> Callable[[], UpdateTotals]:
-        """Start all optimizer steps of the actor. Returns: A function that waits for them, if they
-        run elsewhere, and returns their totals.
+        """Start all optimizer steps of the actor.
+
+        Returns:
+            A function that waits for them, if they run elsewhere, and returns their totals.
         """
 
     @abstractmethod
@@ -395,8 +410,9 @@ class Learner(PPOLearner):
         """
         Args:
             actor: transformers causal LM, float32; the reference is copied from it now. Its vision
-                tower, if it has one, is frozen. critic, config, seed, autocast: as for
-                `PPOLearner`. features: if prompts have images, the tower's features of them.
+                tower, if it has one, is frozen.
+            critic, config, seed, autocast: as for `PPOLearner`.
+            features: if prompts have images, the tower's features of them.
         """
         super().__init__(critic, config, seed=seed, autocast=autocast)
         self.actor = actor.eval()

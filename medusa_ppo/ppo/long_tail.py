@@ -33,9 +33,12 @@ FILE = "carried.jsonl"
 
 @dataclass(frozen=True)
 class Carried:
-    """An unfinished prompt. Attributes: step, place: the step that first asked for it, and its
-    place among that step's prompts. prompt_ids: its tokens. responses: their tokens so far; each
-    token has its version.
+    """An unfinished prompt.
+
+    Attributes:
+        step, place: the step that first asked for it, and its place among that step's prompts.
+        prompt_ids: its tokens.
+        responses: their tokens so far; each token has its version.
     """
 
     step: int
@@ -74,10 +77,11 @@ class LongTail:
         """
         Args:
             prompts_of: a step's own prompts.
-            share: share of finished prompts at which the engine stops. staleness: most updates
-                between a token's version and the one that learns from it. last_step: nothing is
-                carried beyond it. first_version: of the actor that learns from step 0. carried:
-                prompts carried into this step.
+            share: share of finished prompts at which the engine stops.
+            staleness: most updates between a token's version and the one that learns from it.
+            last_step: nothing is carried beyond it.
+            first_version: of the actor that learns from step 0.
+            carried: prompts carried into this step.
         """
         self._engine = engine
         self._prompts_of = prompts_of
@@ -97,8 +101,10 @@ class LongTail:
         self, step: int, prompts: list[Prompt], sampling: Sampling
     ) -> tuple[list[Prompt], Rollouts]:
         """The prompts that are now answered, and their rollouts. The engine must have the right
-        actor. Raises: CheckpointError: what was carried over does not match this run's prompts and
-        sampling.
+        actor.
+
+        Raises:
+            CheckpointError: what was carried over does not match this run's prompts and sampling.
         """
         count = sampling.responses_per_prompt
         version = self._engine.policy_version
@@ -205,8 +211,10 @@ def save_carried(folder: Path, carried: Sequence[Carried]) -> None:
 
 
 def read_carried(folder: Path, *, wanted: bool) -> tuple[Carried, ...]:
-    """Read what `save_carried` wrote. Raises: ConfigError: there is something, but it is not
-    `wanted`.
+    """Read what `save_carried` wrote.
+
+    Raises:
+        ConfigError: there is something, but it is not `wanted`.
         CheckpointError: the file is damaged.
     """
     file = folder / FILE

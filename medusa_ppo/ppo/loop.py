@@ -399,8 +399,8 @@ def run_ppo(
     Args:
         config: what to run; its files go to config.run_dir.
         progress: listener; None: silent.
-        resume: continue from run_dir/checkpoint. allow: configuration keys or sections that may
-            have changed since then.
+        resume: continue from run_dir/checkpoint.
+        allow: configuration keys or sections that may have changed since then.
 
     Returns:
         The summary, as written to summary.json.

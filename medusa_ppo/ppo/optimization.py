@@ -68,8 +68,10 @@ class GradientNorms:
         return False
 
     def mean(self, who: str) -> float:
-        """Mean norm of the steps taken; 0 if there was nothing to learn from. Raises: RunError:
-        every step was skipped.
+        """Mean norm of the steps taken; 0 if there was nothing to learn from.
+
+        Raises:
+            RunError: every step was skipped.
         """
         if self.skipped and not self.norms:
             raise RunError(

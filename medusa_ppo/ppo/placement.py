@@ -71,7 +71,9 @@ class Ledger:
 
 class Spare:
     """Device tensors that leaving roles gave up, as far as the next role can reuse them.
-    Attributes: freed: for each that it can't reuse, how to see whether it is gone, and its bytes.
+
+    Attributes:
+        freed: for each that it can't reuse, how to see whether it is gone, and its bytes.
     """
 
     def __init__(self, wanted: Iterable[Tensor]) -> None:
@@ -308,9 +310,12 @@ class Turns:
         )
 
     def check_room(self, room: int, engine: int = 0) -> None:
-        """Raise ConfigError if the roles don't fit. Args: room: bytes available for all of them.
-        engine: of these, what an engine on the same device uses while it is awake and others
-        compute; if roles take turns, only for passes.
+        """Raise ConfigError if the roles don't fit.
+
+        Args:
+            room: bytes available for all of them.
+            engine: of these, what an engine on the same device uses while it is awake and others
+                compute; if roles take turns, only for passes.
         """
         full = {role: resident.full_bytes() for role, resident in self._roles.items()}
         need = sum(full.values()) + engine

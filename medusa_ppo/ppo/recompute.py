@@ -22,8 +22,10 @@ CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_stat
 def recompute_layers(model: nn.Module) -> None:
     """Make every layer of the model recompute its activations; values and gradients stay.
 
-    transformers' own switch does nothing in eval mode, which all networks of PPO use. Raises:
-    ModelError: the model has no transformers layers.
+    transformers' own switch does nothing in eval mode, which all networks of PPO use.
+
+    Raises:
+        ModelError: the model has no transformers layers.
     """
     layers: list[Any] = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)

@@ -46,8 +46,9 @@ class RewardSource(ABC):
     """Scores whole responses.
 
     Attributes:
-        model: the reward model; None if there is none. late: rewards so far that did not arrive in
-            time and are 0. cut: texts so far that lost their first tokens to fit a reward model.
+        model: the reward model; None if there is none.
+        late: rewards so far that did not arrive in time and are 0.
+        cut: texts so far that lost their first tokens to fit a reward model.
     """
 
     model: nn.Module | None = None
@@ -88,7 +89,8 @@ class CallableReward(RewardSource):
         pool: RewardPool | None = None,
     ) -> None:
         """
-        Args: pool: calls the function in its processes; None: call it here.
+        Args:
+            pool: calls the function in its processes; None: call it here.
         """
         self._function = function
         self._pool = pool
@@ -209,8 +211,11 @@ class ModelReward(RewardSource):
         """
         Args:
             cuts: a text with more tokens than the model can read loses its first ones; otherwise it
-                is an error. Raises: ConfigError: the template lacks a field. ModelError: it can't
-                be loaded, has more outputs, or fewer tokens than its tokenizer.
+                is an error.
+
+        Raises:
+            ConfigError: the template lacks a field.
+            ModelError: it can't be loaded, has more outputs, or fewer tokens than its tokenizer.
         """
         self._before, self._after = _template_parts(template)
         kind: Any = (
@@ -455,10 +460,12 @@ def _not_finite(given: str, do: str) -> RunError:
 
 
 def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> RewardSource:
-    """The configured reward. Raises:
-    ConfigError: `module:function` does not exist or can't take (prompt, response, row), or the
-        template is not usable.
-    ModelError: the reward model can't be used.
+    """The configured reward.
+
+    Raises:
+        ConfigError: `module:function` does not exist or can't take (prompt, response, row), or the
+            template is not usable.
+        ModelError: the reward model can't be used.
     """
     if is_model(config.reward):
         return ModelReward(

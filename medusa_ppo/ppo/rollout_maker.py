@@ -129,7 +129,9 @@ class RolloutMaker:
         self, step: int, prompts: list[Prompt], sampling: Sampling, *, tapped: bool = False
     ) -> Answered:
         """The rollouts of a step, and figures about writing them; pieces are scored meanwhile.
-        Args: tapped: `score` will get a tap.
+
+        Args:
+            tapped: `score` will get a tap.
         """
         self.timeline = Timeline()
         self._fetch_images(prompts)

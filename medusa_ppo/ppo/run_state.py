@@ -121,7 +121,8 @@ def save_checkpoint(
     """Write run_dir/checkpoint; a crash at any moment leaves either the old or the new one,
     complete.
 
-    Args: memory: the engines' memory; None or empty: they have none.
+    Args:
+        memory: the engines' memory; None or empty: they have none.
     """
     with fresh_folder(run_dir / FOLDER) as folder:
         learner.save(folder)
@@ -244,10 +245,14 @@ def _sums(folder: Path) -> dict[str, list[int]]:
 
 
 def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -> RunPosition:
-    """The saved run's position, after checking that the configuration is the saved one. Args:
-    allow: keys, or whole sections, that may have changed. Raises: CheckpointError: nothing was
-    saved, or state.json is damaged. ConfigError: a key has changed, or `allow` names an unknown
-    one.
+    """The saved run's position, after checking that the configuration is the saved one.
+
+    Args:
+        allow: keys, or whole sections, that may have changed.
+
+    Raises:
+        CheckpointError: nothing was saved, or state.json is damaged.
+        ConfigError: a key has changed, or `allow` names an unknown one.
     """
     keys = [key for key in known_keys() if key not in PLACE_KEYS]
     for name in allow:
@@ -331,8 +336,10 @@ def only_warmed_up(run_dir: Path) -> bool:
 
 def saved_folder(run_dir: Path) -> Path:
     """The folder of the newest intact checkpoint: the last one, even after a crash between the two
-    renames of `save_checkpoint`, or an earlier one that was kept. Raises: CheckpointError: there is
-    none, or none is intact.
+    renames of `save_checkpoint`, or an earlier one that was kept.
+
+    Raises:
+        CheckpointError: there is none, or none is intact.
     """
     damage: list[str] = []
     kept = sorted((run_dir / KEPT_FOLDER).glob("step-*"), reverse=True)

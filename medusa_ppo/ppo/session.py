@@ -93,8 +93,10 @@ class RunSession:
     def prepare(
         self, resume: bool, allow: Sequence[str] = ()
     ) -> tuple[Parts, RunPosition, RunWriter]:
-        """Check, load and start everything. Raises: MedusaError: the first problem; cheap checks
-        come first.
+        """Check, load and start everything.
+
+        Raises:
+            MedusaError: the first problem; cheap checks come first.
         """
         config = self._config
         check_trackers(config.report.trackers)

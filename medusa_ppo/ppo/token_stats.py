@@ -136,8 +136,11 @@ class Support:
         """The logits, with `NEVER` for all tokens outside the support.
 
         The first pass over a sequence decides its support, so it must be by the actor that wrote
-        it. Args: logits_CV: of C response tokens of the micro batch, starting with the one at
-        `first`. Parts must come in order.
+        it.
+
+        Args:
+            logits_CV: of C response tokens of the micro batch, starting with the one at `first`.
+                Parts must come in order.
         """
         if not self.cuts:
             return logits_CV
@@ -212,8 +215,10 @@ def token_stats(
 
     With a large vocabulary the logits of all tokens would need more memory than the model. So they
     are computed in chunks of rows, and again in the backward pass. A model whose logits are more
-    than lm_head's product computes its own, all at once; then only what follows is chunked. Args:
-    chunk_rows: rows of logits at a time; None: as many as in the companion's losses.
+    than lm_head's product computes its own, all at once; then only what follows is chunked.
+
+    Args:
+        chunk_rows: rows of logits at a time; None: as many as in the companion's losses.
     """
     lm_head = _plain_lm_head(actor)
     with bfloat16_products(micro.input_ids_BT.device, autocast):

@@ -53,8 +53,8 @@ class HostCosts:
     timed drafting calls already include it.
 
     Attributes:
-        plain_s, plain_sequence_s: of vLLM's plain step, and of each running sequence. drafted_s,
-            drafted_sequence_s: the same for steps with drafts.
+        plain_s, plain_sequence_s: of vLLM's plain step, and of each running sequence.
+        drafted_s, drafted_sequence_s: the same for steps with drafts.
     """
 
     plain_s: float = 0.0026

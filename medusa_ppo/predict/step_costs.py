@@ -22,8 +22,8 @@ class StepCosts:
         small_share: of the memory's speed, reached by the passes of samplers and norms.
         layer_passes: reads and writes of a layer's rows between its products (norms, rotations,
             gate), in widths of the hidden state.
-        layer_launches: kernels of a layer other than products. launch_s: from one kernel to the
-            next inside a CUDA graph.
+        layer_launches: kernels of a layer other than products.
+        launch_s: from one kernel to the next inside a CUDA graph.
         eager_s: the host's time to launch one operation outside a graph.
         reduce_s: an all-reduce of a few rows between tensor-parallel ranks; two a layer. Without
             tables.

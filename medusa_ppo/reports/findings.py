@@ -518,8 +518,9 @@ class Events(logging.Handler):
     """Warnings of our own code during a run, kept in run.json.
 
     Attributes:
-        fresh: there was a warning since this was last set to False. next_step: the current step.
-            told: the events: `step`, `text`, and how many `times` it was logged.
+        fresh: there was a warning since this was last set to False.
+        next_step: the current step.
+        told: the events: `step`, `text`, and how many `times` it was logged.
     """
 
     LOGGERS = ("heads", "medusa_ppo")
@@ -531,8 +532,8 @@ class Events(logging.Handler):
 
         Args:
             next_step: as the attribute.
-            before: the events of the run until now, as in its file. clean: removes from a text what
-                no file may contain.
+            before: the events of the run until now, as in its file.
+            clean: removes from a text what no file may contain.
         """
         super().__init__(logging.WARNING)
         self.next_step = next_step

@@ -38,10 +38,11 @@ def render_page(
 ) -> str:
     """The page as one HTML text.
 
-    Args: run: the run, finished or not, even without a single step.
+    Args:
+        run: the run, finished or not, even without a single step.
         summary: its build_summary.
-        other: a second run to compare with. refresh_s: the page reloads itself after this many
-        seconds; 0: never.
+        other: a second run to compare with.
+        refresh_s: the page reloads itself after this many seconds; 0: never.
     """
     panels = Panels(run, other)
     script = (HERE / "page.js").read_text(encoding="utf-8")
@@ -252,10 +253,12 @@ def write_report(
     Args:
         run_dir: folder of the run.
         html_path: where the page goes; None: RUN/report.html, with summary.json and report.md next
-            to it. compare: folder of a second run to compare with.
+            to it.
+        compare: folder of a second run to compare with.
 
     Raises:
-        UsageError: a folder is not a run. RunError: its files are damaged beyond use.
+        UsageError: a folder is not a run.
+        RunError: its files are damaged beyond use.
     """
     run = read_run(run_dir)
     other = None if compare is None else read_run(compare)
@@ -293,8 +296,8 @@ def follow(
     Args:
         run_dir, html_path, compare: as for write_report.
         on_refresh: called with the path after each write.
-        poll_s: seconds between two checks of the folder. wait: sleeps for this many seconds; tests
-            pass their own.
+        poll_s: seconds between two checks of the folder.
+        wait: sleeps for this many seconds; tests pass their own.
     """
     path = Path(run_dir)
     target = Path(html_path or path / HTML_FILE)

@@ -19,7 +19,8 @@ def draw_curves(
     """Ratios against numbers on a logarithmic axis, around a line at 1.
 
     Args:
-        sizes: where each curve has a value. curves: name -> one value per size.
+        sizes: where each curve has a value.
+        curves: name -> one value per size.
         unit: what the sizes count.
     """
     return _draw(title, sizes, curves, unit, math.log2, 1.0)

@@ -117,8 +117,8 @@ def read_run(run_dir: Path | str) -> Run:
     counted.
 
     Raises:
-        UsageError: the folder does not exist or is not a run. RunError: it is a run, but its files
-            are damaged beyond use.
+        UsageError: the folder does not exist or is not a run.
+        RunError: it is a run, but its files are damaged beyond use.
     """
     path = Path(run_dir)
     metrics_path = path / METRICS_FILE
@@ -166,7 +166,9 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Steps ascending (the last line of a repeated step wins) and the number of unreadable lines.
-    Raises: RunError: no line is readable.
+
+    Raises:
+        RunError: no line is readable.
     """
     if not path.is_file():
         return [], 0

@@ -206,8 +206,8 @@ class RunWriter:
         run_dir: folder of the run; created if missing. Files of an earlier run move to `earlier/`.
         config: the run's configuration as plain data; stored in run.json.
         resume_step: continue with this step: lines of this and later steps are cut, earlier ones
-            stay. copy: a copy of metrics.jsonl from before that step, from which lost lines are
-            restored.
+            stay.
+        copy: a copy of metrics.jsonl from before that step, from which lost lines are restored.
 
     Raises:
         UsageError: `resume_step` is given but the folder holds no run.

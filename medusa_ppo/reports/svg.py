@@ -133,7 +133,8 @@ class Series:
     """One thing that is drawn.
 
     Attributes:
-        name: as in legend and tooltip. tone: CSS class suffix for its colour.
+        name: as in legend and tooltip.
+        tone: CSS class suffix for its colour.
         values: per column.
         style: solid | dash | dot | thin (lines only).
         format: key of wording.FORMATS.

@@ -58,7 +58,9 @@ def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int 
 
 def stream_rows(path: str | os.PathLike[str], *, split: str = "train") -> Iterator[Row]:
     """The same rows one by one, read only on demand: for data larger than the memory or the disk.
-    Raises: DataError: like `load_rows`; for later content, when it is reached.
+
+    Raises:
+        DataError: like `load_rows`; for later content, when it is reached.
     """
     name = os.fspath(path)
     found = _load(name, split, streaming=True)
@@ -68,8 +70,11 @@ def stream_rows(path: str | os.PathLike[str], *, split: str = "train") -> Iterat
 
 def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "prompt") -> list[str]:
     """One prompt per row: the template with the row's fields in braces, or the prompt column if
-    there is no template. Raises: DataError: a field or the column is missing, the template is
-    malformed, or a prompt is empty or not a text.
+    there is no template.
+
+    Raises:
+        DataError: a field or the column is missing, the template is malformed, or a prompt is empty
+            or not a text.
     """
     if not rows:
         raise DataError(
@@ -94,9 +99,12 @@ def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "pr
 
 
 def image_files(rows: Sequence[Row], column: str, path: str) -> list[tuple[bytes, ...]]:
-    """Each row's images in file form; none if the column is empty. Args: column: a path or a file's
-    bytes, an image as `datasets` stores it (both in a mapping), or a list of these. path: of the
-    data; relative paths start at its folder.
+    """Each row's images in file form; none if the column is empty.
+
+    Args:
+        column: a path or a file's bytes, an image as `datasets` stores it (both in a mapping), or a
+            list of these.
+        path: of the data; relative paths start at its folder.
 
     Raises:
         DataError: no such column, or a file that can't be read.

@@ -19,9 +19,12 @@ MOST_CONNECTIONS = 256
 
 
 def require_token_beyond_loopback(host: str, token_name: str, problem: str, whose: str) -> None:
-    """Raise ConfigError for an address that other machines can reach, without a token. Args:
-    token_name: environment variable of the secret. problem: what others could do without it. whose:
-    who else needs the token, in words.
+    """Raise ConfigError for an address that other machines can reach, without a token.
+
+    Args:
+        token_name: environment variable of the secret.
+        problem: what others could do without it.
+        whose: who else needs the token, in words.
     """
     if host not in LOOPBACK and not os.environ.get(token_name):
         raise ConfigError(
@@ -39,7 +42,8 @@ class GuardedServer:
 
     def __init__(self, routes: Sequence[BaseRoute], host: str, port: int, token_name: str) -> None:
         """
-        Args: port: 0: any free one.
+        Args:
+            port: 0: any free one.
             token_name: environment variable of the secret.
         """
         token = os.environ.get(token_name)

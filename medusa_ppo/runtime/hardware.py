@@ -44,9 +44,11 @@ class Hardware:
     """What a machine has.
 
     Attributes:
-        gpus: number that torch can use and CUDA_VISIBLE_DEVICES allows. bfloat16: they support it.
-            cores: that this process may use. found: how it was determined, in words. gpu_bytes:
-            memory of the smallest GPU; 0: none, or unknown.
+        gpus: number that torch can use and CUDA_VISIBLE_DEVICES allows.
+        bfloat16: they support it.
+        cores: that this process may use.
+        found: how it was determined, in words.
+        gpu_bytes: memory of the smallest GPU; 0: none, or unknown.
     """
 
     gpus: int
@@ -296,9 +298,12 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 class GpuPlaces(NamedTuple):
-    """Who on this node gets which GPUs, besides the loop, which has the first. Attributes: servers:
-    for each engine behind HTTP that is started here, one GPU per rank; empty without GPUs. ray:
-    those that our own Ray offers to everyone else.
+    """Who on this node gets which GPUs, besides the loop, which has the first.
+
+    Attributes:
+        servers: for each engine behind HTTP that is started here, one GPU per rank; empty without
+            GPUs.
+        ray: those that our own Ray offers to everyone else.
     """
 
     servers: tuple[tuple[str, ...], ...]
@@ -306,8 +311,10 @@ class GpuPlaces(NamedTuple):
 
 
 def gpu_places(engine: EngineConfig, visible: tuple[str, ...]) -> GpuPlaces:
-    """Places on a node with these GPUs. A single GPU is shared by all. Raises: ConfigError: engines
-    behind HTTP don't have a GPU for each of their ranks.
+    """Places on a node with these GPUs. A single GPU is shared by all.
+
+    Raises:
+        ConfigError: engines behind HTTP don't have a GPU for each of their ranks.
     """
     # Ray places colocated engines, and running servers already have their places.
     servers = engine.replicas if engine.backend == SERVER else 0

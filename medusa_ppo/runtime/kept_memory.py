@@ -33,8 +33,11 @@ def environment() -> dict[str, str]:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what its main thread frees. Returns: Whether the allocator accepted
-    this: not if it isn't glibc's, or if the user has set one of ENVIRONMENT.
+    """Let this process keep what its main thread frees.
+
+    Returns:
+        Whether the allocator accepted this: not if it isn't glibc's, or if the user has set one of
+        ENVIRONMENT.
     """
     if not sys.platform.startswith("linux") or _set_by_user():
         return False

@@ -62,10 +62,13 @@ def local_ray(
 ) -> Iterator[None]:
     """Ray during the block: the caller's if it is initialised, that of RAY_ADDRESS if set, else our
     own local one. Only what was started here is shut down. A local Ray's folder is removed with it,
-    unless the block failed: then its logs stay. Args: cpus: CPUs that the processes of the block
-    request; the machine's number if that is larger. queue_bytes: most bytes in transit to the
-    companion. gpus: that our local Ray offers, as CUDA_VISIBLE_DEVICES names them; None: all that
-    this process sees. Any other Ray offers what it was started with.
+    unless the block failed: then its logs stay.
+
+    Args:
+        cpus: CPUs that the processes of the block request; the machine's number if that is larger.
+        queue_bytes: most bytes in transit to the companion.
+        gpus: that our local Ray offers, as CUDA_VISIBLE_DEVICES names them; None: all that this
+            process sees. Any other Ray offers what it was started with.
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
     # Ray's servers inherit them from here and read them at their start; values set by the user are
@@ -258,9 +261,13 @@ def reserve(
 ) -> PlacementGroup:
     """Reserve room for all bundles. `ray.init` is the caller's; so is `release`.
 
-    Args: what: whose room it is, for the error. layout: Ray's placement strategy. `PACK`, as close
-    together as possible, suits processes that exchange much data, and costs others nothing. Raises:
-    RunError: the cluster has no such room.
+    Args:
+        what: whose room it is, for the error.
+        layout: Ray's placement strategy. `PACK`, as close together as possible, suits processes
+            that exchange much data, and costs others nothing.
+
+    Raises:
+        RunError: the cluster has no such room.
     """
     group = placement_group(bundles, strategy=layout)
     if not group.wait(timeout_s):

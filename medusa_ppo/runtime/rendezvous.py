@@ -62,8 +62,12 @@ class Place:
 
 class Meeting:
     """One process's end. Rank 0 makes it with `open`, the others from its `place`; after `join` all
-    are there. Attributes: place: where, and as which rank. store: torch's, for making other groups
-    from it. device: where exchanged tensors are.
+    are there.
+
+    Attributes:
+        place: where, and as which rank.
+        store: torch's, for making other groups from it.
+        device: where exchanged tensors are.
     """
 
     def __init__(self, place: Place, store: dist.TCPStore | None = None) -> None:

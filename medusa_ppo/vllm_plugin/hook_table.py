@@ -453,8 +453,11 @@ HOOKS: tuple[Hook, ...] = (
 def compare(
     originals: Mapping[str, Callable[..., Any]] | None = None, hooks: tuple[Hook, ...] = HOOKS
 ) -> Iterator[HookCheck]:
-    """Each hook of the installed release with what is there. Args: originals: holder and attribute
-    (`GPUModelRunner._sample`) -> the original that ours replaced.
+    """Each hook of the installed release with what is there.
+
+    Args:
+        originals: holder and attribute (`GPUModelRunner._sample`) -> the original that ours
+            replaced.
     """
     installed = release(vllm_version())
     for hook in hooks:
