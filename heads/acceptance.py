@@ -153,9 +153,10 @@ def extra_tokens(accepted_S: torch.Tensor, drafts_S: torch.Tensor) -> tuple[floa
 
 
 def student_interval(value: float, pull_S: torch.Tensor, tail: float) -> Interval:
-    """Interval of a value from the pulls of independent observations; fewer than two give none. It
-    uses Student's quantile: a bootstrap gives the same for many observations but needs a thousand
-    draws, and is too narrow for few.
+    """Interval of a value from the pulls of independent observations; fewer than two give none.
+
+    It uses Student's quantile: a bootstrap gives the same for many observations but needs a
+    thousand draws, and is too narrow for few.
 
     Args:
         tail: probability that the truth is beyond one end, for each end separately.
@@ -292,7 +293,9 @@ def better_temperatures(
 
 def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
     """Replay from each position's acceptance probability (given that the earlier ones were
-    accepted). Entries whose target is after the end of the response are ignored.
+    accepted).
+
+    Entries whose target is after the end of the response are ignored.
     """
     _check_lengths(accept_MK, lengths_S)
     lengths_S = lengths_S.to(torch.int64).cpu()

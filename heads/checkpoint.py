@@ -187,7 +187,9 @@ def new_directory(path: str | Path) -> Iterator[Path]:
 
 def stock_config(config: HeadsConfig, *, biased: bool = False) -> dict[str, Any]:
     """The keys that stock vLLM's Medusa reads, with names that it rejects for kinds that it can't
-    run. No other key contains `num`: vLLM would mistake it for one of these.
+    run.
+
+    No other key contains `num`: vLLM would mistake it for one of these.
     """
     stock = config.kind == "medusa"
     return {

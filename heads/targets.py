@@ -121,8 +121,9 @@ def head_teacher_rows(segment_M: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 def context_rows(segment_M: torch.Tensor, count: int) -> torch.Tensor:
     """The packed rows at the last `count` positions of each row, oldest first, itself last: int64
-    `[M, count]`. `MISSING` if the sequence has no such row. Every row of a sequence includes
-    itself.
+    `[M, count]`.
+
+    `MISSING` if the sequence has no such row. Every row of a sequence includes itself.
     """
     rows_Mn = torch.arange(segment_M.shape[0], device=segment_M.device).unsqueeze(1) + torch.arange(
         1 - count, 1, device=segment_M.device

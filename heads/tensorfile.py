@@ -58,7 +58,9 @@ def save_state(path: str | Path, state: Mapping[str, torch.Tensor]) -> None:
 
 class StateWriter:
     """Writes a safetensors file tensor by tensor, in any order, so that nobody needs to hold all of
-    it. A context manager. The complete file appears when the block succeeds.
+    it. A context manager.
+
+    The complete file appears when the block succeeds.
     """
 
     def __init__(
@@ -201,9 +203,11 @@ def digest_of_sums(
 
 def page_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Sums of the 8-byte words of each `PAGE` of a tensor's bytes, int64 that wraps; the last page
-    is padded with zeros. Any changed byte changes its page's sum, and swapped or foreign pages show
-    too: that is how memory, files and networks fail. One pass reads the tensor where it is, and one
-    word in 512 is then hashed.
+    is padded with zeros.
+
+    Any changed byte changes its page's sum, and swapped or foreign pages show too: that is how
+    memory, files and networks fail. One pass reads the tensor where it is, and one word in 512 is
+    then hashed.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % WORD:

@@ -13,8 +13,10 @@ from heads.heads_config import CPU_CHUNK, GPU_CHUNK
 
 def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
     """Logits (already divided by the temperature) with -inf for tokens that top-k (0: off), then
-    top-p (1: off), exclude. Ties with the k-th logit are kept. Top-p keeps the most likely tokens
-    until their mass reaches `top_p`, at least one.
+    top-p (1: off), exclude.
+
+    Ties with the k-th logit are kept. Top-p keeps the most likely tokens until their mass reaches
+    `top_p`, at least one.
     """
     vocabulary = logits_NV.shape[-1]
     if 0 < top_k < vocabulary:

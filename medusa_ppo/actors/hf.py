@@ -174,9 +174,10 @@ def embedding_weight(model: nn.Module) -> torch.Tensor:
 
 
 class HiddenTap:
-    """Context manager that records the final hidden states of the forward pass inside it. The hook
-    only reads: it returns nothing and detaches what it keeps, so outputs and gradients don't
-    change.
+    """Context manager that records the final hidden states of the forward pass inside it.
+
+    The hook only reads: it returns nothing and detaches what it keeps, so outputs and gradients
+    don't change.
     """
 
     def __init__(self, model: nn.Module) -> None:

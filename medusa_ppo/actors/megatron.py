@@ -167,8 +167,10 @@ class MegatronActor(ActorView):
 
 class MegatronTap:
     """Context manager that records the final hidden states of all forward passes inside it, on the
-    rank that reports. The hooks only read: they return nothing and detach what they keep. Every
-    rank of a replica must enter it, or none.
+    rank that reports.
+
+    The hooks only read: they return nothing and detach what they keep. Every rank of a replica must
+    enter it, or none.
 
     Attributes:
         picked: `pick`'s result for each forward pass, in order.

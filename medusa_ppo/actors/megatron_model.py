@@ -499,8 +499,10 @@ class SharedNorm(nn.RMSNorm):
 class CausalAttention(nn.Module):
     """Causal attention of this rank's queries, by torch's own kernels: memory grows linearly with
     the tokens, on a GPU and on a CPU. Megatron's own without TransformerEngine keeps several scores
-    for every pair of tokens. With context parallelism it uses the gathered keys and values of all
-    ranks, and a mask of this rank's tokens by all tokens.
+    for every pair of tokens.
+
+    With context parallelism it uses the gathered keys and values of all ranks, and a mask of this
+    rank's tokens by all tokens.
     """
 
     def __init__(self, config: TransformerConfig, **named: Any) -> None:

@@ -1,7 +1,9 @@
 """`medusa-ppo plan`: who runs where, what moves in a step, and how much memory it takes, before
-anything starts (no torch). Counted: weights, gradients, optimizer states, keys and values, tables,
-queues, and what a micro-batch keeps for its backward pass. Not counted: the memory of kernels,
-Python, torch and vLLM themselves.
+anything starts (no torch).
+
+Counted: weights, gradients, optimizer states, keys and values, tables, queues, and what a
+micro-batch keeps for its backward pass. Not counted: the memory of kernels, Python, torch and vLLM
+themselves.
 """
 
 from __future__ import annotations

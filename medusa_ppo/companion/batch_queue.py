@@ -1,7 +1,8 @@
 """The queue of rollout batches before the companion, limited in bytes and in age, without waiting.
-Training may be slower than the loop. The loop must not wait for it, and hidden states must not pile
-up in memory, so batches are dropped: the oldest first, because heads that learn from an old policy
-draft worse for the new one.
+Training may be slower than the loop.
+
+The loop must not wait for it, and hidden states must not pile up in memory, so batches are dropped:
+the oldest first, because heads that learn from an old policy draft worse for the new one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ MAX_LAG = 2  # Policy versions.
 
 class BatchQueue:
     """First in, first out, for any number of threads that put and one that gets. Putting never
-    blocks. It is limited in bytes and in age: the oldest batch (anything with `nbytes` and
+    blocks.
+
+    It is limited in bytes and in age: the oldest batch (anything with `nbytes` and
     `policy_version`) is dropped and counted. A batch that was taken out is in use until `done`, or
     until the next one is requested; until then its bytes count.
 

@@ -1,9 +1,10 @@
 """How much to train if training takes time from the loop: never more than a share of the loop's
-seconds, and nothing while nothing is gained (no torch). The limit is a budget in seconds of
-training. A step of the loop that took s seconds adds `share` x s; what training took from the loop
-is subtracted. Training in seconds that nobody else wanted (while the loop waits for rewards,
-weights or the slowest response) is not counted: the companion doesn't report it as work. So the
-loop slows down by `share` at most, whatever is gained.
+seconds, and nothing while nothing is gained (no torch).
+
+The limit is a budget in seconds of training. A step of the loop that took s seconds adds `share` x
+s; what training took from the loop is subtracted. Training in seconds that nobody else wanted
+(while the loop waits for rewards, weights or the slowest response) is not counted: the companion
+doesn't report it as work. So the loop slows down by `share` at most, whatever is gained.
 
     alone      the companion takes nothing from the loop: the most passes, no bound
     training   heads still improve, and there is a budget: as many passes as it pays for, mostly a

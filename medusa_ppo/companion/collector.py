@@ -1,7 +1,8 @@
-"""Puts tapped hidden states in the places of their response tokens. A loop scores responses in
-micro-batches, in any order and with any padding, and perhaps only some of them. Heads train on
-whole responses, token by token. This file converts one into the other, with a single copy of each
-state.
+"""Puts tapped hidden states in the places of their response tokens.
+
+A loop scores responses in micro-batches, in any order and with any padding, and perhaps only some
+of them. Heads train on whole responses, token by token. This file converts one into the other, with
+a single copy of each state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Joins the parts from a training's processes into batches of the companion: a standalone companion
-has this instead of a plugin. It is independent of the transport. Parts of one step come from
-several processes, each when it has finished its pass. Once all have arrived they form one batch; if
-the next step's parts arrive first, those present do. Nobody waits.
+has this instead of a plugin. It is independent of the transport.
+
+Parts of one step come from several processes, each when it has finished its pass. Once all have
+arrived they form one batch; if the next step's parts arrive first, those present do. Nobody waits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
 """Chooses the responses that heads are judged on: some that they were not trained on, with few
-tokens. Heads judged on their training data would look better than they draft. Answers to one prompt
-are much alike, so whole prompts are held out with all their answers. In a large batch that would be
+tokens.
+
+Heads judged on their training data would look better than they draft. Answers to one prompt are
+much alike, so whole prompts are held out with all their answers. In a large batch that would be
 most of what is handed over, and the number of prompts is what tells versions apart, so there it is
-a stretch of one answer to each. A batch of few prompts holds out none: too little would be left
-both to decide by and to learn from. Heads are judged on all of it before they train on it
-(test-then-train, also called prequential: Dawid 1984; Blum, Kalai and Langford 1999).
+a stretch of one answer to each.
+
+A batch of few prompts holds out none: too little would be left both to decide by and to learn from.
+Heads are judged on all of it before they train on it (test-then-train, also called prequential:
+Dawid 1984; Blum, Kalai and Langford 1999).
 """
 
 from __future__ import annotations
@@ -66,8 +70,10 @@ def held_stretches(
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a batch from which only a sample is taken: a stretch of one answer to each of a part of
-    the prompts; nothing if there are few. Prompts are drawn uniformly, so that answers of every
-    length are left for training; within a prompt every token is equally likely to be judged on.
+    the prompts; nothing if there are few.
+
+    Prompts are drawn uniformly, so that answers of every length are left for training; within a
+    prompt every token is equally likely to be judged on.
 
     Args:
         rows: most of all stretches together; a single one may be longer.

@@ -205,8 +205,9 @@ def block_rows(rows: int, ahead: int) -> int:
 @dataclass(frozen=True)
 class EarlySample:
     """Samples positions where their states are, before anything is padded, gathered or moved: in
-    blocks of BLOCK rows of one response. The same lengths give the same sample everywhere. The
-    heads at a row learn from the actor's own distribution up to `ahead` rows further on, so the
+    blocks of BLOCK rows of one response. The same lengths give the same sample everywhere.
+
+    The heads at a row learn from the actor's own distribution up to `ahead` rows further on, so the
     rows at a block's end only serve the others and are not trained on. Rows at its beginning attend
     to whichever earlier pairs exist, as in an engine after a swap.
 

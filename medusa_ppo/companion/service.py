@@ -1,6 +1,8 @@
 """The companion's own process: a queue of batches, one training thread, and published versions. Ray
-hosts it, but it does not depend on Ray. All methods may be called from any thread; `submit` by one
-at a time, so that batches keep their order (the client ensures this).
+hosts it, but it does not depend on Ray.
+
+All methods may be called from any thread; `submit` by one at a time, so that batches keep their
+order (the client ensures this).
 
 After a crash Ray builds the service again from the same arguments, perhaps on another node. The new
 one finds the marker that the first one left in the run's folder, and continues from the last saved

@@ -266,8 +266,10 @@ def _cause(error: Exception, calls: Sequence[ray.ObjectRef]) -> Exception:
 
 
 def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:
-    """The members that come up in time, by name; the others are ended. One that dies meanwhile is
-    started once more: Ray may have placed it on a lost node, which it notices only after some time.
+    """The members that come up in time, by name; the others are ended.
+
+    One that dies meanwhile is started once more: Ray may have placed it on a lost node, which it
+    notices only after some time.
     """
     found = {}
     ends = time.monotonic() + START_TIMEOUT_S

@@ -1,6 +1,7 @@
-"""Times an engine's steps at its start: each number of drafts at each batch size. Choosing K needs
-these times. If the engine learned only in service, each batch size would start without drafts and
-try the other numbers one by one, again in every run.
+"""Times an engine's steps at its start: each number of drafts at each batch size.
+
+Choosing K needs these times. If the engine learned only in service, each batch size would start
+without drafts and try the other numbers one by one, again in every run.
 """
 
 from __future__ import annotations

@@ -451,9 +451,10 @@ class PartialResponse:
 
 
 class AttachedEngine(base.WorkerEngine):
-    """Reaches our worker extension in a foreign engine through one function. Some loops put their
-    engine to sleep and throw its weights away, so the last heads are kept in a file of ours, from
-    which `feed_again` restores them.
+    """Reaches our worker extension in a foreign engine through one function.
+
+    Some loops put their engine to sleep and throw its weights away, so the last heads are kept in a
+    file of ours, from which `feed_again` restores them.
     """
 
     def __init__(

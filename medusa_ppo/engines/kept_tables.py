@@ -1,6 +1,7 @@
-"""Tables of step times, saved from one start of an engine to the next. A file's name is a digest of
-what determines step times (machine, model, vLLM, ...), and the file repeats it in plain text.
-Unusable tables are reported and measured again.
+"""Tables of step times, saved from one start of an engine to the next.
+
+A file's name is a digest of what determines step times (machine, model, vLLM, ...), and the file
+repeats it in plain text. Unusable tables are reported and measured again.
 """
 
 from __future__ import annotations

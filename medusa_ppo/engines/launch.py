@@ -205,9 +205,10 @@ def plan_launch(
 
 def graph_sizes(sequences: int, most_drafts: int, most_tokens: int | None = None) -> list[int]:
     """Token counts for which vLLM's V1 runner captures graphs: multiples of a sequence's tokens
-    with all drafts, to which V1 rounds, up to what `sequences` with all drafts need. By default V1
-    stops at 512 tokens (1,024 on Blackwell): with four drafts, 103 sequences would run without a
-    graph. A step with fewer drafts uses the next larger graph.
+    with all drafts, to which V1 rounds, up to what `sequences` with all drafts need.
+
+    By default V1 stops at 512 tokens (1,024 on Blackwell): with four drafts, 103 sequences would
+    run without a graph. A step with fewer drafts uses the next larger graph.
     """
     counts = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, sequences, 32)}
     counts = {count for count in counts if count < sequences} | {sequences}
@@ -292,10 +293,11 @@ def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None) -> int | N
 
 
 def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:
-    """Bytes for the keys and values of `max_num_seqs` sequences of full length. vLLM's CPU build
-    takes a share of the NUMA node's memory minus what the process already holds; on machines that
-    report a small node (virtual machines with hot-plugged memory) that is negative, so we set the
-    size explicitly.
+    """Bytes for the keys and values of `max_num_seqs` sequences of full length.
+
+    vLLM's CPU build takes a share of the NUMA node's memory minus what the process already holds;
+    on machines that report a small node (virtual machines with hot-plugged memory) that is
+    negative, so we set the size explicitly.
     """
     layers = int(text_config.get("num_hidden_layers", text_config.get("n_layer", 1)))
     heads = int(text_config.get("num_attention_heads", text_config.get("n_head", 1)))

@@ -77,10 +77,12 @@ def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
 
 def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int) -> list[Piece]:
     """The call's pieces in order of assignment, which depends on the prompts alone, not on engine
-    speed. Each piece takes a 1 / (2 x engines) share of the remaining tokens, and at least one
-    prompt. So there are at least twice as many pieces as engines, given enough prompts, and the
-    last ones are small, which lets `deal` balance them. One engine gets everything in one piece, in
-    its own order.
+    speed.
+
+    Each piece takes a 1 / (2 x engines) share of the remaining tokens, and at least one prompt. So
+    there are at least twice as many pieces as engines, given enough prompts, and the last ones are
+    small, which lets `deal` balance them. One engine gets everything in one piece, in its own
+    order.
     """
     if engines <= 1:
         return [tuple(range(len(prompts)))]
@@ -109,11 +111,12 @@ def deal(
     sampling: Sampling,
     speeds: Sequence[float],
 ) -> list[tuple[Piece, ...]]:
-    """The pieces that each engine answers in one call, all assigned at the start. Each piece goes
-    to the engine that would finish it first, so the small ones at the end balance the large ones.
-    Holding pieces back for an engine's next call would be fairer to slow engines, but a call ends
-    with its longest response while most slots are empty, and every further call has such an end:
-    `benchmarks/pieces_on_paper.py` has both.
+    """The pieces that each engine answers in one call, all assigned at the start.
+
+    Each piece goes to the engine that would finish it first, so the small ones at the end balance
+    the large ones. Holding pieces back for an engine's next call would be fairer to slow engines,
+    but a call ends with its longest response while most slots are empty, and every further call has
+    such an end: `benchmarks/pieces_on_paper.py` has both.
 
     Args:
         speeds: of the engines, in any unit; nearly equal speeds count as equal, because random long

@@ -66,9 +66,10 @@ class RolloutEngine(ABC):
         self, prompts: Prompts, sampling: Sampling, finished: Finished
     ) -> Rollouts:
         """Like `generate`; `finished` is called for each response as it ends, in any order, while
-        the others are being written. If an engine is lost on the way, a response may arrive again
-        with different tokens; only what is returned counts. An engine that can't do this reports
-        all at the end.
+        the others are being written.
+
+        If an engine is lost on the way, a response may arrive again with different tokens; only
+        what is returned counts. An engine that can't do this reports all at the end.
         """
         rollouts = self.generate(prompts, sampling)
         for place, response in enumerate(rollouts.responses):

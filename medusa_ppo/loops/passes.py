@@ -395,8 +395,10 @@ class RowTap(ABC):
         self._collector.add(hidden_TD[None], mask_BT, found)
 
     def _collector_of(self, rollouts: Rollouts, rows: int) -> BatchCollector:
-        """The sample of this pass, given how many rows of the whole batch may be kept. The holdout
-        is chosen once all passes are done: answers to one prompt may be in several of them.
+        """The sample of this pass, given how many rows of the whole batch may be kept.
+
+        The holdout is chosen once all passes are done: answers to one prompt may be in several of
+        them.
         """
         tokens = sum(len(response.token_ids) for response in rollouts.responses)
         first = not self._passes

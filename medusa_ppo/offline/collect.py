@@ -308,9 +308,10 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def _written_turns(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int
 ) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Texts with the character ranges that the assistant wrote. One text holds all turns, unless
-    the template renders a turn differently once more messages follow (some drop earlier reasoning):
-    then the turn gets a separate text, as the model wrote it.
+    """Texts with the character ranges that the assistant wrote.
+
+    One text holds all turns, unless the template renders a turn differently once more messages
+    follow (some drop earlier reasoning): then the turn gets a separate text, as the model wrote it.
     """
     if not is_chat(messages):
         given = f"row {number}: {messages!r:.120}"

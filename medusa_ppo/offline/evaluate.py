@@ -345,8 +345,9 @@ def _by_suffix(trust: Trust) -> list[dict[str, Any]]:
 
 class Recalled:
     """The memory in a replay: what the engine's memory would have known from earlier responses,
-    response by response. The trust in it is learned from previous responses, as an engine learns it
-    from its steps.
+    response by response.
+
+    The trust in it is learned from previous responses, as an engine learns it from its steps.
 
     Attributes:
         trust: the table of w.

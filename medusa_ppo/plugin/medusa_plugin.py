@@ -546,6 +546,7 @@ class MedusaPlugin:
 
     def save(self, folder: str | Path) -> bool:
         """Write the companion's whole state, for `start(resume_from=...)`. False if there is none.
+
         With `wait` it is written after training on everything handed over; otherwise after the
         batch in training.
         """

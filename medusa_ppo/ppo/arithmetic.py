@@ -202,8 +202,10 @@ def importance_weights(gap: Tensor, bound: float) -> Tensor:
 def clipped_value_loss(
     values_M: Tensor, old_values_M: Tensor, returns_M: Tensor, clip_range: float | None
 ) -> Tensor:
-    """Half the squared error to the return, summed over rows. With a clip range each row has the
-    larger of two errors: that of the value, and that of the value clipped around the old one.
+    """Half the squared error to the return, summed over rows.
+
+    With a clip range each row has the larger of two errors: that of the value, and that of the
+    value clipped around the old one.
     """
     free_M = (values_M - returns_M) ** 2
     if clip_range is None:

@@ -215,8 +215,9 @@ def _check(rollouts: Rollouts) -> None:
 def minibatches(
     trained: Sequence[int], config: PPOConfig, seed: int, step: int
 ) -> Iterator[list[int]]:
-    """The sequences of each optimizer step of an update, out of those learned from. Seeded only by
-    the step, so that a resumed run draws the same.
+    """The sequences of each optimizer step of an update, out of those learned from.
+
+    Seeded only by the step, so that a resumed run draws the same.
     """
     order = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     for _ in range(config.epochs):

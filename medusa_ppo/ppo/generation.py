@@ -248,9 +248,11 @@ def num_drafts(config: RunConfig) -> int:
 
 class SpeedPairs:
     """Every n-th step, generates the step's prompts twice: with drafting and without, in
-    alternating order. PPO always trains on the rollouts with drafting; the others are timed and
-    thrown away. The order alternates because the second of two generations finds a warmer machine
-    (and prompts that the engine has seen).
+    alternating order.
+
+    PPO always trains on the rollouts with drafting; the others are timed and thrown away. The order
+    alternates because the second of two generations finds a warmer machine (and prompts that the
+    engine has seen).
     """
 
     def __init__(self, engine: RolloutEngine, config: RunConfig) -> None:

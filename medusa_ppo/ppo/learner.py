@@ -1,4 +1,5 @@
 """The learner: scores a rollout batch with actor, reference and critic, and runs the PPO update.
+
 `PPOLearner` holds what does not depend on where the actor is trained; `Learner` trains it in this
 process.
 
@@ -257,8 +258,9 @@ class PPOLearner(ABC):
         step: int,
         texts: PPOBatch | None = None,
     ) -> dict[str, float]:
-        """Passes of clipped PPO over the batch; returns the means of the update. Optimizer steps
-        whose gradient is not finite are skipped.
+        """Passes of clipped PPO over the batch; returns the means of the update.
+
+        Optimizer steps whose gradient is not finite are skipped.
 
         Args:
             step: decides the order of the minibatches and the learning rates.
@@ -328,8 +330,9 @@ class PPOLearner(ABC):
         optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: Path) -> None:
-        """Write weights and moments of actor and critic, and the state of the shaping. Files:
-        `actor`, `actor_optimizer`, `critic`, `critic_optimizer` (.safetensors).
+        """Write weights and moments of actor and critic, and the state of the shaping.
+
+        Files: `actor`, `actor_optimizer`, `critic`, `critic_optimizer` (.safetensors).
         """
         self.shaping.save(folder)
         with self.turns.aside(ACTOR, CRITIC):

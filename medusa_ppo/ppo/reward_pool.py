@@ -1,7 +1,9 @@
 """Reward functions: finding one by name, and calling it in separate processes, with a time limit
-per response (no torch). A function that hangs can't be stopped in the process that called it. Here
-it runs in another process, which is killed and replaced when its time is up; the others continue.
-Each process handles one response at a time, so a slow one delays only itself.
+per response (no torch).
+
+A function that hangs can't be stopped in the process that called it. Here it runs in another
+process, which is killed and replaced when its time is up; the others continue. Each process handles
+one response at a time, so a slow one delays only itself.
 """
 
 from __future__ import annotations

@@ -194,9 +194,10 @@ class CallableReward(RewardSource):
 
 class ModelReward(RewardSource):
     """The score of a transformers classifier with one output: of a whole text, or with `by_steps`
-    of its tokens, at the end of each step. The same text gets the same reward to the bit, whatever
-    else is in the batch: the shape of the input depends only on the text's own length, and there is
-    always padding.
+    of its tokens, at the end of each step.
+
+    The same text gets the same reward to the bit, whatever else is in the batch: the shape of the
+    input depends only on the text's own length, and there is always padding.
     """
 
     def __init__(
@@ -431,8 +432,10 @@ def earned_by_steps(
 
 def step_ends(pieces: Sequence[str], separator: str) -> list[tuple[int, int]]:
     """Where each step ends: the number of characters up to there, and the token with the last of
-    them. Steps are the non-blank parts between separators; text after the last step belongs to it.
-    There is at least one.
+    them.
+
+    Steps are the non-blank parts between separators; text after the last step belongs to it. There
+    is at least one.
     """
     text = "".join(pieces)
     last = 0

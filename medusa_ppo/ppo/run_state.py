@@ -188,8 +188,9 @@ def keep_best(
 
 @contextlib.contextmanager
 def fresh_folder(target: Path) -> Iterator[Path]:
-    """A new folder that replaces `target` if the block succeeds, and is removed if it doesn't. This
-    takes two renames; a reader in between finds the old folder aside.
+    """A new folder that replaces `target` if the block succeeds, and is removed if it doesn't.
+
+    This takes two renames; a reader in between finds the old folder aside.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent))
@@ -210,7 +211,9 @@ def fresh_folder(target: Path) -> Iterator[Path]:
 
 def remove_unfinished(run_dir: Path) -> None:
     """Remove what a killed run had begun to write aside: a checkpoint's files can be as large as
-    the run's. The caller must be the only writer there.
+    the run's.
+
+    The caller must be the only writer there.
     """
     for path in sorted(run_dir.rglob(UNFINISHED)):
         if path.is_dir():

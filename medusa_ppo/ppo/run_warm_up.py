@@ -1,6 +1,7 @@
-"""A run's warm-up of the heads: before step 0, with its own prompts, sampling and actor. It does
-not affect what the policy learns: a step's prompts and seeds are functions of its number, and the
-actor is only read.
+"""A run's warm-up of the heads: before step 0, with its own prompts, sampling and actor.
+
+It does not affect what the policy learns: a step's prompts and seeds are functions of its number,
+and the actor is only read.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def wanted(config: RunConfig, position: RunPosition) -> bool:
 
 
 def warm_up(config: RunConfig, parts: Parts, progress: ProgressSink, position: RunPosition) -> None:
-    """Train the heads before step 0, if `wanted`, and report cost and gain. The engine is awake
-    before and after, with the current actor.
+    """Train the heads before step 0, if `wanted`, and report cost and gain.
+
+    The engine is awake before and after, with the current actor.
     """
     if isinstance(parts.plugin, NoPlugin) or not wanted(config, position):
         return

@@ -88,8 +88,9 @@ class Shaping:
         )
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; a fixed coefficient stays as configured. Without a file nothing
-        changes, since early releases wrote none.
+        """Read what `save` wrote; a fixed coefficient stays as configured.
+
+        Without a file nothing changes, since early releases wrote none.
         """
         file = folder / STATE_FILE
         if not file.is_file():

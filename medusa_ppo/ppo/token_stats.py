@@ -114,10 +114,14 @@ class KeptTokens:
 
 class Support:
     """The top-k/top-p mask of the actor that wrote the rollouts, at each of their positions; empty
-    if neither is on. Old policy, new policy and reference all use it: the first is the distribution
-    that was sampled from, and the others are restricted to the same tokens. With its own mask, an
-    updated policy could give sampled tokens a probability of 0. It stays on the device of the
-    logits: nothing as large as the vocabulary moves to the host or back.
+    if neither is on.
+
+    Old policy, new policy and reference all use it: the first is the distribution that was sampled
+    from, and the others are restricted to the same tokens. With its own mask, an updated policy
+    could give sampled tokens a probability of 0.
+
+    It stays on the device of the logits: nothing as large as the vocabulary moves to the host or
+    back.
     """
 
     def __init__(self, sampling: Sampling) -> None:

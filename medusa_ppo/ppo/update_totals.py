@@ -31,8 +31,9 @@ class UpdateTotals:
 
     @classmethod
     def over(cls, shares: Sequence[UpdateTotals]) -> UpdateTotals:
-        """Combine replicas that took the same steps, each on its own sequences. Sums are added;
-        tokens and norms already cover all replicas.
+        """Combine replicas that took the same steps, each on its own sequences.
+
+        Sums are added; tokens and norms already cover all replicas.
         """
         total = cls()
         total.tokens = shares[0].tokens

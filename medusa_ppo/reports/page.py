@@ -290,8 +290,9 @@ def follow(
     wait: Callable[[float], None] = time.sleep,
 ) -> Path:
     """Rewrite the page whenever the run grows, until the run ends (or Ctrl-C), and return the
-    page's path. During the run the page reloads itself every REFRESH_S seconds; the final page does
-    not.
+    page's path.
+
+    During the run the page reloads itself every REFRESH_S seconds; the final page does not.
 
     Args:
         run_dir, html_path, compare: as for write_report.

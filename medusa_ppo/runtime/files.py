@@ -134,7 +134,9 @@ def _is_free(lock: Path) -> bool:
 
 def forget_registration() -> None:
     """Remove this process's shared-memory entry of Intel's OpenMP (needed by vLLM's CPU build),
-    with which the library detects a second copy of itself, now that it has checked. The library
-    removes it only if the process ends by returning, but Ray kills actors, and faults kill engines.
+    with which the library detects a second copy of itself, now that it has checked.
+
+    The library removes it only if the process ends by returning, but Ray kills actors, and faults
+    kill engines.
     """
     (SHARED_MEMORY / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)

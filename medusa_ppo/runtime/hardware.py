@@ -130,8 +130,10 @@ def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
 
 def settled(config: RunConfig, hardware: Hardware | None = None) -> RunConfig:
     """The run's settings with values for those that were null and follow from the hardware or other
-    settings. The companion's share of a GPU is left open: it is requested at its start, from what
-    is free then.
+    settings.
+
+    The companion's share of a GPU is left open: it is requested at its start, from what is free
+    then.
     """
     return applied(
         config,

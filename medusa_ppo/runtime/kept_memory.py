@@ -1,8 +1,9 @@
-"""Keeps freed memory in the process for the next step. glibc returns large blocks to the kernel as
-soon as they are freed. A training step frees and allocates the same hundreds of megabytes again and
-again, and the kernel zeroes every page each time. So blocks below KEPT_BYTES come from the heap,
-and the heap shrinks only when more than that is free at its end. A user's own allocator settings
-are respected.
+"""Keeps freed memory in the process for the next step.
+
+glibc returns large blocks to the kernel as soon as they are freed. A training step frees and
+allocates the same hundreds of megabytes again and again, and the kernel zeroes every page each
+time. So blocks below KEPT_BYTES come from the heap, and the heap shrinks only when more than that
+is free at its end. A user's own allocator settings are respected.
 """
 
 from __future__ import annotations

@@ -61,8 +61,10 @@ def local_ray(
     *, cpus: int = 2, queue_bytes: int = 0, gpus: Sequence[str] | None = None
 ) -> Iterator[None]:
     """Ray during the block: the caller's if it is initialised, that of RAY_ADDRESS if set, else our
-    own local one. Only what was started here is shut down. A local Ray's folder is removed with it,
-    unless the block failed: then its logs stay.
+    own local one.
+
+    Only what was started here is shut down. A local Ray's folder is removed with it, unless the
+    block failed: then its logs stay.
 
     Args:
         cpus: CPUs that the processes of the block request; the machine's number if that is larger.
@@ -127,6 +129,7 @@ def _offering(gpus: Sequence[str] | None) -> Iterator[int | None]:
 
 def _start(folder: Path, cpus: int, store_bytes: int, gpus: int | None = None) -> None:
     """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError.
+
     Ray runs the code of anyone it listens to: here that is only this machine, and on it only
     holders of this process's token.
     """
@@ -183,8 +186,9 @@ def _object_store_bytes(queue_bytes: int) -> int:
 
 class StopSignals:
     """Ctrl-C and SIGTERM raise KeyboardInterrupt once in the block; after that they are ignored, so
-    that the clean-up is not cut short. Does nothing outside the main thread, the only one where
-    Python allows handlers.
+    that the clean-up is not cut short.
+
+    Does nothing outside the main thread, the only one where Python allows handlers.
     """
 
     def __init__(self) -> None:

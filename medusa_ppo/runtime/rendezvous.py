@@ -1,6 +1,8 @@
 """How processes meet: a store at an address that one of them opens, and the group of those that
-joined. A group uses gloo, through host memory, or NCCL between GPUs; torch's global group is not
-touched. It does not use Ray, since vLLM's workers join too.
+joined.
+
+A group uses gloo, through host memory, or NCCL between GPUs; torch's global group is not touched.
+It does not use Ray, since vLLM's workers join too.
 """
 
 from __future__ import annotations
@@ -172,9 +174,10 @@ class Meeting:
 
     def process_group(self, device: torch.device) -> Any:
         """The group as torch's wrappers (DDP) need it, for tensors on this device. All processes
-        call it, each with its own device. It uses NCCL if each process has its own GPU; processes
-        that share a GPU use gloo, which sends tensors through the host. Host tensors always use
-        gloo.
+        call it, each with its own device.
+
+        It uses NCCL if each process has its own GPU; processes that share a GPU use gloo, which
+        sends tensors through the host. Host tensors always use gloo.
         """
         # DDP asks a group for its backend by device. A bare gloo or NCCL group, made without
         # torch's global group, has no such table.

@@ -1,7 +1,8 @@
-"""Agreement of all ranks of an engine. A rank that raises while others go on to a product leaves
-them waiting for ever. So anything that may fail on a single rank (a file that exists on only one
-node, memory that runs out) is done `together`: it finishes on all ranks before anything is
-multiplied.
+"""Agreement of all ranks of an engine.
+
+A rank that raises while others go on to a product leaves them waiting for ever. So anything that
+may fail on a single rank (a file that exists on only one node, memory that runs out) is done
+`together`: it finishes on all ranks before anything is multiplied.
 """
 
 from __future__ import annotations
