@@ -338,7 +338,7 @@ def test_what_follows_from_the_hardware_is_said_and_what_was_set_stays(folder: P
     }
     text = "\n".join(lines(plan))
     assert (
-        "What follows from the hardware: eight" in text
+        "Decided by the hardware: eight" in text
         and "engine.memory_fraction = 0.9: a GPU of its own" in text
     )
 
