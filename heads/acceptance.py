@@ -45,7 +45,7 @@ from heads.targets import head_logprobs, head_targets, segments_from_lengths
 TEMPERATURES = tuple(
     n / 32 for n in (16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 40, 44, 48, 56, 64)
 )
-"""Draft temperatures that a head may be given; 16-bit engines hold them exactly."""
+"""Possible draft temperatures of a head; 16-bit engines represent them exactly."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class ReplayResult:
     Attributes:
         drafts_S: draft steps.
         accepted_SK: accepted drafts at position 1..K.
-        unseen_S: most drafts that could have been accepted behind the end of the response.
-        rows_M2: the same by row (drafts, accepted), where it is known.
+        unseen_S: most drafts that could have been accepted after the end of the response.
+        rows_M2: the same by row (drafts, accepted), if known.
     """
 
     drafts_S: torch.Tensor
@@ -83,7 +83,7 @@ class ReplayResult:
 
     @property
     def accepted_upper(self) -> float:
-        """Accepted drafts if all that was drafted behind the ends had been accepted."""
+        """Accepted drafts if all drafts after the ends had been accepted."""
         return self.accepted + float(self.unseen_S.sum())
 
     @property
@@ -108,7 +108,7 @@ class ReplayResult:
 
     def by_group(self, group_S: torch.Tensor) -> ReplayResult:
         """Counts summed over the sequences of each group (int64, 0 to G - 1), such as all answers
-        to a prompt: they are alike, and so one observation of an interval.
+        to a prompt: they are alike, and so form one observation of an interval.
         """
         groups = int(group_S.max()) + 1
 
@@ -144,7 +144,7 @@ def paired_difference(a: ReplayResult, b: ReplayResult, confidence: float = 0.95
 
 
 def extra_tokens(accepted_S: torch.Tensor, drafts_S: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Accepted drafts a step, and by how much each observation pulls at it: the linear form of a
+    """Accepted drafts per step, and how much each observation pulls on it: the linear form of a
     ratio of sums, whose squares add up to its variance.
     """
     drafts = drafts_S.sum().clamp(min=1e-12)
@@ -153,13 +153,13 @@ def extra_tokens(accepted_S: torch.Tensor, drafts_S: torch.Tensor) -> tuple[floa
 
 
 def student_interval(value: float, pull_S: torch.Tensor, tail: float) -> Interval:
-    """Interval of a value from the pulls of independent observations; fewer than two say nothing.
+    """Interval of a value from the pulls of independent observations; fewer than two give none.
 
-    With Student's quantile: a bootstrap gives the same for many observations, takes a thousand
-    draws for it, and is too narrow for few.
+    It uses Student's quantile: a bootstrap gives the same for many observations but needs a
+    thousand draws, and is too narrow for few.
 
     Args:
-        tail: probability that the truth lies beyond one end, for each end by itself.
+        tail: probability that the truth is beyond one end, for each end separately.
     """
     count = pull_S.numel()
     if count < 2:
@@ -204,8 +204,8 @@ def replay_sampled(
 def one_hot_acceptance(
     draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor, lengths_S: torch.Tensor
 ) -> torch.Tensor:
-    """Whether each one-hot draft is accepted, given that those before it were: 0 or 1, float64
-    `MK`, 0 behind a response's end.
+    """Whether each one-hot draft is accepted, given that the earlier ones were: 0 or 1, float64
+    `MK`, 0 after a response's end.
 
     Args:
         draft_ids_MK: int64, argmax of head 1..K at each row (`draft_ids_for_rows`).
@@ -222,13 +222,13 @@ def one_hot_acceptance(
 def draft_ratios(
     draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor
 ) -> torch.Tensor:
-    """log(q / p) of the rollout's own tokens as sampled drafts, float64 `MK`; no meaning behind a
+    """log(q / p) of the rollout's own tokens as sampled drafts, float64 `MK`; meaningless after a
     response's end.
 
     Args:
         draft_logprobs_MK: log q_k of the rollout's token at each row and head, at the draft
             temperature (`draft_logprobs_for_rows`).
-        logprobs_M: behaviour log-probs of the tokens, of the distribution that was really sampled
+        logprobs_M: behaviour log-probs of the tokens, of the distribution that was actually sampled
             from.
         lengths_S: int64 response lengths; they sum to M.
     """
@@ -240,16 +240,18 @@ def draft_ratios(
 
 
 def block_acceptance(ratios_MK: torch.Tensor) -> torch.Tensor:
-    """Probability that each sampled draft is accepted, given that those before it were, float64
-    `MK`, where drafts are verified as a block.
+    """Probability that each sampled draft is accepted, given that the earlier ones were, float64
+    `MK`, with block verification.
 
     Args:
         ratios_MK: `draft_ratios`.
     """
-    # That all of the first k are accepted: the least of 1 and of the products of q / p up to each.
+    # Probability that the first k are all accepted: the minimum of 1 and of the products of q / p
+    # up to each.
     reached_MK = ratios_MK.cumsum(1).cummin(1).values.clamp(max=0).exp()
     before_MK = torch.nn.functional.pad(reached_MK[:, :-1], (1, 0), value=1.0)
-    # Where nothing gets to, nothing gets further: that is no NaN. But those of broken heads show.
+    # A position that is never reached leads to no later one, which must not be NaN. NaN from broken
+    # heads still shows.
     return torch.where(before_MK == 0, before_MK, reached_MK / before_MK)
 
 
@@ -259,21 +261,21 @@ def better_temperatures(
     """For each head the one of Q draft temperatures (its index) with which most of its drafts are
     accepted.
 
-    Head by head, each given the temperatures of those before it. That of now is left only for one
-    whose gain is more than that gain's own error: on few rows all are about as good.
+    It goes head by head, each given the temperatures of the earlier ones. The current one is
+    replaced only if the gain exceeds its own error: on few rows all are about as good.
 
     Args:
-        ratios_QMK: `draft_ratios` with each temperature, -inf behind a response's end.
+        ratios_QMK: `draft_ratios` with each temperature, -inf after a response's end.
         group_M: int64, rows of a group (the answers to one prompt) are alike; the error is that
             between groups.
-        now_K: indices of the temperatures that hold now.
+        now_K: indices of the current temperatures.
     """
     groups = int(group_M.max()) + 1
-    # The products of q / p so far, and the least of them, as in `block_acceptance`; logarithms.
+    # The products of q / p so far, and their minimum, as in `block_acceptance`; logarithms.
     product_M = ratios_QMK.new_zeros(len(group_M))
     least_M = product_M
     chosen = list(now_K)
-    # The spread of one group is not known, so nothing can exceed it.
+    # The spread of a single group is unknown, so nothing can exceed it.
     for k, now in enumerate(now_K if groups > 1 else ()):
         product_QM = product_M + ratios_QMK[:, :, k]
         least_QM = torch.minimum(least_M, product_QM)
@@ -290,10 +292,10 @@ def better_temperatures(
 
 
 def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
-    """Replay when each position's acceptance probability (given that the ones before were accepted)
-    is known.
+    """Replay from each position's acceptance probability (given that the earlier ones were
+    accepted).
 
-    Entries whose target lies behind the end of the response are ignored.
+    Entries whose target is after the end of the response are ignored.
     """
     _check_lengths(accept_MK, lengths_S)
     lengths_S = lengths_S.to(torch.int64).cpu()
@@ -303,28 +305,29 @@ def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> Re
     segment_M = segments_from_lengths(lengths_S)
     place_M = torch.arange(accept_MK.shape[0]) - (lengths_S.cumsum(0) - lengths_S)[segment_M]
     left_M = lengths_S[segment_M] - 1 - place_M  # Tokens of the response after a row.
-    # The probability that all of the first k drafts are accepted, none behind the response's end.
+    # The probability that the first k drafts are all accepted, none of them after the response's
+    # end.
     within_MK = torch.arange(1, heads + 1) <= left_M.unsqueeze(1)
     runs_MK = (accept_MK.double().cpu() * within_MK).cumprod(1)
     # A run of j drafts leads j + 1 rows ahead: the refused one is corrected, or the target model
-    # adds one. Rows behind the end, and the last one of a response, lead nowhere.
+    # adds one. Rows after the end, and the last one of a response, lead nowhere.
     moves_MJ = torch.cat([torch.ones_like(runs_MK[:, :1]), runs_MK], dim=1)
     moves_MJ[:, :-1] -= runs_MK
     moves_MJ *= (left_M > 0).unsqueeze(1)
     moves_TJS = torch.zeros(longest, heads + 1, count, dtype=torch.float64)
     moves_TJS[place_M, :, segment_M] = moves_MJ
-    # Runs may lead behind the longest response; what arrives there is read no more.
+    # Runs may lead beyond the longest response; what arrives there is never read.
     visits_TS = torch.zeros(longest + heads + 1, count, dtype=torch.float64)
     visits_TS[0] = 1.0
-    # Row by row in order: a row's visits are complete only when all rows before have been left.
-    # All responses at once, and one operation a row: of 8,192 rows each operation counts.
+    # Row by row in order: a row's visits are complete only when all earlier rows are done. All
+    # responses at once, and one operation per row: with 8,192 rows each operation matters.
     for visits_S, moves_JS, ahead_JS in zip(
         visits_TS, moves_TJS, visits_TS[1:].unfold(0, heads + 1, 1).transpose(1, 2), strict=False
     ):
         ahead_JS.addcmul_(visits_S, moves_JS)
     visits_M = visits_TS[place_M, segment_M] * (left_M > 0)
     accepted_MK = visits_M.unsqueeze(1) * runs_MK
-    # The run has passed the response's end: what was drafted behind it is not seen.
+    # The run has passed the response's end, and drafts after it are not visible.
     ends_M = (left_M > 0) & (left_M < heads)
     run_M = runs_MK.gather(1, (left_M.clamp(1, heads) - 1).unsqueeze(1)).squeeze(1)
     unseen_M = visits_M * run_M * (heads - left_M) * ends_M
@@ -356,12 +359,12 @@ def draft_ids_for_rows(
     """argmax of every head at every row, int64 `MK`; conditioned heads read the rollout's own
     tokens, and pairs of the rollout before.
 
-    With `ids_W` drafts come from these tokens alone, and a token is its place among them.
+    With `ids_W` drafts come only from these tokens, and a token is given by its place among them.
 
     Args:
         condition_MK, context_Mn: `heads.targets.condition_ids` and `heads.targets.context_rows` of
             the rows.
-        texts: what heads that copy search; an engine copies from its best places alone.
+        texts: what heads that copy search; an engine copies only from its best places.
     """
     out_MK = torch.zeros(
         hidden_MD.shape[0], heads.config.num_heads, dtype=torch.int64, device=hidden_MD.device
@@ -404,13 +407,13 @@ def draft_logprobs_for_rows(
 
     Args:
         heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, texts, ids_W: as in
-        `draft_ids_for_rows`.
+            `draft_ids_for_rows`.
         targets_MK: int64 (`heads.targets.head_targets`).
-        temperatures: what head logits are divided by, beside each head's own: sampling temperature
-            x draft temperature.
+        temperatures: divisors of head logits, besides each head's own: sampling temperature x draft
+            temperature.
         top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the
             actor's. A token that is cut has -inf.
-        tops_QMK: takes up the largest log q of any token.
+        tops_QMK: filled with the largest log q of any token.
     """
     out_QMK = torch.zeros(
         len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device
@@ -449,15 +452,15 @@ def _logits(
     ids_W: torch.Tensor | None,
     chunk_rows: int | None,
 ) -> Iterator[tuple[slice, int, torch.Tensor]]:
-    """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV (of `ids_W`
-    alone, where they are given) over the head's own draft temperature.
+    """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV (only of
+    `ids_W`, if given) over the head's own draft temperature.
     """
     table_VD = (
         heads.own_lm_head(1) if lm_head_VD is None or heads.config.lm_head == "own" else lm_head_VD
     )
     table_VD = table_VD if ids_W is None else table_VD[ids_W]
     rows = chunk_rows or heads.vocabulary.chunk_rows(table_VD)
-    # Once: on a GPU each look would wait for the device.
+    # Once, because on a GPU each check would wait for the device.
     temperatures = heads.temperatures_K.tolist()
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)

@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 WITH_TEMPERATURES = 2
-"""Heads with draft temperatures of their own, which releases before 0.2 can't serve."""
+"""Heads with their own draft temperatures, which releases before 0.2 can't serve."""
 WITH_COPYING = 3
-"""Heads that copy, or have a feed-forward layer or more layers than one, with or without draft
+"""Heads that copy, or have a feed-forward layer or several layers, with or without draft
 temperatures. Releases before 0.4 can't serve them.
 """
 FORMAT_VERSIONS = (FORMAT_VERSION, WITH_TEMPERATURES, WITH_COPYING)
@@ -66,7 +66,7 @@ LM_HEAD_KEY = "lm_head.weight"
 OWN_SECTION = "medusa_ppo"
 DAMAGED = "The heads' configuration is damaged."
 MAX_CONFIG_BYTES = 1 << 20
-# Far beyond what anybody trains; sizes in a file decide what is allocated.
+# Far beyond what anybody trains: sizes in a file determine allocations.
 MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 64, 64, 1 << 17, 1 << 24
 MORE_BOUNDS = {
     "mlp_ratio": 64,
@@ -86,8 +86,8 @@ class HeadsMetadata:
         version: heads version (grows with every publish).
         checksum: of the trainable tensors, as `sha256_of(heads.trainable_state())`.
         dtype: of the trainable tensors.
-        lm_head_checksum: of the copy of the actor's lm_head, or empty when there is none.
-        metadata: whatever the writer noted; JSON values.
+        lm_head_checksum: of the copy of the actor's lm_head, or empty if there is none.
+        metadata: the writer's notes; JSON values.
     """
 
     version: int
@@ -98,7 +98,7 @@ class HeadsMetadata:
 
     @property
     def has_lm_head(self) -> bool:
-        """A copy of the actor's lm_head is included (stock vLLM needs it when the heads share
+        """Whether a copy of the actor's lm_head is included (stock vLLM needs it if the heads share
         one).
         """
         return bool(self.lm_head_checksum)
@@ -118,7 +118,7 @@ def save_heads(
     """Write a heads directory; a reader sees the old one or the new one, never a mixture.
 
     Args:
-        path: the directory; replaced when it is there.
+        path: the directory; replaced if it exists.
         heads: the heads.
         lm_head_VD: the actor's lm_head, written in the heads' dtype. Stock vLLM needs it when the
             heads share it.
@@ -151,7 +151,7 @@ def save_heads(
 
 
 def _format_version(config: HeadsConfig, with_temperatures: bool) -> int:
-    """The lowest that says everything: earlier releases then read what they can serve."""
+    """The lowest version that suffices, so that earlier releases can read what they can serve."""
     if config.has_new_parts:
         return WITH_COPYING
     return WITH_TEMPERATURES if with_temperatures else FORMAT_VERSION
@@ -171,12 +171,10 @@ def sync(file: IO[Any]) -> None:
 
 @contextmanager
 def new_directory(path: str | Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of `path` when the block ends well, and is gone
-    otherwise.
-    """
+    """A folder to fill, which replaces `path` if the block succeeds, and is removed otherwise."""
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it: a rename needs one file system.
+    # In the same place, since a rename needs one file system.
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
     try:
         yield temporary
@@ -188,10 +186,10 @@ def new_directory(path: str | Path) -> Iterator[Path]:
 
 
 def stock_config(config: HeadsConfig, *, biased: bool = False) -> dict[str, Any]:
-    """The keys that stock vLLM's Medusa reads, with names that it refuses for kinds that it can't
+    """The keys that stock vLLM's Medusa reads, with names that it rejects for kinds that it can't
     run.
 
-    There is no other key with `num` in it: vLLM would take it for one of these.
+    No other key contains `num`: vLLM would mistake it for one of these.
     """
     stock = config.kind == "medusa"
     return {
@@ -208,8 +206,8 @@ def stock_config(config: HeadsConfig, *, biased: bool = False) -> dict[str, Any]
 
 
 def _replace_directory(new: Path, path: Path) -> None:
-    """Put `new` in the place of `path`. Between the two renames the old one stands at
-    `previous_of(path)`, where readers look too.
+    """Replace `path` with `new`. Between the two renames the old one is at `previous_of(path)`,
+    where readers also look.
     """
     previous = previous_of(path)
     if os.path.lexists(path):
@@ -220,8 +218,8 @@ def _replace_directory(new: Path, path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a folder with what is in it; of a link to one only the link, which `shutil.rmtree`
-    would refuse and leave.
+    """Remove a folder with its content; for a link only the link, which `shutil.rmtree` would
+    refuse to remove.
     """
     if path.is_symlink():
         path.unlink()
@@ -230,7 +228,7 @@ def remove_directory(path: Path) -> None:
 
 
 def previous_of(path: Path) -> Path:
-    """Where the old directory stands while a new one takes its place."""
+    """Where the old directory is while a new one replaces it."""
     return path.with_name(f".{path.name}.previous")
 
 
@@ -247,7 +245,8 @@ def load_heads(
         hidden_size, vocab_size: sizes of the actor that the heads must fit, when known.
 
     Raises:
-        CheckpointError: the directory is missing, damaged, of an unknown format, or of other sizes.
+        CheckpointError: the directory is missing, damaged, of an unknown format, or has other
+            sizes.
     """
     weights, config, metadata, shapes = _open(path)
     for name, actor in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
@@ -278,7 +277,7 @@ def load_lm_head(path: str | Path) -> torch.Tensor | None:
 
 
 def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str, tuple[int, ...]]]:
-    """Where the weights really are, the configuration that their header agrees with, and the shapes
+    """Where the weights actually are, the configuration that matches their header, and the shapes
     of all tensors.
     """
     path = Path(path).absolute()
@@ -294,11 +293,11 @@ def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str,
             f"a folder with {CONFIG_NAME} and {WEIGHTS_NAME}",
             "Check the path.",
         )
-    # The small file first: it bounds what the large one may hold.
+    # The small file first, because it limits what the large one may hold.
     config, metadata, version = _read_config(file_inside(path, CONFIG_NAME))
     weights = file_inside(path, WEIGHTS_NAME)
     names: Container[str] = (TEMPERATURES,) if version == WITH_TEMPERATURES else ()
-    if version == WITH_COPYING:  # May have temperatures, and has them where they are not all 1.
+    if version == WITH_COPYING:  # May have temperatures, and has them if they are not all 1.
         names = read_header(weights, MAX_HEADS_HEADER_BYTES)
     shapes = config.shapes_among(names)
     if metadata.has_lm_head:
@@ -349,13 +348,11 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata, int]:
 
 
 def _refuse_gone_kind(path: Path, heads: object) -> None:
-    """Heads of a kind that earlier releases had are whole: their owner is told what to do with
-    them, not that they are damaged.
-    """
+    """Heads of a removed kind are not damaged: tell their owner what to do with them."""
     kind = heads.get("kind") if isinstance(heads, dict) else None
     if isinstance(kind, str) and kind in GONE_KINDS:
         raise _damaged(
-            f"Heads of kind {kind} are gone since 0.4.0.",
+            f"Heads of kind {kind} were removed in 0.4.0.",
             f"{path}: kind {kind}",
             " | ".join(KINDS),
             GONE_KINDS[kind],
@@ -365,7 +362,7 @@ def _refuse_gone_kind(path: Path, heads: object) -> None:
 def _check_config(
     path: Path, raw: dict[str, Any], config: HeadsConfig, metadata: HeadsMetadata
 ) -> None:
-    """Bounds, types, and that the keys for vLLM say the same as our own."""
+    """Check limits, types, and that the keys for vLLM agree with our own."""
     sizes = {
         "num_heads": MAX_HEADS,
         "num_layers": MAX_LAYERS,

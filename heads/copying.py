@@ -1,9 +1,9 @@
 """Copying: an attention from the last tokens of a text to what followed such tokens before.
 
-Most of what a policy says stands already in its prompt, or in what it has said so far. A head that
-sees the last few hidden states can't reach that; this attention can. It reads tokens alone, no
-hidden states of what it searches, so any text can be searched: a prompt that came from a prefix
-cache, or the response to another request.
+Most of what a policy says already occurs in its prompt, or in its response so far. A head that sees
+only the last few hidden states can't reach that; this attention can. It searches by tokens only,
+not by hidden states, so any text can be searched: a prompt that came from a prefix cache, or the
+response to another request.
 
 Shape letters: G texts, T tokens of the longest, N rows, R rows of one text, U different tokens, K
 heads, D hidden, A parts of the attention, w width of a part, M tokens of a key, m best places.
@@ -16,11 +16,11 @@ For a row whose newest known token x_{t+1} stands at place i of its text, and n(
               in A parts
     c_k     = [sum_j a_j n(e(x_{j+k}))] of all parts, A D numbers, for draft k = 1..K
 
-A place counts when its K followers are known and of the same part of the text: a text may consist
-of several parts (earlier responses, then prompt and response), and neither a key nor a follower
+A place counts if its K followers are known and in the same part of the text: a text may consist of
+several parts (earlier responses, then prompt and response), and neither a key nor a follower
 crosses from one part to the next. Everything is known before a draft is drawn, so the distribution
-that drafts are drawn from stays exact whatever is left out: an engine takes the best places of each
-part alone (`SERVED_PLACES`).
+that drafts are drawn from stays exact whatever is left out: an engine uses only the best places of
+each part (`SERVED_PLACES`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from heads.heads_config import GAP, KEY_TOKENS
 MISSING = -1
 """Part of tokens that pad a text; place of rows that pad the rows of a text."""
 STRETCH = 256
-"""Rows so near to each other search one text."""
+"""Rows this close to each other search the same text."""
 SERVED_PLACES = 2
 """Best places of each part of the attention that an engine copies from. With two of them the same
-heads lose less than 0.01 tokens a step against all places, and a step reads a few rows of the
-embedding where it would multiply by all of the text.
+heads lose less than 0.01 tokens a step compared with all places, and a step reads a few rows of the
+embedding instead of multiplying by the whole text.
 """
 AGE_STEP = 2.0**-14
-"""What a score loses for each token that lies between: next to nothing, but of two places that are
-alike to the bit every one who searches takes the newer.
+"""What a score loses per token of distance: almost nothing, but it makes every search choose the
+newer of two places that are equal to the bit.
 """
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Token ids `[N]` -> their normalised embeddings `[N, D]`."""
@@ -55,11 +55,11 @@ class Text(NamedTuple):
 
     Attributes:
         ids_GT: int64, the tokens of each text.
-        parts_GT: int64, the part of its text that each token belongs to; MISSING where the text
-            has ended.
-        places_GR: int64, where the newest known token of each row stands in its text; MISSING where
-            a text has fewer rows than others.
-        order_N: int64, where each row stands among G x R.
+        parts_GT: int64, the part of its text that each token belongs to; MISSING after the text's
+            end.
+        places_GR: int64, the place of each row's newest known token in its text; MISSING if a text
+            has fewer rows than others.
+        order_N: int64, each row's place among G x R.
         window: places of a row's own part that are searched, counted back from its newest token;
             None: all of them.
     """
@@ -82,7 +82,7 @@ class Text(NamedTuple):
         """
         Args:
             text_N: int64, which text each row searches.
-            place_N: int64, where its newest known token x_{t+1} stands there.
+            place_N: int64, the place of its newest known token x_{t+1} there.
         """
         texts = ids_GT.shape[0]
         by_text_N = text_N.argsort(stable=True)
@@ -112,11 +112,11 @@ class Texts(NamedTuple):
     """The texts of a batch of responses, one after the other; `Texts.of` makes it.
 
     Attributes:
-        ids_X: int64, every token of every text: earlier parts, each with a GAP behind it, then the
+        ids_X: int64, every token of every text: earlier parts, each followed by a GAP, then the
             prompt and the response.
-        starts_S, own_S: int64, where the text of each sequence starts, and where its own part
-            does, which is its prompt.
-        sequence_M, place_M: int64, the sequence of each response token, and where it stands.
+        starts_S, own_S: int64, where each sequence's text starts, and where its own part (its
+            prompt) does.
+        sequence_M, place_M: int64, the sequence of each response token, and its place.
         window: see `Text`.
     """
 
@@ -138,8 +138,8 @@ class Texts(NamedTuple):
     ) -> Texts:
         """
         Args:
-            before_ids: what stands before each response, one after the other: earlier parts, each
-                with a GAP behind it, then the prompt.
+            before_ids: the tokens before each response, one after the other: earlier parts, each
+                followed by a GAP, then the prompt.
             before_S: int64, how many of these tokens each sequence has.
             response_ids_M, lengths_S: the responses.
         """
@@ -159,13 +159,13 @@ class Texts(NamedTuple):
         return cls(ids_X, starts_S, own_S, sequence_M, place_M, window)
 
     def of_rows(self, rows_N: torch.Tensor) -> Text:
-        """What some rows of the batch search: row m stands at the response's token m, which is its
+        """What some rows of the batch search: row m is at the response's token m, which is its
         x_{t+1}.
         """
         sequence_N = self.sequence_M[rows_N]
         place_N = self.place_M[rows_N]
-        # Rows that are far from each other in one long response are given a text each, or all of
-        # them would carry the tokens between them.
+        # Rows that are far apart in one long response get separate texts, or all of them would
+        # carry the tokens in between.
         stretch_N = (place_N - self.own_S[sequence_N]) // STRETCH
         most = int(stretch_N.max()) + 1 if stretch_N.numel() else 1
         groups_G, group_N = (sequence_N * most + stretch_N).unique(return_inverse=True)
@@ -222,8 +222,8 @@ def copied(
         text: what is searched.
         embed: normalised embeddings of token ids.
         query_weight, key_weight: `[A w, M D]`.
-        none_A: what the attention gives to no place at all, by part.
-        num_heads: K; a place needs as many followers.
+        none_A: the score of copying nothing, by part.
+        num_heads: K; a place needs that many followers.
         places: best places of each part that count; None: all of them, as heads are trained.
     """
     parts = none_A.shape[0]
@@ -238,7 +238,8 @@ def copied(
     age_GRT = text.places_GR.unsqueeze(2) - places_T
     score_GART = score_GART - (AGE_STEP * age_GRT).unsqueeze(1)
     score_GART = score_GART.masked_fill(~searched_GRT.unsqueeze(1), -torch.inf)
-    # Followers of the last places lie behind the end of the tensor; nobody searches those places.
+    # Followers of the last places are beyond the end of the tensor; those places are never
+    # searched.
     followers_GT = F.pad(index_GT, (0, num_heads))
     if places is None:
         found = _of_all_places(score_GART, none_A, embedded_UD, followers_GT, num_heads)
@@ -274,8 +275,8 @@ def _last_tokens(
 ) -> torch.Tensor:
     """`weight` times the embeddings of the last M tokens up to each place, `[G, R, A, w]`.
 
-    Each token's share of the product is made once, however often the token occurs. A token of
-    another part of the text counts as nothing.
+    Each token's share of the product is computed once, however often it occurs. A token of another
+    part of the text counts as zero.
     """
     width = embedded_UD.shape[1]
     tokens = weight.shape[1] // width
@@ -283,7 +284,7 @@ def _last_tokens(
     part_GR = text.parts_GT.gather(1, places_GR)
     total: torch.Tensor | None = None
     for back in range(tokens):
-        block = tokens - 1 - back  # The columns stand oldest token first.
+        block = tokens - 1 - back  # Columns are ordered with the oldest token first.
         share_UW = F.linear(embedded_UD, weight[:, block * width : (block + 1) * width])
         before_GR = (places_GR - back).clamp_min(0)
         share_GRW = F.embedding(index_GT.gather(1, before_GR), share_UW)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 
 class MedusaError(Exception):
-    """Base of all errors that are meant for a reader.
+    """Base of all errors meant for users.
 
     Args:
         problem: one sentence that says what is wrong.
@@ -80,7 +80,7 @@ class ModelError(UsageError):
 
 
 class RunError(MedusaError):
-    """The request was right; carrying it out failed."""
+    """The request was valid; carrying it out failed."""
 
 
 class CheckpointError(RunError):
@@ -100,7 +100,7 @@ class SwapError(EngineError):
 
 
 class UnsupportedVersionError(EngineError):
-    """A version of a foreign library that was never checked."""
+    """An unchecked version of another library."""
 
 
 class FeedError(RunError):

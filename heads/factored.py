@@ -1,5 +1,5 @@
-"""Logits of draft heads before the product with lm_head: what losses and replay multiply out chunk
-by chunk.
+"""Logits of draft heads before the product with lm_head, which losses and replay compute chunk by
+chunk.
 
 Shape letters: N rows, K heads, D hidden, V vocabulary.
 """
@@ -33,8 +33,8 @@ class FactoredLogits(NamedTuple):
         return torch.stack([head_logits(self, head, slice(None)) for head in heads], dim=1)
 
     def of_tokens(self, ids_W: torch.Tensor, rows_WD: torch.Tensor | None = None) -> FactoredLogits:
-        """Logits of some tokens alone, in their order. `rows_WD`: their rows of the shared lm_head,
-        where they were looked up before.
+        """Logits of only some tokens, in their order. `rows_WD`: their rows of the shared lm_head,
+        if already looked up.
         """
         return self._replace(weight=self.weight[..., ids_W, :] if rows_WD is None else rows_WD)
 

@@ -12,39 +12,38 @@ from heads.errors import ConfigError
 
 KINDS = ("medusa", "hydra")
 GONE_KINDS = {
-    "markov": "Train heads of kind hydra: they read the token before as well, and all since h_t."
+    "markov": "Train heads of kind hydra: they also read the previous token, and all since h_t."
 }
-"""Kinds that earlier releases had -> what to do instead."""
+"""Removed kinds -> what to do instead."""
 GONE_FIELDS = ("rank",)
-"""Fields of kinds that are gone. Older files have them, and they said nothing of other kinds."""
+"""Fields of removed kinds. Older files have them, but they meant nothing for other kinds."""
 LM_HEADS = ("shared", "own")
 MOST_HEADS = 31
-"""Random numbers are laid out for so many drafts at each position (`medusa_ppo/drafting`)."""
+"""Random numbers are laid out for this many drafts at each position (`medusa_ppo/drafting`)."""
 TEMPERATURES = "temperatures"
-"""File key of what each head's logits are divided by when drafts are sampled; left out where all
-are 1.
+"""File key of the draft temperatures, the divisors of each head's logits; left out if all are 1.
 """
 PART_WIDTH = 64
 """Width of one part of an attention."""
 CPU_CHUNK = 1 << 22
-"""Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold."""
+"""Float32 logits of one chunk (16 MiB): about the size of a CPU's caches."""
 GPU_CHUNK = 1 << 26
-"""256 MiB: a chunk reads the whole lm_head, which takes some hundred rows until the products hide
-it.
+"""256 MiB: a chunk reads the whole lm_head, and it takes some hundred rows before the products hide
+that.
 """
 GAP = -1
-"""Token id that stands between two parts of a text that heads copy from."""
+"""Token id between two parts of a text that heads copy from."""
 COPY_WINDOW = 1024
 """Places of a request's prompt and response that heads copy from, counted back from the newest
-token. It bounds what an engine keeps of a request and reads in a step.
+token. It limits what an engine stores per request and reads per step.
 """
 KEY_TOKENS = 16
 """Most tokens that a key of the copying attention may be made of."""
 LEAST_COPY_RANK = 256
-"""What is copied enters the cell through at least so many numbers (fewer where D is smaller)."""
+"""Copied tokens enter the cell through at least this many numbers (fewer if D is smaller)."""
 
 SINCE_COPYING = ("context_layers", "feed_forward", "copy_parts", "copy_tokens")
-"""Fields that format version 3 brought. At these defaults heads are those of earlier versions."""
+"""Fields added by format version 3. With these defaults heads equal those of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,17 @@ class HeadsConfig:
         vocab_size: V, rows of the actor's lm_head (not the tokenizer's length).
         num_heads: K; head k (1..K) reads h_t and predicts x_{t+1+k}.
         kind: `medusa` (h_t only) or `hydra` (plus the embeddings of all tokens drafted since h_t).
-        num_layers: residual blocks per head, each with weights of its own.
+        num_layers: residual blocks per head, each with its own weights.
         lm_head: `shared` (the actor's, frozen) or `own` (one trainable lm_head per head).
         mlp_ratio: width of the hydra MLP's inner layer, or of the cell's state, in multiples of D.
         context: pairs (h_j, x_{j+1}) up to (h_t, x_{t+1}) that heads of kind hydra attend to; 0:
             none. Heads with a context share one gated cell, the others have an MLP each.
         context_layers: attentions over these pairs, one after the other.
-        feed_forward: inner width of the feed-forward layer after each attention, in multiples of
-            D; 0: none.
+        feed_forward: inner width of the feed-forward layer after each attention, in multiples of D;
+            0: none.
         copy_parts: A, parts of the attention that copies from the text (`heads/copying.py`); 0:
-            nothing is copied. Needs a context, whose cell takes up what was copied.
-        copy_tokens: M, tokens that a key of this attention is made of.
+            nothing is copied. Needs a context, whose cell receives what was copied.
+        copy_tokens: M, tokens per key of this attention.
     """
 
     hidden_size: int
@@ -119,14 +118,14 @@ class HeadsConfig:
             self._check_whole(name, least=0)
         if self.copy_tokens > KEY_TOKENS:
             raise ConfigError(
-                "A key of so many tokens is not supported.",
+                "A key with this many tokens is not supported.",
                 given=f"copy_tokens={self.copy_tokens}",
                 expected=f"<= {KEY_TOKENS}",
                 do="Make copy_tokens smaller.",
             )
         if self.num_heads > MOST_HEADS:
             raise ConfigError(
-                "So many heads can't draft.",
+                "This number of heads is not supported.",
                 given=self.num_heads,
                 expected=f"num_heads <= {MOST_HEADS}",
                 do="Train fewer.",
@@ -178,8 +177,8 @@ class HeadsConfig:
 
     @property
     def context_parts(self) -> int:
-        """Parts of the attention over pairs, which is as wide as the hidden state: the most that
-        divide D at PART_WIDTH or wider.
+        """Number of parts of the attention over pairs: the most that divide the hidden size at
+        PART_WIDTH or wider.
         """
         most = max(1, self.hidden_size // PART_WIDTH)
         return max(part for part in range(1, most + 1) if self.hidden_size % part == 0)
@@ -196,20 +195,20 @@ class HeadsConfig:
 
     @property
     def copy_rank(self) -> int:
-        """Numbers through which what was copied enters the cell. A quarter of D keeps copying
-        below 4 D^2 parameters where D is large.
+        """Width through which copied tokens enter the cell. A quarter of D keeps copying below 4
+        D^2 parameters for large D.
         """
         return min(self.hidden_size, max(LEAST_COPY_RANK, self.hidden_size // 4))
 
     @property
     def has_new_parts(self) -> bool:
-        """Whether a reader has to know format version 3."""
+        """Whether a reader must support format version 3."""
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         return any(getattr(self, name) != fields[name] for name in SINCE_COPYING)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """File key -> shape of every trainable tensor (heads/FORMAT.md); the order is head by head,
-        then what all heads have in common.
+        then what all heads share.
 
         In a key, head indices count from 0: index k-1 belongs to head k.
         """
@@ -225,7 +224,7 @@ class HeadsConfig:
             if self.kind == "hydra" and not self.context:
                 shapes[f"mlps.{k}.in.weight"] = (H, D * (k + 2))
                 shapes[f"mlps.{k}.out.weight"] = (D, H)
-        # Without a context heads have nothing in common.
+        # Without a context heads share nothing.
         if not self.context:
             return shapes
         F = D * self.feed_forward
@@ -249,13 +248,13 @@ class HeadsConfig:
         return shapes
 
     def shapes_among(self, names: Container[str]) -> dict[str, tuple[int, ...]]:
-        """`tensor_shapes`, and that of the draft temperatures where `names` hold them."""
+        """`tensor_shapes`, plus the draft temperatures if `names` contains them."""
         temperatures = {TEMPERATURES: (self.num_heads,)} if TEMPERATURES in names else {}
         return self.tensor_shapes() | temperatures
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for `from_dict` and for JSON. Fields that earlier readers do
-        not know are left out where they say nothing new.
+        not know are left out if they are at their defaults.
         """
         values = dataclasses.asdict(self)
         if not self.has_new_parts:
@@ -266,7 +265,7 @@ class HeadsConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> HeadsConfig:
-        """Build from a mapping; an unknown key is an error that names the nearest valid one."""
+        """Build from a mapping; an unknown key is an error that names the closest valid one."""
         names = [field.name for field in dataclasses.fields(cls)]
         values = {key: value for key, value in values.items() if key not in GONE_FIELDS}
         for key in values:
@@ -290,7 +289,7 @@ class HeadsConfig:
 
 
 def context_prefix(layer: int) -> str:
-    """What the file keys of an attention over pairs begin with; the first has no number, as in the
-    format versions that knew one only.
+    """Prefix of the file keys of an attention over pairs; the first has no number, as in format
+    versions with only one.
     """
     return "context" if layer == 0 else f"context.{layer}"

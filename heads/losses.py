@@ -1,5 +1,5 @@
 """Losses of the draft heads: chunked ones whose memory does not grow with rows x vocabulary, and
-the plain references beside them.
+plain references.
 
 Shape letters: N rows, M rows of the batch they were taken from, K heads, D hidden, V vocabulary, C
 rows of one chunk.
@@ -7,11 +7,10 @@ rows of one chunk.
 For every loss here the gradient of one row and head with respect to its logits has the form  c * (q
 - target),  where q is the head's softmax: cross-entropy (c = 1, target one-hot), total variation on
 on-policy tokens (c = q(y)/p(y) where q(y) < p(y), else 0), their mix, and KL to the actor's own
-distribution (c = 1, target p); exact total variation is alike. So the chunked form computes the
-gradient of a chunk in the forward pass, while the chunk's logits are still there, and never holds
-more than one chunk of them. Softmax, logarithms and sums are float32.
-
-Each head has a loss of its own; callers add them up. The actor's lm_head never gets a gradient.
+distribution (c = 1, target p); exact total variation is similar. So the chunked form computes the
+gradient of a chunk in the forward pass, while the chunk's logits still exist, and never holds more
+than one chunk of them. Softmax, logarithms and sums are float32. Each head has its own loss;
+callers add them up. The actor's lm_head never gets a gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from heads.errors import ConfigError
 from heads.factored import FactoredLogits, head_logits
 from heads.vocabulary import WHOLE, Vocabulary
 
-# Of a named loss without a part that pulls from afar.
+# Warm-up steps of a named loss that has no gradient far from its optimum.
 WARM_UP_STEPS = 60
 
 # Cross-entropy or KL in the mixed ones pulls where total variation has no gradient yet.
@@ -58,8 +57,8 @@ class LossConfig:
         exact_tv: weight of 1 - sum min(p, q) against the actor's own distribution: what `tv`
             estimates from one token.
         warm_up_steps: optimizer steps of plain cross-entropy before this loss begins. Total
-            variation alone has next to no gradient where q(y) is far below p(y), and heads that
-            start as lm_head begin there.
+            variation alone has almost no gradient where q(y) is far below p(y), which is where
+            heads that start as lm_head begin.
     """
 
     ce: float = 1.0
@@ -84,7 +83,7 @@ class LossConfig:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the actor's own distribution is read."""
+        """Whether the loss needs the actor's own distribution."""
         return self.kl > 0 or self.exact_tv > 0
 
     @classmethod
@@ -104,7 +103,7 @@ class LossConfig:
 
 
 class Teacher(NamedTuple):
-    """The actor's own distribution of every target, not multiplied out: softmax(lm_head
+    """The actor's own distribution of every target, in factored form: softmax(lm_head
     hidden[rows[n, k]] / temperature), cut.
 
     Attributes:
@@ -113,9 +112,9 @@ class Teacher(NamedTuple):
             (`heads.targets.head_teacher_rows`).
         lm_head_VD: the actor's lm_head.
         temperature, top_k, top_p: how the rollouts were sampled.
-        lse_M: where lm_head_VD has the rows of some tokens only, the logarithm of the sum over all
-            of them, by row of `hidden_MD` (`known_lse`): p is then that of these tokens among all,
-            and sums to less than 1.
+        lse_M: if lm_head_VD has only some tokens' rows, the log of the sum over all tokens, by row
+            of `hidden_MD` (`known_lse`): p is then normalised over all tokens and sums to less than
+            1.
     """
 
     hidden_MD: torch.Tensor
@@ -133,8 +132,8 @@ class Teacher(NamedTuple):
         logits_CV = vocabulary.truncate(logits_CV, self.top_k, self.top_p)
         if self.lse_M is None:
             return vocabulary.log_softmax(logits_CV)
-        # The log-prob that it follows from is the engine's, the logits are not: where the two
-        # differ (rounding, an older policy), the sum over some tokens must not exceed that of all.
+        # It is derived from the engine's log-prob, but from our logits: if the two differ
+        # (rounding, an older policy), the sum over some tokens must not exceed that over all.
         lse_C1 = torch.maximum(self.lse_M[rows_C].unsqueeze(1), vocabulary.logsumexp(logits_CV))
         return logits_CV.sub_(lse_C1)
 
@@ -146,7 +145,7 @@ class Teacher(NamedTuple):
         """
         rows_CK = self.rows_NK[rows]
         used_U, places_CK = rows_CK.unique(return_inverse=True)
-        # Little is shared: head by head no table of them all has to be held.
+        # Little is shared: going head by head avoids a table of them all.
         if 2 * used_U.numel() > rows_CK.numel():
             held: dict[int, torch.Tensor] = {}
 
@@ -168,8 +167,8 @@ def known_lse(
     lm_head_VD: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """`Teacher.lse_M` without a product with all rows: from a token's logit and its log-prob in
-    what was sampled from.
+    """`Teacher.lse_M` without a product with all rows: from a token's logit and its log-prob under
+    the sampling distribution.
     """
     logit_M = (hidden_MD.float() * lm_head_VD[ids_M].float()).sum(-1) / temperature
     return logit_M - logprobs_M.float()
@@ -200,7 +199,7 @@ def head_loss(
         temperature: sampling temperature of the rollouts. The heads' logits are divided by it, as
             the actor's are when it samples: heads trained at one temperature then fit the others
             too, and heads that start as lm_head start right.
-        chunk_rows: rows of one chunk; None: as many as the vocabulary says.
+        chunk_rows: rows of one chunk; None: by the size of the vocabulary.
         vocabulary: where the tokens are (`heads.vocabulary` of the heads).
     """
     rows = chunk_rows or vocabulary.chunk_rows(factored.head_weight(0))
@@ -219,8 +218,8 @@ def reference_head_loss(
     teacher_logits_NKV: torch.Tensor | None = None,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """What `head_loss` computes, written the plain way with autograd; teacher logits are already
-    divided by the temperature.
+    """What `head_loss` computes, written plainly with autograd; teacher logits are already divided
+    by the temperature.
     """
     logq_NKV = F.log_softmax(logits_NKV.float() / temperature, dim=-1)
     logq_NK = logq_NKV.gather(-1, targets_NK.unsqueeze(-1)).squeeze(-1)
@@ -246,7 +245,7 @@ def reference_head_loss(
 
 @dataclass
 class _Job:
-    """What a chunked loss reads besides the tensors that may want gradients."""
+    """Inputs of a chunked loss besides the tensors that may need gradients."""
 
     targets_NK: torch.Tensor
     mask_NK: torch.Tensor
@@ -264,7 +263,7 @@ class _Job:
         return teacher is None or teacher.top_k > 0 or teacher.top_p < 1
 
     def check(self, expected: tuple[int, ...]) -> None:
-        """ConfigError when something does not fit features of so many rows and heads, or is missing
+        """Raise ConfigError if something does not fit the features' rows and heads, or is missing
         for the loss.
         """
         for name, tensor in (
@@ -327,7 +326,7 @@ class _Gradients:
             self.features_NKD[rows, head] = dfeatures_CD.to(self.features_NKD.dtype)
         if self.weight_KVD is not None:
             features_CD = factored.features_NKD[rows, head].to(dlow_CV.dtype)
-            # In 16 bits the sum over many chunks would lose the later ones.
+            # In 16 bits a sum over many chunks would lose the later ones.
             self.weight_KVD[head] += (dlow_CV.T @ features_CD).float()
 
 
@@ -380,9 +379,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError(
-                "The gradients of a chunked loss are used up by the first backward pass."
-            )
+            raise RuntimeError("The first backward pass consumes the gradients of a chunked loss.")
         scale_K = grad_K.float() * ctx.inverse_K
         shapes = (scale_K.view(1, -1, 1), scale_K.view(-1, 1, 1))
         scaled = [
@@ -391,8 +388,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 ctx.gradients.in_order(), shapes, ctx.dtypes, strict=True
             )
         ]
-        # They were scaled in place; held any longer they would take their memory beside the
-        # optimizer's.
+        # They were scaled in place; keeping them would hold memory next to the optimizer's.
         ctx.gradients = None
         return None, *scaled
 
@@ -434,7 +430,7 @@ def _row_losses(
         ratio_C = log_ratio_C.clamp(max=0).exp()
         loss_C = loss_C + config.tv * (1 - ratio_C)
         pull_C = pull_C + config.tv * ratio_C * (log_ratio_C < 0)
-    # Here and below in place: a chunk's logits are the largest tensors of a training step.
+    # In place, here and below: a chunk's logits are the largest tensors of a training step.
     logq_CV = logits_CV.sub_(lse_C1)
     if logp_CV is None:
         if weight_C is None:

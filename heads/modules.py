@@ -1,6 +1,6 @@
 """MedusaHeads: draft heads as trainable tensors, teacher-forced.
 
-`medusa_ppo.drafting` asks the same heads step by step.
+`medusa_ppo.drafting` runs the same heads step by step.
 
 Shape letters: B batch, T rows, N rows of any kind (all leading dims flattened), K heads, L residual
 layers, D hidden, V vocabulary, H inner width of the hydra MLP or cell, F inner width of the feed-
@@ -13,10 +13,10 @@ Head k (1..K) reads h_t and predicts x_{t+1+k}. What it computes, all without bi
     hydra    f = h_t + out[k] SiLU(in[k] [n(h_t); n(e(x_{t+1})); ...; n(e(x_{t+k}))])
     both     logits = lm_head f', with f' = f after L residual blocks f + SiLU(W f)
 
-where n(v) = v / rms(v), so that the size of embeddings doesn't matter.
+where n(v) = v / rms(v), so that the scale of embeddings doesn't matter.
 
 With a context of n pairs (kind hydra), m_j = [n(h_j); n(e(x_{j+1}))], and one recurrent cell for
-all heads in the place of the MLPs:
+all heads instead of the MLPs:
 
     b   = h_t, and then for each layer of the context
           b + out sum_j a_j (value m_j)            a: softmax over the pairs j = t-n+1 .. t that are
@@ -58,17 +58,17 @@ STACKED = {
 }
 """File key -> parameter of all heads, in the file's order (the residual blocks come first)."""
 SHARED_PREFIXES = ("context", "copy", "cell")
-"""What file keys and parameters begin with that all heads have in common."""
+"""Prefixes of file keys and parameters that all heads share."""
 STARTS_AT_ZERO = ("mlp_out", "cell_out")
-"""Parameters without which a head says what lm_head says, beside the blocks and the `out` of each
-layer of the context.
+"""Parameters that must be zero for a head to equal lm_head, besides the blocks and the `out` of
+each layer of the context.
 """
 COPY_START = 0.5
-"""Size at which the two products start through which copied tokens enter the cell."""
+"""Initial scale of the two products through which copied tokens enter the cell."""
 
 
 def shared_parameters(config: HeadsConfig) -> dict[str, str]:
-    """File key -> parameter that all heads have in common, in the file's order."""
+    """File key -> parameter that all heads share, in the file's order."""
     return {
         key: key.removesuffix(".weight").replace(".", "_")
         for key in config.tensor_shapes()
@@ -82,8 +82,8 @@ class Context(NamedTuple):
     Attributes:
         hidden_PD: the states of the pairs.
         ids_P: int64, their tokens.
-        places_Nn: int64, where the pairs at each row's last n positions stand among them, oldest
-            first, its own last; MISSING: nowhere.
+        places_Nn: int64, the places among them of the pairs at each row's last n positions, oldest
+            first, its own last; MISSING: none.
     """
 
     hidden_PD: torch.Tensor
@@ -100,7 +100,7 @@ class Context(NamedTuple):
 
 
 def _random(rows: int, columns: int) -> nn.Parameter:
-    """A product that keeps the size of what it is given, at the start."""
+    """A product that initially keeps the scale of its input."""
     return nn.Parameter(torch.randn(rows, columns) / columns**0.5)
 
 
@@ -115,8 +115,8 @@ class MedusaHeads(nn.Module):
 
     Attributes:
         vocabulary: operations over the tokens of lm_head and tables.
-        temperatures_K: what the logits of each head are divided by when drafts are sampled; not
-            trained by gradients.
+        temperatures_K: divisors of each head's logits when drafts are sampled; not trained by
+            gradients.
     """
 
     vocabulary: Vocabulary = WHOLE
@@ -132,7 +132,7 @@ class MedusaHeads(nn.Module):
         K = config.num_heads
         D = config.hidden_size
         V = config.vocab_size
-        # Not in state_dict: files have them only where they are not all 1 (`trainable_state`).
+        # Not in state_dict: files have them only if they are not all 1 (`trainable_state`).
         self.register_buffer("temperatures_K", torch.ones(K), persistent=False)
         self.blocks = nn.ParameterList(
             [nn.Parameter(torch.zeros(K, D, D)) for _ in range(config.num_layers)]
@@ -170,7 +170,7 @@ class MedusaHeads(nn.Module):
         config = self.config
         D = config.hidden_size
         self.copy_query = _random(config.copy_width, config.copy_tokens * D)
-        # Alike at the start: tokens then find the same tokens before anything was learned.
+        # Equal at the start, so that tokens find the same tokens before anything is learned.
         self.copy_key = nn.Parameter(self.copy_query.detach().clone())
         self.copy_none = nn.Parameter(torch.zeros(config.copy_parts))
         value = torch.randn(config.copy_rank, config.copy_parts * D) / D**0.5
@@ -184,8 +184,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def untrained(self) -> bool:
-        """They stand where they start: every head equals lm_head (its own one too, if that is what
-        it was set to).
+        """Whether they are untrained: every head equals lm_head (even its own, if that was copied).
         """
         outputs = [
             parameter
@@ -198,7 +197,7 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def init_own_lm_heads(self, lm_head_VD: torch.Tensor) -> None:
-        """Copy the actor's lm_head into every own one. ConfigError when the heads share it
+        """Copy the actor's lm_head into every own one. Raises ConfigError if the heads share it
         instead.
         """
         own_KVD = self._own_lm_heads()
@@ -251,7 +250,8 @@ class MedusaHeads(nn.Module):
                 rms_normalise(base_ND),
                 *(self._embed(ids_N, table_VD) for ids_N in condition_NK.unbind(1)),
             ]
-            # Unbound: autograd would fill zeros of the whole tensor for each part that is selected.
+            # Unbound, since autograd would allocate zeros of the whole tensor for each selected
+            # part.
             weights = zip(self.mlp_in, self.mlp_out.unbind(0), strict=True)
             mlps = [
                 F.linear(F.silu(F.linear(torch.cat(inputs[: k + 2], -1), into)), out)
@@ -358,9 +358,9 @@ class MedusaHeads(nn.Module):
         context: Context,
         table_VD: torch.Tensor,
     ) -> torch.Tensor:
-        """`base` and what the pairs before it say, by one layer of the context."""
+        """`base` plus one context layer's attention over the pairs before it."""
         name = context_prefix(layer).replace(".", "_")
-        # Queries, keys and values lie in one tensor, D rows each.
+        # Queries, keys and values are in one tensor, D rows each.
         weight_in = self.get_parameter(f"{name}_in")
         D = self.config.hidden_size
         parts = self.config.context_parts
@@ -369,13 +369,12 @@ class MedusaHeads(nn.Module):
         kept_P2D = F.linear(pairs_P2D, weight_in[D:])
         asked_N2D = torch.cat([rms_normalise(base_ND), embedded_ND], -1)
         query_NAw = F.linear(asked_N2D, weight_in[:D]).unflatten(-1, (parts, -1))
-        # Looked up as an embedding is: its gradient is added up several times as fast as that of an
-        # index.
+        # Looked up like an embedding, whose gradient is several times as fast as that of indexing.
         kept_Nn2D = F.embedding(context.places_Nn.clamp_min(0), kept_P2D)
         key_NnAw, value_NnAw = kept_Nn2D.unflatten(-1, (2, parts, -1)).unbind(2)
         score_NAn = torch.einsum("naw,nmaw->nam", query_NAw, key_NnAw) / query_NAw.shape[-1] ** 0.5
         score_NAn = score_NAn.masked_fill((context.places_Nn == MISSING).unsqueeze(1), -torch.inf)
-        # Every row has its own pair at least, so no softmax is over nothing.
+        # Every row has at least its own pair, so no softmax is empty.
         mixed_NAw = torch.einsum("nam,nmaw->naw", score_NAn.softmax(-1), value_NnAw)
         base_ND = base_ND + F.linear(mixed_NAw.flatten(1), self.get_parameter(f"{name}_out"))
         if not self.config.feed_forward:
@@ -384,7 +383,7 @@ class MedusaHeads(nn.Module):
         return base_ND + F.linear(inner_NF, self.get_parameter(f"{name}_feed_out"))
 
     def _copied(self, text: Text, table_VD: torch.Tensor, places: int | None) -> torch.Tensor:
-        """What was found in the text, as it enters the cell: `[N, K, H]`."""
+        """The result of copying as input of the cell: `[N, K, H]`."""
         found_NKC = copied(
             text,
             lambda ids_N: self._embed(ids_N, table_VD),
@@ -440,8 +439,8 @@ class MedusaHeads(nn.Module):
 
     @contextlib.contextmanager
     def tables_of(self, tokens: int | None) -> Iterator[None]:
-        """In the block tables have the rows of so many tokens alone, and ids count these; None: of
-        the whole vocabulary.
+        """Within the block tables have only the rows of this many tokens, and ids index these;
+        None: the whole vocabulary.
         """
         self._table_rows = tokens
         try:
@@ -450,9 +449,7 @@ class MedusaHeads(nn.Module):
             self._table_rows = None
 
     def check_table(self, table_VD: torch.Tensor, name: str) -> None:
-        """ConfigError when a table of the actor's is not of the size that the heads were made
-        for.
-        """
+        """Raise ConfigError if a table of the actor has the wrong size for the heads."""
         expected = (self._table_rows or self.config.vocab_size, self.config.hidden_size)
         if tuple(table_VD.shape) != expected:
             problem = f"The {name} does not fit the heads."
@@ -528,7 +525,7 @@ class MedusaHeads(nn.Module):
     def trainable_state(self, *, copied: bool = True) -> dict[str, torch.Tensor]:
         """A copy of all trainable tensors under the file's key names (stock vLLM's for kind
         medusa), and of temperatures that are not 1. With `copied=False` the tensors themselves, for
-        whoever reads them at once.
+        immediate reading.
         """
         state = dict(self.trainable_views())
         if bool((self.temperatures_K != 1).any()):
@@ -543,7 +540,8 @@ class MedusaHeads(nn.Module):
         views = self.trainable_views() | (
             {TEMPERATURES: self.temperatures_K} if TEMPERATURES in state else {}
         )
-        # Everything is looked at before anything is copied: an engine goes on with the old heads.
+        # Everything is checked before anything is copied, so that an engine can go on with the old
+        # heads.
         wrong = sorted(set(views) ^ set(state)) or [
             name
             for name, view in views.items()
@@ -558,15 +556,17 @@ class MedusaHeads(nn.Module):
             problem = f"The tensor {name} does not fit these heads ({len(wrong)} do not)."
             do = "Load a state of the same kind, size and dtype."
             raise CheckpointError(problem, given=given, expected=expected, do=do)
-        # NaN is refused by this, too.
+        # This also refuses NaN.
         if not bool((state.get(TEMPERATURES, self.temperatures_K) > 0).all()):
             given = str(state[TEMPERATURES].tolist())
             raise CheckpointError(
-                "A draft temperature is no number above 0.", given=given, do="Save the heads again."
+                "A draft temperature is not a number above 0.",
+                given=given,
+                do="Save the heads again.",
             )
         self.temperatures_K.fill_(1.0)
         for name, view in views.items():
-            # In place: optimizers and fused weights of an engine hold these very tensors.
+            # In place, because optimizers and an engine's fused weights hold these very tensors.
             view.copy_(state[name])
 
 
@@ -575,7 +575,7 @@ def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: flo
     and that of what they share.
 
     Args:
-        named: parameters of MedusaHeads: stacked `[K, ...]`, `mlp_in.{k}` of one head, or in common
+        named: parameters of MedusaHeads: stacked `[K, ...]`, `mlp_in.{k}` of one head, or shared
             (`SHARED_PREFIXES`).
 
     Returns:
@@ -592,7 +592,7 @@ def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: flo
         elif name.startswith("mlp_in."):
             by_head[int(name.split(".")[1])].append(parameter.grad)
         else:
-            # Stacked: each head's part is a view, and is scaled through it below.
+            # Stacked: each head's part is a view, through which it is scaled below.
             for grads, grad in zip(by_head, parameter.grad, strict=True):
                 grads.append(grad)
     by_head += [shared] if shared else []

@@ -47,8 +47,8 @@ def look_ahead(
         first: the first offset (0: the row itself).
 
     Returns:
-        values_BTK with K = count (zero where there is no such row), and mask_BTK bool that says
-        where there is one.
+        values_BTK with K = count (zero where there is no such row), and mask_BTK bool, true where
+            there is one.
     """
     if values_BT.shape != segment_BT.shape:
         raise ValueError(
@@ -123,7 +123,7 @@ def context_rows(segment_M: torch.Tensor, count: int) -> torch.Tensor:
     """The packed rows at the last `count` positions of each row, oldest first, itself last: int64
     `[M, count]`.
 
-    `MISSING` where the sequence has no such row. Every row that belongs to a sequence has itself.
+    `MISSING` if the sequence has no such row. Every row of a sequence includes itself.
     """
     rows_Mn = torch.arange(segment_M.shape[0], device=segment_M.device).unsqueeze(1) + torch.arange(
         1 - count, 1, device=segment_M.device
@@ -137,10 +137,10 @@ def context_rows(segment_M: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def used_rows(rows_Nn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows that a table of rows names, each once and in order (int64 `P`), and the table with
-    places among them instead.
+    """The distinct rows in a table of rows, in order (int64 `P`), and the table with places among
+    them instead.
     """
     there_Nn = rows_Nn != MISSING
     used_P = rows_Nn[there_Nn].unique()
-    # `unique` has sorted them, and every row that is there is among them.
+    # `unique` has sorted them, and every existing row is among them.
     return used_P, torch.where(there_Nn, torch.searchsorted(used_P, rows_Nn), MISSING)

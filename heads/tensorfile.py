@@ -1,5 +1,5 @@
-"""Safetensors files as this package writes and reads them: atomic, checked against their own
-header, finite, without pickle.
+"""Reads and writes safetensors files: atomic, checked against their own header, finite, without
+pickle.
 
 Files from disk are treated as hostile: the header's claims are compared with the file's size before
 anything is allocated.
@@ -27,7 +27,7 @@ from heads.errors import CheckpointError
 
 MAX_HEADER_BYTES = 16 << 20
 PAGE, WORD = 4096, 8
-"""Bytes that `page_sums` adds up, and adds at a time."""
+"""Page size of `page_sums`, and the bytes it sums at a time."""
 MAX_HEADS_HEADER_BYTES = 1 << 20
 """Header of a file of heads: room for 8,000 tensors. Parsing JSON takes about 50 times its size, so
 this bounds memory too.
@@ -57,10 +57,10 @@ def save_state(path: str | Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 class StateWriter:
-    """Writes a safetensors file tensor by tensor, in any order, so that nobody holds the whole of
+    """Writes a safetensors file tensor by tensor, in any order, so that nobody needs to hold all of
     it. A context manager.
 
-    The file appears, complete, when the block ends well.
+    The complete file appears when the block succeeds.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StateWriter:
         """
         Args:
             path: where the file goes.
-            entries: dtype and shape of every tensor that will come.
+            entries: dtype and shape of every tensor to be written.
         """
         self.path = Path(path)
         self._entries = entries
@@ -77,7 +77,7 @@ class StateWriter:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         end = 0
-        # Wide types first, as safetensors has them: every tensor begins where its type may.
+        # Wide types first, as in safetensors, so that every tensor is aligned for its type.
         for name in sorted(entries, key=lambda name: (-entries[name][0].itemsize, name)):
             dtype, shape = entries[name]
             self._starts[name], end = end, end + dtype.itemsize * math.prod(shape)
@@ -87,7 +87,8 @@ class StateWriter:
                 "data_offsets": [self._starts[name], end],
             }
         text = json.dumps(header, separators=(",", ":")).encode()
-        # As safetensors pads it: the data begin at a multiple of 8, and can be mapped into memory.
+        # Padded like safetensors, so that the data begin at a multiple of 8 and can be
+        # memory-mapped.
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
         self.nbytes = len(self._header) + end
@@ -100,23 +101,23 @@ class StateWriter:
         self._file = os.fdopen(handle, "wb")
         try:
             self._file.write(self._header)
-            # Tensors come in any order, each to its own place.
+            # Tensors arrive in any order, each for its own place.
             self._file.truncate(self.nbytes)
-        except OSError:  # No room even for this.
+        except OSError:  # There is not even room for this.
             Path(self._temporary).unlink()
             raise
         return self
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor, in the dtype that was announced. CheckpointError for one that is not
-        expected or not finite.
+        """Write one tensor, in the announced dtype. Raises CheckpointError if it is unexpected or
+        not finite.
         """
         dtype, shape = self._entries.get(name, (None, None))
         if name not in self._waiting or tuple(tensor.shape) != shape:
             given = f"{name} {tuple(tensor.shape)}"
             expected = f"shape {shape}, once"
             raise CheckpointError(
-                "A tensor does not belong into the file.",
+                "A tensor does not belong in the file.",
                 given=given,
                 expected=expected,
                 do="Report this.",
@@ -156,7 +157,7 @@ class StateWriter:
 
 def sha256_of(state: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 (hex) over sorted names, dtypes, shapes and bytes, as a folder of heads has it
-    (FORMAT.md). A second for each GiB: for what is kept, not for what is on its way.
+    (FORMAT.md). It takes a second per GiB: for stored files, not for data in transit.
     """
     digest = hashlib.sha256()
     for name in sorted(state):
@@ -177,19 +178,19 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def checksum(state: Mapping[str, torch.Tensor]) -> str:
-    """`joint_checksum` (hex) of tensors that are all here; the device does not matter."""
+    """`joint_checksum` (hex) of complete tensors; the device does not matter."""
     return joint_checksum({name: tensor_digest(name, tensor) for name, tensor in state.items()})
 
 
 def joint_checksum(digests: Mapping[str, str]) -> str:
-    """Of `tensor_digest` of each name, sorted: of tensors that come in any order, and never all at
-    once.
+    """Checksum over the `tensor_digest` of each name, sorted: for tensors that arrive in any order,
+    and never all at once.
     """
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> str:
-    """Of one tensor's name, dtype, shape and bytes."""
+    """Digest of one tensor's name, dtype, shape and bytes."""
     return digest_of_sums(name, tensor.dtype, tensor.shape, page_sums(tensor))
 
 
@@ -202,11 +203,11 @@ def digest_of_sums(
 
 def page_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Sums of the 8-byte words of each `PAGE` of a tensor's bytes, int64 that wraps; the last page
-    is filled up with zeros.
+    is padded with zeros.
 
-    Any byte that changes changes its page's sum, and so do pages that change places, or are of
-    something else: these are the damages of memory, files and networks. One pass reads the tensor
-    where it is, and one word in 512 goes on to be hashed.
+    Any changed byte changes its page's sum, and swapped or foreign pages show too: that is how
+    memory, files and networks fail. One pass reads the tensor where it is, and one word in 512 is
+    then hashed.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % WORD:
@@ -229,8 +230,8 @@ def crc(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """No NaN or infinity among floating-point values. Told by their extremes, which pass both on,
-    in an eighth of `isfinite`'s time.
+    """Whether there is no NaN or infinity among floating-point values. Checked by their extremes,
+    which propagate both, in an eighth of `isfinite`'s time.
     """
     return not tensor.numel() or bool(
         torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all()
@@ -247,11 +248,11 @@ def require_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
 
 
 def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Tensor]:
-    """Read a file written by `save_state`. CheckpointError when it is damaged or holds NaN or
-    infinity.
+    """Read a file written by `save_state`. Raises CheckpointError if it is damaged or contains NaN
+    or infinity.
 
     Args:
-        finite: someone has looked for NaN and infinity already.
+        finite: someone has already checked for NaN and infinity.
     """
     path = Path(path)
     header = read_header(path)
@@ -267,9 +268,9 @@ def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Ten
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """The whole of a small regular file; a device or pipe is refused unopened."""
+    """The content of a small regular file; a device or pipe is refused unopened."""
     size = regular_size(path)
-    # The size is asked for before the file is opened: reading a pipe or a device need not end.
+    # The size is checked before opening, since reading a pipe or a device might never end.
     if size > limit:
         do = "This is not a heads checkpoint."
         raise _damaged(
@@ -308,7 +309,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Readers differ in which of two equal keys they take: what is checked has to be what is used.
+    # Readers differ in which of two equal keys they use, and what is checked must be what is used.
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a key appears twice")
@@ -354,16 +355,15 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
     """
     size = regular_size(path)
     with path.open("rb") as handle:
-        # The first eight bytes say how long the header is, and may say anything.
+        # The first eight bytes give the header's length, and may contain anything.
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > min(limit, size - 8):
-            problem = "The file is cut short, no safetensors file, or has a header beyond bounds."
+            problem = "The file is cut short, not a safetensors file, or has too large a header."
             raise _damaged(problem, f"{path}: {size} bytes, header {length}", "a whole file")
         raw = parse_json(handle.read(length), path)
     raw.pop("__metadata__", None)
     with _opened(path) as file:
-        # The library compares what the header says of each tensor with the file, and allocates
-        # nothing.
+        # The library checks the header's entries against the file, and allocates nothing.
         slices = {name: file.get_slice(name) for name in raw}
         return {
             name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()
@@ -372,11 +372,11 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """CheckpointError for a file that safetensors does not take."""
+    """Raise CheckpointError for a file that safetensors rejects."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
-    # The last two: sizes beyond what can be had.
+    # The last two: impossibly large sizes.
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         raise _damaged(
             "The file is cut short or damaged.",

@@ -12,10 +12,10 @@ from heads.heads_config import CPU_CHUNK, GPU_CHUNK
 
 
 def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """Logits (already divided by the temperature) with -inf for what top-k (0: off), then top-p (1:
-    off), leave out.
+    """Logits (already divided by the temperature) with -inf for tokens that top-k (0: off), then
+    top-p (1: off), exclude.
 
-    Ties with the k-th logit are kept. Top-p keeps the likeliest tokens until their mass reaches
+    Ties with the k-th logit are kept. Top-p keeps the most likely tokens until their mass reaches
     `top_p`, at least one.
     """
     vocabulary = logits_NV.shape[-1]
@@ -24,7 +24,7 @@ def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0)
         logits_NV = logits_NV.masked_fill(logits_NV < threshold_N1, -torch.inf)
     if top_p >= 1.0:
         return logits_NV
-    # As vLLM's own sampler cuts, comparison and ties included: rollouts were sampled from what it
+    # Like vLLM's own sampler, including comparison and ties: rollouts were sampled from what it
     # left.
     ascending_NV, order_NV = logits_NV.sort(dim=-1)
     out_NV = ascending_NV.softmax(-1).cumsum(-1) <= 1 - top_p
@@ -79,7 +79,7 @@ class Vocabulary:
         return values_CV.sum(-1)
 
     def argmax(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        """The likeliest token of each row, int64 `C`; the smallest id among equals."""
+        """The most likely token of each row, int64 `C`; the smallest id among equals."""
         return logits_CV.argmax(-1)
 
     def truncate(self, logits_CV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
@@ -87,8 +87,8 @@ class Vocabulary:
         return truncate_logits(logits_CV, top_k, top_p)
 
     def sum_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of something that every rank has whole, of which each rank knows what its
-        own tokens ask for.
+        """Combine the gradient of something replicated on every rank, from each rank's contribution
+        for its own tokens.
         """
         return gradient
 

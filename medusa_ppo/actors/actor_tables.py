@@ -1,5 +1,5 @@
-"""The two tables that heads read, of a transformers actor that may be wrapped, adapted or cut over
-ranks.
+"""The two tables that heads read, from a transformers actor that may be wrapped, adapted or
+sharded.
 
     wrapped    DistributedDataParallel, FSDP, a DeepSpeed engine, torch.compile, PEFT: `plain_model`
                finds the model inside
@@ -8,7 +8,7 @@ ranks.
     cut        FSDP1, FSDP2 and tensor parallelism (DTensor), DeepSpeed's ZeRO-3: gathered by all
                ranks, in `Table.gather`
 
-Which two they are the model says itself (`get_output_embeddings`, `get_input_embeddings`). Shape
+The model itself says which two they are (`get_output_embeddings`, `get_input_embeddings`). Shape
 letters: V vocabulary, D hidden.
 """
 
@@ -33,16 +33,16 @@ BEYOND_LM_HEAD = {
     "logits_scaling": 1,
     "lm_head_multiplier": 1,
 }
-"""What some families do to the product of lm_head (Gemma-2, Cohere, Granite, Falcon-H1), by its
-name in their config, and the value that does nothing. The engine does it; training, the gate and
-replay would not.
+"""Changes that some families (Gemma-2, Cohere, Granite, Falcon-H1) make to lm_head's product, by
+their config names, with the neutral value. The engine applies them; training, the gate and replay
+would not.
 """
 LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """Where PEFT's LoRA layers keep their factors, by adapter."""
 
 
 def plain_model(model: nn.Module) -> Any:
-    """The transformers model under its wrappers. ModelError when there is none."""
+    """The transformers model under its wrappers. Raises ModelError if there is none."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         below = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
@@ -63,15 +63,15 @@ def plain_model(model: nn.Module) -> Any:
 
 
 def adapters_in_use(model: nn.Module) -> tuple[Any, ...]:
-    """Which of PEFT's adapters a forward pass goes through; the same pass without them is another
-    policy's.
+    """The PEFT adapters active in a forward pass; the same pass without them belongs to a different
+    policy.
     """
     layers: list[Any] = [
         part
         for part in model.modules()
         if isinstance(getattr(part, "disable_adapters", None), bool)
     ]
-    # PEFT switches all its layers together; the first one speaks for them.
+    # PEFT switches all its layers together, so the first one is enough.
     return (layers[0].disable_adapters, tuple(layers[0].active_adapters)) if layers else ()
 
 
@@ -85,12 +85,12 @@ class Table:
     def __init__(self, model: nn.Module, name: str) -> None:
         """
         Args:
-            model: the actor as the loop holds it, wrappers included: FSDP1 is only seen from
+            model: the actor as the loop holds it, including wrappers: FSDP1 is only visible from
                 outside.
             name: `output` or `input`.
 
         Raises:
-            ModelError: there is none, or it is kept in a form that can't be read.
+            ModelError: there is none, or its form can't be read.
         """
         inner = plain_model(model)
         found = inner.get_output_embeddings() if name == "output" else inner.get_input_embeddings()
@@ -99,12 +99,12 @@ class Table:
         self._what = "an output embedding (lm_head)" if name == "output" else "an input embedding"
         self._model_name = type(inner).__name__
         self._module = module = self._chosen(found)
-        # PEFT puts a layer of its own over one that it adapts.
+        # PEFT wraps a layer that it adapts in its own.
         base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
         if not isinstance(getattr(base, "weight", None), torch.Tensor):
             raise self._unusable("none")
         self._adapters = _lora_adapters(module) if base is not module else []
-        # Only an adapter that says what it adds to the weight makes a table.
+        # Only adapters that report what they add to the weight can give a table.
         if base is not module and not hasattr(module, "get_delta_weight"):
             raise self._unusable(
                 f"{type(module).__name__}, an adapter whose product is not a table"
@@ -123,7 +123,7 @@ class Table:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """What it is made of, as this rank holds it."""
+        """The parameters it consists of, as this rank holds them."""
         if self._unit is not None:
             return list(_own_parameters(self._unit))
         if self._sharding is not None:
@@ -139,29 +139,31 @@ class Table:
 
     @property
     def frozen(self) -> bool:
-        """No optimizer changes it, on any rank."""
+        """Whether no optimizer changes it, on any rank."""
         return not any(part.requires_grad for part in self.parameters)
 
     def print_of_bits(self) -> tuple[int, ...]:
-        """Of what this rank holds: other after an optimizer's step that changed something of it."""
+        """A fingerprint of what this rank holds: different after an optimizer step that changed
+        it.
+        """
         return tuple(_bits(_local(part)) for part in self.parameters)
 
     def live(self) -> torch.Tensor:
-        """`[V, D]` without a copy where it is plain, and as its adapters make it where they do. For
-        a whole table.
+        """`[V, D]`, without a copy if it is plain, otherwise with its adapters applied. For a whole
+        table.
         """
         return self._checked(self._merged())
 
     def is_that_of(self, other: Table) -> bool:
-        """Both are one parameter, and the same adapters work on it."""
+        """Whether both are one parameter with the same adapters."""
         return (
             self._base.weight is other._base.weight and not self._adapters and not other._adapters
         )
 
     @torch.no_grad()
     def gather(self, *, keep: bool) -> tuple[torch.Tensor | None, int]:
-        """The whole table on the CPU, a copy, and its bytes. All ranks call it. None in its place
-        where it is not to be kept.
+        """A copy of the whole table on the CPU, and its bytes. All ranks call it. None for the copy
+        if it is not to be kept.
         """
         with self._together():
             weight_VD = self._checked(self._merged())
@@ -175,7 +177,7 @@ class Table:
             with FSDP.summon_full_params(self._unit, recurse=False, writeback=False):
                 yield
         elif cut:
-            # Only there where ZeRO-3 has cut something.
+            # Only present if ZeRO-3 has sharded something.
             import deepspeed
 
             with deepspeed.zero.GatheredParameters(cut):
@@ -185,7 +187,7 @@ class Table:
 
     def _merged(self) -> torch.Tensor:
         weight_VD = _full(self._base.weight)
-        # A merged adapter is in the weight already.
+        # A merged adapter is already in the weight.
         if self._adapters and not self._module.merged and not self._module.disable_adapters:
             return weight_VD + sum(
                 _full(self._module.get_delta_weight(adapter)) for adapter in self._adapters
@@ -193,7 +195,7 @@ class Table:
         return weight_VD
 
     def _chosen(self, module: Any) -> Any:
-        """Of a table that PEFT trains beside the original the one that is in use."""
+        """The copy in use, for a table that PEFT trains beside the original."""
         copies = getattr(module, "modules_to_save", None)
         if copies is None:
             return module
@@ -233,7 +235,7 @@ class Table:
 
 
 def beyond_lm_head(model: Any, lm_head: Any) -> list[str]:
-    """What makes the model's logits more than lm_head's product, by name."""
+    """Whatever makes the model's logits more than lm_head's product, by name."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = [
@@ -249,14 +251,14 @@ def beyond_lm_head(model: Any, lm_head: Any) -> list[str]:
 
 
 def _check_logits(model: Any, lm_head: Any) -> None:
-    """Raise ModelError when the actor's logits are not lm_head's product alone."""
+    """Raise ModelError if the actor's logits are not just lm_head's product."""
     if found := beyond_lm_head(model, lm_head):
         raise ModelError(
-            "The actor's logits are not the product of its lm_head alone.",
+            "The actor's logits are not just the product of its lm_head.",
             given=f"{type(model).__name__}: {', '.join(found)}",
             expected=(
-                "neither a scale, nor a soft cap, nor a bias: heads would be trained and judged for"
-                " other logits than the engine's"
+                "neither a scale, nor a soft cap, nor a bias: heads would be trained and judged "
+                "on logits that differ from the engine's"
             ),
             do="Use an actor without it.",
         )
@@ -268,8 +270,8 @@ def _lora_adapters(module: Any) -> list[str]:
 
 
 def _unit_of(module: nn.Module, kind: type[Any], model: nn.Module) -> Any:
-    """The innermost module of this kind that holds this one; with FSDP1 and 2 what is gathered
-    together, and its rank has a piece of.
+    """The innermost module of this kind that contains this one; with FSDP1 and 2 the unit that is
+    gathered as a whole.
     """
     units = [
         unit
@@ -293,7 +295,7 @@ def _by_zero(part: torch.Tensor) -> bool:
 
 
 def _local(part: torch.Tensor) -> torch.Tensor:
-    # Between passes ZeRO-3 leaves an empty tensor in the parameter's place.
+    # Between passes ZeRO-3 replaces the parameter with an empty tensor.
     shard = part.ds_tensor if _by_zero(part) else part  # type: ignore[attr-defined]
     return (shard.to_local() if isinstance(shard, DTensor) else shard).detach()
 
@@ -301,7 +303,7 @@ def _local(part: torch.Tensor) -> torch.Tensor:
 def _full(weight: torch.Tensor) -> torch.Tensor:
     if not isinstance(weight, DTensor):
         return weight
-    # Weights may wait on the CPU; ranks meet on their GPUs all the same.
+    # Weights may be on the CPU, but ranks still communicate on their GPUs.
     here: Any = weight.to(weight.device_mesh.device_type)
     return here.full_tensor()
 
@@ -310,6 +312,6 @@ def _bits(values: torch.Tensor) -> int:
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
         values.element_size()
     ]
-    # Bits, not values: a sum of floats may round a small update away, and whole numbers add in any
+    # Bits, not values: a sum of floats may round a small update away, and integers add in any
     # order.
     return int(values.contiguous().view(whole_numbers).sum(dtype=torch.int64))

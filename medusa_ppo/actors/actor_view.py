@@ -1,4 +1,4 @@
-"""The actor as the plugin sees it, whatever trains it: its final hidden states, and the two tables
+"""The plugin's view of the actor, whatever trains it: its final hidden states, and the two tables
 that heads read.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 
 class Tapped(Protocol):
-    """What the tap of a forward pass leaves behind."""
+    """The result of tapping a forward pass."""
 
     @property
     def hidden_BTD(self) -> torch.Tensor:
@@ -27,7 +27,7 @@ class ActorView(ABC):
 
     @abstractmethod
     def tap(self) -> AbstractContextManager[Tapped]:
-        """Context around the forward pass that is to be tapped."""
+        """Context around the forward pass to tap."""
 
     @property
     @abstractmethod
@@ -49,6 +49,6 @@ class SpreadActor(ActorView):
 
     @abstractmethod
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """These tensors as they are now, on the CPU, one after the other; only some of them are in
+        """The current values of these tensors, on the CPU, one after another; only some are in
         memory at a time.
         """

@@ -1,11 +1,11 @@
 """Actors from transformers: load one safely, and tap its final hidden states from a forward pass
-that happens anyway.
+that runs anyway.
 
 Shape letters: B batch rows, T tokens, D hidden, V vocabulary.
 
 "Final hidden state" is what lm_head reads: after the last norm. transformers' base model
 (`model.model`, `model.transformer`, ...) returns exactly that as `last_hidden_state`, whatever the
-family, so the tap is one hook on the base model's output.
+family, so the tap is a single hook on the base model's output.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def load_actor(
             ),
             do="Save the whole causal LM with save_pretrained, lm_head included.",
         )
-    # Drafting stays lossless, but shared heads compute plain lm_head(h) and draft a little worse
+    # Drafting stays lossless, but shared heads compute plain lm_head(h) and draft slightly worse
     # than they could.
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         logger.warning(
@@ -97,7 +97,7 @@ def load_actor(
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside an actor; a missing padding token becomes the end token.
+    """Load an actor's tokenizer; a missing padding token becomes the end token.
 
     Raises:
         ModelError: there is no usable tokenizer.
@@ -107,20 +107,20 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     with _loading(name, "The tokenizer can't be loaded."):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if tokenizer.pad_token is None:
-        # Rows are padded behind a mask, so any token will do.
+        # Padding is masked, so any token will do.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def table_names(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Names of lm_head and embedding in the actor's own checkpoint, by the model itself; the same
-    name twice where they are one.
+    """Names of lm_head and embedding in the actor's own checkpoint, according to the model; the
+    same name twice if they are one.
 
     Raises:
-        ModelError: no causal LM of transformers.
+        ModelError: not a causal LM of transformers.
     """
     config = actor_config(path)
-    # Shapes and names alone; no memory is taken.
+    # Only shapes and names; this takes no memory.
     with torch.device("meta"):
         model = _auto_class(config).from_config(config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -131,8 +131,8 @@ def table_names(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def table_files(model_path: str, names: tuple[str, str]) -> list[Path]:
-    """Files of a folder, or of a hub name, that may hold these tensors; of the latter no others are
-    fetched. Empty where there is none.
+    """Files of a folder, or of a hub name, that may hold these tensors; no other files of a hub
+    name are fetched. Empty if there are none.
     """
     folder = Path(model_path)
     if folder.is_dir():
@@ -147,7 +147,7 @@ def table_files(model_path: str, names: tuple[str, str]) -> list[Path]:
 
 
 def _fetched(model: str, name: str) -> Path | None:
-    """A file of a hub name, from transformers' cache or the hub; None where the model has none."""
+    """A file of a hub name, from transformers' cache or the hub; None if the model has none."""
     path = cached_file(
         model,
         name,
@@ -158,26 +158,26 @@ def _fetched(model: str, name: str) -> Path | None:
 
 
 def lm_head_weight(model: nn.Module) -> torch.Tensor:
-    """The actor's output matrix `lm_head_VD`: live (a Parameter, not a copy) where no adapter
-    changes it, tied or untied.
+    """The actor's output matrix `lm_head_VD`: live (a Parameter, not a copy) if no adapter changes
+    it, tied or untied.
 
     Raises:
-        ModelError: the model has no output embedding that can be read.
-        DataError: it is cut over ranks.
+        ModelError: the model has no readable output embedding.
+        DataError: it is sharded.
     """
     return HFActor(model).lm_head_VD
 
 
 def embedding_weight(model: nn.Module) -> torch.Tensor:
-    """The actor's input embedding `embedding_VD`, as `lm_head_weight`."""
+    """The actor's input embedding `embedding_VD`, like `lm_head_weight`."""
     return HFActor(model).embedding_VD
 
 
 class HiddenTap:
-    """Context manager that remembers the final hidden states of the forward pass run inside it.
+    """Context manager that records the final hidden states of the forward pass inside it.
 
-    The hook only reads: it returns nothing, and what it keeps is detached, so outputs and gradients
-    are those of a model without it.
+    The hook only reads: it returns nothing and detaches what it keeps, so outputs and gradients
+    don't change.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -191,8 +191,8 @@ class HiddenTap:
         """
         inner = plain_model(model)
         base = inner.base_model
-        # transformers gives the model itself where it knows of no base: its output are logits, not
-        # states.
+        # Without a known base model transformers returns the model itself, whose output is logits,
+        # not states.
         if base is inner and inner.get_output_embeddings() is not None:
             raise ModelError(
                 "The model's final hidden states can't be tapped.",
@@ -249,11 +249,11 @@ class HiddenTap:
                 expected="1",
                 do="Open one context for each micro-batch, around the actor's own forward call.",
             )
-        # With tensor parallelism whole states may come as a DTensor that every rank has.
+        # With tensor parallelism whole states may come as a DTensor replicated on every rank.
         if isinstance(hidden_BTD, DTensor):
             if not all(placement.is_replicate() for placement in hidden_BTD.placements):
                 raise ModelError(
-                    "The final hidden states are cut over ranks.",
+                    "The final hidden states are sharded over ranks.",
                     given=f"placements {hidden_BTD.placements}",
                     expected="whole rows on each rank",
                     do=(
@@ -295,24 +295,24 @@ def _is_compiled(*modules: nn.Module) -> bool:
 
 
 def _traced_hook(base: nn.Module) -> _Hook:
-    """One hook for good: torch.compile bakes hooks in when it first sees the model, and does not
-    look for others later.
+    """One permanent hook: torch.compile bakes hooks in when it first sees the model, and ignores
+    later ones.
     """
     if base not in _TRACED:
         _TRACED[base] = hook = _Hook()
         hook.reset(open_=False)
         base.register_forward_hook(hook)
-        torch.compiler.reset()  # What was compiled before lacks it.
+        torch.compiler.reset()  # Code compiled earlier lacks it.
     return _TRACED[base]
 
 
 class HFActor(ActorView):
-    """A transformers actor, one process's end. Where its weights are cut over ranks, every rank has
-    one and calls `refresh`.
+    """A transformers actor in one process. If its weights are sharded, every rank has one and calls
+    `refresh`.
 
     Attributes:
         reports: this rank keeps the whole tables; the plugin is here.
-        gathered_bytes: of tables that ranks gave each other so far.
+        gathered_bytes: bytes of tables that ranks have exchanged so far.
     """
 
     def __init__(
@@ -344,22 +344,22 @@ class HFActor(ActorView):
 
     def refresh(self) -> bool:
         """Bring the tables to the ranks that report, if a rank has seen them change. Every rank
-        calls it, before the first use and after the weights changed, at the same point of its work:
-        with or without a plugin, or the others wait for it.
+        must call it, before the first use and after the weights changed, at the same point of its
+        work, with or without a plugin; otherwise the others wait.
 
         Returns:
-            Whether a table may be another than at the last call; the same on every rank.
+            Whether a table may have changed since the last call; the same on every rank.
         """
         tables = {"output": Table(self._model, "output")}
         if self._with_embedding:
             tables["input"] = Table(self._model, "input")
-        # Nothing to look at or to gather: as on every other rank, since `frozen` is the same on
+        # Nothing to check or gather; the same holds on every rank, since `frozen` is the same on
         # all.
         if self._bits and all(table.frozen for table in tables.values()):
             return False
         if all(table.whole for table in tables.values()):
             return self._changed_here(tables)
-        # A rank sees its piece alone; all gather, or none.
+        # A rank sees only its shard; either all gather or none.
         changed = torch.tensor(
             [int(self._changed_here(tables))],
             device="cuda" if dist.get_backend(self._group) == "nccl" else "cpu",
@@ -383,9 +383,7 @@ class HFActor(ActorView):
 
     @property
     def lm_head_VD(self) -> torch.Tensor:
-        """Live, as `lm_head_weight`; where it is cut over ranks as of the last `refresh`, on the
-        CPU.
-        """
+        """Live, like `lm_head_weight`; if it is sharded, as of the last `refresh`, on the CPU."""
         return self._table("output")
 
     @property
@@ -400,7 +398,7 @@ class HFActor(ActorView):
         gathered_VD = self._gathered.get(name)
         if gathered_VD is None:
             raise DataError(
-                "This process has a piece of the actor's table only.",
+                "This process has only a shard of the actor's table.",
                 given=(
                     f"{type(self._model).__name__}, refresh()"
                     f" {'called' if self._gathered else 'not called'}, reports={self.reports}"
@@ -419,14 +417,14 @@ class HFActor(ActorView):
 
 Actor = nn.Module | ActorView
 Tap = Callable[[Actor, torch.Tensor, tuple[int, ...]], contextlib.AbstractContextManager[Any]]
-"""A context around the actor's own forward pass over rows of a batch: the actor, where their
-response tokens are, and which sequences they are.
+"""A context around the actor's own forward pass over rows of a batch, given the actor, the mask of
+response tokens, and the rows' sequences.
 """
 
 
 def as_view(model: Actor) -> ActorView:
-    """What the plugin was given, as it sees it: a transformers model, or the view of another kind
-    of actor.
+    """The plugin's view of what it was given: a transformers model, or another kind of actor's
+    view.
     """
     return model if isinstance(model, ActorView) else HFActor(model)
 
@@ -445,7 +443,9 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _is_folder_like(name: str) -> bool:
-    """A hub name is `name` or `owner/name`; all else, and whatever exists, is meant as a folder."""
+    """A hub name is `name` or `owner/name`; anything else, and anything that exists, is treated as
+    a folder.
+    """
     return (
         Path(name).exists()
         or name.startswith((".", "~", os.sep))
@@ -466,7 +466,7 @@ def _check_exists(name: str) -> None:
         )
     if not (Path(name) / "config.json").is_file():
         raise ModelError(
-            "The folder holds no transformers model.",
+            "The folder does not contain a transformers model.",
             given=name,
             expected="config.json and *.safetensors in it",
             do="Point model.path at a folder written by save_pretrained.",
@@ -474,15 +474,15 @@ def _check_exists(name: str) -> None:
 
 
 def actor_config(path: str | os.PathLike[str]) -> Any:
-    """The configuration of a model that can be an actor. ModelError, also for a causal LM by name
-    that attends to both sides.
+    """The configuration of a model that can be an actor. Raises ModelError, also for a nominally
+    causal LM that attends to both sides.
     """
     name = os.fspath(path)
     _check_exists(name)
     with _loading(name, "The model's configuration can't be read."):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    # transformers has causal classes for BERT and its like, which read both sides unless told
-    # otherwise.
+    # transformers has causal classes for BERT and similar models, which attend to both sides unless
+    # told otherwise.
     masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
         config, "is_decoder", False
     )
@@ -497,15 +497,15 @@ def actor_config(path: str | os.PathLike[str]) -> Any:
 
 
 def _auto_class(config: Any) -> Any:
-    """What loads a model of this configuration; None where it can't be an actor."""
+    """The class that loads a model with this configuration; None if it can't be an actor."""
     if type(config) in AutoModelForCausalLM._model_mapping:
         return AutoModelForCausalLM
     return AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else None
 
 
 def _use_safetensors(name: str) -> bool | None:
-    """True when the folder has safetensors, False when it has only .bin (then loaded with
-    weights_only); a hub name decides by itself.
+    """True if the folder has safetensors, False if it has only .bin (then loaded with
+    weights_only); for a hub name transformers decides.
     """
     folder = Path(name)
     if not folder.is_dir():
@@ -524,13 +524,13 @@ def _use_safetensors(name: str) -> bool | None:
 
 @contextlib.contextmanager
 def _loading(name: str, problem: str) -> Iterator[None]:
-    """Whatever is raised for a bad checkpoint (OSError, ValueError, KeyError, SafetensorError,
-    ...), in one sentence.
+    """Turn whatever a bad checkpoint raises (OSError, ValueError, KeyError, SafetensorError, ...)
+    into one sentence.
     """
     try:
         yield
     except Exception as error:
-        # transformers' errors run over many lines; the first says what.
+        # transformers' errors have many lines; the first one says what is wrong.
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         do = "Check the spelling and the network, or download the model first and give its folder."
         if _is_folder_like(name):

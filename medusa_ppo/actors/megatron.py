@@ -1,13 +1,13 @@
-"""Actors from megatron-core: final hidden states of a GPTModel, tapped where they are, whatever its
+"""Actors from megatron-core: taps final hidden states of a GPTModel where they are, whatever its
 parallelism.
 
 Shape letters: B batch rows, T tokens, S tokens of one rank, D hidden, V vocabulary.
 
 "Final hidden state" is what `output_layer` reads: after the final norm, on the last pipeline stage.
-A hook in front of that layer sees it before anything is copied. What a rank does not have whole
-(sequence and context parallelism) goes to the first rank of its groups, beside the forward pass;
-nothing is asked of other replicas: each data-parallel replica has one rank that `reports`, and
-hands in its own share.
+A hook in front of that layer sees it before anything is copied. Partial states (sequence and
+context parallelism) go to the first rank of their groups, in parallel to the forward pass. Other
+replicas are not involved: each data-parallel replica has one rank that `reports` and hands in its
+own share.
 
     actor = MegatronActor(model, vocab_size)         # every rank
     plugin = ... if actor.reports else None
@@ -43,7 +43,7 @@ from medusa_ppo.actors.megatron_layout import (
 )
 
 Pick = Callable[[int, torch.Tensor], torch.Tensor]
-"""Of a forward pass's number and its states `BTD`: what is kept of them."""
+"""Given a forward pass's number and its states `BTD`: what to keep of them."""
 
 
 class MegatronActor(ActorView):
@@ -77,8 +77,8 @@ class MegatronActor(ActorView):
             ModelError: not a GPTModel.
         """
         stages = [_unwrap(stage) for stage in ([model] if isinstance(model, nn.Module) else model)]
-        # With virtual pipeline stages a rank has several models; the output layer is in one at
-        # most.
+        # With virtual pipeline stages a rank has several models, at most one of which has the
+        # output layer.
         self.model = next((stage for stage in stages if stage.post_process), stages[-1])
         self._first = next((stage for stage in stages if stage.pre_process), stages[0])
         self.groups = groups or groups_of(self.model)
@@ -93,7 +93,7 @@ class MegatronActor(ActorView):
     @property
     def output_weight(self) -> torch.Tensor:
         """This rank's rows of the output layer, padding included; live, not a copy."""
-        # A tied output layer has no weight of its own: it is given one at each call.
+        # A tied output layer has no weight of its own: it gets one at each call.
         tied = self.model.share_embeddings_and_output_weights
         return cast(
             torch.Tensor,
@@ -145,10 +145,10 @@ class MegatronActor(ActorView):
         return self._tables[name]
 
     def _to_last_stage(self, table_VD: torch.Tensor | None) -> torch.Tensor | None:
-        """Carry a table from the first pipeline stage to the last, between the ranks that lead."""
+        """Send a table from the first pipeline stage to the last, between the leading ranks."""
         group = self.groups.pipeline
         stages = size_of(self.groups.pipeline)
-        # Between the leading ranks alone: they have the whole, and no other rank needs it.
+        # Only between the leading ranks: they have the whole table, and no other rank needs it.
         if stages == 1 or not self.groups.leads or group is None:
             return table_VD
         device = next(self.model.parameters()).device
@@ -166,22 +166,22 @@ class MegatronActor(ActorView):
 
 
 class MegatronTap:
-    """Context manager that remembers the final hidden states of all forward passes inside it, on
-    the rank that reports.
+    """Context manager that records the final hidden states of all forward passes inside it, on the
+    rank that reports.
 
-    The hooks only read: they return nothing, and what they keep is detached. Every rank of a
-    replica must enter it, or none.
+    The hooks only read: they return nothing and detach what they keep. Every rank of a replica must
+    enter it, or none.
 
     Attributes:
-        picked: what `pick` has made of each forward pass, in their order.
+        picked: `pick`'s result for each forward pass, in order.
     """
 
     def __init__(self, model: GPTModel, groups: Groups, pick: Pick | None = None) -> None:
         """
         Args:
-            pick: called with each pass's number and its states as soon as these are together, while
-                the next passes go on; what it returns is kept in their place. None: all states
-                are kept, on the actor's device.
+            pick: called with each pass's number and its states as soon as these are complete, while
+                the next passes run; its result is kept instead. None: all states are kept, on the
+                actor's device.
         """
         self._model = model
         self._groups = groups
@@ -215,7 +215,8 @@ class MegatronTap:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        # Where the pass failed other ranks may have, too; a gather would wait for them.
+        # If the pass failed here, it may have failed on other ranks too, and a gather would wait
+        # for them.
         if kind is None:
             self._rows = self._put_together()
 
@@ -241,7 +242,7 @@ class MegatronTap:
         # enough.
         if spread is not None or rank_of(self._groups.tensor) == 0:
             self._passes.append((Gathering(self._latest, spread), self._packing))
-            # One behind: it was gathered beside the pass that has just ended.
+            # One behind: it was gathered during the pass that has just ended.
             if self._pick is not None and len(self._passes) > 1:
                 self._take(self._passes.pop(0))
         self._latest = None
@@ -287,13 +288,14 @@ class MegatronTap:
         """
         if not self._rows:
             raise DataError(
-                "No final hidden state came together on this rank.",
+                "No final hidden states were gathered on this rank.",
                 given=(
                     f"last stage: {bool(self._model.post_process)}, leads its groups:"
                     f" {self._groups.leads}"
                 ),
                 expected="a rank that reports, and at least one forward pass inside the context",
-                do="Ask the actor's `reports` first, and put the context around the forward call.",
+                do="Check the actor's `reports` first, and put the context around the forward "
+                "call.",
             )
         longest = max(row.shape[1] for row in self._rows)
         return torch.cat([F.pad(row, (0, 0, 0, longest - row.shape[1])) for row in self._rows])
@@ -314,7 +316,9 @@ def groups_of(model: GPTModel) -> Groups:
 
 
 def _unwrap(model: nn.Module) -> Any:
-    """The GPTModel under DistributedDataParallel and its like. ModelError when there is none."""
+    """The GPTModel under DistributedDataParallel and similar wrappers. Raises ModelError if there
+    is none.
+    """
     inner: Any = model
     while not isinstance(inner, GPTModel) and isinstance(getattr(inner, "module", None), nn.Module):
         inner = inner.module

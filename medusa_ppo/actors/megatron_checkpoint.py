@@ -1,5 +1,5 @@
-"""A distributed checkpoint of megatron-core (`torch_dist`) as a folder of transformers; neither
-Megatron nor its ranks are needed.
+"""Converts a distributed checkpoint of megatron-core (`torch_dist`) to a transformers folder; this
+needs neither Megatron nor its ranks.
 
 FOLDER/latest_checkpointed_iteration.txt     which iteration: FOLDER/iter_0000100 (an iteration's
                                              own folder may be named as well)
@@ -9,8 +9,8 @@ FOLDER/iter_0000100/*.distcp                 the parts, whatever ranks wrote the
 config.json, tokenizer                       in either folder, as transformers has them: Megatron's
                                              own settings are not read
 
-`.metadata` is a pickle: nothing but the records that describe tensors is looked up for it, all else
-is left blank. Parts are read by torch's loader of weights.
+`.metadata` is a pickle: only the records that describe tensors are loaded from it, and everything
+else is left blank. Parts are read by torch's weights loader.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Under these names the file has norms, whether or not the model had them inside the layers that
-follow.
+"""The file has norms under these names, whether or not the model had them inside the following
+layers.
 """
 _RECORDS: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind
@@ -73,22 +73,22 @@ _RECORDS: dict[tuple[str, str], Any] = {
 
 
 def folder_of(path: str) -> Path | None:
-    """The folder of the iteration that a path means, where it means a distributed checkpoint.
-    ModelError: it says one that is not there.
+    """The iteration's folder for a path that is a distributed checkpoint. Raises ModelError if the
+    named iteration is missing.
     """
     folder = Path(path)
     if (folder / INDEX).is_file():
         return folder
     if not (folder / TRACKER).is_file():
         return None
-    # Megatron writes the iteration's number, or `release` for weights that were converted.
+    # Megatron writes the iteration's number, or `release` for converted weights.
     word = (folder / TRACKER).read_text(encoding="utf-8").strip()[:40]
     inside = folder / (f"iter_{int(word):07d}" if word.isdigit() else "release")
     if not (inside / INDEX).is_file():
         raise _unusable(
             f"{folder / TRACKER} says {word!r}",
             f"{inside / INDEX}",
-            "Save it anew with --ckpt-format torch_dist.",
+            "Save it again with --ckpt-format torch_dist.",
         )
     return inside
 
@@ -113,17 +113,16 @@ def described_by(path: str) -> str:
 
 
 def as_transformers(path: str, out: Path) -> str:
-    """The path itself, or of a distributed checkpoint `out`, into which it is written as
-    transformers has it, once.
+    """The path itself, or for a distributed checkpoint `out`, to which it is converted once.
 
     Raises:
-        ModelError: something lacks, or the tensors do not fit config.json.
+        ModelError: something is missing, or the tensors do not fit config.json.
     """
     folder = folder_of(path)
     if folder is None:
         return path
     home = Path(described_by(path))
-    # A checkpoint may be written anew in its folder, under the same name.
+    # A checkpoint may be rewritten in its folder under the same name.
     source = f"{folder.resolve()} {(folder / INDEX).stat().st_mtime_ns}\n"
     note = out / SOURCE
     if note.is_file() and note.read_text(encoding="utf-8") == source:
@@ -131,7 +130,7 @@ def as_transformers(path: str, out: Path) -> str:
     sizes = LlamaSizes.read(home)
     stored = Stored(folder)
     out.mkdir(parents=True, exist_ok=True)
-    # Until everything is written, what stands there belongs to no checkpoint.
+    # Until everything is written, the files there belong to no checkpoint.
     note.unlink(missing_ok=True)
     dtype = stored.dtype("embedding.word_embeddings.weight")
     entries = {name: (dtype, shape) for name, shape in checkpoint_shapes(sizes).items()}
@@ -148,7 +147,7 @@ def as_transformers(path: str, out: Path) -> str:
         for file in home.glob(pattern):
             if file.name not in NOT_OF_TRANSFORMERS:
                 shutil.copyfile(file, out / file.name)
-    # Last: whoever finds it finds a whole folder.
+    # Last, so that whoever finds it finds a complete folder.
     write_atomic(note, source)
     return str(out)
 
@@ -168,7 +167,7 @@ class Stored:
         try:
             with index.open("rb") as file:
                 found: Any = _Records(file).load()
-            # Of a hostile index anything may stand there; `dict` and what follows refuse it.
+            # A hostile index may contain anything here; `dict` and the code below refuse it.
             self._tensors = dict(found.state_dict_metadata)
             self._places = dict(found.storage_data)
         except (
@@ -191,9 +190,9 @@ class Stored:
         return found
 
     def whole(self, name: str) -> torch.Tensor:
-        """One tensor, put together from its parts. ModelError when one lacks."""
+        """One tensor, assembled from its parts. Raises ModelError if one is missing."""
         about, key, layer = self._find(name)
-        # Layers that are alike stand in one tensor, one behind the other.
+        # Similar layers are stacked in one tensor.
         skipped = 0 if layer is None else 1
         whole = torch.empty(tuple(about.size)[skipped:], dtype=about.properties.dtype)
         filled = 0
@@ -211,7 +210,7 @@ class Stored:
                     for start, size in zip(offsets[skipped:], sizes[skipped:], strict=True)
                 )
             ] = part
-            # `torch.empty` holds what was in memory: a part that lacks must not go unseen.
+            # `torch.empty` holds old memory, so a missing part must not go unnoticed.
             filled += part.numel()
         if filled != whole.numel():
             raise _unusable(
@@ -245,7 +244,7 @@ class Stored:
                 "parts as they are",
                 "Save it without extensions.",
             )
-        # The name comes from the file, which may be anybody's.
+        # The name comes from the file, which is untrusted.
         with file_inside(self._folder, str(place.relative_path)).open("rb") as file:
             file.seek(place.offset)
             data = file.read(place.length)
@@ -272,8 +271,8 @@ class Stored:
 
 
 class _Blank:
-    """In the place of whatever else an index names, Megatron's plans of saving among it: made of
-    anything, and does nothing.
+    """Replaces whatever else an index names, e.g. Megatron's save plans: accepts anything and does
+    nothing.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -293,7 +292,7 @@ class _Blank:
 
 
 class _Records(pickle.Unpickler):
-    """Looks up nothing but the records of an index."""
+    """Loads nothing but the records of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -306,14 +305,14 @@ def _names_in_file(name: str) -> Iterator[tuple[str, int | None]]:
     if layer is None:
         yield name, None
         return
-    # Layers that are alike in one tensor, or each by itself, as the checkpoint was saved.
+    # Similar layers in one tensor, or each by itself, depending on how the checkpoint was saved.
     for rest in (NORMS.get(layer[2], layer[2]), layer[2]):
         yield f"decoder.layers.{rest}", int(layer[1])
         yield f"decoder.layers.{layer[1]}.{rest}", None
 
 
 def _fitting(name: str, entry: Entry, whole: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape that the table says; a vocabulary may have padding."""
+    """A tensor of the shape in the table; a vocabulary may have padding."""
     dim = int(entry.how == "columns")
     rows = sum(shape[dim] for shape in entry.shapes)
     expected = list(entry.shapes[0])

@@ -1,5 +1,5 @@
-"""Where things are in a Megatron actor: names of its tensors against those of a checkpoint, and
-rows over its ranks.
+"""Where things are in a Megatron actor: its tensors' names and those of a checkpoint, and how rows
+are spread over ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LLAMA3_ROPE = {
 }
 """What megatron-core has built in for rope_type llama3."""
 ROWS_MULTIPLE = 8
-"""A rank's rows of the vocabulary are a multiple of it, as fast products on GPUs want them."""
+"""A rank's rows of the vocabulary are a multiple of this, for fast products on GPUs."""
 How = Literal["qkv", "gate_up", "columns", "vocabulary", "whole"]
 LM_HEAD = "lm_head.weight"
 OUTPUT = "output_layer"
@@ -33,10 +33,10 @@ OUTPUT = "output_layer"
 
 @dataclass(frozen=True)
 class Top:
-    """What a model has above its last norm, and how a checkpoint calls what it has.
+    """What a model has above its last norm, and its names in a checkpoint.
 
     Attributes:
-        body: what the names of all below begin with.
+        body: prefix of all names below it.
         layer: name of the layer with one output; empty: a table that gives logits.
         bias: the layer has one.
         from_body: in the checkpoint that it starts from the body has these names, and the layer is
@@ -92,7 +92,7 @@ class LlamaSizes:
             who: what it is for; do: what can be done where it is of no such family.
 
         Raises:
-            ModelError: its architecture is none that the table knows.
+            ModelError: the table does not know its architecture.
         """
         config: Any = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         faults = _unknown(config)
@@ -152,7 +152,7 @@ def checkpoint_dtype(path: str | Path) -> str:
 
 
 def _unknown(config: Any) -> list[str]:
-    """What the table does not know of a configuration."""
+    """The parts of a configuration that the table does not support."""
     if config.model_type not in FAMILIES:
         return [f"model_type {config.model_type}"]
     faults = [
@@ -175,8 +175,8 @@ def _unknown(config: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of Megatron's: the checkpoint's tensors that it is made of, their whole shapes,
-    and how it is cut.
+    """One Megatron parameter: the checkpoint's tensors that it consists of, their full shapes, and
+    how it is sharded.
     """
 
     sources: tuple[str, ...]
@@ -199,8 +199,8 @@ def key_table(sizes: LlamaSizes, top: Top = LOGITS) -> dict[str, Entry]:
         if top.bias:
             table[f"{OUTPUT}.bias"] = Entry((f"{top.layer}.bias",), ((1,),), "whole")
     else:
-        # Of tied tables the checkpoint has the embedding only; Megatron's last stage has a copy of
-        # its own.
+        # For tied tables the checkpoint has only the embedding; Megatron's last stage has its own
+        # copy.
         table[f"{OUTPUT}.weight"] = (
             embedding if sizes.tied else Entry((LM_HEAD,), ((sizes.vocab, d),), "vocabulary")
         )
@@ -254,14 +254,14 @@ def checkpoint_shapes(sizes: LlamaSizes, top: Top = LOGITS) -> dict[str, tuple[i
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts and joins tensors for one rank of `ranks`."""
+    """Splits and joins tensors for one rank of `ranks`."""
 
     sizes: LlamaSizes
     rank: int
     ranks: int
 
     def own_slice(self, entry: Entry, index: int) -> tuple[slice, ...]:
-        """Which part of the entry's source `index` this rank holds."""
+        """The part of the entry's source `index` that this rank holds."""
         if entry.how == "whole":
             return ()
         shape = entry.shapes[index]
@@ -284,7 +284,7 @@ class Cutter:
                 0, 1
             )
         if entry.how == "vocabulary":
-            # The padding is never drawn, and `own_rows` leaves its logits out.
+            # Padding is never sampled, and `own_rows` leaves its logits out.
             missing = self.sizes.vocab_rows(self.ranks) - pieces[0].shape[0]
             return F.pad(pieces[0], (0, 0, 0, missing))
         return torch.cat(pieces)
@@ -328,7 +328,7 @@ class Groups:
 
     @property
     def leads(self) -> bool:
-        """First of its tensor and context groups: whatever is put together comes together here."""
+        """Whether it is first in its tensor and context groups: gathers end here."""
         return rank_of(self.tensor) == 0 and rank_of(self.context) == 0
 
 
@@ -363,7 +363,7 @@ class Packing:
         )
 
     def unpack(self, hidden_T1D: torch.Tensor) -> torch.Tensor:
-        """One row for each sequence, zeros behind its end: `BTD`."""
+        """One row per sequence, with zeros after its end: `BTD`."""
         out_BTD = hidden_T1D.new_zeros(len(self.starts), max(self.lengths), hidden_T1D.shape[-1])
         for row, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
             out_BTD[row, :length] = hidden_T1D[start : start + length, 0]
@@ -400,24 +400,24 @@ def context_positions(
         piece, rest = divmod(end - start, 2 * ranks)
         if rest:
             raise DataError(
-                "A sequence can't be cut for context parallelism.",
+                "A sequence can't be split for context parallelism.",
                 given=f"{end - start} tokens",
                 expected=f"a multiple of {2 * ranks} (twice the context-parallel ranks)",
                 do="Pad each sequence to it.",
             )
-        # One early and one late piece each, so that causal attention costs all ranks the same.
+        # One early and one late piece each, so that causal attention costs every rank the same.
         for index in (rank, 2 * ranks - 1 - rank):
             pieces.append(torch.arange(start + index * piece, start + (index + 1) * piece))
     return torch.cat(pieces)
 
 
 class Gathering:
-    """One tensor of each rank of a group on its way to the first rank; begun at once, so that it
-    goes on beside the forward pass.
+    """Sends one tensor from each rank of a group to the first rank; started at once, so that it
+    runs in parallel to the forward pass.
     """
 
     def __init__(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        # Collectives want it; and held here it outlives the pass while it is sent.
+        # Collectives need it contiguous, and holding it here keeps it alive while it is sent.
         self._values = values.contiguous()
         self._parts: list[torch.Tensor] = [self._values]
         self._work: Any = None

@@ -2,10 +2,10 @@
 checkpoint, run, and joined again.
 
 Layers are those that megatron-core has without TransformerEngine: they run wherever torch runs. Two
-are our own, because its own ask for TransformerEngine or keep a score of each token for each other
-one: the norm (for sequence parallelism) and the attention, which is torch's. Shape letters: B batch
-rows, T tokens, P tokens of one context-parallel rank, V vocabulary, D hidden, N heads, W width of a
-head, M rows.
+are our own, because its own need TransformerEngine or keep a score for every pair of tokens: the
+norm (for sequence parallelism) and the attention, which is torch's. Shape letters: B batch rows, T
+tokens, P tokens of one context-parallel rank, V vocabulary, D hidden, N heads, W width of a head, M
+rows.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 Inputs = Mapping[str, torch.Tensor | None]
 """A micro-batch as `forward` of a GPTModel takes it: input_ids, position_ids, attention_mask."""
 OnOutput = Callable[[int, torch.Tensor], torch.Tensor | None]
-"""What the last stage does with a micro-batch's logits `BTV` (this rank's columns), or of a model
-with one output its scores `BT1`: a loss to go back from, or None.
+"""What the last stage does with a micro-batch's logits `BTV` (this rank's columns), or the scores
+`BT1` of a model with one output: returns a loss for the backward pass, or None.
 """
 
 
 def start_parallel(meeting: Meeting, section: ActorConfig) -> None:
-    """Meet the other ranks and form Megatron's groups, which are torch's global ones; what is left
-    of the ranks is data parallel.
+    """Meet the other ranks and form Megatron's groups, which are torch's global ones; the remaining
+    factor of the ranks is data parallel.
     """
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     place = meeting.place
-    # Megatron knows no other: its groups are made of torch's global one.
+    # Megatron supports nothing else: its groups are made from torch's global one.
     dist.init_process_group(
         backend, store=meeting.store, rank=place.rank, world_size=place.size, timeout=place.timeout
     )
@@ -87,8 +87,8 @@ class RankModel:
         model: the GPTModel.
         ddp: Megatron's wrapper around it, with the buffers of its gradients; None: not trained.
         replica, replicas: which data-parallel replica this rank belongs to, and how many there are.
-        first: this rank has a part of the first replica, and the first part of each sequence: what
-            all of those have, it gives out.
+        first: this rank belongs to the first replica and has the first part of each sequence, so it
+            exports what all replicas share.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class RankModel:
         """
         Args:
             path: folder of the checkpoint to fill it from, or one safetensors file.
-            section: how it is cut; the same on all ranks.
-            trained: gradients are wanted.
-            device: where it lives.
+            section: how it is sharded; the same on all ranks.
+            trained: it needs gradients.
+            device: where it is.
             dtype: of its weights and products.
             recompute: as ppo.recompute.
             top: what it has above its last norm.
 
         Raises:
-            ConfigError: the model can't be cut over so many ranks.
-            ModelError: the checkpoint lacks a tensor, or has one of another shape.
+            ConfigError: the model can't be split over that many ranks.
+            ModelError: the checkpoint lacks a tensor, or has one with the wrong shape.
         """
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._context = parallel_state.get_context_parallel_group()
@@ -143,7 +143,8 @@ class RankModel:
         # Dropout is 0: train mode only lets Megatron recompute.
         self.model = model.to(device).requires_grad_(trained).train(trained)
         for name, parameter in self.parameters().items():
-            # Who counts it in the norm; Megatron says so as it draws, which it is not asked to do.
+            # Marks who counts it in the norm; Megatron sets this during initialisation, which we
+            # skip.
             parameter.tensor_model_parallel = self._table[name].how != "whole"
         self.begin(path)
         shared = DistributedDataParallelConfig(
@@ -332,15 +333,16 @@ class RankModel:
             seq_length=width * dist.get_world_size(self._context),
             micro_batch_size=rows,
             forward_only=not backward,
-            # In a pass without gradients `on_output` gives no loss, which Megatron would otherwise
-            # ask for.
+            # In a pass without gradients `on_output` returns no loss, which Megatron would
+            # otherwise require.
             collect_non_loss_data=not backward,
         )
 
     def clear_gradients(self) -> None:
         assert self.ddp is not None, "only trained models have gradients"
         for parameter in self.model.parameters():
-            # It may be the buffer itself, which the wrapper fills: backward would add to it twice.
+            # It may be the buffer itself, which the wrapper fills, so backward would add to it
+            # twice.
             parameter.grad = None
         self.ddp.zero_grad_buffer()
 
@@ -373,7 +375,7 @@ def _settings(
 ) -> TransformerConfig:
     again: dict[str, Any] = {}
     if recompute:
-        # Of Megatron's modules the attention's core.
+        # Replaces the attention's core among Megatron's modules.
         again = {"recompute_granularity": "selective"}
         if recompute != ATTENTION:
             again = {
@@ -397,7 +399,8 @@ def _settings(
         qk_layernorm=sizes.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # The checkpoint's numbers follow; Megatron would draw whole tensors on every rank first.
+        # The checkpoint's numbers follow; Megatron would first initialise whole tensors on every
+        # rank.
         use_cpu_initialization=True,
         perform_initialization=False,
         # Fused kernels need CUDA, Apex or TransformerEngine.
@@ -455,9 +458,9 @@ def _build(
 
 
 class OneOutput(nn.Module):
-    """A layer with one output for each token, in the place of the table that gives logits. All
-    tensor-parallel ranks have it whole; it is float32 in a model of any dtype, as a critic's is in
-    one process, and starts at zero.
+    """A layer with one output per token instead of the table that gives logits. It is replicated on
+    all tensor-parallel ranks, float32 in a model of any dtype, like a critic's in one process, and
+    starts at zero.
     """
 
     def __init__(self, config: TransformerConfig, bias: bool) -> None:
@@ -473,7 +476,8 @@ class OneOutput(nn.Module):
         """Scores of all tokens (T, B, 1), in float32; `input_` has this rank's."""
         scores_TB1 = F.linear(input_.float(), self.weight, self.bias)
         if self.sequence_parallel:
-            # All ranks make the same of them, so each takes back the gradient of its own tokens.
+            # All ranks compute the same from them, so each takes only the gradient of its own
+            # tokens.
             scores_TB1 = gather_from_sequence_parallel_region(
                 scores_TB1, tensor_parallel_output_grad=False
             )
@@ -481,8 +485,8 @@ class OneOutput(nn.Module):
 
 
 class SharedNorm(nn.RMSNorm):
-    """A norm that all tensor-parallel ranks have. With sequence parallelism each sees some tokens,
-    and Megatron adds the gradients up.
+    """A norm replicated on all tensor-parallel ranks. With sequence parallelism each sees some
+    tokens, and Megatron adds the gradients up.
     """
 
     def __init__(
@@ -493,12 +497,12 @@ class SharedNorm(nn.RMSNorm):
 
 
 class CausalAttention(nn.Module):
-    """Causal attention of this rank's queries, by torch's own kernels: memory grows with the
-    tokens and not with their square, on a GPU and on a CPU. Megatron's own without
-    TransformerEngine keeps a score of each token for each other one, more than once.
+    """Causal attention of this rank's queries, by torch's own kernels: memory grows linearly with
+    the tokens, on a GPU and on a CPU. Megatron's own without TransformerEngine keeps several scores
+    for every pair of tokens.
 
-    With context parallelism over the keys and values of all ranks, which are gathered for it; a
-    mask of this rank's tokens by all tokens says then who sees whom.
+    With context parallelism it uses the gathered keys and values of all ranks, and a mask of this
+    rank's tokens by all tokens.
     """
 
     def __init__(self, config: TransformerConfig, **named: Any) -> None:
@@ -518,7 +522,7 @@ class CausalAttention(nn.Module):
             key, value = (_AllTokens.apply(part, self._group) for part in (key, value))
         repeats = query_PBNW.shape[2] // key.shape[2]
         keys, values = (
-            # A query group shares one key and value; not every kernel of torch's knows groups.
+            # A query group shares one key and value; not every torch kernel supports groups.
             part.repeat_interleave(repeats, dim=2).permute(1, 2, 0, 3)
             for part in (key, value)
         )
@@ -529,8 +533,8 @@ class CausalAttention(nn.Module):
 
 
 class _AllTokens(torch.autograd.Function):
-    """Rows of all ranks, one rank's behind the other's. Each rank gets the sum of what all found
-    for its own.
+    """Concatenate the rows of all ranks. In the backward pass each rank gets the sum of all
+    gradients for its own rows.
     """
 
     @staticmethod

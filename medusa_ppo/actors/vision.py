@@ -1,9 +1,9 @@
 """Images for a vision-language actor: prompts with their image tokens, and the frozen tower's
-features, computed once an image.
+features, computed once per image.
 
 The tower is the actor's own, and PPO leaves it frozen: its features of an image never change, so
 actor, critic and reference all read those that were computed once (`FeatureStore`), and only the
-actor has a tower. The engine is another program and computes its own.
+actor has a tower. The engine is a separate program and computes its own.
 
 Shape letters: B rows, T tokens, I images, N features of an image (as many as it has tokens), D
 hidden, L further levels of features that some families add to their first layers, X = D times (1 +
@@ -47,16 +47,16 @@ from medusa_ppo.contract.rollouts import ImagePrompt
 TORCHVISION_MODULE = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 PILLOW_MODULE = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 FEATURES_KEY = "mm_encoder_outputs"
-"""What transformers calls features that a forward pass is given in the place of pixels."""
+"""transformers' argument for features that a forward pass takes instead of pixels."""
 FEATURE_BYTES = 2 * 1024**3
-"""Features that are kept on the host, in bytes; beyond them those of the image that was asked for
-longest ago are forgotten.
+"""Features that are kept on the host, in bytes; beyond that the least recently used image is
+dropped.
 """
 
 
 class Features(NamedTuple):
-    """Of one image, on the host. `rows_NX` float; `grid_3` int64: patches in time, height and
-    width.
+    """Features of one image, on the host. `rows_NX` float; `grid_3` int64: patches in time, height
+    and width.
     """
 
     rows_NX: Tensor
@@ -64,26 +64,20 @@ class Features(NamedTuple):
 
 
 def tower_of(model: Any) -> Any:
-    """The vision tower of a transformers model of the families that are known here; None where
-    there is none.
-    """
+    """The vision tower of a transformers model from a known family; None if there is none."""
     known = isinstance(model, PreTrainedModel) and model.config.model_type in VISION_FAMILIES
     return getattr(model.base_model, "visual", None) if known else None
 
 
 def copy_without_tower(model: PreTrainedModel, part: nn.Module) -> Any:
-    """A deep copy of the model, or of a part of it. It gets features, and so has no tower of its
-    own.
-    """
+    """A deep copy of the model, or of a part of it. It takes features, and so needs no tower."""
     tower = tower_of(model)
-    # deepcopy takes what stands in its memo for copied already.
+    # deepcopy treats entries in its memo as already copied.
     return copy.deepcopy(part, {} if tower is None else {id(tower): nn.Identity()})
 
 
 class _ImageProcessor:
-    """Stands where a processor has its part for videos, for whoever asks that one for sizes (vLLM,
-    of Qwen3-VL).
-    """
+    """Replaces a processor's video part, for callers that ask it for sizes (vLLM with Qwen3-VL)."""
 
     def __get__(self, processor: Any, kind: type) -> Any:
         return self if processor is None else processor.image_processor
@@ -118,8 +112,8 @@ def open_image(content: bytes) -> Image.Image:
 
 
 class ImageReader:
-    """How an actor reads images: its chat template says where they stand in a prompt, its image
-    processor what of them the tower sees.
+    """How an actor reads images: its chat template places them in a prompt, its image processor
+    prepares them for the tower.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, processor: Any, image_id: int) -> None:
@@ -141,7 +135,7 @@ class ImageReader:
         config = actor_config(path)
         if config.model_type not in VISION_FAMILIES:
             raise ModelError(
-                "The actor has no vision tower that is known here.",
+                "The actor has no known vision tower.",
                 given=f"{name} (model_type {config.model_type})",
                 expected=", ".join(VISION_FAMILIES),
                 do="Set data.images=null, or choose such an actor.",
@@ -195,8 +189,8 @@ class ImageReader:
         return ImagePrompt(ids, images, short)
 
     def _rendered(self, text: str, images: int) -> str:
-        """As a user's message behind its images; a text that has places for images already is left
-        as it is.
+        """Format as a user message after its images; a text that already places images is not
+        changed.
         """
         # The template of the data may place them itself.
         if self.image_token in text:
@@ -252,8 +246,8 @@ class ImageReader:
 
 
 def features_of(actor: PreTrainedModel, reader: ImageReader, image: bytes) -> Features:
-    """One run of the tower, on one image: what comes out does not depend on which images are
-    computed together.
+    """One run of the tower on a single image, so that the result does not depend on which images
+    are computed together.
     """
     pixels, grid_I3 = reader.pixels(image)
     device = next(tower_of(actor).parameters()).device
@@ -271,8 +265,8 @@ def spread(
     group: dist.ProcessGroup,
 ) -> list[Features]:
     """The features of all images on every rank of a group, each image computed by one of them: data
-    parallel, whatever the ranks share otherwise. All ranks call it with the same images; each next
-    largest image goes to whoever has least to do.
+    parallel, whatever the ranks share otherwise. All ranks call it with the same images; the next
+    largest image always goes to the rank with the least work.
 
     Args:
         sizes: features of each image.
@@ -292,7 +286,7 @@ def spread(
     failure = None
     try:
         own = {place: compute(images[place]) for place in mine}
-    except Exception as error:  # Raised below, when the others know of it.
+    except Exception as error:  # Raised below, once the others know of it.
         failure = error
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     width_failed = torch.tensor(
@@ -331,8 +325,8 @@ def spread(
 
 
 class FeatureStore:
-    """Features of the images that were seen last; each is computed once, in a thread of its own,
-    before or when it is first asked for.
+    """Features of the last images; each is computed once, in a separate thread, when it is first
+    needed or earlier.
 
     Attributes:
         reader: what reads the images.
@@ -368,9 +362,8 @@ class FeatureStore:
         self._actor = actor
         self._most_bytes = most_bytes
         self._group = group
-        # torch's number of threads is one of each thread's own.
-        # One thread alone: images are computed in the order in which they were asked for, on all
-        # ranks.
+        # torch's number of threads is set per thread. One thread alone: images are computed in the
+        # order in which they were asked for, on all ranks.
         self._thread = ThreadPoolExecutor(
             1, "medusa-ppo-vision", torch.set_num_threads, (torch.get_num_threads(),)
         )
@@ -381,8 +374,8 @@ class FeatureStore:
         self._told = (0, 0.0)
 
     def prefetch(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Begin with the images of these prompts. What fails will fail again, and be raised, when
-        they are asked for.
+        """Start computing the images of these prompts. Failures recur, and are raised, when they
+        are requested.
         """
         self._thread.submit(self._fill, by_content(images_of(prompts)))
 
@@ -397,7 +390,7 @@ class FeatureStore:
         found = self._thread.submit(self._fill, different).result()
         self._asked.update(found)
         keys = {image: key for key, image in different.items()}
-        # One image may stand in many rows.
+        # One image may be in many rows.
         features = [found[keys[image]] for image in images]
         prompt_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=input_ids_BT.device)
         token_BT = input_ids_BT == self.reader.image_id
@@ -435,7 +428,7 @@ class FeatureStore:
         try:
             found |= zip(missing, self._compute(list(missing.values())), strict=True)
         finally:
-            self._kept |= found  # Asked for last, so forgotten last.
+            self._kept |= found  # Most recently used, so dropped last.
         self._seconds += time.perf_counter() - began
         self._runs += len(missing)
         while (

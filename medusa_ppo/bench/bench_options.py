@@ -11,7 +11,7 @@ from typer import Option
 from medusa_ppo.offline.options import Data, Model, NewTokens, Seed, Template
 
 Table = Sequence[Sequence[str]]
-"""Header and rows of a result, ready to be shown."""
+"""Header and rows of a result, ready to show."""
 
 Heads = Annotated[str, Option(help="Native heads directory.")]
 
@@ -25,7 +25,7 @@ class RolloutBench:
     data: Data
     template: Template
     stock_heads: Annotated[
-        str, Option(help="Heads of kind medusa for vLLM's own Medusa; empty: without that arm.")
+        str, Option(help="Heads of kind medusa for vLLM's own Medusa; empty: leave that arm out.")
     ] = ""
     batches: Annotated[tuple[int, ...], Option(help="Numbers of running sequences.")] = (
         1,
@@ -33,7 +33,7 @@ class RolloutBench:
         16,
         64,
     )
-    rounds: Annotated[int, Option(min=1, help="Rounds that every arm takes part in.")] = 6
+    rounds: Annotated[int, Option(min=1, help="Rounds; every arm takes part in each.")] = 6
     max_new_tokens: NewTokens = 96
     temperature: Annotated[float, Option(help="Sampling temperature.")] = 1.0
     draft_temperature: Annotated[
@@ -43,13 +43,14 @@ class RolloutBench:
         int,
         Option(
             min=-1,
-            help="Draft from so many of the most frequent tokens; 0: from all; -1: as a run would.",
+            help="Draft from this many of the most frequent tokens; 0: from all; -1: as a run "
+            "would.",
         ),
     ] = -1
     fixed: Annotated[
         tuple[int, ...],
         Option(
-            min=0, help="Numbers of drafts that are arms of their own; 0: ours, drafting nothing."
+            min=0, help="Numbers of drafts with an arm of their own; 0: ours, drafting nothing."
         ),
     ] = ()
     dtype: Annotated[
@@ -57,7 +58,7 @@ class RolloutBench:
     ] = "float32"
     eager: Annotated[
         bool,
-        Option("--eager", help="Without torch.compile: starts sooner, and is not vLLM's default."),
+        Option("--eager", help="Skip torch.compile: starts sooner, but is not vLLM's default."),
     ] = False
     others: Annotated[
         tuple[str, ...],
@@ -69,7 +70,7 @@ class RolloutBench:
         ),
     ] = ("ngram",)
     memory_bytes: Annotated[
-        int, Option(min=0, help="Our memory of earlier responses; 0: heads alone.")
+        int, Option(min=0, help="Bytes of our memory of earlier responses; 0: heads alone.")
     ] = 0
     threads: Annotated[int, Option(min=1, help="CPU threads of each engine.")] = 2
     seed: Seed = 0

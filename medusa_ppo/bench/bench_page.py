@@ -1,4 +1,4 @@
-"""What a benchmark found, written as JSON, Markdown and an SVG picture."""
+"""Writes a benchmark's results as JSON, Markdown and an SVG picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from medusa_ppo.bench.bench_options import Table
 from medusa_ppo.reports.store import hardware, package_versions
 from medusa_ppo.runtime.files import write_atomic
 
-# By the place of an arm; the first one, grey, is what the others are compared with.
+# By an arm's place; the others are compared with the first one, in grey.
 COLOURS = ("#888888", "#b5651d", "#8a6fb0", "#4f9fd8", "#1b5f9e")
 # Sizes of the picture, in pixels.
 BAR = 18
@@ -35,7 +35,7 @@ def write_bench(
     Args:
         settings: dataclass of the bench's options.
         table: header and rows.
-        verdict: sentences that stand above the table.
+        verdict: sentences above the table.
     """
     conditions = {
         key: list(value) if isinstance(value, tuple) else value
@@ -60,7 +60,7 @@ def write_bench(
 def _markdown(
     name: str, record: Mapping[str, Any], table: Table, verdict: Sequence[str], plot: str
 ) -> str:
-    """The page: verdict and table, then the conditions under which the figures were taken."""
+    """The page: verdict and table, then the conditions of the measurement."""
     header, *rows = table
     lines = [f"# {name}", "", *verdict, ""]
     lines.append(f"| {' | '.join(header)} |")
@@ -88,14 +88,14 @@ def _markdown(
 def draw_ratios(
     title: str, groups: Sequence[str], series: Mapping[str, Sequence[float]], unit: str
 ) -> str:
-    """Grouped bars of ratios around the line at 1, as an SVG file of its own.
+    """Grouped bars of ratios around the line at 1, as a separate SVG file.
 
     Args:
         groups: names of the groups of bars, in order.
         series: name -> one ratio per group.
         unit: what the groups count.
     """
-    # At least 1.2, so that the line at 1 never lies at the upper edge; 8 % of room for the figures.
+    # At least 1.2, so that the line at 1 is never at the upper edge; 8 % of room for the figures.
     top = 1.08 * max(1.2, *(max(values) for values in series.values()))
     group_width = len(series) * BAR + GAP
     # At least as wide as three names of the legend in a row.

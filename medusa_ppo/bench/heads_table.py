@@ -4,10 +4,10 @@ against the original recipe of Medusa.
 Shape letters: B sequences, T positions, K heads, D hidden, V vocabulary.
 
 The original recipe runs the frozen backbone over every padded batch in every epoch, gives each head
-a linear layer of its own onto the vocabulary, makes the logits of all heads at all positions,
-prompt and padding included, and takes one AdamW step for each batch. The arm `shared lm_head` is
-the same without the layers of its own: what is left is what the pipeline alone gains. Ours reads
-hidden states once (that pass is part of its time) and trains heads of the same kind on them.
+its own linear layer onto the vocabulary, computes the logits of all heads at all positions,
+including prompt and padding, and takes one AdamW step per batch. The arm `shared lm_head` is the
+same without those layers, and shows what the pipeline alone gains. Ours reads hidden states once
+(that pass is part of its time) and trains heads of the same kind on them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from medusa_ppo.offline.scene import engine_config, read_scene, running_engine
 from medusa_ppo.runtime.console import OfflineProgress
 
 ORIGINAL, SHARED, OURS = "original", "original, shared lm_head", "ours"
-# Of the race alone, where speed is compared and not what is learned.
+# Only for the race, which compares speed and not learning.
 EPOCHS = 2
 ROUNDS = 3
 TOKENS = 16_384
 LEARNING_RATE = 1e-3
-# What torch's cross-entropy passes over by default.
+# The target that torch's cross-entropy ignores by default.
 IGNORED = -100
 # Each combination is judged at the best of these.
 DRAFT_TEMPERATURES = (0.6, 0.8, 1.0)
@@ -64,7 +64,7 @@ COLUMNS = {
 
 
 def first_tokens(samples: Sequence[Sample], tokens: int) -> list[Sample]:
-    """The first samples with at least so many written tokens together."""
+    """The first samples that together have at least this many written tokens."""
     chosen: list[Sample] = []
     total = 0
     for sample in samples:
@@ -158,11 +158,11 @@ def train_originally(
         HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads, lm_head=lm_head)
     )
     if lm_head == "own":
-        # As the recipe does: each head begins with the model's table, not with zeros.
+        # As in the recipe, each head begins with the model's table instead of zeros.
         heads.init_own_lm_heads(lm_head_VD)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=LEARNING_RATE)
-    # The original counts sequences, ours positions: as many optimizer steps make the race one of
-    # speed.
+    # The original counts sequences, ours positions; equal numbers of optimizer steps make this a
+    # race of speed.
     per_batch = max(
         1, round(batch_positions * len(samples) / sum(sample.written for sample in samples))
     )
@@ -198,7 +198,7 @@ def original_loss(
     logits_BTKV = heads(hidden_BTD, None if heads.config.lm_head == "own" else lm_head_VD)
     loss = hidden_BTD.new_zeros(())
     for k in range(heads.config.num_heads):
-        # lm_head predicts the token 1 further on, head 1 the one after it.
+        # lm_head predicts the next token, head 1 the one after it.
         ahead = k + 2
         logits_NV = logits_BTKV[:, :-ahead, k].flatten(0, 1)
         loss = loss + F.cross_entropy(
@@ -220,8 +220,8 @@ def throughput_sentence(figures: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Collected:
-    """What all combinations are trained and judged on. No held-out response answers a prompt that
-    was trained on.
+    """The tokens that all combinations train and are judged on. No held-out response answers a
+    training prompt.
     """
 
     actor: PreTrainedModel
@@ -247,8 +247,7 @@ def collect(bench: HeadsBench, progress: OfflineProgress) -> Collected:
     training, held = split_samples(
         samples, HELD_OUT_RESPONSES / len(samples), held_tokens, bench.seed
     )
-    # What the holdout has left over: every combination learns from as many tokens as were asked
-    # for.
+    # What the holdout leaves: every combination learns from as many tokens as requested.
     training = first_tokens(training, bench.train_tokens)
     actor = load_actor(bench.model)
     with progress.phase("Hidden states", len(training) + len(held)) as advance:
@@ -304,7 +303,7 @@ def sizes_of(kind: str, num_heads: int, lm_head_VD: torch.Tensor) -> HeadsConfig
 
 
 def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) -> dict[str, Any]:
-    # Every combination begins with the same random numbers, whichever comes first.
+    # Every combination begins with the same random numbers, in any order.
     torch.manual_seed(bench.seed)
     lm_head_VD = found.lm_head_VD
     embedding_VD = found.embedding_VD

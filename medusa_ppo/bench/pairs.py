@@ -1,7 +1,7 @@
 """Several ways of doing the same thing (arms), timed in turns, and their ratios within a round.
 
 Only ratios within a round are compared: a shared machine is faster in one minute than in the next,
-and both sides of such a ratio saw the same minute.
+and both sides of such a ratio ran in the same minute.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class PairedRates:
 def run_rounds(
     arms: Mapping[str, Callable[[int], float]], base: str, rounds: int, warmup: int = 1
 ) -> PairedRates:
-    """Run every arm once per round; the order rotates, so that no arm always finds the machine as
-    another left it.
+    """Run every arm once per round, in rotating order, so that no arm always runs after the same
+    other one.
 
     Args:
         arms: name -> function of the round's number that does the work and returns its rate.
         base: the arm to compare with.
         rounds: counted rounds.
-        warmup: rounds before them that are not counted.
+        warmup: uncounted rounds before them.
     """
     names: Sequence[str] = list(arms)
     rates: dict[str, list[float]] = {name: [] for name in names}
-    # Rounds that warm up have numbers below 0, so that an arm can tell.
+    # Warm-up rounds have negative numbers, so that an arm can tell.
     for number in range(-warmup, rounds):
         turn = number % len(names)
         for name in [*names[turn:], *names[:turn]]:

@@ -1,4 +1,4 @@
-"""`medusa-ppo bench companion` and `swap`: what the companion costs a PPO step, and how soon new
+"""`medusa-ppo bench companion` and `swap`: what the companion costs a PPO step, and how fast new
 heads draft in a running engine.
 """
 
@@ -37,9 +37,9 @@ from medusa_ppo.runtime.processes import local_ray
 
 WITHOUT, WITH = "without", "with the companion"
 RESPONSES = 4
-# The last batch is waited for; longer than this is a companion that hangs.
+# Longest wait for the last batch; a companion that takes longer hangs.
 DRAIN_S = 600.0
-# So much of a tensor's spread that drafts must change with it.
+# Share of a tensor's spread that is sure to change the drafts.
 PROBE_SCALE = 0.5
 COMPANION_COLUMNS = {
     "s without": "{seconds_without:.2f}",
@@ -71,8 +71,7 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
     """
     prompts = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
     cores = sorted(os.sched_getaffinity(0))
-    # A core each: on shared ones the step would be timed beside whatever the companion does just
-    # then.
+    # One core each: on shared ones the timing would depend on what the companion does just then.
     config = _config(bench, max(len(p) for p in prompts), cores[1:2])
     actor = load_actor(bench.model)
     pad_id = load_tokenizer(bench.model).pad_token_id or 0
@@ -95,7 +94,7 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
                     rates = timed.take_turns(bench.rounds, advance)
             finally:
                 timed.plugin.close()
-    # Steps a second without, over steps a second with: the same as seconds with over without.
+    # Steps per second without over with, which equals seconds with over without.
     costs = rates.ratios(WITHOUT)
     return {
         "cost": statistics.median(costs),
@@ -132,12 +131,12 @@ class _Timed:
             self.plugin.policy_updated(self.learner.actor, number + 1)
             values = self.plugin.metrics()
             seconds = time.perf_counter() - began
-            # After the clock has stopped: what the companion still trains belongs to no step, and
-            # must not reach into the plain one that follows.
+            # After the clock has stopped: the companion's remaining training belongs to no step,
+            # and must not overlap with the plain step that follows.
             self.plugin.drain(DRAIN_S)
             if number >= 0:
                 self.exposed_s += values[names.PLUGIN_EXPOSED_S]
-                # Twice: what the companion trained within the step, and from there until it was
+                # Two parts: the companion's training within the step, and from there until it was
                 # done.
                 self.trained_s += (
                     self.plugin.metrics()[names.COMPANION_TRAIN_S] + values[names.COMPANION_TRAIN_S]
@@ -150,11 +149,12 @@ class _Timed:
             self._ppo(number, None)
             return 1 / (time.perf_counter() - began)
 
-        # The base is the arm with: rates are steps a second, so its ratios are the cost.
+        # The base is the arm with the companion: rates are steps per second, so ratios are the
+        # cost.
         return run_rounds({WITHOUT: without, WITH: with_companion}, WITH, rounds)
 
     def _ppo(self, number: int, tap: Tap | None) -> None:
-        """Score and update as the loop does. What the rewards are does not matter for the time."""
+        """Score and update as the loop does. The rewards' values don't affect the time."""
         rollouts = self.steps[number]
         batch = PPOBatch(rollouts, self.learner.device, self.pad_id)
         rewards_S = torch.tensor([float(len(r.token_ids) % 2) for r in rollouts.responses])
@@ -198,7 +198,7 @@ def _parts(
 
 @contextmanager
 def _pinned(cores: Sequence[int]) -> Iterator[None]:
-    """This process on these cores with one thread each, for the time of the block."""
+    """Run this process on these cores with one thread each during the block."""
     before = os.sched_getaffinity(0)
     threads = torch.get_num_threads()
     os.sched_setaffinity(0, cores)
@@ -241,7 +241,7 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
     reads = []
     drafts = []
     with tempfile.TemporaryDirectory(
-        # Where a run's companion leaves its versions too: a disk would be timed otherwise.
+        # Where a run's companion puts its versions too; otherwise a disk would be timed.
         prefix="medusa-ppo-bench-",
         dir="/dev/shm" if Path("/dev/shm").is_dir() else None,
     ) as folder:
@@ -264,15 +264,15 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
             for version in range(1, bench.repeats + 1):
                 file = files[version % 2]
                 began = time.perf_counter()
-                # What a swap can't do without, right before it: both find the file in the same
-                # memory.
+                # The part of a swap that can't be avoided, right before it: both find the file in
+                # the same memory.
                 load_state(file)
                 reads.append(time.perf_counter() - began)
                 began = time.perf_counter()
                 engine.swap_heads(file, version)
                 swaps.append(time.perf_counter() - began)
-                # A swap that changed nothing would be quick as well; drafts show that the heads are
-                # other ones.
+                # A swap that changed nothing would be fast too; drafts show that the heads have
+                # changed.
                 drafts.append(engine.probe(hidden.tolist(), last_ids))
                 advance(1, f"{swaps[-1]:.3f} s")
     changed = sum(before != after for before, after in itertools.pairwise(drafts))
@@ -293,7 +293,7 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
 
 def _disturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Other heads of the same sizes."""
-    # Heads may stand at zero, where a share of their spread would be no disturbance.
+    # Heads may be zero, and a share of their spread would then change nothing.
     return tensor + PROBE_SCALE * tensor.std().clamp_min(0.02) * torch.randn(
         tensor.shape, generator=generator
     )

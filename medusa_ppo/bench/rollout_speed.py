@@ -37,10 +37,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 """vLLM's own ways to draft without a model, by their name there, and their settings."""
 MIN_SEQUENCES = 6
-"""A round has at least so many sequences, so that a small batch is not judged by one response."""
+"""Minimum sequences per round, so that a small batch is not judged by a single response."""
 LEARNING_ROUNDS = 4
-"""Rounds before those that count in which an engine that chooses K learns what its steps take, as
-it has after a run's first rollouts.
+"""Uncounted rounds in which an engine that chooses K learns its step times, as it has after a run's
+first rollouts.
 """
 COLUMNS = {
     "sequences": "{batch}",
@@ -80,7 +80,7 @@ def running_arms(
     others: Sequence[str] = ("ngram",),
     fixed: Sequence[int] = (),
 ) -> Iterator[list[Arm]]:
-    """All arms, started one after the other; `ray.init` is the caller's. Every engine is closed at
+    """All arms, started one after another; `ray.init` is the caller's. Every engine is closed at
     the end.
 
     Args:
@@ -94,9 +94,9 @@ def running_arms(
         fixed: numbers of drafts that have arms of their own; none: all heads.
     """
     ours = plan_launch(model, heads, config, seed)
-    # The same settings without heads: vLLM's own arms differ in how they draft and in nothing else.
+    # The same settings without heads: vLLM's own arms differ only in how they draft.
     plain = plan_launch(model, None, config, seed)
-    # An engine that does not start closes those that have.
+    # If an engine fails to start, close those that did.
     with ExitStack() as engines:
 
         def start(plan: LaunchPlan) -> RolloutEngine:
@@ -110,7 +110,7 @@ def running_arms(
         for name in others:
             settings = {"method": name, "num_speculative_tokens": ours.max_drafts, **OTHERS[name]}
             arms.append(Arm(name, start(_with_speculation(plain, settings))))
-        # One engine for all of our arms: they differ in how they draft, not in what is loaded.
+        # One engine for all of our arms: they differ in drafting, not in what is loaded.
         engine = start(ours)
         most = ours.max_drafts
         yield [
@@ -130,7 +130,7 @@ def _others(names: Sequence[str]) -> list[str]:
                 expected=", ".join([NONE, *OTHERS]),
                 do="Name one of them.",
             )
-    # vLLM says so too, but only when that engine starts, minutes from now.
+    # vLLM would report this too, but only when that engine starts, minutes later.
     if "suffix" in names and find_spec("arctic_inference") is None:
         raise ConfigError(
             "vLLM's suffix decoding needs a package that is not installed.",
@@ -212,7 +212,7 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
                 "Rollouts", len(bench.batches) * len(arms) * (bench.rounds + 1)
             ) as advance,
         ):
-            # `plan_launch` has decided -1 as a run would.
+            # `plan_launch` has resolved -1 as a run would.
             if width := plan_launch(bench.model, bench.heads, config, bench.seed).drafting.get(
                 "draft_vocab"
             ):
@@ -251,12 +251,12 @@ def _run_batch(
 
     def turn(arm: Arm) -> Callable[[int], float]:
         def run(number: int) -> float:
-            # Arms share an engine: the one before may have left it set otherwise.
+            # Arms share an engine, and the previous one may have changed its settings.
             arm.prepare()
             tokens = 0
             seconds = 0.0
             for group in range(groups * (LEARNING_ROUNDS if arm.choose and number < 0 else 1)):
-                # Rounds that warm up see the first prompts, and every arm of a round the same ones.
+                # Warm-up rounds use the first prompts, and every arm of a round the same ones.
                 start = (max(number, 0) * groups + group) * batch
                 picked = take_prompts(prompts, start, batch)
                 rollouts = arm.engine.generate(
@@ -264,7 +264,7 @@ def _run_batch(
                 )
                 tokens = tokens + rollouts.generated_tokens
                 seconds = seconds + rollouts.seconds
-                # Counters of the warm-up are of an engine that still learns.
+                # Counters from the warm-up come from an engine that is still learning.
                 if number >= 0:
                     counters[arm.name] = counters[arm.name] + rollouts.counters
             advance(1, f"batch {batch}, {arm.name}: {tokens / seconds:.0f} tokens/s")

@@ -1,8 +1,8 @@
 """The `medusa-ppo` program: its commands, in the order in which --help lists them.
 
-The files beside this one hold the commands, one file a group. A command parses its options and
-hands over; it imports heavy libraries (torch, Ray, vLLM) only when it runs, so that --help and
-mistyped options answer at once.
+The files next to this one hold the commands, one file per group. A command only parses its options;
+it imports heavy libraries (torch, Ray, vLLM) when it runs, so that --help and mistyped options
+answer at once.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from medusa_ppo.runtime.kept_memory import keep_freed_memory
 app = typer.Typer(
     name="medusa-ppo",
     help=(
-        "Medusa draft heads for the actor of a PPO loop: trained while it runs, served by vLLM,"
-        " nothing that is learned changes."
+        "Medusa draft heads for the actor of a PPO loop: trained while it runs, served by vLLM, "
+        "without changing what the policy learns."
     ),
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    # Our own errors say what to do; what is none of ours is shown with --debug.
+    # Our own errors say what to do; --debug shows the traceback of any other.
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
@@ -44,7 +43,7 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(convert)
 app.command()(push)
-# vLLM's own options pass through `serve` unread.
+# `serve` passes vLLM's own options on unread.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(companion, name="companion")
 app.add_typer(feed, name="feed")
@@ -62,8 +61,7 @@ def _raise_interrupt(signum: int, frame: object) -> None:
 def main() -> None:
     """Entry point of the `medusa-ppo` script."""
     if "--debug" in sys.argv:
-        # Taken out before typer reads the line, so that it may stand anywhere, behind a command
-        # too.
+        # Removed before typer reads the line, so that it may stand anywhere, even after a command.
         sys.argv.remove("--debug")
         Debug.on = True
     keep_freed_memory()
@@ -72,10 +70,28 @@ def main() -> None:
     app()
 
 
+FIRST_STEPS = """\
+medusa-ppo {version}: draft heads for the actor of a PPO loop.
+
+Start with one of these:
+  medusa-ppo doctor                        check this machine
+  medusa-ppo demo                          see it work on an embedded example, about 15 minutes
+  medusa-ppo predict --model DIR --gpu h100 --acceptance 0.6,0.4,0.25,0.15
+                                           what drafting would gain for your model
+  medusa-ppo train --help                  train heads for your model
+  medusa-ppo ppo --help                    run PPO with them
+
+All commands: medusa-ppo --help. TRL, verl, OpenRLHF or your own loop: docs/hooks.md."""
+"""What the program prints without a command: the few things to do first, not all commands."""
+
+
 @app.callback(invoke_without_command=True)
-def _version(
+def _first(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
     if version:
         say(__version__)
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        say(FIRST_STEPS.format(version=__version__))

@@ -16,8 +16,8 @@ from medusa_ppo.runtime.console import OfflineProgress, command, console, offlin
 bench = typer.Typer(
     name="bench",
     help=(
-        "Measure on this machine: arms take turns within one run, and only ratios within a round"
-        " are compared."
+        "Measure on this machine: the variants take turns within one run, and only ratios within "
+        "a round are compared."
     ),
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -26,7 +26,7 @@ bench = typer.Typer(
 Out = Annotated[
     Path,
     typer.Option(
-        "--json", help="File for the figures; the table goes beside it as .md, a plot as .svg."
+        "--json", help="File for the figures; a table (.md) and a plot (.svg) go next to it."
     ),
 ]
 
@@ -35,13 +35,13 @@ Out = Annotated[
 @command
 @options_from(RolloutBench)
 def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> None:
-    """Tokens/s of no speculation, stock vLLM Medusa, n-gram drafts and ours, with K fixed and K
-    chosen at every step.
+    """Compare tokens/s of no speculation, stock vLLM Medusa, n-gram drafts and ours, with K fixed
+    and with K chosen at every step.
 
     Example:  [bold]medusa-ppo bench rollout --model models/actor --heads heads-gsm8k
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
     """
-    # Imported when the command runs: torch and vLLM take seconds, --help must not.
+    # Imported when the command runs: torch and vLLM take seconds to load, and --help must not.
     from medusa_ppo.bench import rollout_speed as part
 
     _measure(options, part.run_rollout, part.table, part.verdict, part.plot, out=out)
@@ -51,8 +51,8 @@ def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> Non
 @command
 @options_from(HeadsBench)
 def heads(options: HeadsBench, out: Out = Path("bench/heads.json")) -> None:
-    """Kinds x losses of heads on the same on-policy tokens, judged by replay; and the speed of
-    training against the original recipe's.
+    """Compare kinds and losses of heads on the same on-policy tokens, by replay; and time training
+    against the original recipe.
 
     Example:  [bold]medusa-ppo bench heads --model models/actor
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
@@ -66,8 +66,7 @@ def heads(options: HeadsBench, out: Out = Path("bench/heads.json")) -> None:
 @command
 @options_from(SwapBench)
 def swap(options: SwapBench, out: Out = Path("bench/swap.json")) -> None:
-    """Seconds to put new heads into a running engine, beside the seconds that reading their file
-    takes.
+    """Time swapping new heads into a running engine, and reading their file alone.
 
     Example:  [bold]medusa-ppo bench swap --model models/actor --heads heads-gsm8k[/bold]
     """
@@ -80,8 +79,8 @@ def swap(options: SwapBench, out: Out = Path("bench/swap.json")) -> None:
 @command
 @options_from(CompanionBench)
 def companion(options: CompanionBench, out: Out = Path("bench/companion.json")) -> None:
-    """What the companion costs PPO: the same score and update with and without it, in turn, each
-    process on its own core.
+    """Measure what the companion costs PPO: the same score and update with and without it, in turn,
+    each process on its own core.
 
     Example:  [bold]medusa-ppo bench companion --model models/actor
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
@@ -100,7 +99,7 @@ def _measure(
     *,
     out: Path,
 ) -> None:
-    """Run a bench, show its table and write the files."""
+    """Run a benchmark, print its table and write the files."""
     from rich.table import Table
 
     with offline_progress() as progress:
@@ -113,6 +112,6 @@ def _measure(
     console.print(shown)
     for line in sentences:
         say(line)
-    # Shown first: a folder that takes no file must not cost the figures of an hour.
+    # Print first: an unwritable folder must not cost the figures of an hour.
     for path in write_bench(out, options, result, [header, *rows], sentences, plot(result)):
         say(f"Written: {path}")

@@ -1,4 +1,4 @@
-"""Where commands get their options from: those of several commands, and a dataclass as options."""
+"""Options that several commands share, and options made from a dataclass."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ Config = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file."),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys that override the file."),
 ]
 
 
 def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of a dataclass as options; it is called with one `kind` first.
+    """Turn the fields of a dataclass into options of a command, which gets a `kind` as its first
+    argument.
 
-    A field becomes an option where its `Annotated` says how it is typed; a tuple is typed with
-    commas. What else the command is given comes from options of its own.
+    A field becomes an option if its `Annotated` describes one; tuples are typed with commas. The
+    command's other parameters are options of its own.
     """
     hints = get_type_hints(kind, include_extras=True)
     typed = [
@@ -50,7 +51,7 @@ def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
         # Annotations are text in these files (`from __future__ import annotations`); typer needs
         # the objects.
         _, *own = inspect.signature(function, eval_str=True).parameters.values()
-        # `run` takes keywords alone.
+        # `run` takes only keywords.
         parameters += [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -60,9 +61,9 @@ def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
 
 
 def _option_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    """The parameter that typer makes an option of; a tuple's is text."""
+    """The parameter that typer turns into an option; text for a tuple."""
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-    # typer takes a tuple for a fixed number of values; ours have any number, so they are one text.
+    # For typer a tuple has a fixed number of values; ours have any number, so they are one text.
     if isinstance(default, tuple):
         hint = Annotated[(str, *hint.__metadata__)]
         default = ",".join(map(str, default))
@@ -75,7 +76,7 @@ def _parse_tuple(field: dataclasses.Field[Any], text: str, hint: Any) -> tuple[A
     """Words, or numbers above 0 (from 0 on, where the option has min=0), with commas between them.
 
     Raises:
-        ConfigError: a part is no such number, or there is none where the default has some.
+        ConfigError: a part is not such a number, or there are none although the default has some.
     """
     default: tuple[Any, ...] = field.default  # type: ignore[assignment]
     kind = get_args(get_args(hint)[0])[0]

@@ -1,4 +1,4 @@
-"""`medusa-ppo companion serve`: heads trained in a process of their own, for any loop that taps."""
+"""`medusa-ppo companion serve`: heads trained in a separate process, for any loop that taps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from medusa_ppo.runtime.console import command, say
 
 companion = typer.Typer(
     name="companion",
-    help="Training of heads by itself, beside a loop that taps.",
+    help="Train heads in a separate process, beside a loop that taps.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -24,24 +24,25 @@ def serve(
     model: Annotated[str, typer.Option(help="Folder or hub name of the actor.")],
     heads: Annotated[
         Path,
-        typer.Option(help="Folder of the heads that engines start with; made when it has none."),
+        typer.Option(help="Folder of the heads that engines start with; created if it has none."),
     ],
     feed: Annotated[
         str, typer.Option(help="Feed to publish to; default: companion.feed of the configuration.")
     ] = "",
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML file; read are heads, companion, engine and seed."),
+        typer.Option(help="YAML file; only heads, companion, engine and seed are read."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder to keep state and versions in, and to go on from.")
+        Path | None,
+        typer.Option(help="Folder for state and versions, from which a restart continues."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8461,
     overrides: Overrides = None,
 ) -> None:
-    """Train heads on what a loop's taps send, and publish the better ones to a feed. Who sends
-    needs the same MEDUSA_PPO_COMPANION_TOKEN.
+    """Train heads on what a loop's taps send, and publish the better ones to a feed. The loop needs
+    the same MEDUSA_PPO_COMPANION_TOKEN.
 
     Example:  [bold]medusa-ppo companion serve --model models/actor --heads heads/ --feed feed/
     heads.num_heads=3[/bold]

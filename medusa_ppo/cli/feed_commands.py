@@ -14,7 +14,7 @@ from medusa_ppo.runtime.console import command, say
 
 feed = typer.Typer(
     name="feed",
-    help="Places with versions of heads, which companions write and engines read.",
+    help="Stores of head versions, which companions write and engines read.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -29,7 +29,7 @@ Address = Annotated[
 @command
 def serve(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder of the feed; it may be made later.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder of the feed; it need not exist yet.")
     ],
     host: Annotated[
         str,
@@ -52,7 +52,7 @@ def serve(
 @feed.command("list")
 @command
 def list_versions(address: Address) -> None:
-    """Show the versions that a feed has, and what they were judged by.
+    """Show the versions in a feed, and how they were judged.
 
     Example:  [bold]medusa-ppo feed list feed/[/bold]
     """
@@ -61,7 +61,7 @@ def list_versions(address: Address) -> None:
     place = open_feed(address)
     manifest = place.manifest()
     if manifest is None:
-        say(f"{place.address}: nothing was published yet.")
+        say(f"{place.address}: nothing has been published yet.")
         return
     config = manifest.actor.config
     say(
@@ -82,8 +82,8 @@ def list_versions(address: Address) -> None:
 @feed.command("verify")
 @command
 def verify_versions(address: Address) -> None:
-    """Fetch every version that a feed names, and look at all of its bytes and tensors, as an engine
-    does. Exit code 1 where one is damaged.
+    """Fetch every version in a feed and check all its bytes and tensors, as an engine does. Exit
+    code 1 if one is damaged.
 
     Example:  [bold]medusa-ppo feed verify http://10.0.0.5:8460[/bold]
     """
@@ -97,7 +97,7 @@ def verify_versions(address: Address) -> None:
             "There is nothing to verify.",
             given=f"{place.address}, nothing published",
             expected="a feed with a version",
-            do="Name the folder or address that companion.feed has.",
+            do="Give the folder or address that companion.feed names.",
         )
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-verify-") as folder:
         for version in manifest.versions:

@@ -11,6 +11,7 @@ import typer
 
 from medusa_ppo.cli.command_options import options_from
 from medusa_ppo.offline.options import EvalOptions, TrainOptions
+from medusa_ppo.runtime import wording as w
 from medusa_ppo.runtime.console import command, offline_progress, say
 from medusa_ppo.runtime.files import write_atomic
 
@@ -20,11 +21,12 @@ from medusa_ppo.runtime.files import write_atomic
 def train(
     options: TrainOptions,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print sizes, memory and time, start nothing.")
+        bool, typer.Option("--dry-run", help="Print sizes, memory and time; start nothing.")
     ] = False,
 ) -> None:
     """Train heads for any causal LM on any dataset: the model's own responses, a PPO run's
-    rollouts, full texts, or chats. Interrupted, it goes on.
+    rollouts, full texts, or chats. An interrupted training continues when you run the command
+    again.
 
     Example:  [bold]medusa-ppo train --model models/actor --data data/train.jsonl
     --template 'Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
@@ -40,7 +42,12 @@ def train(
     with offline_progress() as progress:
         result = train_heads(options, progress)
     length = result["replay_mean_acceptance_length"]
-    say(f"Heads: {options.out}   replay mean acceptance length {length:.3f}")
+    say(f"\nThe heads learned from {w.whole(result['tokens'])} response tokens.")
+    say("Next: medusa-ppo eval --engine vllm, with the same --model, --data and --template.")
+    say(
+        f"The heads in {options.out} give {length:.3f} tokens per engine step on held-out"
+        " responses, by replay."
+    )
 
 
 @command
@@ -53,7 +60,7 @@ def evaluate(
     markdown: Annotated[
         Path | None, typer.Option(help="Write a report in Markdown to this file.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page of its own to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page to this file.")] = None,
 ) -> None:
     """Measure what heads are worth: mean acceptance length, per position, with a confidence
     interval.
@@ -66,7 +73,7 @@ def evaluate(
     from medusa_ppo.reports.evaluation import lines, markdown_report, render_eval_page
 
     with offline_progress() as progress:
-        # Pulled first, and named by its folder from here on: evaluation reads files only.
+        # Pulled first, and a folder from here on: evaluation only reads files.
         pulled = dataclasses.replace(options, heads=str(local_heads(options.heads)))
         result = evaluate_heads(pulled, progress)
     if json_file:
@@ -92,18 +99,18 @@ def convert(
         str,
         typer.Option(
             metavar="native|vllm|fasterdecoding|medusa-1.0|modelopt",
-            help="Format to write; the source's is found out.",
+            help="Format to write; the source's is detected.",
         ),
     ],
     model: Annotated[
         str,
         typer.Option(
-            help="Folder of the base model, where its lm_head or its weights go into the target."
+            help="Folder of the base model, if its lm_head or weights go into the target."
         ),
     ] = "",
 ) -> None:
-    """Convert heads of kind medusa from any Medusa format to another. What can't be held is refused
-    by name.
+    """Convert heads of kind medusa from any Medusa format to another. Anything the target can't
+    hold is refused by name.
 
     Example:  [bold]medusa-ppo convert heads-gsm8k heads-vllm --to vllm --model models/actor[/bold]
     """
@@ -124,22 +131,23 @@ def convert(
 def push(
     heads: Annotated[Path, typer.Argument(metavar="HEADS", help="Native heads directory.")],
     repo: Annotated[
-        str, typer.Argument(metavar="REPO", help="owner/name on the hub; made when it isn't there.")
+        str,
+        typer.Argument(metavar="REPO", help="owner/name on the hub; created if it doesn't exist."),
     ],
     private: Annotated[
-        bool, typer.Option("--private", help="Make the repository private when it is made.")
+        bool, typer.Option("--private", help="If the repository is created, make it private.")
     ] = False,
     figures: Annotated[
         list[Path] | None,
         typer.Option("--eval", help="JSON file of `medusa-ppo eval --json`, for the model card."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the model card, push nothing.")
+        bool, typer.Option("--dry-run", help="Print the model card; push nothing.")
     ] = False,
 ) -> None:
     """Push heads to the model hub, with a model card that says what was measured and how.
 
-    The hub's token is the one of `hf auth login` or HF_TOKEN.
+    The hub's token comes from `hf auth login` or HF_TOKEN.
 
     Example:  [bold]medusa-ppo push heads-gsm8k me/gsm8k-4m-medusa --private --eval eval.json[/bold]
     """
@@ -156,22 +164,23 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder or hub name of the actor.")],
     heads: Annotated[
-        Path, typer.Option(help="Folder of the heads; made (zero start) when it does not exist.")
+        Path,
+        typer.Option(help="Folder of the heads; created with untrained heads if it doesn't exist."),
     ],
     medusa: Annotated[
-        Path | None, typer.Option(help="YAML file; read are heads, engine and seed.")
+        Path | None, typer.Option(help="YAML file; only heads, engine and seed are read.")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; others than this one need MEDUSA_PPO_TOKEN.")
+        str, typer.Option(help="Address to listen on; any other needs MEDUSA_PPO_TOKEN.")
     ] = "127.0.0.1",
 ) -> None:
-    """Become a vLLM server that drafts and takes new heads, for a loop's server mode. More options
-    are vLLM's own.
+    """Run a vLLM server that drafts and accepts new heads, for a loop's server mode. Further
+    options are vLLM's own.
 
     Example:  [bold]medusa-ppo serve --model models/actor --heads heads/ --port 8000[/bold]
     """
     from medusa_ppo.config.run_config import load_config
     from medusa_ppo.loops.remote import serve as become_server
 
-    # What typer did not know is vLLM's.
+    # Options that typer does not know are vLLM's.
     become_server(model, str(heads), load_config(medusa), host, context.args)

@@ -1,5 +1,5 @@
-"""`medusa-ppo doctor` and `check-setup`: what this machine has and whether engines sample honestly;
-what shows that GPUs work.
+"""`medusa-ppo doctor` and `check-setup`: what this machine has, whether engines sample honestly,
+and which commands show that GPUs work.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MIN_MEMORY_GIB = 6.0
 MIN_SHM_GIB = 1.0
 MIN_DISK_GIB = 2.0
 PROBE_TIMEOUT_S = 300
-# Versions the package was checked with; pyproject.toml says the same for pip.
+# Versions the package was tested with; pyproject.toml has the same for pip.
 RANGES = {
     "torch": ((2, 11), (2, 14)),
     "transformers": ((5, 16), (5, 20)),
     "ray": ((2, 55), (3, 0)),
     "datasets": ((5, 0), (6, 0)),
 }
-# In a process of its own: a Ray that hangs is ended by the timeout, and leaves nothing in this one.
+# In a separate process: the timeout ends a Ray that hangs, and nothing of it stays in this process.
 RAY_PROBE = """
 import ray
 from medusa_ppo.runtime.processes import local_ray
@@ -53,8 +53,8 @@ with local_ray(cpus=1):
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: `do` is the next step for the reader and only shown when `ok` is false; `warn`
-    marks what may turn out well.
+    """One finding: `do` is the reader's next step, shown only if `ok` is false; `warn` marks
+    findings that may still be fine.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Check:
 
 
 def run_checks(quick: bool = False) -> Iterator[Check]:
-    """Yield the findings one by one, cheap ones first; `quick` leaves out those that start Ray,
-    vLLM and an engine.
+    """Yield the findings one by one, cheap ones first; `quick` skips those that start Ray, vLLM and
+    an engine.
     """
     found = ".".join(str(part) for part in sys.version_info[:3])
     yield Check(
@@ -91,7 +91,7 @@ def run_checks(quick: bool = False) -> Iterator[Check]:
 
 
 def _memory() -> Check:
-    # Available and not free: the system gives the page cache back when it is asked for.
+    # Available rather than free: the system releases the page cache on demand.
     memory = psutil.virtual_memory()
     found = (
         f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}, {os.cpu_count()} cores"
@@ -131,14 +131,13 @@ def _package(name: str) -> Check:
     low, high = RANGES[name]
     do = f"Install {name}>={'.'.join(map(str, low))},<{'.'.join(map(str, high))}: make setup"
     try:
-        # Read and not imported: torch takes seconds, and a package that is broken would end the
-        # check.
+        # Read instead of imported: torch takes seconds, and a broken package would end the check.
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Check(name, False, "not installed", do)
     return Check(
         name,
-        # What stands behind "+" names the build (+cu128, +cpu), not the release.
+        # After "+" comes the build (+cu128, +cpu), not the release.
         low <= tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < high,
         version,
         do,
@@ -154,15 +153,15 @@ def _vllm() -> Check:
         f"Install vLLM {' or '.join(TESTED)}: make setup VLLM={TESTED[-1]} (it picks the CPU or the"
         " CUDA build)"
     )
-    # A release that was never seen may well work; the hooks below say whether it does.
+    # An untested release may well work; the hooks below show whether it does.
     if version and is_allowed(version) and not is_tested(version):
         return Check("vLLM", True, f"{found}, not tested; tested: {', '.join(TESTED)}", warn=True)
     return Check("vLLM", bool(version) and is_allowed(version), found, do)
 
 
 def _hooks() -> Iterator[Check]:
-    """The names inside vLLM that we rely on, one finding each; looked for in a process of their
-    own, which imports vLLM.
+    """The names inside vLLM that we rely on, one finding each; a separate process imports vLLM and
+    looks for them.
     """
     module = "medusa_ppo.vllm_plugin.hook_table"
     ok, answer = _python("-m", module)
@@ -182,7 +181,7 @@ def _gpus() -> Check:
         "GPUs",
         not (names and is_cpu_build()),
         found,
-        "vLLM's CPU build leaves them idle: make setup STACK=cuda",
+        "vLLM's CPU build can't use them: make setup STACK=cuda",
     )
 
 
@@ -199,19 +198,19 @@ def _entry_point() -> Check:
 
 
 def _ray() -> Check:
-    # An address in the environment would lead the probe to somebody's cluster.
+    # An address in the environment would send the probe to somebody's cluster.
     ok, answer = _python("-c", RAY_PROBE, environment={"RAY_ADDRESS": ""})
     ok = ok and answer.endswith("42")
     return Check(
         "Ray starts",
         ok,
         "a local cluster ran a task" if ok else answer,
-        "Look for left-over Ray processes: ray status, ray stop",
+        "Check for left-over Ray processes: ray status, ray stop",
     )
 
 
 def _engine() -> Iterator[Check]:
-    """Start a tiny engine in a process of its own; it says which plugin it loaded and how it
+    """Start a tiny engine in a separate process; it reports which plugin it loaded and how it
     samples.
     """
     ok, answer = _python("-m", "medusa_ppo.engines.probe")
@@ -249,7 +248,7 @@ def check_distribution(
 
     Args:
         tokens: sampled with drafts, and again without.
-        data: answer the run's prompts; else texts are begun at random.
+        data: answer the run's prompts; otherwise texts start at random.
     """
     from heads.checkpoint import save_heads
     from medusa_ppo.actors.hf import lm_head_weight, load_actor, load_tokenizer
@@ -267,7 +266,7 @@ def check_distribution(
     asked = config.sampling
     progress.say(f"Loading {path} ...")
     path = str(ensure_demo_actor(recipe=RECIPES[path])) if path in RECIPES else path
-    # The reference: in float32 whatever the engine serves, so that it is not the one that rounds.
+    # The reference is float32 whatever the engine serves, so that rounding is only the engine's.
     model = load_actor(path, "float32")
     sampling = Sampling(
         asked.temperature,
@@ -285,14 +284,14 @@ def check_distribution(
             )
         ]
     engine_config = settled(config).engine
-    # These prompts are short, and so may the model's longest text be.
+    # These prompts are short, and the model's maximum length may be too.
     if not data and config.engine.max_model_len is None:
         engine_config = engine_config.model_copy(
             update={"max_model_len": max(map(len, prompts)) + asked.max_new_tokens}
         )
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-doctor-") as folder:
         heads = initial_heads(config, model)
-        # Heads that start at zero draft what lm_head says: hardly anything is accepted, and little
+        # Zero heads draft what lm_head predicts: hardly anything would be accepted, and little
         # tested.
         if heads.untrained:
             probe.stir(heads)
@@ -309,7 +308,7 @@ def check_distribution(
         if test is not None:
             figures = (
                 f"p = {test.chi_square_p:.3g} and {test.kolmogorov_p:.3g}, z = {test.z:+.2f},"
-                f" {test.outside} outside of the support"
+                f" {test.outside} outside the support"
             )
             yield Check(
                 name, test.honest, f"{test.tokens:,} tokens: {figures}", "Read the verdict."
@@ -321,14 +320,12 @@ def check_distribution(
         "Distribution",
         drafting.honest,
         found,
-        "Run `medusa-ppo doctor`, and the same with another --tokens; then report all of it.",
+        "Run `medusa-ppo doctor`, and this again with a different --tokens; then report both.",
     )
 
 
 def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple[bool, str]:
-    """Whether a Python process ended well, and the last line of what it printed (or of its
-    errors).
-    """
+    """Whether a Python process succeeded, and the last line of its output (or of its errors)."""
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -341,22 +338,22 @@ def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple
     except subprocess.TimeoutExpired:
         return False, f"no answer in {PROBE_TIMEOUT_S} s"
     if done.returncode == 0:
-        # Ray and vLLM print lines of their own before.
+        # Ray and vLLM print their own lines first.
         return True, done.stdout.strip().rpartition("\n")[2]
-    # Of a traceback the last line is the error.
+    # The last line of a traceback is the error.
     return False, done.stderr.strip().rpartition("\n")[2][:300] or "no output"
 
 
 @dataclass(frozen=True)
 class SetupStep:
-    """One command that shows that a part of a setup with GPUs works.
+    """A command that shows that a part of a GPU setup works.
 
     Attributes:
-        shows: what works when it ends well.
-        needs: the hardware, and what must be there before.
-        command: as it is typed in the checkout's folder.
-        prints: words that must stand in what it prints.
-        means: what to read from them.
+        shows: what works if it succeeds.
+        needs: the hardware, and what must exist beforehand.
+        command: as typed in the checkout's folder.
+        prints: words that its output must contain.
+        means: how to interpret them.
     """
 
     shows: str
@@ -367,32 +364,32 @@ class SetupStep:
 
 
 def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
-    """The five commands, in the order in which they should be run: each relies on those before."""
+    """The five commands, in the order in which to run them: each relies on the ones before."""
     given = f"model.path={model} data.path={data}"
-    # A job of Ray's starts where Ray was started.
+    # A Ray job starts where Ray was started.
     there = "model.path={} data.path={}".format(
         *(os.path.abspath(name) if os.path.exists(name) else name for name in (model, data))
     )
     return (
         SetupStep(
-            "the packages fit the machine, vLLM loads our plugin, and drafts do not change what is"
-            " sampled",
+            "the packages fit the machine, vLLM loads our plugin, and drafts do not change the "
+            "samples",
             "one GPU",
             "medusa-ppo doctor",
             ("GPUs", "GPU build", "Honest sampling", "All checks passed."),
-            "The line GPUs names yours, the line vLLM says GPU build.",
+            "The line `GPUs` names yours, and the line `vLLM` says GPU build.",
         ),
         SetupStep(
             "heads train on the GPU and leave nothing on it",
             "one GPU",
             "make test-gpu",
             ("passed",),
-            "No test is said to have failed or to be skipped.",
+            "No test failed or was skipped.",
         ),
         SetupStep(
             "PPO, engine and companion share a GPU, and new heads reach the engine",
-            "one GPU with 80 GiB; the model; data whose rows have a question, and an answer after"
-            " #### as GSM8K's",
+            "one GPU with 80 GiB; the model; data whose rows have a question, and an answer after "
+            "#### as in GSM8K",
             f"medusa-ppo ppo --config configs/one-gpu.yaml name=check-setup {given} ppo.steps=20"
             " report.speed_every=5",
             ("Tokens per engine step, first published heads -> last steps", "Report: "),
@@ -401,19 +398,18 @@ def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
         ),
         SetupStep(
             "drafting pays on this GPU",
-            "the same GPU; what the command before left behind",
+            "the same GPU; the files of the previous command",
             "medusa-ppo bench rollout --model runs/check-setup/actor --heads"
             f" runs/check-setup/heads-final --data {data} --template 'Question:"
             " {question}\\nAnswer:' --dtype bfloat16 --batches 1,16,64",
             ("Ours against no speculation: ",),
-            "Above x1.00 drafting pays; where it is below, engine.num_drafts=0 is the plain"
-            " engine.",
+            "Above x1.00 drafting pays; below it, use engine.num_drafts=0, the plain engine.",
         ),
         SetupStep(
             "a run finds its nodes through Ray",
-            "two nodes, 8 GPUs in the first (where this is run) and two in the second, the checkout"
-            " under the same path on both, Ray with its job server (ray[default]) started on both"
-            " as configs/two-nodes.yaml says",
+            "two nodes, with 8 GPUs in the first (where you run this) and two in the second, the "
+            "checkout under the same path on both, and Ray with its job server (ray[default]) "
+            "started on both as in configs/two-nodes.yaml",
             "ray job submit --address=http://127.0.0.1:8265 --entrypoint-num-gpus=1"
             " --entrypoint-resources='{\"engines\": 0.001}' -- medusa-ppo ppo --config two-nodes"
             f" out=$PWD/runs name=check-cluster {there} ppo.steps=5",

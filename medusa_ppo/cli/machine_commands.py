@@ -17,12 +17,13 @@ def doctor(
     overrides: Overrides = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Leave out the checks that start Ray, vLLM and an engine."),
+        typer.Option("--quick", help="Skip the checks that start Ray, vLLM and an engine."),
     ] = False,
     distribution: Annotated[
         bool,
         typer.Option(
-            "--distribution", help="Only this: are your engine's tokens samples of the model?"
+            "--distribution",
+            help="Only test whether your engine's tokens are samples of the model.",
         ),
     ] = False,
     config: Annotated[
@@ -36,7 +37,7 @@ def doctor(
     ] = None,
     heads: Annotated[
         str | None,
-        typer.Option(help="With --distribution: native heads directory; else random heads."),
+        typer.Option(help="With --distribution: native heads directory; default: random heads."),
     ] = None,
     tokens: Annotated[
         int,
@@ -45,8 +46,8 @@ def doctor(
         ),
     ] = 20_000,
 ) -> None:
-    """Check this machine: Python, packages, memory, Ray, and vLLM with our plugin really loaded
-    and sampling honestly.
+    """Check this machine: Python, packages, memory, Ray, and whether vLLM loads our plugin and
+    samples honestly.
 
     Example:  [bold]medusa-ppo doctor --distribution --model models/actor --heads heads-gsm8k
     sampling.top_p=0.9[/bold]
@@ -55,7 +56,7 @@ def doctor(
     from medusa_ppo.config.run_config import load_config
 
     if distribution:
-        # Options come first, so that a key on the command line wins over them.
+        # Options come first, so that a key on the command line overrides them.
         given = []
         if model:
             given.append(f"model.path={model}")
@@ -75,8 +76,8 @@ def check_loop(
         Path | None, typer.Option(help="YAML file; default: small heads that learn fast.")
     ] = None,
 ) -> None:
-    """Ten checks of an adapter for a loop of your own: hooks, rows, states, versions, heads in the
-    engine, gradients to the bit.
+    """Run ten checks of an adapter for your own loop: hooks, rows, states, versions, heads in the
+    engine, bit-identical gradients.
 
     Example:  [bold]medusa-ppo check-loop my_module:make_trainer[/bold]
     """
@@ -90,13 +91,13 @@ def check_loop(
 @command
 def check_setup(
     model: Annotated[
-        str, typer.Option(help="Folder or hub name of the actor that the commands shall use.")
+        str, typer.Option(help="Folder or hub name of the actor for the commands.")
     ] = "Qwen/Qwen3-0.6B",
     data: Annotated[
-        str, typer.Option(help="File with questions and answers, as GSM8K's.")
+        str, typer.Option(help="File with questions and answers, as in GSM8K.")
     ] = "data/train.jsonl",
 ) -> None:
-    """Print the five commands that show that a setup with GPUs works: what each needs and must
+    """Print five commands that show whether a GPU setup works, what each needs, and what it must
     print. Starts nothing.
 
     Example:  [bold]medusa-ppo check-setup --model models/my-actor --data data/train.jsonl[/bold]
@@ -120,10 +121,10 @@ def check_setup(
 
 
 def _print_checks(checks: Iterable[Any]) -> None:
-    """Print checks as they come; exit code 1 when one is not ok."""
+    """Print checks as they finish; exit code 1 if one is not ok."""
     failed = 0
     for check in checks:
-        # Only the machine's checks can warn, those of a loop can't.
+        # Only checks of the machine can warn, checks of a loop can't.
         if getattr(check, "warn", False):
             mark = "[yellow]warn[/yellow]"
         elif check.ok:
@@ -131,7 +132,7 @@ def _print_checks(checks: Iterable[Any]) -> None:
         else:
             mark = "[red]FAIL[/red]"
         console.print(
-            # What was found may hold brackets, which rich would read as markup.
+            # Findings may contain brackets, which rich would read as markup.
             f"{mark} {check.name:<22} {escape(check.found)}",
             highlight=False,
             soft_wrap=True,

@@ -1,8 +1,8 @@
-"""`medusa-ppo plan`: who runs where, what moves in a step, and what memory it takes, before
+"""`medusa-ppo plan`: who runs where, what moves in a step, and how much memory it takes, before
 anything starts (no torch).
 
 Counted: weights, gradients, optimizer states, keys and values, tables, queues, and what a
-micro-batch keeps for its backward pass. Not counted: what kernels, Python, torch and vLLM take for
+micro-batch keeps for its backward pass. Not counted: the memory of kernels, Python, torch and vLLM
 themselves.
 """
 
@@ -40,16 +40,16 @@ from medusa_ppo.runtime.hardware import (
 
 # Weights, gradients and two moments, all float32.
 ADAM_COPIES = 4
-# The companion keeps the running mean, the serving heads, those before them and the frozen control
-# beside those that it trains.
+# Besides the heads in training, the companion keeps the running mean, the serving heads, their
+# predecessors and the frozen control.
 OTHER_HEADS = 4
-# Of a step: gradients that drafts add to one cell, and what AdamW makes of all parameters.
+# Per step: gradients that drafts add to one cell, and AdamW's temporaries for all parameters.
 STEP_COPIES = 2
 # Of a chunk's logits: the heads' own, the actor's where the loss reads them, and what is made of
 # them until the gradient is there. Measured, as the numbers of states below.
 LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 2, 3
 ON_HOST = ", on the host"
-"""Ends the name of a part that is in the host's memory, also where the process has a GPU."""
+"""Suffix of parts that stay in host memory even if the process has a GPU."""
 # An id (int64) and a log-prob (float32).
 TOKEN_BYTES = 8 + 4
 
@@ -60,7 +60,7 @@ def heads_parameters(config: HeadsConfig) -> int:
 
 
 def kept_states(heads: HeadsConfig) -> int:
-    """What the heads' backward pass keeps of a position, in states of the actor's width."""
+    """What the heads' backward pass keeps per position, in states of the actor's width."""
     if not heads.conditioned:
         return 4 * heads.num_heads
     attention = heads.context_layers * (2 * heads.context + 2 * heads.feed_forward)
@@ -84,12 +84,12 @@ def companion_parts(
             copies * FLOAT32 * heads_parameters(heads)
         ),
         "the actor's tables": FLOAT32 * tables,
-        # In the dtype of the products, and of a draft vocabulary in any case, they are a copy.
-        "rows of lm_head that are multiplied by": BFLOAT16 * drafted * model.hidden,
+        # A copy, if the products have a different dtype or there is a draft vocabulary.
+        "rows of lm_head used in products": BFLOAT16 * drafted * model.hidden,
         "what a micro-batch keeps for its backward pass": (
             rows * kept_states(heads) * model.hidden * FLOAT32
         ),
-        "logits of a chunk, and what is made of them": (
+        "logits of a chunk, and what is derived from them": (
             (LOGITS_COPIES_WITH_ACTOR if reads_actor else LOGITS_COPIES) * FLOAT32 * logits
         ),
         f"waiting batches, at most{ON_HOST}": section.queue_bytes,
@@ -100,7 +100,7 @@ def companion_parts(
 
 
 def hidden_bytes(model: ModelSizes, tokens: int, element: int = FLOAT32) -> int:
-    """Final hidden states, token ids and log-probs of so many response tokens, as they go to the
+    """Final hidden states, token ids and log-probs of this many response tokens, as sent to the
     companion.
     """
     return tokens * (model.hidden * element + TOKEN_BYTES)
@@ -115,14 +115,14 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class Process:
-    """One row of the plan: a process, or several alike.
+    """One row of the plan: a process, or several of the same kind.
 
     Attributes:
         name: what it is.
-        count: how many of it.
-        where: what starts it, and on which node.
-        gpus: GPUs of each; below 1 a share of one. 0 on a machine without.
-        parts: what the memory of each is made of, in bytes; on its GPU where it has one.
+        count: how many there are.
+        where: who starts it, and on which node.
+        gpus: GPUs of each; below 1 a share of one; 0 on a machine without any.
+        parts: the parts of each one's memory, in bytes; on its GPU if it has one.
     """
 
     name: str
@@ -138,13 +138,13 @@ class Process:
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes of each that are on its GPU, where it has one."""
+        """Bytes of each one on its GPU, if it has one."""
         return sum(size for what, size in self.parts.items() if not what.endswith(ON_HOST))
 
 
 @dataclass(frozen=True)
 class Move:
-    """What moves once in every PPO step. `count` copies of `size` bytes each."""
+    """Something that moves once in every PPO step. `count` copies of `size` bytes each."""
 
     what: str
     route: str
@@ -176,7 +176,7 @@ class Plan:
 
     @property
     def gpus(self) -> float:
-        """GPUs that Ray is asked for, and one for the PPO process, which asks nobody."""
+        """GPUs requested from Ray, plus one for the PPO process, which requests none."""
         return sum(p.count * p.gpus for p in self.processes)
 
     @property
@@ -194,7 +194,7 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
     Raises:
         ModelError: the model's sizes can't be read.
     """
-    # First what the hardware decides: everything below counts with it.
+    # Decide by hardware first: everything below depends on it.
     decided = tuple(choices(config, hardware))
     config = applied(config, decided)
     gpus = hardware.gpus > 0
@@ -235,15 +235,17 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     parts = _role_parts(config, model, LOOP)
     if config.actor.backend == "transformers":
         parts["what a micro-batch keeps for its backward pass"] = kept_bytes(config, model)
-        parts["logits of a chunk, and what is made of them"] = _chunk_bytes(config, model, gpus)
+        parts["logits of a chunk, and what is derived from them"] = _chunk_bytes(
+            config, model, gpus
+        )
     # Pools and late engines read it after the call, so it stays until the next sync.
-    parts[f"actor's file, for engines that come late or again{ON_HOST}"] = (
+    parts[f"actor's file, for engines that start late or restart{ON_HOST}"] = (
         _element(config) * model.parameters
     )
     return Process(
         "PPO loop",
         1,
-        "the process that is started, on its node",
+        "the process that you start, on its node",
         float(gpus),
         parts | _remembered(config),
     )
@@ -264,16 +266,16 @@ def _role_parts(config: RunConfig, model: ModelSizes, where: str) -> dict[str, i
 
 
 def _micro_tokens(config: RunConfig) -> int:
-    """Prompt and response tokens of a micro-batch, at most."""
+    """Most prompt and response tokens in a micro-batch."""
     length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     tokens = (config.ppo.micro_batch_size or config.ppo.minibatch_size) * length
-    # One response may be longer than the budget; it is then a micro-batch of its own.
+    # A response may exceed the budget; it is then a micro-batch by itself.
     return max(length, min(tokens, config.ppo.micro_batch_tokens or tokens))
 
 
 def kept_bytes(config: RunConfig, model: ModelSizes) -> int:
-    """Of a micro-batch, for the backward pass; with ppo.recompute the inputs of all layers and one
-    layer that is made again.
+    """Activations of a micro-batch for the backward pass; with ppo.recompute the inputs of all
+    layers and one recomputed layer.
     """
     each = model.layer_bytes(config.model.dtype == "bfloat16")
     ends = 4 * FLOAT32 * model.hidden
@@ -323,7 +325,7 @@ def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, i
     scored = max(
         3 * passing + FLOAT32 * tokens * model.hidden, chunk + FLOAT32 * tokens * model.hidden
     )
-    # Activations go as gradients come.
+    # Activations are freed as gradients appear.
     updated = max(
         kept_bytes(config, model) + max(passing, 3 * chunk // 4) + table, FLOAT32 * model.parameters
     )
@@ -350,10 +352,10 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
 def _engines(
     config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[str, Any], gpus: bool
 ) -> list[Process]:
-    """Those that the loop generates with, and those that a comparison starts beside them."""
+    """The engines that the loop generates with, and those that a comparison starts in addition."""
     section = config.engine
     ranks = int(section.extra.get("tensor_parallel_size", 1))
-    # Models with several parts keep the sizes of their language model in a section.
+    # Models with several parts have a section with the sizes of their language model.
     text = {**raw, **(raw.get("text_config") or {})}
     parts = {
         "weights": _element(config) * model.parameters // ranks,
@@ -366,7 +368,7 @@ def _engines(
         where = "a vllm serve process on the PPO loop's node"
     else:
         where = f"a Ray actor, {_place(section.resource, section.replicas)}"
-    # Ranks of a tensor-parallel engine have a GPU each; only a single one can share.
+    # Each rank of a tensor-parallel engine has a GPU; only a single rank can share one.
     share = ((section.memory_fraction or 0.0) if ranks == 1 else float(ranks)) if gpus else 0.0
     several = f" of {ranks} ranks" * (ranks > 1)
     drafting = parts | {"heads": _element(config) * heads_parameters(heads)} | _remembered(config)
@@ -378,7 +380,7 @@ def _engines(
 
 
 def _remembered(config: RunConfig) -> dict[str, int]:
-    """Each engine has all of it, and the loop once more, to be saved."""
+    """Each engine has all of it, and the loop has a copy, for checkpoints."""
     return (
         {f"earlier responses{ON_HOST}": config.engine.memory_bytes}
         if config.engine.memory_bytes
@@ -397,7 +399,7 @@ def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: b
 
 
 def _place(resource: str | None, count: int) -> str:
-    """Where Ray looks for room: for one process, or for all at once."""
+    """Where Ray places it: one process, or all at once."""
     node = f"on a node with the Ray resource {resource!r}" if resource else "on any node"
     return f"{node}; one placement group for all" if count > 1 else node
 
@@ -436,7 +438,7 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
                 _table_bytes(config, model, heads, tokens),
                 workers,
             ),
-            Move("heads, when better ones are there", "companion to each engine", sizes, engines),
+            Move("heads, when there are better ones", "companion to each engine", sizes, engines),
         ]
         if workers > 1:
             moves.append(
@@ -446,8 +448,8 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
 
 
 def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
-    """What roles that take turns copy in a step: each comes to score, once for each piece; actor
-    and critic come to learn and leave as they became then.
+    """What roles that take turns copy in a step: each moves in to score, once per piece; actor and
+    critic move in to learn, and out again with their new weights.
     """
     ppo = config.ppo
     pieces = -(-ppo.prompts_per_step // ppo.piece_prompts) if ppo.piece_prompts else 1
@@ -509,8 +511,8 @@ def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
 
 
 def _sums(config: RunConfig, tokens: int) -> int:
-    """Times that gradients cross between the companion's workers: each optimizer step's sum takes
-    two rounds of all but one of them.
+    """How often gradients cross between the companion's workers: each optimizer step's sum takes
+    two rounds between all but one of them.
     """
     section = config.companion
     steps = section.epochs * -(-tokens // section.batch_positions)
@@ -518,11 +520,11 @@ def _sums(config: RunConfig, tokens: int) -> int:
 
 
 def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
-    """What would go wrong silently."""
+    """Problems that would otherwise be silent."""
     batch = _batch_bytes(config, model, tokens)
     room = config.companion.queue_bytes
     too_large = (
-        f"A step's hidden states may come to {size_text(batch)}, more than"
+        f"A step's hidden states may take {size_text(batch)}, more than"
         f" companion.queue_bytes={room}: such batches are dropped."
     )
     found = []
@@ -534,7 +536,7 @@ def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
 
 
 def _too_large(processes: list[Process], gpu_bytes: int) -> list[str]:
-    """What a GPU of so many bytes can't hold; 0: not known."""
+    """What a GPU with this many bytes can't hold; 0: unknown."""
     return [
         (
             f"Each {process.name} takes {size_text(process.gpu_memory)} on its GPU, which has"
@@ -546,7 +548,7 @@ def _too_large(processes: list[Process], gpu_bytes: int) -> list[str]:
 
 
 def size_text(count: float) -> str:
-    """Bytes as a person reads them."""
+    """Bytes in a readable unit."""
     power = min(len(UNITS) - 1, int(math.log(max(1, count), 1024)))
     return f"{count / 1024**power:.{int(power > 0)}f} {UNITS[power]}"
 
@@ -581,20 +583,20 @@ def lines(plan: Plan) -> list[str]:
             out.append(f"  {what:<20} {size_text(sum(found.values())):<10} {roles}")
     if plan.peaks:
         phases = ", ".join(f"{phase} {size_text(size)}" for phase, size in plan.peaks.items())
-        out += ["", f"The PPO loop's tensors, at most while it is at: {phases}"]
+        out += ["", f"The PPO loop's tensors, at most, by phase: {phases}"]
     out += ["", "What moves in every step"]
     for move in plan.moves:
         copies = f" x {move.count}" if move.count > 1 else ""
         out.append(f"  {size_text(move.size) + copies:<18} {move.what}: {move.route}")
-    out += ["", f"What follows from the hardware: {plan.hardware.found}"]
+    out += ["", f"Decided by the hardware: {plan.hardware.found}"]
     out += [f"  {choice.key} = {choice.value}: {choice.why}" for choice in plan.choices]
     asked = f"{plan.gpus:g} GPUs (the PPO loop's one included)" if plan.gpus else "no GPU"
     out += [f"\nWarning: {warning}" for warning in plan.warnings]
     out += [
         "",
         (
-            f"Altogether {size_text(plan.memory)} and {asked}; Python, torch and vLLM themselves"
-            " come on top."
+            f"In all {size_text(plan.memory)} and {asked}; Python, torch and vLLM themselves need "
+            "more on top."
         ),
     ]
     return out

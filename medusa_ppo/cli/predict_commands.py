@@ -1,4 +1,4 @@
-"""`medusa-ppo predict`: what would drafting bring, on my GPUs, at my lengths?"""
+"""`medusa-ppo predict`: what would drafting gain, on my GPUs, at my lengths?"""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from medusa_ppo.predict.prediction import Prediction, Question
 
 REPLAY_PROMPTS = 128
-"""Prompts of a replay that measures acceptance: some minutes on two cores."""
+"""Prompts in a replay that measures acceptance: a few minutes on two cores."""
 CPU_ERROR = 0.10
-"""What a prediction on a CPU is asked to stay within; a part of its interval."""
+"""Error that a prediction on a CPU should stay within; part of its interval."""
 
 
 @command
@@ -36,11 +36,11 @@ def predict(
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Write an SVG: speed-up against running sequences, a line for each K."),
+        typer.Option(help="Write an SVG: speed-up against running sequences, one line for each K."),
     ] = None,
 ) -> None:
-    """Predict what drafting would bring: rollouts with and without, the best number of drafts, from
-    which acceptance on it pays, and the commands that check it. No engine is started.
+    """Predict what drafting would gain: rollouts with and without it, the best number of drafts,
+    the acceptance from which it pays, and commands to check it. Starts no engine.
 
     Example:  [bold]medusa-ppo predict --model models/actor --gpu h100
     --acceptance 0.6,0.4,0.25,0.15 --length-mean 2000 --longest 4096[/bold]
@@ -66,14 +66,14 @@ def predict(
     options = dataclasses.replace(options, model=name)
     gpu = None if options.gpu == CPU else find_gpu(options.gpu)
     raw = model_config(name)
-    # An unknown GPU or model was refused by now, before a replay of minutes.
+    # An unknown GPU or model is refused before this, since the replay takes minutes.
     accepted, trained = _accepted(options, run.heads.path if run else None)
     question = question_of(options, raw, accepted, run, trained)
     prediction = predict_on_gpu(question, gpu) if gpu else _on_this_cpu(question, options)
     for line in answer_lines(prediction):
         say(line)
     checks = check_lines(prediction, options.heads or "HEADS", on_gpu=gpu is not None)
-    say("\nTo check it on such a machine:")
+    say("\nTo check this on such a machine:")
     for line in checks:
         say(f"  {line}")
     if json_file:
@@ -91,7 +91,7 @@ def predict(
 
 
 def _accepted(options: PredictOptions, path: str | None) -> tuple[Accepted, HeadsConfig | None]:
-    """Given, or measured by replay; with it the sizes of the heads where there are some."""
+    """Acceptance as given or measured by replay, with the sizes of the heads if there are any."""
     from medusa_ppo.predict.asking import Accepted
 
     folder = options.heads or path or ""
@@ -105,10 +105,10 @@ def _accepted(options: PredictOptions, path: str | None) -> tuple[Accepted, Head
         return Accepted(options.acceptance), trained
     if not (folder and options.data):
         raise UsageError(
-            "Nothing says how much is accepted.",
+            "The acceptance is unknown.",
             given="neither --acceptance nor --heads with --data",
             expected="shares like 0.6,0.4,0.25,0.15, or heads and prompts to measure them",
-            do="Add --acceptance; `medusa-ppo eval` prints it for heads that you have.",
+            do="Add --acceptance; `medusa-ppo eval` prints it for existing heads.",
         )
     from medusa_ppo.offline.evaluate import evaluate_heads
     from medusa_ppo.offline.options import EvalOptions, line_breaks
@@ -131,7 +131,7 @@ def _accepted(options: PredictOptions, path: str | None) -> tuple[Accepted, Head
 
 
 def _on_this_cpu(question: Question, options: PredictOptions) -> Prediction:
-    """The answer for this machine, after some seconds of microbenchmarks."""
+    """The prediction for this machine, after a few seconds of microbenchmarks."""
     import torch
 
     from medusa_ppo.predict.cpu_steps import CpuSteps

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
     steps: Annotated[
-        int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")
+        int | None, typer.Option(min=1, help="PPO steps; default: those of configs/demo.yaml.")
     ] = None,
 ) -> None:
     """Run the whole job on an embedded example, nothing to prepare: 13 to 19 minutes on two cores
     on first use.
 
-    Trains a tiny actor on first use, then PPO with drafting and the companion, then takes the same
-    steps with and without the plugin.
+    Trains a tiny actor on first use, runs PPO with drafting and the companion, then times steps
+    with and without the plugin.
 
     Example:  [bold]medusa-ppo demo --steps 16[/bold]
     """
@@ -58,12 +58,12 @@ def ppo(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Go on from the run's last checkpoint, with the same configuration."
+            "--resume", help="Continue from the run's last checkpoint, with the same configuration."
         ),
     ] = False,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="With --resume: a key, or a section, that may differ."),
+        typer.Option(metavar="KEY", help="With --resume: a key or section that may differ."),
     ] = None,
 ) -> None:
     """Run the reference PPO loop on any model folder and any dataset.
@@ -75,7 +75,7 @@ def ppo(
 
     if allow and not resume:
         raise UsageError(
-            "--allow is for a run that goes on.",
+            "--allow only works with --resume.",
             given=" ".join(allow),
             expected="--resume with it",
             do="Add --resume.",
@@ -89,16 +89,19 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[
         bool | None,
-        typer.Option("--gpus/--no-gpus", help="Plan for machines with GPUs; default: as this one."),
+        typer.Option(
+            "--gpus/--no-gpus", help="Plan for machines with GPUs; default: like this one."
+        ),
     ] = None,
     gpu: Annotated[
         str,
         typer.Option(
-            metavar="h100|h200|a100", help="Say what drafting would bring there, too; plans --gpus."
+            metavar="h100|h200|a100",
+            help="Also predict what drafting would gain there; implies --gpus.",
         ),
     ] = "",
 ) -> None:
-    """Print who runs where, what moves in a step and what memory it takes. Starts nothing.
+    """Print who runs where, what moves in a step and how much memory it takes. Starts nothing.
 
     Example:  [bold]medusa-ppo plan --config configs/one-node.yaml engine.replicas=4 --gpus[/bold]
     """
@@ -116,7 +119,9 @@ def plan(
 @command
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a run, e.g. runs/demo.")],
-    compare: Annotated[Path | None, typer.Option(help="Another run to lay over this one.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Another run to compare with this one.")
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Refresh the page while the run goes on.")
     ] = False,
@@ -124,7 +129,7 @@ def report(
         Path | None, typer.Option(help="Where to write the page; default RUN/report.html.")
     ] = None,
 ) -> None:
-    """Write the report of a run that has finished, was stopped, or still goes on.
+    """Write the report of a run that has finished, was stopped, or is still going.
 
     Example:  [bold]medusa-ppo report runs/demo --html report.html[/bold]
     """
@@ -168,11 +173,12 @@ def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
     from medusa_ppo.reports.plain_words import in_plain_words
     from medusa_ppo.reports.tables import summary_rows
 
+    # A person reads the sentences; the table is for who wants the figures.
+    if sentences := in_plain_words(summary):
+        say("\n" + "\n".join(sentences) + "\n")
     table = Table(title=f"{run_dir.name}: what the heads were worth", show_header=False)
     for name, value in summary_rows(summary):
         table.add_row(name, value)
     console.print(table)
-    if sentences := in_plain_words(summary):
-        say("\n" + " ".join(sentences) + "\n")
     say(f"Report: {run_dir / 'report.html'}")
     say(f"Figures: {run_dir / 'summary.json'}")

@@ -1,8 +1,8 @@
-"""The queue of rollout batches before the companion, bounded in bytes and in age: nobody waits.
+"""The queue of rollout batches before the companion, limited in bytes and in age, without waiting.
+Training may be slower than the loop.
 
-Training may be slower than the loop. The loop must not wait for it, and hidden states must not pile
-up in memory, so batches are dropped: the oldest first, because heads that learn from an old policy
-draft worse for the new one.
+The loop must not wait for it, and hidden states must not pile up in memory, so batches are dropped:
+the oldest first, because heads that learn from an old policy draft worse for the new one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ MAX_LAG = 2  # Policy versions.
 
 
 class BatchQueue:
-    """First in, first out, for any number of threads that put and one that gets. Nobody ever waits
-    to put something in.
+    """First in, first out, for any number of threads that put and one that gets. Putting never
+    blocks.
 
-    It is bounded in bytes and in age: the oldest batch (whatever knows its `nbytes` and
-    `policy_version`) goes, and is counted. One that was taken out is in use until `done`, or until
-    the next one is asked for; so long its bytes count.
+    It is limited in bytes and in age: the oldest batch (anything with `nbytes` and
+    `policy_version`) is dropped and counted. A batch that was taken out is in use until `done`, or
+    until the next one is requested; until then its bytes count.
 
     Attributes:
         dropped: batches dropped so far.
@@ -31,8 +31,8 @@ class BatchQueue:
         """
         Args:
             max_bytes: most bytes of all batches that wait or are in use together.
-            max_lag: policy versions that a waiting batch may be behind the newest. Who is slow
-                would learn an ever older policy.
+            max_lag: policy versions that a waiting batch may be behind the newest. Otherwise a slow
+                companion trains on ever staler rollouts.
         """
         self.max_bytes = max_bytes
         self.max_lag = max_lag
@@ -43,13 +43,13 @@ class BatchQueue:
         self._changed = threading.Condition()
 
     def put(self, batch: Any, room: int = 0) -> int:
-        """Append a batch; the oldest ones go until it fits. One that does not fit beside the batch
-        in use is dropped itself.
+        """Append a batch, dropping the oldest ones until it fits. If it does not fit next to the
+        batch in use, it is dropped itself.
 
         Args:
-            batch: what comes.
-            room: bytes to keep free for what may be on its way, as long as older batches can go for
-                it.
+            batch: the new batch.
+            room: bytes to keep free for batches in transit, as long as older batches can be dropped
+                for it.
 
         Returns:
             Number of batches dropped by this call.
@@ -73,8 +73,8 @@ class BatchQueue:
             return dropped
 
     def get(self, timeout_s: float | None = None) -> Any | None:
-        """Take the oldest batch; None when the time is up or the queue is closed and empty. Without
-        a timeout it waits for either.
+        """Take the oldest batch; None if the time is up or the queue is closed and empty. Without a
+        timeout it waits for one of these.
         """
         with self._changed:
             self._in_use, self._used = 0, None
@@ -87,7 +87,7 @@ class BatchQueue:
             return batch
 
     def done(self) -> None:
-        """The batch in use is let go."""
+        """Release the batch in use."""
         with self._changed:
             self._in_use, self._used = 0, None
 
@@ -97,7 +97,7 @@ class BatchQueue:
             return [*([] if self._used is None else [self._used]), *self._batches]
 
     def close(self) -> None:
-        """Wake everybody who waits; later batches are dropped."""
+        """Wake all waiting threads; later batches are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

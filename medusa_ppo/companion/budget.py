@@ -1,10 +1,10 @@
-"""How much the heads are trained where that takes something from the loop: never more than a share
-of its seconds, and nothing while nothing is gained (no torch).
+"""How much to train if training takes time from the loop: never more than a share of the loop's
+seconds, and nothing while nothing is gained (no torch).
 
-The bound is a budget in seconds of training. A step of the loop that took s seconds brings in
-`share` x s; what training took from the loop goes out. Training in seconds that nobody else wanted
-(the loop waits for rewards, for weights, for the slowest response) isn't counted: the companion
-doesn't report it as work. So the loop is slower by `share` at most, whatever is gained.
+The limit is a budget in seconds of training. A step of the loop that took s seconds adds `share` x
+s; what training took from the loop is subtracted. Training in seconds that nobody else wanted
+(while the loop waits for rewards, weights or the slowest response) is not counted: the companion
+doesn't report it as work. So the loop slows down by `share` at most, whatever is gained.
 
     alone      the companion takes nothing from the loop: the most passes, no bound
     training   heads still improve, and there is a budget: as many passes as it pays for, mostly a
@@ -14,8 +14,8 @@ doesn't report it as work. So the loop is slower by `share` at most, whatever is
     resting    PATIENCE verdicts in a row without a new version: none. It ends when acceptance
                falls, or when a probe of one pass (rarer each time) brings a new version
 
-Heads that begin at nothing get what AHEAD steps bring in, once: heads that draft from the second
-step on are worth more than any that come later. After a warm-up there is no such gift.
+Untrained heads get the income of AHEAD steps once: heads that draft from the second step on are
+worth more than any later ones. After a warm-up there is no such advance.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 AHEAD = 10
-"""Steps whose income may be saved up, and is given in advance before the first version."""
+"""Steps whose income may be saved up, and is advanced before the first version."""
 LEAST = 0.25
-"""The smallest part of a pass: of less, judging takes longer than training. It is also what is made
-where nobody knows yet how long a pass takes.
+"""The smallest part of a pass: below it, judging takes longer than training. It is also used while
+the duration of a pass is unknown.
 """
 PATIENCE = 12
-"""Verdicts in a row without a new version, after which training rests. One in ten equal candidates
-passes the gate by chance, so good heads rarely wait for so long.
+"""Verdicts in a row without a new version after which training rests. One in ten equal candidates
+passes the gate by chance, so good heads rarely take that long.
 """
 PROBE_STEPS = (8, 64)
-"""Steps of rest before a probe: at first, and at most. Twice as many after each."""
+"""Steps of rest before a probe: initially, and at most. They double after each probe."""
 LENGTHS = (8, 32)
-"""Least and most steps that say what acceptance the serving heads had."""
+"""Minimum and maximum steps that measure the serving heads' earlier acceptance."""
 RECENT = 3
-"""Last steps that are compared with those; one alone may be an odd batch of prompts."""
+"""Last steps that are compared with those; a single one may have unusual prompts."""
 ERRORS = 3.0
-"""Standard errors below, that are a fall and not the counters' noise."""
+"""Standard errors that make a decrease more than the counters' noise."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Decision:
     """How much to train on a batch.
 
     Attributes:
-        passes: over its positions; below 1 a random part of them once; 0: it is not trained on.
+        passes: over its positions; below 1: a random part of them once; 0: none.
         reason: a key of `metrics.REASONS`; empty before the first batch.
     """
 
@@ -59,16 +59,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """What a finished step of the loop took, and what the companion had done at its end.
+    """What a finished step of the loop took, and the companion's state at its end.
 
     Attributes:
         step_s: its seconds.
         trained_s: seconds of a core (or of the device that is shared) that training took from the
             loop meanwhile.
         length: mean acceptance length by the engine's counters.
-        published, rejected: versions that were published so far, and candidates that were judged
-            and were not.
-        serving: version of the heads that the responses were drafted with.
+        published, rejected: versions published so far, and candidates that were judged but not
+            published.
+        serving: version of the heads that drafted the responses.
         behind: a batch waits behind the one in training.
     """
 
@@ -82,11 +82,10 @@ class StepSeen:
 
 
 class Budget:
-    """`step` after each step of the loop, `decide` before each batch is collected.
+    """Call `step` after each step of the loop, `decide` before each batch is collected.
 
     Attributes:
-        left_s: seconds of training that may be taken now; below 0: the last pass took longer than
-            was expected.
+        left_s: seconds of training allowed now; below 0 the last pass took longer than expected.
         taken_frac: share of the loop's seconds that training took so far.
         last: decision.
     """
@@ -113,7 +112,7 @@ class Budget:
         self.last = Decision()
 
     def begin(self, published: int, rejected: int) -> None:
-        """A warm-up made so many versions, and so many candidates that were none."""
+        """Record a warm-up's published versions and rejected candidates."""
         self._published = published
         self._rejected = self._rejected_so_far = rejected
 
@@ -122,14 +121,16 @@ class Budget:
         return self._trained_s / self._loop_s if self._loop_s else 0.0
 
     def step(self, seen: StepSeen) -> None:
-        """Book a finished step."""
+        """Record a finished step."""
         income_s = self._share * seen.step_s
         if not self._loop_s and not self._published:
             self.left_s += AHEAD * income_s
         self._loop_s += seen.step_s
         self._trained_s += seen.trained_s
         self._passes += self.last.passes
-        most_s = max(AHEAD * income_s, LEAST * self._pass_s)  # Or a long pass would never come.
+        most_s = max(
+            AHEAD * income_s, LEAST * self._pass_s
+        )  # Otherwise a long pass would never fit.
         self.left_s = min(most_s, self.left_s + income_s - seen.trained_s)
         self._behind = seen.behind
         if seen.serving != self._serving:
@@ -145,7 +146,7 @@ class Budget:
             self._rested = 0
 
     def decide(self) -> Decision:
-        """Passes over the batch that comes next."""
+        """Passes over the next batch."""
         self.last = self._decide()
         return self.last
 
@@ -171,11 +172,11 @@ class Budget:
         return Decision(passes, "resting")
 
     def _wake(self) -> None:
-        """Train again, until as many verdicts in a row were without a new version."""
+        """Resume training, until that many verdicts in a row bring no new version."""
         self._resting = False
         self._rejected = self._rejected_so_far
         self._probe_after = PROBE_STEPS[0]
-        self._lengths.clear()  # A fall that no training makes good is no reason twice.
+        self._lengths.clear()  # A fall that training can't repair counts only once.
 
     @property
     def _pass_s(self) -> float:
@@ -184,8 +185,8 @@ class Budget:
 
     @property
     def _fallen(self) -> bool:
-        """The last steps' acceptance is surely below that of the steps before, with the same
-        heads.
+        """Whether the last steps' acceptance is significantly below that of earlier steps with the
+        same heads.
         """
         lengths = list(self._lengths)
         before = lengths[:-RECENT]

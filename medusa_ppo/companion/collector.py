@@ -1,8 +1,8 @@
-"""Tapped hidden states, put in the places of their response tokens.
+"""Puts tapped hidden states in the places of their response tokens.
 
 A loop scores responses in micro-batches, in any order and with any padding, and perhaps only some
-of them. Heads are trained on whole responses, one token after the other. This is where the one
-becomes the other, at the price of one copy of each state.
+of them. Heads train on whole responses, token by token. This file converts one into the other, with
+a single copy of each state.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class BatchCollector:
         Args:
             rollouts: whose states are coming.
             sample: which of them are wanted; None: all.
-            own: indices of the responses that may come here, where other processes score the rest;
-                None: all.
+            own: indices of the responses scored here, if other processes score the rest; None: all.
         """
         self._rollouts = rollouts
         self.sample = sample
@@ -84,7 +83,7 @@ class BatchCollector:
 
     @property
     def has_states(self) -> bool:
-        """A response of which a state is wanted has been scored."""
+        """Whether a response with a wanted state has been scored."""
         return any(seen and count for seen, count in zip(self._seen, self._counts, strict=True))
 
     def add(
@@ -93,14 +92,14 @@ class BatchCollector:
         response_mask_BT: torch.Tensor,
         sequences: Sequence[int | None] | torch.Tensor,
     ) -> int:
-        """Take the rows of one micro-batch. Responses that were taken before are passed over.
+        """Take the rows of one micro-batch, skipping responses that were taken before.
 
         Args:
             hidden_BTD: final hidden states, on any device; T may be one less than the mask's (a
                 forward without the last token).
             response_mask_BT: true where token t of the row is a response token.
             sequences: for each row, the index of its response in `rollouts.responses`, or None: it
-                is none of them and is passed over.
+                is none of them and is skipped.
 
         Returns:
             Number of responses taken.
@@ -121,7 +120,8 @@ class BatchCollector:
         row_M, token_M = mask_BT[rows].nonzero(as_tuple=True)
         # Token t is predicted from the state one position before it.
         index_M = rows[row_M] * hidden_BTD.shape[1] + token_M - 1
-        # Picked on the actor's device: only the wanted states cross to the host, in one copy.
+        # Selected on the actor's device, so that only the wanted states move to the host, in one
+        # copy.
         index_M = index_M[torch.cat([self._wanted[s] for s in taken])].to(hidden_BTD.device)
         states_MD = hidden_BTD.detach().flatten(0, 1).index_select(0, index_M)
         on_gpu = states_MD.is_cuda
@@ -134,21 +134,21 @@ class BatchCollector:
         for s, states in zip(taken, states_MD.split(counts), strict=True):
             places[s].copy_(states, non_blocking=on_gpu)
             self._seen[s] = True
-        if on_gpu:  # The loop goes on while they are copied.
+        if on_gpu:  # The loop continues while they are copied.
             self._copied = torch.cuda.Event()
             self._copied.record()
         return len(taken)
 
     @property
     def wanted(self) -> tuple[torch.Tensor, ...]:
-        """Of each response, which of its rows' states are wanted: bool `[its tokens]`."""
+        """For each response, which of its rows' states are wanted: bool `[its tokens]`."""
         return self._wanted
 
     def put(self, sequence: int, states_ND: torch.Tensor) -> None:
-        """The wanted states of one response, where another process has picked them.
+        """Take the wanted states of one response, selected by another process.
 
         Raises:
-            DataError: as many as are not wanted.
+            DataError: their number is wrong.
         """
         if states_ND.shape[0] != self._counts[sequence]:
             raise DataError(
@@ -180,11 +180,11 @@ class BatchCollector:
         """The packed batch of all responses whose states were taken.
 
         Args:
-            logprobs: behaviour log-probs of all responses, `[its tokens]` each, in the place of
-                the rollouts' own.
+            logprobs: behaviour log-probs of all responses, `[its tokens]` each, instead of the
+                rollouts' own.
 
         Raises:
-            DataError: there is not one state.
+            DataError: there are no states.
         """
         if self._hidden_MD is None:
             raise DataError(
@@ -224,7 +224,7 @@ class BatchCollector:
         lengths_S, prompts_S = self._filled()
         sampling = self._rollouts.sampling
         before_ids_X, before_S = self._before(prompts_S)
-        # What other processes score is not here, sampled or not.
+        # States scored by other processes are not here, sampled or not.
         weights_M = self._weights_M
         if len(self._own) < len(self._lengths):
             own_S = torch.tensor([s in self._own for s in range(len(self._lengths))])
@@ -247,8 +247,8 @@ class BatchCollector:
         )
 
     def _before(self, prompts_S: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What stood before each response, as `RolloutBatch` has it. A loop may number its prompts
-        without handing them in; then it is not known.
+        """The text before each response, as in `RolloutBatch`. A loop may number its prompts
+        without handing them in; the text is then unknown.
         """
         prompts = self._rollouts.prompts
         if not prompts or int(prompts_S.max()) >= len(prompts):

@@ -1,4 +1,5 @@
-"""A tap's way to a companion that runs by itself: behind HTTP, or a named actor of the same Ray.
+"""A tap's connection to a companion that runs by itself: behind HTTP, or a named actor of the same
+Ray.
 
 Nothing here is pickled by us: both carry the file and the header of `parts_wire`. (Ray pickles its
 own calls, between processes that have its token.)
@@ -29,7 +30,7 @@ class CompanionLink(ABC):
     """One companion, from one process.
 
     Attributes:
-        address: where it is, as people may see it.
+        address: where it is, for people.
     """
 
     address: str
@@ -63,8 +64,8 @@ def _no_address(given: str) -> ConfigError:
         "This is no address of a companion.",
         given=given,
         expected="http://HOST:PORT, https://HOST, or ray:NAME",
-        do="Give what `medusa-ppo companion serve` says, or the name that"
-        " `companion_in_ray` was given.",
+        do="Give the address that `medusa-ppo companion serve` prints, or the name passed to "
+        "`companion_in_ray`.",
     )
 
 
@@ -72,7 +73,7 @@ class HttpLink(CompanionLink):
     """A companion behind HTTP (`token_client`)."""
 
     def __init__(self, address: str) -> None:
-        """ConfigError for an address that is no URL."""
+        """Raises ConfigError for an address that is not a URL."""
         try:
             url = httpx.URL(address.rstrip("/") + "/")
         except httpx.InvalidURL as error:
@@ -122,7 +123,7 @@ class HttpLink(CompanionLink):
             "The companion does not answer as it should.",
             given=f"{self.address}: {found}",
             expected="an answer of `medusa-ppo companion serve`",
-            do=f"Look whether it runs and is reached from here, and has the same"
+            do=f"Check whether it runs, can be reached from here, and has the same"
             f" {COMPANION_TOKEN}.",
         )
 
@@ -138,7 +139,7 @@ class RayLink(CompanionLink):
         return self._answered(lambda actor: actor.wish.remote(), ANSWER_S)
 
     def put(self, path: Path, header: PartHeader) -> Wish:
-        # Ray is loaded where a companion is in it.
+        # Load Ray only if the companion is in it.
         import numpy as np
 
         data = np.fromfile(path, np.uint8)
@@ -157,7 +158,7 @@ class RayLink(CompanionLink):
                 self._actor = named_actor(self.address.removeprefix(RAY))
             return _wish(answer_of(call(self._actor), patience_s), self.address)
         except MedusaError as error:
-            # Another one may have its name by the next time.
+            # By the next call another actor may have its name.
             self._actor = None
             raise CompanionError(
                 "The companion does not answer as it should.",
@@ -172,7 +173,7 @@ def _wish(data: str | bytes, address: str) -> Wish:
         return read_message(Wish, data)
     except DataError as error:
         raise CompanionError(
-            "The companion's answer is none.",
+            "The companion's answer is not valid.",
             given=f"{address}: {error.given}",
             expected=error.expected,
             do=error.do,

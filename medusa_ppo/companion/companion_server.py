@@ -1,4 +1,4 @@
-"""A companion behind HTTP: `medusa-ppo companion serve`, and whoever runs the same elsewhere.
+"""A companion behind HTTP: `medusa-ppo companion serve`, and anyone who runs the same elsewhere.
 
 GET /wish      what it wants of the next batch
 PUT /parts     one process's part of a batch; its header in PART_HEADER
@@ -30,11 +30,11 @@ from medusa_ppo.runtime.guarded_server import GuardedServer
 
 
 def require_companion_token(host: str) -> None:
-    """ConfigError without a token, on loopback too: there is nothing here for who has none."""
+    """Raise ConfigError without a token, even on loopback: every request needs one."""
     if not os.environ.get(COMPANION_TOKEN):
         raise ConfigError(
-            "A companion that runs by itself needs a token: who sends rows decides what heads"
-            " learn.",
+            "A companion that runs by itself needs a token: whoever sends rows decides what heads "
+            "learn.",
             given=f"--host {host}, no {COMPANION_TOKEN}",
             expected=f"{COMPANION_TOKEN}, the same for the companion and the loop",
             do=f"export {COMPANION_TOKEN}=$(openssl rand -hex 32) for both.",
@@ -83,7 +83,7 @@ class CompanionServer(GuardedServer):
             text = f"More than the {self._desk.most_bytes} bytes of a part (companion.queue_bytes)."
             return PlainTextResponse(text, 413)
         if not await run_in_threadpool(self._desk.reserve, size):
-            return PlainTextResponse("There is no room until other parts are here.", 503)
+            return PlainTextResponse("There is no room until other parts have arrived.", 503)
         handle, path = tempfile.mkstemp(dir=self._desk.folder)
         try:
             count = 0
@@ -107,7 +107,7 @@ class CompanionServer(GuardedServer):
 
 
 def plain(value: Any) -> Any:
-    """The same without what JSON has no word for: NaN is null."""
+    """The same without values that JSON lacks: NaN becomes null."""
     if isinstance(value, dict):
         return {name: plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

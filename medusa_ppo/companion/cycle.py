@@ -48,14 +48,15 @@ logger = logging.getLogger(__name__)
 SLOWER, SLOWEST = (
     0.5,
     1 / 64,
-)  # Factor on the step size after a rollback, taken back by a publish; and its least share.
-EASED = 1.05  # Factor after any other verdict: what was too fast once need not be for ever.
-# Share of the extra tokens; serving heads that lost so much since they were published are to be
-# trained at full speed.
-LAG = 0.1
-CERTAIN = (
-    0.975  # At each end of the interval by which a version is called worse than the one before.
+)  # Factor on the step size after a rollback, undone by a publish; and its minimum.
+EASED = (
+    1.05  # Factor after any other verdict: a step size that was once too large need not stay so.
 )
+# Share of the extra tokens: serving heads that lost this much since they were published train at
+# full speed.
+LAG = 0.1
+# Confidence at each end of the interval by which a version counts as worse than its predecessor.
+CERTAIN = 0.975
 COUNTERS = (
     "version",
     "fresh",
@@ -69,25 +70,24 @@ COUNTERS = (
     "batches_seen",
 )
 GONE = "upper_batch"
-"""A counter that later releases don't have; its number in a state is passed over."""
+"""A counter that later releases don't have; its value in a state is ignored."""
 COUNTERS_0_3 = (*COUNTERS[:6], GONE, *COUNTERS[6:])
 COUNTERS_09356BD = (*COUNTERS[:6], GONE, "batches_seen")
-"""States of that commit have no more of the schedule than its first two numbers that mean anything
-here.
+"""In states of that commit only the first two numbers of the schedule mean anything here.
 """
 LAYOUTS = {len(names): names for names in (COUNTERS, COUNTERS_0_3, COUNTERS_09356BD)}
-"""How many counters a state has says which release wrote it."""
+"""The number of counters in a state shows which release wrote it."""
 ROWS = ("serving", "candidate", "frozen")
 
 
 @dataclass(frozen=True)
 class CycleReport:
-    """What became of one batch.
+    """The outcome of one batch.
 
     Attributes:
         train: the trainer's report.
-        verdict: the gate's; None when there was nothing to judge.
-        problem: one sentence when the batch was of no use; empty otherwise.
+        verdict: the gate's; None if there was nothing to judge.
+        problem: a sentence if the batch was of no use; empty otherwise.
     """
 
     train: TrainReport
@@ -105,7 +105,7 @@ class Cycle:
     ones.
 
     Attributes:
-        candidate: running mean of the heads in training; the serving ones of tomorrow.
+        candidate: running mean of the heads in training; may serve next.
         serving: the last published heads (version 0: those the run started with).
         frozen: the first published heads, never trained again; None before.
         version: number of the serving heads; grows by one with every publish.
@@ -199,18 +199,18 @@ class Cycle:
             self.trainer.set_tables(*tables)
 
     def join(self, team: Meeting) -> None:
-        """From now on, learn together with these processes, which hold the same state and are given
-        the same batches.
+        """From now on, learn together with these processes, which hold the same state and get the
+        same batches.
         """
         self.team = team
         self.trainer.join(team, alike=True)
-        self.replay.load_state_dict({})  # Not in the state that the others were given.
+        self.replay.load_state_dict({})  # Not in the state that the others got.
 
     def run(self, batch: RolloutBatch) -> CycleReport:
         """Train on most of the batch's responses and judge the result on the others.
 
-        A batch of few prompts has none to spare: what earlier batches made is judged on all of it,
-        which is trained on afterwards.
+        A batch of few prompts has none to spare: the heads from earlier batches are judged on all
+        of it before training on it.
 
         Raises:
             DataError: the batch does not fit the heads.
@@ -245,7 +245,8 @@ class Cycle:
         self.last_policy_version = batch.policy_version
         if holdout is not None:
             if batch.rising_s is not None:
-                # It chose when to stop by this holdout anyway, and a run begins with its heads.
+                # It used this holdout to decide when to stop anyway, and the run begins with its
+                # heads.
                 self._fit_temperatures(holdout)
             verdict = self._judge(holdout)
         return CycleReport(report, verdict, problem)
@@ -256,8 +257,8 @@ class Cycle:
         """The batch, and what is replayed beside it; a warm-up's for as long as the holdout rises.
 
         An error in the middle (out of memory, say) may leave half an optimizer step behind. Then
-        training goes on from the serving heads, the last that were judged: a copy of everything
-        before each batch would take as much memory and time again, for what hardly ever happens.
+        training continues from the serving heads, the last ones judged: copying everything before
+        each batch would double memory and time for something that hardly ever happens.
         """
         older = self.replay.older(policy_version)
         try:
@@ -265,16 +266,16 @@ class Cycle:
                 return self._train_while_rising(training, holdout, training.rising_s)
             return self.trainer.train_batch(training, older, epochs=self.passes)
         except DataError:
-            raise  # Of a batch that doesn't fit: nothing was trained on it.
+            raise  # For a batch that doesn't fit: nothing was trained on it.
         except Exception:
             self.trainer.reset_to(self.serving.trainable_state(), moments=False)
-            self.evidence.clear(same_second=True)  # It was of a candidate that is gone.
+            self.evidence.clear(same_second=True)  # It belonged to a candidate that is gone.
             raise
 
     def _train_while_rising(
         self, training: RolloutBatch, holdout: RolloutBatch, seconds: float
     ) -> TrainReport:
-        """Of a warm-up: heads that begin at nothing need far more passes than those of a run."""
+        """Passes for a warm-up: untrained heads need far more passes than those of a run."""
         report, self.passes = train_while_rising(
             self.trainer,
             training,
@@ -286,7 +287,7 @@ class Cycle:
         return report
 
     def _count(self, batch: RolloutBatch) -> None:
-        """Keep up with the engine's draft vocabulary, which follows its responses by the same rule;
+        """Follow the engine's draft vocabulary, which is chosen from responses by the same rule;
         heads train and are judged on it.
         """
         if self._draft_vocab is not None:
@@ -299,10 +300,10 @@ class Cycle:
         self.trainer.ids_W = ids_W
 
     def _judge(self, holdout: RolloutBatch) -> Verdict:
-        """What the gate says, which is done."""
+        """Apply the gate's verdict."""
         fault = find_fault(self.trainer.heads, self.serving) or find_fault(
             self.candidate, self.serving
-        )  # The mean may keep it small.
+        )  # The running mean may keep it small.
         if fault:
             verdict = Verdict(False, True, fault)
         else:
@@ -313,7 +314,7 @@ class Cycle:
                 self.frozen, self.serving
             ):  # They are, until the second version.
                 of_frozen = self._measure(self.frozen, holdout)
-            # Straight after a publish there is nothing to compare, and it would thin the rest out.
+            # Right after a publish there is nothing to compare, and it would dilute the rest.
             learned = not equal(self.candidate, self.serving, temperatures=False)
             if learned and math.isfinite(of_candidate.accepted):
                 self.evidence.add(self.batches_seen, of_candidate, of_serving, holdout)
@@ -326,8 +327,7 @@ class Cycle:
                 of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence
             )
         self._obey(verdict)
-        # For the versions to come, which are judged with them: what is published is what was
-        # judged.
+        # For later versions, which are judged with them: what is published is what was judged.
         if verdict.publish:
             self._fit_temperatures(holdout)
         return verdict
@@ -335,7 +335,7 @@ class Cycle:
     def _fit_temperatures(self, holdout: RolloutBatch) -> None:
         """Draft temperatures of the candidate, as from now on."""
         trainer = self.trainer
-        with trainer.products():  # As `_measure`: what is judged, and what drafts.
+        with trainer.products():  # As in `_measure`: the heads that are judged, and that draft.
             fit_temperatures(
                 self.candidate,
                 holdout,
@@ -348,8 +348,8 @@ class Cycle:
     def _follow(
         self, of_serving: ReplayResult, of_frozen: ReplayResult, holdout: RolloutBatch
     ) -> None:
-        """Compare the serving heads with those before them, on rollouts that came after the swap,
-        until there are enough of these.
+        """Compare the serving heads with their predecessors, on rollouts after the swap, until
+        there are enough of these.
         """
         if self.before is not None:
             same = self.frozen is not None and equal(self.before, self.frozen)
@@ -370,7 +370,7 @@ class Cycle:
 
     def _measure(self, heads: MedusaHeads, batch: RolloutBatch) -> ReplayResult:
         trainer = self.trainer
-        with trainer.products():  # An engine drafts in this dtype, too.
+        with trainer.products():  # An engine also drafts in this dtype.
             return replay(
                 heads,
                 batch,
@@ -382,14 +382,14 @@ class Cycle:
             )
 
     def move_to(self, device: torch.device) -> None:
-        """Carry all heads, the optimizer and the tables to another device."""
+        """Move all heads, the optimizer and the tables to another device."""
         self.trainer.move_to(device)
         for heads in (self.serving, self.frozen, self.before):
             if heads is not None:
                 heads.to(device)
 
     def adopt(self, version: int, state: dict[str, torch.Tensor]) -> None:
-        """Serve a version that was published after the state now loaded was saved; training goes on
+        """Serve a version that was published after the loaded state was saved; training continues
         from that state.
         """
         self.serving.load_trainable_state(state)
@@ -406,7 +406,7 @@ class Cycle:
             "frozen": verdict.frozen,
         }
         self.fresh = verdict.publish
-        if verdict.publish or verdict.worse:  # Another pair is compared from now on.
+        if verdict.publish or verdict.worse:  # From now on a different pair is compared.
             self.evidence.clear(same_second=not verdict.publish)
         if verdict.publish:
             if self.before is None:
@@ -424,7 +424,8 @@ class Cycle:
         self.candidates_rejected += verdict.worse or verdict.difference is not None
         if verdict.worse:
             logger.warning(
-                "The candidate fell behind the serving heads; training goes on from these. %s",
+                "The candidate fell behind the serving heads; training continues from the serving "
+                "heads. %s",
                 verdict.reason,
             )
             self.trainer.reset_to(
@@ -439,13 +440,13 @@ class Cycle:
 
     def state_dict(self, *, copied: bool = True) -> dict[str, torch.Tensor]:
         """Everything that later batches depend on (replayed batches only with `saves_replay`).
-        Flat, tensors only; a copy, or the tensors themselves for whoever reads them at once.
+        Flat, tensors only; a copy, or the tensors themselves for immediate reading.
         """
         trained = self.trainer.state_dict(copied=copied)
         state = {f"trainer.{name}": value for name, value in trained.items()}
         served = (
             None if equal(self.serving, self.candidate) else self.serving
-        )  # They are where it is saved: after a publish.
+        )  # When this is saved, right after a publish, they are.
         for role, heads in (("serving", served), ("frozen", self.frozen), ("before", self.before)):
             if heads is not None:
                 tensors = heads.trainable_state(copied=copied)
@@ -477,7 +478,7 @@ class Cycle:
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over a state. Raises CheckpointError when it is not one of such a cycle."""
+        """Restore a state. Raises CheckpointError if it does not belong to such a cycle."""
         missing = [
             name
             for name in ("counters", "trainer.counters", "trainer.generator")
@@ -530,11 +531,11 @@ class Cycle:
 def _new_heads(
     config: HeadsConfig, lm_head_VD: torch.Tensor, seed: int, state: dict[str, torch.Tensor] | None
 ) -> MedusaHeads:
-    """New heads whose random parts depend on the seed alone; the process's own generator is left as
-    it is.
+    """New heads whose random parts depend only on the seed; the process's own generator is not
+    touched.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # And no GPU's, which nobody would put back.
+        torch.default_generator.manual_seed(seed)  # Nor any GPU's, which nobody would restore.
         heads = MedusaHeads(config)
     if state is not None:
         heads.load_trainable_state({name: value.to(torch.float32) for name, value in state.items()})

@@ -1,8 +1,8 @@
-"""Where the parts of a training's processes come together and become batches of the companion: what
-a companion that runs by itself has in the place of a plugin. Knows no transport.
+"""Joins the parts from a training's processes into batches of the companion: a standalone companion
+has this instead of a plugin. It is independent of the transport.
 
-Parts of one step come from several processes, each when it is done with its pass. When all are here
-they are one batch; when the next step's come first, those that are here are. Nobody waits.
+Parts of one step come from several processes, each when it has finished its pass. Once all have
+arrived they form one batch; if the next step's parts arrive first, those present do. Nobody waits.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ HEADER_ROOM = 1 << 16
 
 
 class CompanionDesk:
-    """A companion's service, and the parts that wait to become its batches.
+    """A companion's service, and the parts waiting to become its batches.
 
     Attributes:
-        folder: in shared memory, for files on their way in.
+        folder: in shared memory, for incoming files.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CompanionDesk:
         return HEADER_ROOM + 2 * (tables + ids) + self._config.queue_bytes
 
     def reserve(self, nbytes: int) -> bool:
-        """Room for a part that is coming; `give_back` follows. False: there is none now."""
+        """Reserve room for an incoming part; `give_back` follows. False if there is none now."""
         with self._lock:
             if self._coming + self._held + nbytes > self.most_bytes:
                 return False
@@ -106,16 +106,16 @@ class CompanionDesk:
             return True
 
     def give_back(self, nbytes: int) -> None:
-        """The part has come, or never will."""
+        """The part has arrived, or never will."""
         with self._lock:
             self._coming -= nbytes
 
     def take(self, path: Path, header: PartHeader) -> Wish:
-        """Take a part in. Its file may go afterwards.
+        """Accept a part. Its file may be removed afterwards.
 
         Raises:
             DataError, CheckpointError: as `read_part`.
-            CompanionError: there is no companion any more.
+            CompanionError: the companion is gone.
         """
         try:
             part = read_part(path, header, self._heads.hidden_size, self._heads.vocab_size)
@@ -126,7 +126,7 @@ class CompanionDesk:
             raise
         if self._heads.needs_embedding and not _has_embedding(part.tables):
             raise DataError(
-                "These heads read the actor's embedding, which did not come.",
+                "These heads read the actor's embedding, which did not arrive.",
                 given="an lm_head alone",
                 expected="both tables",
                 do="Run the same release of medusa-ppo at both ends.",
@@ -147,7 +147,7 @@ class CompanionDesk:
                 "The companion has ended.",
                 given=status.error or "its thread is gone",
                 expected="a thread that trains",
-                do="Look at its log, and start it again.",
+                do="Read its log, and restart it.",
             )
         return Wish(
             rows=self._rows(status),
@@ -163,11 +163,11 @@ class CompanionDesk:
         )
 
     def status(self) -> CompanionStatus:
-        """As of the service, with the batches that this end has dropped."""
+        """The service's status, plus the batches dropped here."""
         return self._service.status()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all that came whole is trained on; False when the time is up first."""
+        """Wait until everything complete is trained on; False if the time is up first."""
         return self._service.drain(timeout_s)
 
     def save(self, folder: Path) -> None:
@@ -175,7 +175,7 @@ class CompanionDesk:
         self._service.save(str(folder))
 
     def close(self) -> None:
-        """End the training thread, and remove what is on its way."""
+        """Stop the training thread, and remove incoming data."""
         self._service.close()
         self._home.close()
 
@@ -197,7 +197,9 @@ class CompanionDesk:
         return batch_token_ids(ids, sketched, *waiting)
 
     def _together(self, part: Part) -> bool:
-        """It is of the step of those that wait, and none of its own process is there yet."""
+        """Whether it belongs to the step of the waiting parts, and its process has not sent one
+        yet.
+        """
         if not self._parts:
             return True
         first = self._parts[0].header
@@ -207,7 +209,7 @@ class CompanionDesk:
         ) and part.header.rank not in {other.header.rank for other in self._parts}
 
     def _submit(self) -> None:
-        """What waits becomes a batch, where the tables of its actor are here."""
+        """Turn the waiting parts into a batch, if the tables of their actor are here."""
         parts, self._parts = self._parts, []
         if not parts:
             return
@@ -259,8 +261,8 @@ class CompanionDesk:
             logger.warning("%s", problem)
 
     def _rows(self, status: CompanionStatus) -> int:
-        """Of the next batch: what has room beside the batch before, and what there is time for
-        until the one after it comes. Nothing while a batch waits behind the one in training.
+        """Rows of the next batch: as many as fit next to the previous batch and can be trained on
+        before the one after it. None while a batch waits behind the one in training.
         """
         if self._service.behind:
             return 0
@@ -268,7 +270,7 @@ class CompanionDesk:
         position_s = status.train_s / status.trained_tokens if status.trained_tokens else 0.0
         if position_s and self._step_s:
             in_time = int(self._step_s / position_s)
-            # Less than an optimizer step is not worth judging.
+            # Less than an optimizer step's rows is not worth judging.
             rows = min(rows, max(in_time, self._config.batch_positions))
         return rows
 

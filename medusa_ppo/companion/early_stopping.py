@@ -15,11 +15,11 @@ from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 LOOK_STEPS = 16
-"""Optimizer steps between two looks at the held-out part, at least."""
+"""Minimum optimizer steps between two looks at the held-out part."""
 RISE = 0.01
-"""Share of the extra tokens per engine step by which a look must beat the best one before."""
+"""Share of the extra tokens per engine step by which a look must beat the previous best."""
 PATIENCE = 3
-"""Looks in a row that don't."""
+"""Looks in a row without such a gain."""
 
 
 def train_while_rising(
@@ -31,14 +31,14 @@ def train_while_rising(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[TrainReport, float]:
-    """Passes over a batch until its held-out part stops rising or the time is up; the heads are
-    those of the best look then.
+    """Train on a batch until acceptance on its held-out part stops rising or the time is up; the
+    heads then are those of the best look.
 
     Args:
         extra_tokens: what an engine step accepts beyond the first token, on the held-out part.
-        judged_state: trainable tensors of the heads that this is said of.
+        judged_state: trainable tensors of the heads that this measures.
         positions: of one optimizer step.
-        seconds: most of them. With several workers the time of all is up when one's is.
+        seconds: time limit. With several workers the time of all is up when one's is.
 
     Returns:
         What all passes did, and how many they were.
@@ -53,7 +53,7 @@ def train_while_rising(
     while without_rise < PATIENCE:
         report = trainer.train_batch(training, epochs=passes)
         if report.problem:
-            # What earlier looks found is kept; without any the batch was of no use.
+            # Earlier looks count; without any the batch was of no use.
             total = total if best_state else report
             break
         done += passes

@@ -1,14 +1,14 @@
 """The candidate (a running mean of the heads in training) and the gate: it is published only when
 it beats the serving heads on rollouts that it was not trained on.
 
-Answers to one prompt are much alike, so what is counted is prompts: the counts of a prompt's
-answers are one observation, and nothing is decided before there are enough of them. A small batch
-holds out too few; so the counts of all batches since the last decision stand together.
+Answers to one prompt are much alike, so prompts are what counts: the counts of a prompt's answers
+are one observation, and nothing is decided before there are enough of them. A small batch holds out
+too few, so the counts of all batches since the last decision are pooled.
 
 Candidates are compared with the same serving heads again and again, and each look is a chance to be
-wrong. So looks have a schedule, each when there is half as much again to look at, and of the error
-that is allowed look j gets the share 1 / (j (j + 1)): all of them together stay within it, however
-many there are and whatever was seen before.
+wrong. So looks follow a schedule, each when the evidence has grown by half, and look j spends the
+share 1 / (j (j + 1)) of the allowed error: together they stay within it, however many there are and
+whatever was seen before.
 
 Shape letters: M rows of the holdout, S its responses, G prompts, K heads, V vocabulary, D hidden.
 """
@@ -48,21 +48,21 @@ from medusa_ppo.contract.status import ReplayRow
 from medusa_ppo.runtime.rendezvous import Meeting
 
 LEAST_PROMPTS, LEAST_TOKENS = HOLDOUT_PROMPTS, 64
-"""Held-out prompts and response tokens before anything is decided."""
+"""Held-out prompts and response tokens needed before anything is decided."""
 KEPT_BATCHES = 64
-"""Holdouts that stand together, at most; heads and policy have moved on since older ones."""
+"""Most holdouts that are pooled; heads and policy have moved on since older ones."""
 NEWER = 2 / 3
-"""Share of the batches, the newest, by which a look decides: the first candidates had hardly
+"""Share of the batches, the newest ones, by which a look decides: the first candidates had hardly
 begun to learn.
 """
 GROWTH = 1.5  # From one look to the next.
 FALLEN = 0.9
-"""Confidence with which a candidate is called worse, at each batch by itself: going back to the
-serving heads without need costs training, not acceptance.
+"""Confidence with which a candidate counts as worse, for each batch separately: an unnecessary
+rollback costs training, not acceptance.
 """
-PIECE_TOKENS = 8192  # Of the holdout, replayed at once.
-# Share of the errors that are allowed which the interval aims at: ratios of few, uneven prompts are
-# not quite normal.
+PIECE_TOKENS = 8192  # Tokens of the holdout replayed at once.
+# Share of the allowed error that the interval aims at: ratios of few, uneven prompts are not quite
+# normal.
 STRICTER = 0.9
 # Trained heads stay below 10; beyond this, products overflow in 16-bit engines although argmax may
 # look sound here.
@@ -71,12 +71,12 @@ MAX_WEIGHT = 1e4
 
 @dataclass(frozen=True)
 class Served:
-    """How the engine drafts, where that decides what heads are worth; temperature, top-k and top-p
-    of the rollouts stand in the batch.
+    """How the engine drafts, as far as it affects what heads are worth; the batch has the rollouts'
+    temperature, top-k and top-p.
 
     Attributes:
         draft_temperature: times the rollouts' own; 0: one-hot drafts.
-        num_drafts: drafts of a step at most; None: one of each head.
+        num_drafts: most drafts in a step; None: one per head.
         ids_W: tokens that drafts come from, int64; None: all.
         mix: makes the heads' log q of the rollouts' tokens `[M, K]` that of what is drawn from
             (sampled drafts; a piece of the batch, that log q, and the largest log q of any token).
@@ -90,15 +90,15 @@ class Served:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate decided, and on what grounds.
+    """What the gate decided, and why.
 
     Attributes:
         publish: the candidate may be served.
-        worse: the candidate is surely worse than the serving heads.
+        worse: the candidate is significantly worse than the serving heads.
         reason: one sentence.
-        serving, candidate, frozen: replay estimates on the same holdout; None when a set of heads
+        serving, candidate, frozen: replay estimates on the same holdout; None if a set of heads
             could not be judged.
-        difference: candidate minus serving, mean acceptance length, with its interval; None where
+        difference: candidate minus serving, mean acceptance length, with its interval; None if
             there is too little to decide on.
     """
 
@@ -140,7 +140,7 @@ def replay(
         accepts.append(
             _acceptance(heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature))
         )
-    # Of all pieces in one call: it goes row by row, so its time is that of the longest response.
+    # All pieces in one call: it goes row by row, so the longest response determines its time.
     result = replay_probabilities(torch.cat(accepts), here.lengths_S) if here else None
     columns = (
         torch.cat([result.drafts_S[:, None], result.accepted_SK, result.unseen_S[:, None]], dim=1)
@@ -154,7 +154,7 @@ def replay(
 
 
 def _pieces(batch: RolloutBatch) -> list[RolloutBatch]:
-    """Whole responses that follow each other, of about PIECE_TOKENS tokens a piece."""
+    """Consecutive whole responses, about PIECE_TOKENS tokens per piece."""
     piece_S = (batch.lengths_S.cumsum(0) - batch.lengths_S) // PIECE_TOKENS
     cuts = [0, *((piece_S.diff() > 0).nonzero()[:, 0] + 1).tolist(), piece_S.numel()]
     return (
@@ -174,8 +174,8 @@ def fit_temperatures(
     team: Meeting | None = None,
 ) -> None:
     """Give each head the draft temperature with which most of its drafts are accepted on the first
-    PIECE_TOKENS of a holdout, as far as that is sure (`better_temperatures`). In a team the first
-    process finds them.
+    PIECE_TOKENS of a holdout, as far as that is significant (`better_temperatures`). In a team the
+    first process finds them.
     """
     if served.draft_temperature <= 0:
         return
@@ -191,7 +191,7 @@ def fit_temperatures(
         heads.temperatures_K.copy_(
             grid_Q[better_temperatures(ratios_QMK, prompts_M, now_K.tolist())]
         )
-    if team is not None:  # What crosses between processes stands on the host.
+    if team is not None:  # Tensors exchanged between processes are on the host.
         heads.temperatures_K.copy_(team.share(heads.temperatures_K.cpu()))
 
 
@@ -202,8 +202,8 @@ def _acceptance(
     embedding_VD: torch.Tensor | None,
     served: Served,
 ) -> torch.Tensor:
-    """Probability that the draft of each head at each row is accepted, given that those before it
-    were, float64 `MK`.
+    """Probability that each head's draft at each row is accepted, given that the earlier ones were,
+    float64 `MK`.
     """
     if served.draft_temperature <= 0:
         ids_MK = draft_ids_for_rows(
@@ -235,14 +235,14 @@ def _sampled_ratios(
     factors: Sequence[float] = (1.0,),
 ) -> torch.Tensor:
     """`draft_ratios` of sampled drafts, float64 `QMK`: for each factor of their temperature; -inf
-    where nothing is drafted, and behind a response's end.
+    where nothing is drafted, and after a response's end.
     """
     device = lm_head_VD.device
     ids_W = served.ids_W
     segment_M = segments_from_lengths(batch.lengths_S)
     targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, heads.config.num_heads)
     place_V = torch.arange(lm_head_VD.shape[0])
-    if ids_W is not None:  # A token that is no draft is never accepted.
+    if ids_W is not None:  # A token that can't be drafted is never accepted.
         place_V = torch.full_like(place_V, -1).index_copy_(0, ids_W, torch.arange(ids_W.numel()))
     places_MK = place_V[targets_MK]
     tops_1MK = None if served.mix is None else torch.zeros(1, *places_MK.shape, device=device)
@@ -280,7 +280,7 @@ def _tables(
     ids_W: torch.Tensor | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """What heads read of a batch beside its states."""
+    """What heads read from a batch besides its states."""
     config = heads.config
     segment_M = segments_from_lengths(batch.lengths_S)
     condition_MK = (
@@ -299,23 +299,23 @@ def _tables(
 
 
 class Evidence:
-    """How a first set of heads did against a second one on held-out prompts, of one batch or of
-    several that follow each other.
+    """How a first set of heads compares with a second one on held-out prompts, from one batch or
+    several consecutive ones.
 
     Attributes:
         counts_G5: of each prompt: its batch's number, accepted drafts and draft steps of the first
             heads, the same of the second. float64.
         tokens: response tokens of each batch's holdout, by the batch's number.
-        looks: at which the second heads could have been given up for the first ones, since these
-            were the second.
+        looks: at which the first heads could have replaced the second ones, since these became the
+            second.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self, *, same_second: bool = False) -> None:
-        """Forget the counts: the first heads are others now. With `same_second` the looks so far
-        still count: each of them could have replaced these heads.
+        """Forget the counts, because the first heads have changed. With `same_second` the looks so
+        far still count, because each could have replaced these heads.
         """
         self.counts_G5 = torch.zeros(0, 5, dtype=torch.float64)
         self.tokens: dict[int, int] = {}
@@ -327,7 +327,7 @@ class Evidence:
     def add(
         self, batch: int, first: ReplayResult, second: ReplayResult, holdout: RolloutBatch
     ) -> None:
-        """Counts on one more holdout."""
+        """Add the counts of one more holdout."""
         group_S = _prompts(holdout)
         a = first.by_group(group_S)
         b = second.by_group(group_S)
@@ -347,8 +347,8 @@ class Evidence:
             del self.tokens[oldest]
 
     def look(self) -> bool:
-        """Whether there is enough to look at, and half as much again as at the last look. A look
-        that is due is counted.
+        """Whether there is enough evidence, and half as much again as at the last look. A look that
+        is due is counted.
         """
         if not self.enough or self._added < self._next:
             return False
@@ -357,21 +357,21 @@ class Evidence:
         return True
 
     def confidence(self, over_all_looks: float) -> float:
-        """What a look may decide by, where all of them together have this confidence."""
+        """The confidence of one look, if all of them together have this confidence."""
         look = max(1, self.looks)
         return 1 - (1 - over_all_looks) / (look * (look + 1))
 
     @property
     def enough(self) -> bool:
-        """There are as many prompts and tokens as a decision asks for."""
+        """Whether there are enough prompts and tokens for a decision."""
         return _enough(self.counts_G5.shape[0], sum(self.tokens.values()))
 
     def difference(self, confidence: float) -> Interval:
         """Mean acceptance length of the first heads minus that of the second, on the newer holdouts
         (`_newer`); `confidence` is for each of the interval's ends by itself.
 
-        Candidates of several batches differ, and heads that learn rise from each to the next. That
-        is no noise: what a prompt deviates by is counted from the mean of its own batch.
+        Candidates of several batches differ, and learning heads improve from batch to batch. That
+        is not noise, so a prompt's deviation is taken from the mean of its own batch.
         """
         batch_G, *columns = self._newer().unbind(1)
         first, first_G = extra_tokens(*columns[:2])
@@ -392,7 +392,7 @@ class Evidence:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All of it, tensors only."""
+        """The whole state, tensors only."""
         tokens = torch.tensor(
             [[batch, count] for batch, count in self.tokens.items()], dtype=torch.int64
         )
@@ -403,7 +403,7 @@ class Evidence:
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over a state (an empty one: nothing)."""
+        """Restore a state (an empty one: nothing)."""
         self.clear()
         if state:
             self.counts_G5 = state["counts"]
@@ -424,8 +424,8 @@ def extra_over_prompts(result: ReplayResult, holdout: RolloutBatch, confidence: 
 def _stratified_interval(
     value: float, pull_G: torch.Tensor, stratum_G: torch.Tensor, tail: float
 ) -> Interval:
-    """`student_interval` where observations of a stratum have a mean of their own. Those that are
-    alone in theirs are one stratum together.
+    """`student_interval` for strata with different means. Observations that are alone in theirs
+    form one common stratum.
     """
     numbers, place_G, count_N = stratum_G.unique(return_inverse=True, return_counts=True)
     alone_N = count_N == 1
@@ -464,14 +464,14 @@ def judge(
     evidence: Evidence,
     confidence: float = 0.95,
 ) -> Verdict:
-    """What becomes of a candidate, by all evidence; the three replays are of the newest holdout.
+    """The verdict on a candidate, by all evidence; the three replays are on the newest holdout.
 
     Args:
         candidate, serving, frozen: of the newly trained heads, of what the engine drafts with, and
             of the frozen control.
         evidence: candidates against these serving heads, the newest holdout included.
-        confidence: probability that no candidate is published that is no better than these serving
-            heads, over all looks at them.
+        confidence: probability, over all looks at these serving heads, that no candidate is
+            published unless it is better.
     """
     rows = (replay_row(serving), replay_row(candidate), replay_row(frozen))
     if not math.isfinite(candidate.accepted):
@@ -501,16 +501,16 @@ def judge(
         return Verdict(False, True, f"Worse: {seen}.", *rows, difference)
     if due and difference.low > 0:
         return Verdict(True, False, f"Better: {seen}.", *rows, difference)
-    waits = "Not surely better" if due else "Not looked at before there is more to see"
+    waits = "Not surely better" if due else "Next look only with more evidence"
     return Verdict(False, False, f"{waits}: {seen}.", *rows, difference)
 
 
 def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
-    """Why these heads may not even be replayed: other sizes, values that are not finite, or huge.
-    Empty when nothing is wrong.
+    """Why these heads may not even be replayed: wrong sizes, or values that are huge or not finite.
+    Empty if nothing is wrong.
     """
     if candidate.config != serving.config:
-        return f"The candidate has other sizes than the serving heads: {candidate.config}."
+        return f"The candidate's sizes differ from the serving heads': {candidate.config}."
     for name, tensor in candidate.trainable_state(copied=False).items():
         if not is_finite(tensor):
             return f"The candidate's {name} holds values that are not finite."
@@ -520,7 +520,7 @@ def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
 
 
 def equal(first: MedusaHeads, second: MedusaHeads, *, temperatures: bool = True) -> bool:
-    """They are the same to the bit, draft temperatures aside where these don't count."""
+    """Whether they are the same to the bit, ignoring draft temperatures if these don't count."""
     if temperatures and not torch.equal(first.temperatures_K, second.temperatures_K):
         return False
     pairs = zip(first.parameters(), second.parameters(), strict=True)
@@ -528,7 +528,7 @@ def equal(first: MedusaHeads, second: MedusaHeads, *, temperatures: bool = True)
 
 
 def replay_row(result: ReplayResult) -> ReplayRow:
-    """What is told of a replay."""
+    """The summary of a replay."""
     return ReplayRow(result.mean_acceptance_length, result.acceptance_per_position)
 
 
@@ -539,8 +539,8 @@ AVERAGE = 0.97
 compares others).
 """
 WARM = 1_000_000
-"""Steps that heads count as having made which begin trained: their mean keeps its full length from
-the first step on.
+"""Steps credited to heads that start out trained, so that their mean has its full length from the
+first step on.
 """
 
 
@@ -548,14 +548,14 @@ class RunningMean:
     """A running mean of the heads' weights over optimizer steps: what is judged and served, while
     the heads themselves go on learning.
 
-    A rollout batch is small, so each step moves the heads by its noise as much as by what there is
-    to learn; the mean keeps the latter. (Polyak and Juditsky 1992; exponential form as in Tarvainen
-    and Valpola 2017, arXiv 1703.01780.)
+    A rollout batch is small, so each step moves the heads as much by noise as by signal; the mean
+    keeps the signal. (Polyak and Juditsky 1992; exponential form as in Tarvainen and Valpola 2017,
+    arXiv 1703.01780.)
 
     Attributes:
         heads: the mean, never trained.
-        steps: optimizer steps that it has seen. The first ones weigh more, so that heads that begin
-            at nothing are left behind at once.
+        steps: optimizer steps that it has seen. The first ones weigh more, so that untrained heads
+            are left behind at once.
     """
 
     def __init__(self, heads: MedusaHeads, decay: float = AVERAGE, *, steps: int = 0) -> None:
@@ -563,7 +563,7 @@ class RunningMean:
         Args:
             heads: a copy of what training begins with, changed in place.
             decay: share of the mean that stays with each step, in [0, 1).
-            steps: 0 for heads that begin at nothing, WARM for trained ones.
+            steps: 0 for untrained heads, WARM for trained ones.
         """
         self.heads = heads.requires_grad_(False)
         self.steps = steps
@@ -571,25 +571,25 @@ class RunningMean:
 
     @torch.no_grad()
     def add(self, trained: Iterable[torch.Tensor]) -> None:
-        """Take in the parameters as they are after a step, in the order of `heads.parameters()`."""
+        """Add the parameters after a step, in the order of `heads.parameters()`."""
         kept = min(self._decay, (1 + self.steps) / (10 + self.steps))
         torch._foreach_lerp_(list(self.heads.parameters()), list(trained), 1.0 - kept)
         self.steps += 1
 
     def restart(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from trained heads (keys of `trainable_state`)."""
+        """Continue from trained heads (keys of `trainable_state`)."""
         self.heads.load_trainable_state(state)
         self.steps = WARM
 
     def state_dict(self, *, copied: bool = True) -> dict[str, torch.Tensor]:
-        """All of it, under keys that begin with `mean`; a copy, or the tensors themselves."""
+        """The whole state, under keys that begin with `mean`; a copy, or the tensors themselves."""
         state = self.heads.trainable_state(copied=copied)
         return {f"mean.{name}": tensor for name, tensor in state.items()} | {
             "mean_steps": torch.tensor(self.steps)
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over what is under such keys. Raises KeyError, CheckpointError when something is
+        """Restore what is under such keys. Raises KeyError or CheckpointError if something is
         missing.
         """
         self.heads.load_trainable_state(under(state, "mean."))
@@ -597,7 +597,7 @@ class RunningMean:
 
 
 def under(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The part of a state whose names begin so, without the prefix."""
+    """The part of a state with this prefix, which is removed."""
     return {
         name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
     }

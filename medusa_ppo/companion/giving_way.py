@@ -1,8 +1,8 @@
 """How the loop tells the companion that it needs the cores now.
 
-While responses are written every second of a shared core is a second of the loop: drafting is to
-save them. A message through Ray would come milliseconds late and wake a thread; a byte in shared
-memory is read between two pieces of work and costs nothing.
+While responses are being written, every second of a shared core is a second of the loop, which
+drafting is meant to save. A message through Ray would arrive milliseconds late and wake a thread; a
+byte in shared memory is read between two pieces of work and costs nothing.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import mmap
 import time
 from pathlib import Path
 
-GIVE_WAY_S = 0.005  # Between two looks at whether the loop still needs the cores.
+GIVE_WAY_S = 0.005  # Seconds between two checks whether the loop still needs the cores.
 
 
 class Pace:
     """A byte in shared memory by which the loop says that it needs the cores now, and the companion
     lets it have them.
 
-    Where the companion runs on another node it has a byte of its own, which nobody sets.
+    On another node the companion has its own byte, which nobody sets.
 
     Attributes:
-        waited_s: seconds for which way was given since they were taken last.
+        waited_s: seconds waited since they were last taken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,12 +34,12 @@ class Pace:
         self.waited_s = 0.0
 
     def hold(self, wanted: bool) -> None:
-        """The loop's end: from now on, the companion shall (not) wait."""
+        """The loop's end: from now on, the companion should (not) wait."""
         self._byte[0] = int(wanted)
 
     @property
     def held(self) -> bool:
-        """The loop wants the companion to wait."""
+        """Whether the loop wants the companion to wait."""
         return bool(self._byte[0])
 
     def give_way(self) -> None:
@@ -49,7 +49,7 @@ class Pace:
             self.waited_s += GIVE_WAY_S
 
     def take_waited_s(self) -> float:
-        """Seconds for which way was given; counting begins anew."""
+        """Seconds waited; counting restarts."""
         waited_s = self.waited_s
         self.waited_s = 0.0
         return waited_s

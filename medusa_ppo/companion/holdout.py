@@ -1,14 +1,14 @@
-"""Which responses heads are judged on: some that they were not trained on, few tokens, and always
-some.
+"""Chooses the responses that heads are judged on: some that they were not trained on, with few
+tokens.
 
-Heads that were judged on what they were trained on would look better than they draft. Answers to
-one prompt are much alike, so what is held out is prompts, all answers to each. Of a large batch
-that would be most of what is handed over, and what tells versions apart is the number of prompts;
-so there it is a stretch of one answer to each.
+Heads judged on their training data would look better than they draft. Answers to one prompt are
+much alike, so whole prompts are held out with all their answers. In a large batch that would be
+most of what is handed over, and the number of prompts is what tells versions apart, so there it is
+a stretch of one answer to each.
 
-A batch of few prompts holds out none: what is left to judge on would be too little to decide by,
-and what is left to train on too little to learn from. Heads are judged on all of it before they are
-trained on it (test-then-train, also called prequential: Dawid 1984; Blum, Kalai and Langford 1999).
+A batch of few prompts holds out none: too little would be left both to decide by and to learn from.
+Heads are judged on all of it before they train on it (test-then-train, also called prequential:
+Dawid 1984; Blum, Kalai and Langford 1999).
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from heads.targets import segments_from_lengths
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 HOLDOUT_TOKENS = 32_768
-"""Response tokens that heads are judged on, of one batch: several times what an interval of one
-percent asks for.
+"""Response tokens of one batch that heads are judged on: several times what an interval of one
+percent needs.
 """
 AHEAD_TOKENS = 4096
-"""The same of a batch that is judged on before it is trained on: of a large sample a part."""
+"""The same for a batch that is judged on before training: part of a large sample."""
 HOLDOUT_PROMPTS = 6
-"""Prompts that a decision about heads asks for. A batch of which fewer would be held out is judged
-on before it is trained on.
+"""Prompts needed for a decision about heads. If fewer would be held out, heads are judged on the
+batch before training on it.
 """
 SAMPLED_SHARE = 0.1
-"""Of the prompts of a sample that was drawn without regard to them: all that is here of each is
-judged on, which is that share of the sample.
+"""Share of prompts held out from a sample drawn without regard to prompts: heads are judged on all
+there is of each, which is that share of the sample.
 """
 LEAST_STRETCH = 64
-"""Tokens of a stretch, as long as answers have so many: at its end a draft step counts for less."""
+"""Tokens of a stretch, if answers are that long: a draft step at its end counts for less."""
 
 
 def enough_to_hold_out(prompts: int, fraction: float) -> bool:
-    """Whether so many prompts have a part that is enough to decide by."""
+    """Whether the held-out part of this many prompts is enough to decide by."""
     return round(fraction * prompts) >= HOLDOUT_PROMPTS
 
 
 def held_out(
     lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, fraction: float, seed: int
 ) -> torch.Tensor:
-    """Which sequences heads are judged on, bool: all answers to a part of the prompts, at least to
-    HOLDOUT_PROMPTS where there are more, or one answer to each where all of them are more than
-    HOLDOUT_TOKENS; none where there is one prompt only.
+    """Which sequences heads are judged on, bool: all answers to a part of the prompts, at least
+    HOLDOUT_PROMPTS of them if there are more, or one answer to each if all of them exceed
+    HOLDOUT_TOKENS; none if there is only one prompt.
     """
     generator = torch.Generator().manual_seed(seed)
     groups, group_S = _groups(prompts_S, lengths_S.numel())
@@ -70,10 +70,10 @@ def held_stretches(
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a batch from which only a sample is taken: a stretch of one answer to each of a part of
-    the prompts; nothing where these are few.
+    the prompts; nothing if there are few.
 
-    Prompts are drawn alike, so that what is left to train on has answers of every length; of a
-    prompt every token is as likely to be judged on as any other.
+    Prompts are drawn uniformly, so that answers of every length are left for training; within a
+    prompt every token is equally likely to be judged on.
 
     Args:
         rows: most of all stretches together; a single one may be longer.
@@ -91,7 +91,7 @@ def held_stretches(
     starts_S = lengths_S.cumsum(0) - lengths_S
     for group in order_H:
         answers = (group_S == group).nonzero()[:, 0]
-        # Stretches begin at another place in each answer, or those at its two ends were short.
+        # Stretches begin at a different place in each answer, or those at its ends would be short.
         phases_A = torch.randint(length, answers.shape, generator=generator)
         stretches_A = (lengths_S[answers] + phases_A - 1) // length + 1
         number = int(torch.randint(int(stretches_A.sum()), (1,), generator=generator))
@@ -112,7 +112,7 @@ def hold_out(
     that was trained on.
 
     Returns:
-        (training, holdout); the holdout is None where there are few prompts.
+        (training, holdout); the holdout is None if there are few prompts.
     """
     held_S = batch.held_S
     if held_S is None:
@@ -132,13 +132,13 @@ def hold_out(
 
 
 def stretches(batch: RolloutBatch, seed: int = 0, tokens: int = HOLDOUT_TOKENS) -> RolloutBatch:
-    """What heads can be judged on: each run of rows whose states are here as a response of its own,
-    behind what stood before it. Of very many tokens as many as `tokens` says.
+    """What heads can be judged on: each run of rows with states becomes a response of its own,
+    after the text before it. At most `tokens` tokens.
     """
     whole = replace(cut_to_states(batch), weights_M=None, held_S=None)
     if int(whole.lengths_S.sum()) <= tokens:
         return whole
-    # Whole responses that are long are cut, so that many prompts are judged on.
+    # Long responses are cut, so that many prompts take part.
     most = max(LEAST_STRETCH, tokens // whole.lengths_S.numel())
     generator = torch.Generator().manual_seed(seed)
     segment_M = segments_from_lengths(whole.lengths_S)
@@ -156,8 +156,8 @@ def stretches(batch: RolloutBatch, seed: int = 0, tokens: int = HOLDOUT_TOKENS) 
 
 
 def cut_to_states(batch: RolloutBatch) -> RolloutBatch:
-    """Each run of rows with a state as a response of its own, behind what stood before it. Nothing
-    else of a response is read, in training or in a replay, and tokens of long ones add up.
+    """Turn each run of rows with states into a response of its own, after the text before it.
+    Training and replay read nothing else of a response, and the tokens of long ones add up.
     """
     if batch.weights_M is None:
         return batch
@@ -186,7 +186,7 @@ def cut_to_states(batch: RolloutBatch) -> RolloutBatch:
         response_ids_M=ids_M[kept_M],
         logprobs_M=batch.logprobs_M[kept_M],
         lengths_S=torch.bincount(run_N, minlength=first_R.numel()),
-        # Stretches of one response are answers to one prompt, also where that is not known.
+        # Stretches of one response answer the same prompt, even if the prompt is unknown.
         prompts_S=of_R if batch.prompts_S is None else batch.prompts_S[of_R],
         weights_M=batch.weights_M[kept_M],
         held_S=None if batch.held_S is None else batch.held_S[of_R],
@@ -197,8 +197,8 @@ def cut_to_states(batch: RolloutBatch) -> RolloutBatch:
 
 
 def _searched(ids_X: torch.Tensor) -> torch.Tensor:
-    """Of what stands before a run, what heads that copy search: earlier parts, and so much of the
-    run's own part as reaches into their window.
+    """The part of the text before a run that copying searches: earlier parts, and as much of the
+    run's own part as is within the window.
     """
     gaps = (ids_X == GAP).nonzero()[:, 0]
     own = int(gaps[-1]) + 1 if gaps.numel() else 0

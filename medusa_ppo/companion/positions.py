@@ -1,6 +1,4 @@
-"""Which positions heads are trained on: of a batch, and of the batches of the last policy
-versions.
-"""
+"""Which positions heads train on, within a batch and among batches of the last policy versions."""
 
 from __future__ import annotations
 
@@ -28,12 +26,12 @@ from medusa_ppo.companion.holdout import cut_to_states, held_stretches
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 BLOCK = 256
-"""Rows that are sampled together: of each the last few only serve the others."""
-LEAST_BLOCKS = 8  # Of a sample; a small one has shorter blocks instead.
+"""Rows that are sampled together; the last few of a block only serve the others."""
+LEAST_BLOCKS = 8  # Blocks in a sample; a small sample has shorter blocks instead.
 ROW_BYTES = 24
-"""Of a row beside its state: its token, log-prob and weight, and what the queue adds."""
+"""Bytes of a row besides its state: its token, log-prob and weight, and what the queue adds."""
 HELD_SHARE = 1 / 16
-"""Of a sample's rows, to judge heads on."""
+"""Share of a sample's rows for judging heads."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class TrainingRows:
     """A batch with everything that its rows need for any loss, looked up once.
 
     Attributes:
-        batch: it.
+        batch: the batch.
         state_rows_M: row of its `hidden_MD` that holds each row's state.
         targets_MK, mask_MK: what head 1..K predicts at each row, and where there is something to
             train on: bool, or float weights.
@@ -66,12 +64,12 @@ class TrainingRows:
     texts: Texts | None = None
 
     def drafted_from(self, place_V: torch.Tensor, keep: bool) -> TrainingRows:
-        """The same where heads draft from some tokens only.
+        """The same for heads that draft from only some tokens.
 
         Args:
             place_V: each token's place among these, -1 for the others.
-            keep: positions whose token is none of them count all the same: the actor's own
-                distribution says something there too.
+            keep: positions with any other token count too, because the actor's own distribution is
+                informative there.
         """
         places_MK = place_V[self.targets_MK]
         mask_MK = self.mask_MK if keep else self.mask_MK * (places_MK >= 0)
@@ -79,8 +77,8 @@ class TrainingRows:
         return replace(self, targets_MK=places_MK.clamp(min=0), mask_MK=mask_MK, usable_N=usable_N)
 
     def by_table_rows(self) -> TrainingRows:
-        """The same with each token as its row in the batch's own tables, where these hold some
-        tokens only; what is predicted stays as it is.
+        """The same with each token replaced by its row in the batch's own tables, if these hold
+        only some tokens; targets don't change.
         """
         ids_R = self.batch.table_ids_R
         if ids_R is None:
@@ -102,7 +100,7 @@ class TrainingRows:
         return self.batch.hidden_MD[self.state_rows_M[rows_N]]
 
     def context(self, rows_N: torch.Tensor, seen_N: torch.Tensor, device: torch.device) -> Context:
-        """What some rows attend to, of which each may see so many pairs."""
+        """What some rows attend to, each limited to a number of pairs."""
         assert self.context_Mn is not None, "looked up for heads with a context"
         rows_Nn = self.context_Mn[rows_N]
         age_n = torch.arange(rows_Nn.shape[1] - 1, -1, -1)
@@ -113,17 +111,17 @@ class TrainingRows:
         )
 
     def text(self, rows_N: torch.Tensor, device: torch.device) -> Text | None:
-        """What some rows search; None where the heads don't copy."""
+        """What some rows search; None if the heads don't copy."""
         return None if self.texts is None else self.texts.of_rows(rows_N).to(device)
 
     def check_neighbours(self, loss: str) -> None:
-        """Raise DataError when a row that is trained on lacks the states from which the actor's own
-        distributions follow.
+        """Raise DataError if a training row lacks the states that give the actor's own
+        distributions.
         """
         if bool((self.state_rows_M[self.teacher_rows_MK[self.mask_MK > 0]] < 0).any()):
             raise DataError(
-                "This loss reads the actor's own distribution, which needs the states of the rows"
-                " that follow.",
+                "This loss needs the actor's own distribution, and thus the states of the "
+                "following rows.",
                 given=(
                     f"companion.loss={loss}, {self.batch.hidden_MD.shape[0]} states of"
                     f" {self.state_rows_M.numel()} positions"
@@ -144,7 +142,7 @@ def context_of(batch: RolloutBatch, pairs: int) -> torch.Tensor | None:
 
 
 def texts_of(batch: RolloutBatch) -> Texts:
-    """What each row of a batch may search: no more than the engine knew when it drafted there."""
+    """What each row of a batch may search: only what the engine knew when it drafted there."""
     before_ids = batch.before_ids_X
     before_S = batch.before_S
     if before_ids is None or before_S is None:
@@ -190,7 +188,7 @@ def look_up(
 
 def sampled_share(batch: RolloutBatch) -> float:
     """Share of the positions with a target that are trained on; 1 where there is none."""
-    # At the last row of each response not even the first head has something to predict.
+    # At the last row of each response even the first head has nothing to predict.
     usable_M = torch.ones(int(batch.lengths_S.sum()), dtype=torch.bool)
     usable_M[batch.lengths_S.cumsum(0) - 1] = False
     if batch.weights_M is None or not usable_M.any():
@@ -200,28 +198,27 @@ def sampled_share(batch: RolloutBatch) -> float:
 
 
 def block_rows(rows: int, ahead: int) -> int:
-    """Rows of a block of a sample of so many."""
+    """Rows per block in a sample of this size."""
     return max(ahead + 1, min(BLOCK, rows // LEAST_BLOCKS))
 
 
 @dataclass(frozen=True)
 class EarlySample:
-    """How positions are sampled where their states are, before anything is padded, gathered or
-    moved: in blocks of BLOCK rows of one response. Whoever draws from the same lengths draws the
-    same.
+    """Samples positions where their states are, before anything is padded, gathered or moved: in
+    blocks of BLOCK rows of one response. The same lengths give the same sample everywhere.
 
-    The heads at a row learn from the actor's own distribution up to `ahead` rows further on. So the
-    rows at a block's end are there for the others, and are not trained on themselves. Those at its
-    beginning attend to what is there of the pairs before them, as an engine's do after a swap.
+    The heads at a row learn from the actor's own distribution up to `ahead` rows further on, so the
+    rows at a block's end only serve the others and are not trained on. Rows at its beginning attend
+    to whichever earlier pairs exist, as in an engine after a swap.
 
     Attributes:
         rows: most whose states are kept.
-        holdout_fraction: share of the prompts of which heads are judged on a stretch of one answer;
-            these stretches are HELD_SHARE of the rows. 0: `companion.holdout` chooses among the
-            blocks, once all of them are together.
+        holdout_fraction: share of the prompts that have a stretch of one answer held out; these
+            stretches are HELD_SHARE of the rows. 0: `companion.holdout` chooses among the blocks
+            once all are there.
         seed: of both draws.
         ahead: rows.
-        block: rows of a block; None: BLOCK, less where there is room for few of them.
+        block: rows of a block; None: BLOCK, or less if few would fit.
     """
 
     rows: int
@@ -233,8 +230,8 @@ class EarlySample:
     def draw(
         self, lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, policy_version: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weights of all rows, float32 `M`, as in `RolloutBatch`; which responses heads are judged
-        on, bool `S`. No response is empty.
+        """Weights of all rows, float32 `M`, as in `RolloutBatch`; and which responses heads are
+        judged on, bool `S`. No response may be empty.
         """
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + policy_version)
         judged_M, spared_S = held_stretches(
@@ -245,8 +242,8 @@ class EarlySample:
         place_M = row_M - (lengths_S.cumsum(0) - lengths_S)[segment_M]
         left_M = lengths_S[segment_M] - 1 - place_M
         block = self.block or block_rows(self.rows, self.ahead)
-        # Blocks begin at another place in each response, so that every row is as often at an edge,
-        # where it isn't trained on, as any other.
+        # Blocks begin at a different place in each response, so that every row is equally often at
+        # an edge, where it isn't trained on.
         phase_S = torch.randint(block, lengths_S.shape, generator=generator)
         blocks_S = (lengths_S + phase_S - 1) // block + 1
         first_S = blocks_S.cumsum(0) - blocks_S
@@ -259,9 +256,9 @@ class EarlySample:
         kept_B = torch.zeros(rows_B.numel(), dtype=torch.bool)
         kept_B[order_B[fits_B]] = True
         if self.rows:
-            kept_B[order_B[:1]] = True  # Something is always there.
+            kept_B[order_B[:1]] = True  # There is always at least one.
         kept_M = kept_B[block_M]
-        # A row whose neighbours lie outside of what is kept serves others and isn't trained on.
+        # A row whose neighbours were not kept only serves others and isn't trained on.
         whole_M = kept_M & kept_M[row_M + left_M.clamp(max=self.ahead)]
         weights_M = whole_M.float() - (~kept_M).float()
         weights_M[judged_M] = 1.0
@@ -269,7 +266,7 @@ class EarlySample:
         return weights_M, held_S if self.holdout_fraction else None
 
     def of(self, batch: RolloutBatch) -> RolloutBatch:
-        """The same of a batch whose states are all here."""
+        """The same for a batch with all its states."""
         weights_M, held_S = self.draw(batch.lengths_S, batch.prompts_S, batch.policy_version)
         return cut_to_states(
             replace(
@@ -299,15 +296,15 @@ def with_tables(
     ids_W: torch.Tensor | None,
 ) -> RolloutBatch:
     """A batch for later, with the tables of the actor that wrote it, in the dtype of its states and
-    on the host. Where drafts come from some tokens alone, these tokens' rows and those of the
-    batch's own are all that is ever read.
+    on the host. With a draft vocabulary, only the rows of its tokens and of the batch's own are
+    ever read.
     """
     ids_R = None
     if ids_W is not None:
         parts = [ids_W.cpu(), batch.response_ids_M]
         if batch.before_ids_X is not None:
             before_X = batch.before_ids_X.to(torch.int64)
-            parts.append(before_X[before_X >= 0])  # Gaps are no tokens.
+            parts.append(before_X[before_X >= 0])  # Gaps are not tokens.
         ids_R = torch.cat(parts).unique()
 
     def rows(table_VD: torch.Tensor) -> torch.Tensor:
@@ -341,7 +338,7 @@ class ReplayBuffer:
         Args:
             versions: policy versions that a batch stays for; 0: nothing is kept.
             max_bytes: most bytes of all batches kept.
-            decay: share of the positions that is left with each version, 0..1.
+            decay: share of the positions that remains with each version, 0..1.
         """
         self._versions = versions
         self._decay = decay
@@ -349,17 +346,18 @@ class ReplayBuffer:
         self._batches: deque[RolloutBatch] = deque()
 
     def add(self, batch: RolloutBatch) -> str:
-        """Keep a batch, after it was trained on. Never keep what heads are judged on.
+        """Keep a batch after training on it. Never keep held-out data.
 
         Returns:
-            Why it can't be kept; empty when it is, or nothing shall be.
+            Why it can't be kept; empty if it was kept, or keeping is off.
         """
         if self._versions == 0:
             return ""
         if batch.nbytes > self._max_bytes:
             return (
-                f"A batch of {batch.nbytes:,} bytes, the actor's tables included, is not kept for"
-                f" replay: all of them may have {self._max_bytes:,}. Set companion.queue_bytes"
+                f"A batch of {batch.nbytes:,} bytes, the actor's tables included, is not kept for "
+                f"replay: the limit for all of them is {self._max_bytes:,}. Set "
+                "companion.queue_bytes"
                 " higher, engine.draft_vocab, or companion.replay_versions=0."
             )
         self._batches.append(batch)
@@ -369,12 +367,12 @@ class ReplayBuffer:
 
     @property
     def wanted(self) -> bool:
-        """Something is kept at all."""
+        """Whether anything is kept."""
         return self._versions > 0
 
     def older(self, policy_version: int) -> list[tuple[RolloutBatch, float]]:
-        """Batches and shares that join a training on rollouts of `policy_version`; what is too old
-        for it is forgotten.
+        """Batches and shares that join training on rollouts of `policy_version`; batches that are
+        too old are dropped.
         """
         self._batches = deque(
             b for b in self._batches if policy_version - b.policy_version <= self._versions
@@ -406,12 +404,12 @@ class ReplayBuffer:
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over the batches of a state (an empty one: none)."""
+        """Restore the batches of a state (an empty one: none)."""
         self._batches = deque()
         for index in sorted({name.split(".")[0] for name in state}):
             version, temperature, top_k, top_p = state[f"{index}.meta"].tolist()
-            # Copies: products round otherwise where a tensor begins at an odd place, as it does in
-            # a file.
+            # Copies, because products round differently for unaligned tensors, as they are in a
+            # file.
             found = {name: state.get(f"{index}.{name}") for name in FIELDS}
             tensors: dict[str, Any] = {
                 name: None if value is None else value.clone() for name, value in found.items()

@@ -1,12 +1,12 @@
 """The companion's own process: a queue of batches, one training thread, and published versions. Ray
-hosts it; it knows nothing of Ray.
+hosts it, but it does not depend on Ray.
 
 All methods may be called from any thread; `submit` by one at a time, so that batches keep their
-order (the client sees to it).
+order (the client ensures this).
 
-After a crash Ray builds the service again from the same arguments, perhaps on another node. It
-finds the marker that the first one left in the run's folder, and goes on from the last saved state
-and, on the same node, the last published version.
+After a crash Ray builds the service again from the same arguments, perhaps on another node. The new
+one finds the marker that the first one left in the run's folder, and continues from the last saved
+state and, on the same node, the last published version.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "companion.safetensors"
 MARKER = "started"
-NICENESS = 5  # PPO goes first where both want a core; where nobody else does it changes nothing.
+NICENESS = 5  # PPO goes first if both want a core; otherwise this changes nothing.
 KEPT_VERSIONS = 3
 SAVED_EVERY = 8
-"""Batches without a version after which the state is written all the same: at a width of 4,096 it
-has some 10 GiB.
+"""Batches without a version after which the state is written anyway: at a width of 4,096 it is
+about 10 GiB.
 """
 HOST = torch.device("cpu")
-EXIT_CODE = 70  # Of a process that ends itself to be started again.
+EXIT_CODE = 70  # Exit code of a process that ends itself to be restarted.
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,7 @@ class QueuedBatch:
 
 
 class CompanionService:
-    """Trains on submitted batches in a thread of its own and publishes what the gate lets
-    through.
-    """
+    """Trains on submitted batches in its own thread and publishes what passes the gate."""
 
     def __init__(self, arguments: ServiceArguments, tables: Any) -> None:
         """
@@ -107,7 +105,9 @@ class CompanionService:
         self._feed = open_feed(config.feed) if config.feed else None
         self._fed_version = 0
         self._judged = Judged()
-        self._tables: Any = None  # That came last; and those that the trainer has, where they came.
+        self._tables: Any = (
+            None  # The last ones to arrive, and those that the trainer has, if any arrived.
+        )
         self._tables_used: Any = None
         self._queue = BatchQueue(config.queue_bytes)
         self._state_lock = threading.Lock()
@@ -117,11 +117,11 @@ class CompanionService:
         self._train_s = self._worked_s = self._cpu_since_s = 0.0
         self._wanted_since_s = math.nan
         self._busy_since: float | None = None
-        self._beat = 0.0  # When the training thread was last seen at work.
+        self._beat = 0.0  # When the training thread last made progress.
         self._error = ""  # What failed with the last batch.
         self._note = self._found = (
-            # Why the last batch was of no use, though nothing failed; what was wrong at the start,
-            # until told.
+            # Why the last batch was of no use although nothing failed, or what was wrong at the
+            # start, until reported.
             ""
         )
         self._begin(arguments)
@@ -142,7 +142,7 @@ class CompanionService:
         return self._busy_since is not None and len(self._queue) > 0
 
     def ready(self) -> str:
-        """Name of this incarnation of the process; changes when it was started again."""
+        """Name of this incarnation of the process; changes with a restart."""
         return self._incarnation
 
     def submit(self, packed: Any, tables: Any = None, number: int = 0) -> int:
@@ -201,7 +201,7 @@ class CompanionService:
 
     def adopt(self, version: int, state: dict[str, PackedTensor]) -> None:
         """The engine drafts with these heads, and `version` was the last it was offered: training
-        goes on from them, after this batch.
+        continues from them, after this batch.
         """
         with self._state_lock:
             cycle = self._cycle
@@ -209,8 +209,8 @@ class CompanionService:
             cycle.trainer.reset_to(cycle.serving.trainable_state(), moments=False)
 
     def published_state(self, version: int) -> dict[str, PackedTensor] | None:
-        """Packed tensors of the last published version, for a client on another node; None when
-        `version` is not the last any more.
+        """Packed tensors of the last published version, for a client on another node; None if
+        `version` is no longer the last.
         """
         published = self._published
         if published is None or published.version != version:
@@ -218,7 +218,7 @@ class CompanionService:
         return pack(load_state(published.path))
 
     def status(self) -> CompanionStatus:
-        """What has been done so far."""
+        """The status so far."""
         cycle = self._cycle
         trainer = self._cycle.trainer
         rows: dict[str, Any] = dict(cycle.rows)
@@ -278,7 +278,7 @@ class CompanionService:
             return str(path)
 
     def close(self) -> None:
-        """Stop the training thread after the batch it is at."""
+        """Stop the training thread after its current batch."""
         self._queue.close()
         self._thread.join(timeout=10)
 
@@ -298,17 +298,17 @@ class CompanionService:
                 self._note = report.problem
                 self._unsaved += 1
                 if report.published or self._unsaved >= SAVED_EVERY:
-                    # Before the version is shown: a crash in between must not lose it. A full disk
-                    # keeps no heads from the engine.
+                    # Before the version is visible, so that a crash in between can't lose it. A
+                    # full disk does not keep heads from the engine.
                     self._tried("The companion's state could not be saved", self._checkpoint)
                 if report.published:
                     self._publish()
-                # After every batch: a feed that was away gets what it has missed.
+                # After every batch, so that a feed that was away gets what it missed.
                 self._tried("The new heads could not be put into the feed", self._feed_newest)
                 self._rest()
             except Exception as error:
-                # One bad batch must not end the companion; it is told in the status, and the next
-                # one comes.
+                # One bad batch must not end the companion; the status reports it, and the next one
+                # comes.
                 if _ends_process(error):
                     self._start_again(f"{type(error).__name__}: {error}")
                 logger.exception(
@@ -331,8 +331,8 @@ class CompanionService:
                     self._idle.notify_all()
 
     def _work_s(self, took_s: float) -> float:
-        """Of what was taken by the batch in training, what others could have had: on a CPU not the
-        time in which these had the cores, and no more than that in which somebody wanted one.
+        """The part of the training batch's time that others could have used: on a CPU without time
+        when others had the cores, and at most the time in which somebody wanted one.
         """
         if self._device.type == "cuda":
             return took_s
@@ -345,13 +345,13 @@ class CompanionService:
         if self._pace.held:
             before_s = cores_wanted_s()
             self._pace.give_way()
-            # Whoever waited for a core meanwhile did not wait for training.
+            # A process that waited for a core then did not wait for training.
             self._wanted_since_s += cores_wanted_s() - before_s
         self._beat = time.monotonic()
 
     def _learn(self, batch: Any) -> CycleReport:
-        """A batch as it lay in the queue."""
-        # Its own tables, not the newest that came: with a backlog its states are of an earlier
+        """Train on a batch from the queue."""
+        # Its own tables, not the newest ones: with a backlog its states belong to an earlier
         # policy.
         if batch.tables is not None and not _same(batch.tables, self._tables_used):
             self._cycle.take_tables(unpack(batch.tables))
@@ -360,15 +360,13 @@ class CompanionService:
             return self._cycle.run(batch.batch)
 
     def _start_again(self, why: str) -> None:
-        """End this process: Ray starts it again, and it goes on from the last saved state."""
-        logger.critical("The companion's process ends, to be started again. %s", why)
+        """End this process: Ray restarts it, and it continues from the last saved state."""
+        logger.critical("The companion's process ends, to be restarted. %s", why)
         logging.shutdown()
         os._exit(EXIT_CODE)
 
     def _rest(self) -> None:
-        """Leave the GPU to others while no batch waits; what was computed there is in the host's
-        memory then.
-        """
+        """Leave the GPU to others while no batch waits; everything on it moves to host memory."""
         if not self._config.offload or len(self._queue):
             return
         with self._state_lock:
@@ -385,7 +383,7 @@ class CompanionService:
         version = cycle.version
         row = cycle.rows.get("candidate" if cycle.fresh else "serving")
         length = row.mean_acceptance_length if row else math.nan
-        # A feed that is away gets it later, when other batches were judged since.
+        # A feed that is away gets it later, after other batches have been judged.
         self._judged = Judged()
         if row is not None and math.isfinite(length):
             self._judged = Judged(
@@ -404,7 +402,7 @@ class CompanionService:
         )
 
     def _feed_newest(self) -> None:
-        """The last published version into the feed, where there is one and it has others."""
+        """Put the last published version into the feed, if there is a feed that lacks it."""
         published = self._published
         if self._feed is None or published is None or published.version == self._fed_version:
             return
@@ -412,7 +410,7 @@ class CompanionService:
         heads = cycle.serving
         found = self._feed.manifest()
         newest = found.versions[-1:] if found is not None else []
-        # After a crash it may be there already.
+        # After a crash it may already be there.
         if [version.checksum for version in newest] != [published.checksum]:
             release = Release(
                 actor=FeedActor.of(heads.config, cycle.trainer.lm_head_VD),
@@ -425,7 +423,7 @@ class CompanionService:
         self._fed_version = published.version
 
     def _keep_heads(self, length: float | None) -> None:
-        """The serving heads as a native checkpoint. `length`: what replay says of them."""
+        """The serving heads as a native checkpoint. `length`: their replay estimate."""
         if self._run_dir is None:
             return
         cycle = self._cycle
@@ -441,8 +439,8 @@ class CompanionService:
         forget_oldest(folder, "v[0-9]*")
 
     def _tried(self, what: str, write: Callable[[], None]) -> None:
-        """A file that can't be written (a full or a read-only disk, a feed that is away) is told in
-        the status; training goes on.
+        """Report a file that can't be written (a full or read-only disk, a feed that is away) in
+        the status; training continues.
         """
         try:
             write()
@@ -457,7 +455,7 @@ class CompanionService:
 
     def _begin(self, arguments: ServiceArguments) -> None:
         """A first start, a resumed run, or a restart after a crash."""
-        # Without a run's folder the versions on this node are all there is.
+        # Without a run folder, the versions on this node are all there is.
         marker = (
             self._run_dir / "companion" if self._run_dir else Path(arguments.publish_dir)
         ) / MARKER
@@ -466,7 +464,7 @@ class CompanionService:
         )  # Not what an earlier run left.
         folder = Path(arguments.resume_from) if arguments.resume_from else None
         if again:
-            logger.warning("The companion was started again after its process ended.")
+            logger.warning("The companion was restarted after its process ended.")
             if self._run_dir is not None and (self._run_dir / "companion" / STATE_FILE).is_file():
                 folder = self._run_dir / "companion"
         if folder is not None:
@@ -485,11 +483,11 @@ class CompanionService:
         )
 
     def _take_over_saved(self, file: Path, again: bool) -> None:
-        """The last saved state. After a crash a damaged one is passed over: the heads that were
-        published are there all the same.
+        """The last saved state. After a crash a damaged one is ignored, since the published heads
+        are still there.
 
         Raises:
-            CheckpointError: a run that is resumed would begin with other heads than it ended with.
+            CheckpointError: a resumed run would begin with different heads than it ended with.
         """
         try:
             self._take_over(load_state(file))
@@ -497,13 +495,14 @@ class CompanionService:
             if not again:
                 raise
             self._found = (
-                "The companion's saved state is damaged; it goes on from the last published heads."
+                "The companion's saved state is damaged; it continues from the last published "
+                "heads."
                 f" {error}"
             )
             logger.warning(self._found)
 
     def _adopt_newest(self) -> None:
-        """Versions never go back: what was published last is served, if its file is whole."""
+        """Versions never go back: serve the last published one, if its file is intact."""
         for file in sorted(self._publish_dir.glob("heads-*.safetensors"), reverse=True):
             version = int(file.stem.split("-")[1])
             if version <= self._cycle.version:
@@ -511,11 +510,11 @@ class CompanionService:
             try:
                 return self._cycle.adopt(version, load_state(file))
             except CheckpointError as error:
-                logger.warning("Published heads are damaged; those before are taken. %s", error)
+                logger.warning("Published heads are damaged; using the previous ones. %s", error)
 
     def _own_saved_state(self, resumed: bool) -> None:
-        """What an earlier run, or the part of this one that is done again, left here must not be
-        what a crash goes back to.
+        """After a crash the companion must not return to leftovers of an earlier run, or of the
+        part of this run that is repeated.
         """
         if self._run_dir is None:
             return
@@ -530,7 +529,7 @@ class CompanionService:
             float(self._dropped_before + self._queue.dropped),
             self._train_s,
         ]
-        state = self._cycle.state_dict(copied=False)  # Nothing trains while it is written.
+        state = self._cycle.state_dict(copied=False)  # Training pauses while it is written.
         return state | {
             "service": torch.tensor(own, dtype=torch.float64),
             "crc": torch.tensor(crc(state)),
@@ -542,7 +541,7 @@ class CompanionService:
         if said is not None and int(said) != crc(state):
             do = "Start without --resume, or copy the file from elsewhere."
             raise CheckpointError(
-                "The companion's saved state has other bytes than were written.",
+                "The companion's saved state was changed after it was written.",
                 given="its CRC-32",
                 do=do,
             )
@@ -552,7 +551,7 @@ class CompanionService:
 
 
 def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
-    """What a process of the companion begins with."""
+    """The initial heads and tables of a companion process."""
     lm_head_VD, embedding_VD = unpack(tables)
     config = arguments.companion
     device = torch.device("cuda" if config.num_gpus and torch.cuda.is_available() else "cpu")
@@ -584,8 +583,8 @@ def _same(tables: Any, used: Any) -> bool:
 
 
 def _ends_process(error: Exception) -> bool:
-    """After an error of CUDA itself every call fails; only a new process helps. Memory that was too
-    small is no such error.
+    """After a CUDA error every call fails, and only a new process helps. Running out of memory is
+    not such an error.
     """
     return isinstance(error, torch.AcceleratorError) and not isinstance(
         error, torch.OutOfMemoryError
@@ -593,14 +592,14 @@ def _ends_process(error: Exception) -> bool:
 
 
 def forget_oldest(newest: Path, pattern: str) -> None:
-    """Keep `newest` and the few versions before it, so that an engine that still reads an older one
+    """Keep `newest` and a few versions before it, so that an engine still reading an older one
     finds it.
     """
     written = newest.stat().st_mtime_ns
 
     def age(path: Path) -> tuple[bool, int, str]:
-        # Not by number: an earlier run in this folder may have left higher ones. What is newer than
-        # the newest was written before the clock was put back.
+        # Not by number: an earlier run in this folder may have left higher ones. Files newer than
+        # the newest were written before the clock was set back.
         modified = path.stat().st_mtime_ns
         return modified <= written, modified, path.name
 
@@ -614,8 +613,8 @@ def forget_oldest(newest: Path, pattern: str) -> None:
 
 @contextlib.contextmanager
 def all_cores(wanted: bool) -> Iterator[None]:
-    """In the block this thread computes on every core of the process: a warm-up is waited for, and
-    nobody else wants them.
+    """Within the block this thread uses every core of the process: the loop waits for a warm-up, so
+    nobody else needs them.
     """
     before = torch.get_num_threads()
     if wanted:

@@ -8,10 +8,10 @@ Ray placement group.
     all: the same order of positions, each with its share of every optimizer step; gradients are
         summed, so all hold the same state
 
-Whatever breaks the group (a worker that dies, hangs or fails by itself) ends the leader's process.
-Ray starts it again, and it goes on from the last saved state with the members that come up in time.
-Workers that can't work together here, or fail TRIES times without a batch in between, stay away and
-say why: a hundred more starts would fail alike.
+Whatever breaks the group (a worker that dies, hangs or fails) ends the leader's process. Ray
+restarts it, and it continues from the last saved state with the members that come up in time.
+Workers that can't work together, or fail TRIES times without a batch in between, stay down and say
+why: a hundred more starts would fail the same way.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ from medusa_ppo.runtime.rendezvous import Meeting, PeerLostError, Place
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-MAX_RESTARTS = 100  # Of a companion whose process ended.
-TRIES = 3  # Failures of the workers in a row, with no batch learned from in between.
+MAX_RESTARTS = 100  # Restarts of a companion whose process ended.
+TRIES = 3  # Failures of the workers in a row without a batch in between.
 FAILURES = "failures"
-"""File beside the published versions: why each of those failures was, one a line."""
+"""File next to the published versions with the reason for each of those failures, one per line."""
 LOST = (PeerLostError, RayActorError, GetTimeoutError)
-"""Errors that say: another process is gone or does not answer. All others are the work's own."""
-SAID_S = 3.0  # In which a member that broke the group has said so.
+"""Errors that mean another process is gone or does not answer. All others come from the work
+itself.
+"""
+SAID_S = 3.0  # Seconds within which a member that broke the group reports it.
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class CompanionWorker:
 
 
 class Member:
-    """A worker beside the leader, in a Ray actor of its own, with the leader's state."""
+    """A worker besides the leader, in its own Ray actor, with the leader's state."""
 
     def __init__(self, first: list[ray.ObjectRef]) -> None:
         arguments, tables = ray.get(first[0])
@@ -176,14 +178,14 @@ class Leader(CompanionService):
         self._end_members()
 
     def _refuse_to_fail_again(self) -> None:
-        """Raise CompanionError where TRIES starts before this one came to nothing."""
+        """Raise CompanionError if TRIES starts before this one failed."""
         failures = self._failures.read_text().splitlines() if self._failures.is_file() else []
         if len(failures) >= TRIES:
             raise CompanionError(
-                "The companion's workers fail again and again.",
+                "The companion's workers keep failing.",
                 given=f"{len(failures)} failures, no batch in between; the last: {failures[-1]}",
                 expected="workers that start and learn from a batch",
-                do="Remove the cause, or set companion.workers=1; the heads at hand stay.",
+                do="Remove the cause, or set companion.workers=1; the current heads stay.",
             )
 
     def _assemble(self) -> None:
@@ -232,7 +234,7 @@ class Leader(CompanionService):
             raise
         except (
             Exception
-        ) as error:  # Of this worker or another one: nobody knows what state the others are in.
+        ) as error:  # In this worker or another one: the state of the others is unknown.
             self._start_again(
                 f"A worker of the companion was lost: {type(error).__name__}: {error}"
             )
@@ -250,8 +252,8 @@ class Leader(CompanionService):
 
 
 def _cause(error: Exception, calls: Sequence[ray.ObjectRef]) -> Exception:
-    """What broke a group: what the first member that ended failed with, else the leader's own
-    error. Whoever fails leaves, and then the others see no more than a closed connection.
+    """What broke a group: the error of the first member that ended, else the leader's own. A
+    failing member leaves, and the others only see a closed connection.
     """
     ended = ray.wait(list(calls), timeout=SAID_S)[0] if calls else []
     for call in ended:
@@ -265,10 +267,10 @@ def _cause(error: Exception, calls: Sequence[ray.ObjectRef]) -> Exception:
 
 
 def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:
-    """Those of the members that come up in time, by name; the others are ended.
+    """The members that come up in time, by name; the others are ended.
 
-    One that dies on the way is started once more: Ray may have placed it on a node that was lost,
-    which it misses after some time only.
+    One that dies meanwhile is started once more: Ray may have placed it on a lost node, which it
+    notices only after some time.
     """
     found = {}
     ends = time.monotonic() + START_TIMEOUT_S
@@ -289,8 +291,8 @@ def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:
                 logger.warning("A worker of the companion did not start; %s. %s", what, error)
         for call in late:
             logger.warning(
-                "A worker of the companion did not come up within %.0f s; the others go on"
-                " without it.",
+                "A worker of the companion did not come up within %.0f s; the others continue "
+                "without it.",
                 START_TIMEOUT_S,
             )
             ray.kill(calls[call][1], no_restart=True)

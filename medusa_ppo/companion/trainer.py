@@ -1,9 +1,9 @@
 """Trains the heads on rollout batches: the heads only, with an optimizer, a gradient clip and a
 random generator of their own.
 
-They are trained on blocks of consecutive positions in random order, which share most of what they
-attend to and most of the rows that say what they should predict. With a context, a tenth of the
-positions sees a random part of it only, because an engine can't always give all.
+They train on blocks of consecutive positions in random order, which share most of their context and
+most of the rows that give their targets. With a context, a tenth of the positions sees only a
+random part of it, because an engine does not always have all of it.
 
 Shape letters: M rows of a batch (one per response token), N rows of one optimizer step, K heads, D
 hidden, V vocabulary.
@@ -41,16 +41,15 @@ COUNTERS = ("batches_trained", "batches_skipped", "trained_tokens", "optimizer_s
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What one batch did.
+    """The report on one batch.
 
     Attributes:
         loss: mean over heads and optimizer steps; NaN when nothing was trained.
         losses: mean loss of head 1..K over the optimizer steps.
         tokens: positions trained on, each counted once however many epochs.
-        rows: positions of all passes, those of replayed batches included: the work that was done.
+        rows: positions of all passes, including replayed batches: the total work.
         optimizer_steps: steps taken.
-        problem: why the batch was left where it was, after so many optimizer steps; empty: it was
-            not.
+        problem: why training on the batch stopped after these optimizer steps; empty: it didn't.
     """
 
     loss: float = math.nan
@@ -68,14 +67,13 @@ class HeadsTrainer:
     The heads' parameters are float32, the actor's tables constants.
 
     Attributes:
-        rate: factor on the configured step size. The caller's to set, and to keep over a restart.
+        rate: factor on the configured step size, which the caller sets and keeps over a restart.
         team: processes that take every optimizer step together; None: alone.
         generator: of the order of the positions.
         give_way: called between two pieces of work; may wait.
         lm_head_VD, embedding_VD: the actor's tables; on a CPU in float32 unless a dtype of the
             products was said.
-        ids_W: tokens that drafts come from, which alone are multiplied by; None: all. The caller's
-            to set.
+        ids_W: tokens that drafts come from; products use only these; None: all. Set by the caller.
     """
 
     def __init__(
@@ -104,8 +102,7 @@ class HeadsTrainer:
                 it and float32 for all others. Parameters, moments and sums stay float32.
             micro_positions: positions whose gradients are computed at once; None: as many as
                 LOGITS_BYTES have room for.
-            mean: takes in the heads after each optimizer step, and is part of the state; None:
-                nothing does.
+            mean: running mean, updated after each optimizer step and part of the state; None: none.
         """
         self.rate = 1.0
         self.give_way: Callable[[], None] = lambda: None
@@ -236,8 +233,8 @@ class HeadsTrainer:
                 whole number; None: as configured.
 
         Returns:
-            A report. A step whose losses or gradients are not finite is not taken, and none after
-            it: what the steps before it made is sound, and stays.
+            A report. If a step's losses or gradients are not finite, it and all later steps are
+                skipped; the result of earlier steps is sound, and stays.
 
         Raises:
             DataError: the batch does not fit the heads.
@@ -263,8 +260,8 @@ class HeadsTrainer:
         )
 
     def reset_to(self, state: dict[str, torch.Tensor], *, moments: bool = True) -> None:
-        """Go back to other heads (keys of `trainable_state`); counters, generator and `rate` go on,
-        the optimizer's moments if they may.
+        """Go back to other heads (keys of `trainable_state`); counters, generator and `rate`
+        continue, and the optimizer's moments if allowed.
         """
         self.heads.load_trainable_state(state)
         if self._mean is not None:
@@ -277,7 +274,7 @@ class HeadsTrainer:
     def _train(
         self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: float
     ) -> tuple[list[torch.Tensor], int, int]:
-        self._products = {}  # What was made of earlier batches' tables is of no use any more.
+        self._products = {}  # Data derived from earlier batches' tables is no longer needed.
         sources = [(self._look_up(part), share) for part, share in [(batch, 1.0), *replay]]
         losses: list[torch.Tensor] = []
         worked = 0
@@ -287,7 +284,8 @@ class HeadsTrainer:
             worked += picks.shape[0]
             rows = self._config.batch_positions
             steps = -(-picks.shape[0] // rows)
-            # Each of a team takes as many steps as the one with most: a gradient sum waits for all.
+            # Each worker of a team takes as many steps as the one with most, since a gradient sum
+            # waits for all.
             for start in range(0, rows * (self.team.most(steps) if self.team else steps), rows):
                 step = self.optimizer_steps
                 for group in self._optimizer.param_groups:
@@ -323,7 +321,7 @@ class HeadsTrainer:
             usable_N = source.usable_N
             count = max(
                 round(share * usable_N.numel()), int(index == 0)
-            )  # A short pass still trains on something.
+            )  # Even a short pass trains on something.
             chosen = usable_N[in_blocks(usable_N.numel(), TOGETHER, self.generator)[:count]]
             picks.append(
                 torch.stack(
@@ -344,9 +342,9 @@ class HeadsTrainer:
         """One optimizer step; returns the loss of each head. Micro-batches add up to the gradient
         of all positions at once.
 
-        Nothing changes before all gradients are there and are finite, so a batch can be left
-        between two steps. Only an error inside the update itself leaves half a step behind; whoever
-        goes on after one needs other heads (`reset_to`).
+        Nothing changes before all gradients are there and are finite, so training can stop between
+        two steps. Only an error inside the update itself leaves half a step behind; to continue
+        after one, use other heads (`reset_to`).
         """
         total_K = torch.zeros(self.heads.config.num_heads)
         for source, rows_N2 in _by_source(sources, picks_N3):
@@ -362,7 +360,7 @@ class HeadsTrainer:
         ]
         if (
             self.team and not micros
-        ):  # Without a position in this step, take part with a loss of nothing.
+        ):  # Without a position in this step, take part with an empty loss.
             micros = [(sources[0], picks_N3[:0, 1:])]
         for index, (source, rows_N2) in enumerate(micros):
             self.give_way()
@@ -392,7 +390,7 @@ class HeadsTrainer:
         return loss_K
 
     def products(self) -> torch.autocast:
-        """In this context products are of the dtype that training's are; sums stay float32."""
+        """Within this context products have the dtype of training; sums stay float32."""
         return torch.autocast(
             self.device.type,
             self._dtype or torch.float32,
@@ -407,7 +405,7 @@ class HeadsTrainer:
         """
         (rows_N, seen_N), batch = rows_N2.unbind(1), source.batch
         lm_head_VD, embedding_VD, product_WD = self._tables_of(batch)
-        # Across in the states' dtype: `to` with a dtype would convert on the host first.
+        # Moved in the states' dtype: `to` with a dtype would convert on the host first.
         hidden_ND = source.states(rows_N).to(self.device).float()
         own_rows = None if batch.table_ids_R is None else batch.table_ids_R.numel()
         with self.products(), self.heads.tables_of(own_rows):
@@ -476,8 +474,8 @@ class HeadsTrainer:
     def _drafted_rows(
         self, lm_head_VD: torch.Tensor, table_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Rows of the tokens that drafts come from. A token that has become one of them since a
-        batch was kept has its newest row.
+        """Rows of the tokens that drafts come from. A token that joined them after a batch was kept
+        uses its newest row.
         """
         assert self.ids_W is not None, "drafts come from some tokens"
         ids_W = self.ids_W.cpu()
@@ -496,7 +494,7 @@ class HeadsTrainer:
         product_WD: torch.Tensor,
     ) -> Teacher:
         """The actor's own distribution of each target, from the states of the rows that predict
-        them: each of these once.
+        them, each computed once.
         """
         batch = source.batch
         used_U, places_NK = source.teacher_rows_MK[rows_N].unique(return_inverse=True)
@@ -517,7 +515,7 @@ class HeadsTrainer:
         )
 
     def check(self, batch: RolloutBatch) -> None:
-        """Raise DataError when a batch does not fit the heads or the loss."""
+        """Raise DataError if a batch does not fit the heads or the loss."""
         config = self.heads.config
         if not batch.response_ids_M.numel():
             return  # A part without a response.
@@ -537,13 +535,13 @@ class HeadsTrainer:
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(
             self.heads.parameters(), lr=self._config.learning_rate, weight_decay=0.0
-        )  # Decay pulls back to the start.
+        )  # Weight decay would pull back to the start.
 
     # ---- state
 
     def move_to(self, device: torch.device) -> int:
-        """Carry heads, optimizer and tables to another device, where the next batch is trained on.
-        Returns the bytes that lie there now.
+        """Move heads, optimizer and tables to another device for the next batch. Returns the bytes
+        now there.
         """
         self.device = device
         self._optimizer.zero_grad(set_to_none=True)
@@ -553,7 +551,7 @@ class HeadsTrainer:
         for values in self._optimizer.state.values():
             values.update(
                 {name: value.to(device) for name, value in values.items() if name != "step"}
-            )  # AdamW keeps that on the CPU.
+            )  # AdamW keeps this on the CPU.
             moved += (value for name, value in values.items() if name != "step")
         one_table = self.embedding_VD is self.lm_head_VD
         self.lm_head_VD = self.lm_head_VD.to(device)
@@ -569,7 +567,7 @@ class HeadsTrainer:
 
     def state_dict(self, *, copied: bool = True) -> dict[str, torch.Tensor]:
         """Everything that the next batch depends on: heads, optimizer, generator, counters. Flat,
-        tensors only; a copy, or the tensors themselves for whoever reads them at once.
+        tensors only; a copy, or the tensors themselves for immediate reading.
         """
         heads = self.heads.trainable_state(copied=copied)
         state = {f"heads.{name}": tensor for name, tensor in heads.items()}
@@ -585,7 +583,7 @@ class HeadsTrainer:
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over a state. Raises CheckpointError when it is not one of such a trainer."""
+        """Restore a state. Raises CheckpointError if it does not belong to such a trainer."""
         try:
             self.heads.load_trainable_state(under(state, "heads."))
             optimizer = self._fresh_optimizer()
@@ -640,7 +638,7 @@ class _Losses(torch.nn.Module):
 def _by_source(
     sources: Sequence[TrainingRows], picks_N3: torch.Tensor
 ) -> list[tuple[TrainingRows, torch.Tensor]]:
-    """Of picks, the (row, pairs that it sees) of each source that has some."""
+    """From the picks, the (row, pairs that it sees) of each source that has any."""
     found = [
         (source, picks_N3[picks_N3[:, 0] == index, 1:]) for index, source in enumerate(sources)
     ]

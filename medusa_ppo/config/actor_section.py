@@ -19,27 +19,27 @@ class ActorConfig(Section):
     and optimizer of the actor do not fit on one GPU.
     """
     tensor_parallel: Count = 1
-    """Ranks that share each layer (backend `megatron`). Set it first when the actor is too large
-    for one GPU, up to the GPUs of a node: these ranks talk in every layer.
+    """Ranks that split each layer (backend `megatron`). Raise it first when the actor is too large
+    for one GPU, up to the GPUs of a node: these ranks communicate in every layer.
     """
     pipeline_parallel: Count = 1
-    """Ranks that the layers are spread over (backend `megatron`). Set it when the actor does not
-    fit on the GPUs of one node: these ranks talk only where one part of the layers ends.
+    """Ranks that the layers are spread over (backend `megatron`). Raise it when the actor does not
+    fit on the GPUs of one node: these ranks communicate only at the boundaries between parts.
     """
     context_parallel: Count = 1
-    """Ranks that share the tokens of each sequence (backend `megatron`). Set it when activations of
-    long sequences do not fit, though the weights do.
+    """Ranks that split the tokens of each sequence (backend `megatron`). Raise it when the weights
+    fit but the activations of long sequences do not.
     """
     data_parallel: Count = 1
-    """Copies of the whole actor, each with its share of the sequences (backend `megatron`). Set it
-    when the actor fits and GPUs are left: the update becomes faster.
+    """Copies of the whole actor, each with its share of the sequences (backend `megatron`). Raise
+    it when the actor fits and you have GPUs left, to make the update faster.
     """
     sequence_parallel: bool = False
-    """Ranks of one layer also share the tokens where all of them would compute the same (backend
-    `megatron`). Set it with `tensor_parallel` when activations take too much memory.
+    """Tensor-parallel ranks also split the tokens wherever all of them would compute the same
+    (backend `megatron`). Set it with `tensor_parallel` when activations take too much memory.
     """
     distributed_optimizer: bool = False
-    """Each copy keeps the moments and float32 weights of its share of the parameters only (backend
+    """Each copy keeps moments and float32 weights only for its share of the parameters (backend
     `megatron`). Set it with `data_parallel` when the optimizer takes too much memory.
     """
     roles: Literal["policy", "critic", "all"] = "policy"
@@ -50,11 +50,11 @@ class ActorConfig(Section):
     """
     resource: Text | None = None
     """Name of a Ray resource (`ray start --resources`): the actor's ranks run on nodes that have
-    it; null: on any node. Set it on a cluster where the actor is to stay away from the engines.
+    it; null: any node. Set it on a cluster to keep the actor away from the engines.
     """
     imports: Text | None = None
     """Python module that each rank imports before it builds its part of the actor; null: none. Set
-    it when code of yours must run there first, e.g. to replace layers of Megatron's.
+    it when your own code must run there first, e.g. to replace Megatron's layers.
     """
 
     @property
@@ -71,7 +71,7 @@ class ActorConfig(Section):
         megatron = self.backend == "megatron"
         if not megatron and self.ranks > 1:
             yield Contradiction(
-                "The backend transformers trains in one process.",
+                "The transformers backend trains in one process.",
                 (
                     "actor.backend",
                     "actor.tensor_parallel",
@@ -84,21 +84,21 @@ class ActorConfig(Section):
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             yield Contradiction(
-                "Tokens are shared by the ranks that share a layer.",
+                "Sequence parallelism needs tensor parallelism.",
                 ("actor.sequence_parallel", "actor.tensor_parallel"),
                 "actor.tensor_parallel above 1",
-                "Raise the second, or leave the first out.",
+                "Raise actor.tensor_parallel, or leave actor.sequence_parallel out.",
             )
         if self.distributed_optimizer and not megatron:
             yield Contradiction(
-                "One process has nobody to share its optimizer with.",
+                "A single process can't distribute its optimizer.",
                 ("actor.distributed_optimizer", "actor.backend"),
                 "actor.backend=megatron",
                 "Set actor.backend=megatron, or leave the first out.",
             )
         if self.roles != POLICY_ROLES and not megatron:
             yield Contradiction(
-                "One process has all roles already.",
+                "A single process already holds all roles.",
                 ("actor.roles", "actor.backend"),
                 "actor.backend=megatron",
                 "Set actor.backend=megatron, or leave the first out.",

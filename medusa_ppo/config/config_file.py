@@ -18,13 +18,13 @@ from heads.errors import ConfigError
 
 EXTENDS = "extends"
 NO_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError)
-"""What PyYAML raises: its own errors, and Python's for a date that is none, a number of 5,000
-digits, a tag that does not fit.
+"""What PyYAML raises: its own errors, and Python's for an invalid date, a number of 5,000 digits or
+a wrong tag.
 """
 DEEPEST, LARGEST = 32, 1 << 20
 NONE = "null"
 STOOD_FOR_NONE = ("0", "-1", "")
-"""What earlier releases took for "none" or "by itself" in places that are `null` today."""
+"""Words that earlier releases accepted for "none" or "automatic" where `null` is written today."""
 
 
 def preset(name: str) -> Path:
@@ -78,7 +78,7 @@ def read_file(path: Path, before: Sequence[Path] = ()) -> dict[str, Any]:
         return values
     if not isinstance(base, str):
         raise ConfigError(
-            "`extends` names one preset or file.",
+            "`extends` must name one preset or file.",
             given=repr(base),
             expected="a text",
             do=f"Correct {path}.",
@@ -87,8 +87,8 @@ def read_file(path: Path, before: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """YAML within bounds, without aliases: nine lines of them can stand for a billion values, and
-    lists in lists take PyYAML minutes.
+    """YAML within limits, without aliases: nine lines of them can expand to a billion values, and
+    PyYAML takes minutes for deeply nested lists.
     """
     depth = 0
     for event in yaml.parse(text[: LARGEST + 1], yaml.SafeLoader):
@@ -119,8 +119,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             given=path,
             expected=", ".join(near) or "a YAML file",
             do=(
-                "Check --config: the name of a preset, or a path (in a job of Ray's, which starts"
-                " elsewhere, an absolute one)."
+                "Check --config: the name of a preset, or a path (an absolute one in a Ray job, "
+                "which starts elsewhere)."
             ),
         )
     try:
@@ -181,7 +181,7 @@ def apply_override(values: dict[str, Any], pair: str, root: type[BaseModel]) -> 
 
 
 def _value(key: str, text: str, field: FieldInfo | None) -> Any:
-    """A text as the field's type reads it: plain text stays as it is, `null` is none, lists and
+    """Parse a text by the field's type: plain text stays as it is, `null` means None, lists and
     mappings are YAML.
     """
     kind = None if field is None else field.annotation
@@ -201,7 +201,7 @@ def _value(key: str, text: str, field: FieldInfo | None) -> Any:
     ):
         return TypeAdapter(whole).validate_python(
             _yaml(key, text)
-        )  # A choice of numbers takes no text.
+        )  # A choice among numbers accepts no text.
     return TypeAdapter(whole).validate_python(text)
 
 
@@ -228,7 +228,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def _holds(kind: Any, wanted: type) -> bool:
-    """A type is `wanted`, or a union or a generic or a choice of it."""
+    """Whether a type is `wanted`, or a union, a generic or a choice that contains it."""
     origin = typing.get_origin(kind)
     parts = typing.get_args(kind)
     if origin is Annotated:
@@ -241,7 +241,7 @@ def _holds(kind: Any, wanted: type) -> bool:
 
 
 def keys_of(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """All dotted keys of a section and those in it, in order."""
+    """All dotted keys of a section and its subsections, in order."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
         kind: Any = field.annotation
@@ -252,13 +252,13 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> list[str]:
 def as_config_error(
     error: ValidationError, root: type[BaseModel], key: str = "", text: str = ""
 ) -> ConfigError:
-    """pydantic's first complaint as our one clear sentence; of an override, whose key and text are
-    given, or of a whole mapping.
+    """pydantic's first complaint as one clear sentence of ours, about an override (whose key and
+    text are given) or a whole mapping.
     """
     first = error.errors()[0]
     loc = [str(part) for part in first["loc"]]
     parts = [".".join(loc[:length]) for length in range(1, len(loc) + 1)]
-    # What follows a key is pydantic's name for one of the kinds of values that it may have.
+    # After a key comes pydantic's name for one of the types that its value may have.
     dotted = key or next((part for part in parts if part in keys_of(root)), ".".join(loc))
     given = text if key else first.get("input")
     if first["type"] == "extra_forbidden":

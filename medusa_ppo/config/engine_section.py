@@ -14,7 +14,7 @@ AUTO: Literal["auto"] = "auto"
 
 
 def _auto(given: object) -> object:
-    """Earlier releases wrote `null` where nobody had said a number."""
+    """Earlier releases wrote `null` when no number was set."""
     return AUTO if given in (None, "null") else given
 
 
@@ -26,86 +26,86 @@ class EngineConfig(Section):
 
     backend: Text = COLOCATED
     """Where vLLM runs. `colocated`: in a process that Ray starts. `server`: as `vllm serve` on this
-    node, started by us. Or the addresses of running servers, with commas. Set it when vLLM already
-    runs somewhere, or when other programs are to ask the same server.
+    node, started by us. Or the addresses of running servers, separated by commas. Set it when vLLM
+    already runs somewhere, or when other programs use the same server.
     """
     runner: Literal["v1", "v2"] = "v1"
-    """vLLM's model runner where heads draft. `v2` exists in vLLM 0.29 and 0.32, never ran on a GPU,
-    and has nothing of what says v1 below. Set it only to try it out.
+    """vLLM's model runner for drafting. `v2` exists in vLLM 0.29 and 0.32, never ran on a GPU, and
+    lacks everything marked v1 below. Set it only to try it out.
     """
     replicas: Count = 1
-    """Engines that share the prompts of a step; each takes the threads, memory and GPUs that this
-    section names. Set it to the number of GPUs that generate.
+    """Engines that split the prompts of a step; each takes the threads, memory and GPUs that this
+    section sets. Set it to the number of GPUs that generate.
     """
     resource: Text | None = None
-    """Name of a Ray resource (`ray start --resources`): engines run on nodes that have it; null: on
+    """Name of a Ray resource (`ray start --resources`): engines run on nodes that have it; null:
     any node (backend `colocated` only). Set it on a cluster where engines have their own nodes.
     """
     dtype: Literal["float32", "bfloat16"] | None = None
     """Number format of the engine's copy of the actor; null: as model.dtype. Set it to bfloat16
-    where the update is in float32 but the engine is to be quick; `logprob_gap` shows what that
+    when the update is in float32 but the engine should be fast; `logprob_gap` shows what that
     costs, and ppo.importance_bound corrects for it.
     """
     transfer: Literal["file", "broadcast"] = "file"
     """How engines get a new actor. `file`: they read one file in shared memory. `broadcast`: it is
     sent to all at once, over NCCL or gloo (backend `colocated` only). Set it to broadcast when
-    engines run on other nodes than the update.
+    engines and update run on different nodes.
     """
     max_num_seqs: Count = 32
-    """Most sequences that are generated at once; others wait. Set it as high as memory allows when
-    a step has more responses than this.
+    """Most sequences generated at once; others wait. Set it as high as memory allows when a step
+    has more responses than this.
     """
     max_model_len: int | None = Field(None, ge=8)
     """Longest prompt and response together, in tokens; null: data.max_prompt_tokens plus
-    sampling.max_new_tokens, or 512 where another loop brings the prompts. Set it in such a loop.
+    sampling.max_new_tokens, or 512 if another loop supplies the prompts. Set it in such a loop.
     """
     memory_fraction: float | None = Field(None, gt=0, le=1)
-    """Share of the GPU's memory for the engine; null: 0.35 where one engine and PPO have one GPU,
-    0.8 with ppo.placement=shared, else 0.9 (CPU build: what it needs). Set it lower when the update
-    or the companion runs out of memory beside the engine.
+    """Share of the GPU's memory for the engine; null: 0.35 if one engine and PPO share one GPU, 0.8
+    with ppo.placement=shared, else 0.9 (CPU build: what it needs). Set it lower when the update or
+    the companion runs out of memory.
     """
     enforce_eager: bool | None = None
-    """Skip torch.compile and CUDA graphs: the engine starts sooner and each step takes longer;
-    null: true on a CPU, false on a GPU. Set it to true for short tries on a GPU, to false for long
+    """Skip torch.compile and CUDA graphs: the engine starts sooner but each step takes longer;
+    null: true on a CPU, false on a GPU. Set it to true for short trials on a GPU, to false for long
     runs on a CPU.
     """
     sleep_level: Literal[1, 2] | None = None
-    """Let the engine give its memory back while PPO scores and updates. 1 moves its weights to the
-    host, 2 throws them away; null: it keeps its memory. Set it when engine and update share a GPU
-    that is too small for both; 2 when the host is short of memory too.
+    """Let the engine release its memory while PPO scores and updates. 1 moves its weights to the
+    host, 2 discards them; null: it keeps its memory. Set it when engine and update share a GPU that
+    is too small for both; use 2 if the host is short of memory too.
     """
     threads: Count | None = None
     """CPU threads of each engine (CPU build); null: all cores, divided among the replicas. Set it
     when other programs need cores.
     """
     num_drafts: Drafts = AUTO
-    """Draft tokens in each engine step. `auto`: chosen for each step, none included and at most one
-    of each head, from what steps take and what is accepted. A number: always so many; 0: no
-    drafting. Set it to a number for runs that must repeat themselves, since a choice follows the
-    clock; to 0 to switch drafting off.
+    """Draft tokens in each engine step. `auto`: chosen for each step, from zero to one per head, by
+    measured times and acceptance. A number: always that many; 0: no drafting. Set it to a number
+    for runs that must be reproducible, since the choice follows the clock; to 0 to switch drafting
+    off.
     """
     draft_temperature: float = Field(1.0, ge=0)
-    """Factor on the temperature that drafts are sampled at, beside the request's and each head's
-    own; 0: drafts are the heads' first choices. Responses have the same distribution either way.
-    Set it to 0 for requests with a grammar (structured output), else hardly ever.
+    """Factor on the temperature at which drafts are sampled, on top of the request's and each
+    head's own; 0: drafts are the heads' most probable tokens. Responses have the same distribution
+    either way. Set it to 0 for requests with a grammar (structured output); otherwise rarely.
     """
     draft_vocab: int | None = Field(None, ge=0)
-    """Draft only from this many tokens, the most frequent ones seen so far; 0: from all; null:
-    8,192 for vocabularies of 32,768 or more, with heads.lm_head=shared, else all. Set it
-    higher when responses use many rare tokens; a lower number makes drafts cheaper.
+    """Draft only from this many tokens, the most frequent so far; 0: from all; null: 8,192 for
+    vocabularies of 32,768 or more, with heads.lm_head=shared, else all. Set it higher when
+    responses use many rare tokens; a lower number makes drafts cheaper.
     """
     memory_bytes: int | None = Field(None, ge=0)
-    """Bytes for earlier responses, remembered by prompt, from which drafts are drawn as well
-    (runner v1, sampled drafts); null or 0: none. Set it when the same prompts come again and the
-    engine has time to spare, as on a GPU with few sequences; a token takes 4 bytes.
+    """Bytes for earlier responses, remembered by prompt, from which drafts are also drawn (runner
+    v1, sampled drafts); null or 0: none. Set it when prompts recur and the engine has time to
+    spare, as on a GPU with few sequences; a token takes 4 bytes.
     """
     stop_below: float | None = Field(None, gt=0, lt=1)
-    """End a request's drafts in a step before the first one whose chance to be accepted is
-    estimated below this (sampled drafts, a fixed num_drafts); null: never. Set it to
-    0.05 to 0.08 when the engine verifies more drafts than it has room for.
+    """In each step, stop drafting for a request before the first draft whose estimated chance of
+    acceptance is below this (sampled drafts, a fixed num_drafts); null: never. Set it to 0.05 to
+    0.08 when verifying drafts is what slows the engine down.
     """
     extra: dict[str, Any] = Field(default_factory=dict)
-    """More keyword arguments for vLLM's engine, passed on as they are, e.g. `{tensor_parallel_size:
+    """More keyword arguments for vLLM's engine, passed on unchanged, e.g. `{tensor_parallel_size:
     2}`. Set it when vLLM needs an option that has no key here.
     """
 
@@ -116,12 +116,12 @@ class EngineConfig(Section):
 
     @property
     def most_drafts(self) -> int | None:
-        """Drafts of a step at most; None: one of each head."""
+        """Most drafts in a step; None: one per head."""
         return None if self.num_drafts == AUTO else int(self.num_drafts)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of running servers; none where the engines are started."""
+        """Addresses of running servers; none if we start the engines."""
         return (
             ()
             if self.backend in (COLOCATED, SERVER)
@@ -142,18 +142,18 @@ class EngineConfig(Section):
     def contradictions(self) -> Iterator[Contradiction]:
         if (self.memory_bytes or self.stop_below) and not self.draft_temperature:
             yield Contradiction(
-                "Only sampled drafts know a memory, or an end by their own chances.",
+                "Only sampled drafts support a memory or an early stop.",
                 ("engine.memory_bytes", "engine.stop_below", "engine.draft_temperature"),
                 "sampled drafts",
-                "Set the last above 0, or the others to null.",
+                "Set engine.draft_temperature above 0, or the others to null.",
             )
         if self.stop_below and self.chooses_drafts:
             yield Contradiction(
-                "What k drafts cost is not seen where each request has its own number.",
+                "The cost of k drafts can't be measured if each request has its own number.",
                 ("engine.stop_below", "engine.num_drafts"),
                 "a fixed number of drafts, or no engine.stop_below",
-                "Set engine.num_drafts to a number, e.g. that of the heads, or leave"
-                " engine.stop_below out.",
+                "Set engine.num_drafts to a number, e.g. the number of heads, or leave "
+                "engine.stop_below out.",
             )
         if self.sleep_level and self.backend != COLOCATED:
             yield Contradiction(
@@ -174,6 +174,6 @@ class EngineConfig(Section):
             yield Contradiction(
                 "Each engine needs an address.",
                 ("engine.backend", "engine.replicas"),
-                "as many addresses as replicas, with commas between",
+                "as many addresses as replicas, separated by commas",
                 "Correct one of the two.",
             )

@@ -24,27 +24,29 @@ class PPOConfig(Section):
     """The reference PPO loop."""
 
     steps: Count = 16
-    """PPO steps of the run, each with a rollout batch of its own. Set it to how long you train."""
+    """PPO steps of the run, each with its own rollout batch. Set it to how long you want to
+    train.
+    """
     prompts_per_step: Count = 32
     """Prompts of a rollout batch; each has sampling.responses_per_prompt responses. Set it higher
-    when figures jump from step to step, or when engines are not busy.
+    when metrics jump from step to step, or when engines idle.
     """
     staleness: int = Field(0, ge=0)
-    """Most updates that the actor that wrote a batch may be behind the actor that learns from it.
-    So far ahead the engine writes while earlier batches are learned from; it needs
-    `importance_bound`. 0: engine and update take turns. Set it to 1 when both have devices of their
-    own and one of them waits for the other.
+    """Maximum policy lag, in updates, between generating a batch and training on it. The engine
+    writes that far ahead while the loop learns from earlier batches; this needs `importance_bound`.
+    0: engine and update take turns. Set it to 1 when each has its own device and one waits for the
+    other.
     """
     carry_after: float | None = Field(None, gt=0, lt=1)
-    """Share of a batch's prompts after whose responses the engine stops: the others go on in the
-    next step with its actor, at most `staleness` times (so one step less is left for writing
-    ahead); null: the engine waits for all. Set it, with `staleness` of 1 or more, when a few long
-    responses hold up the batch.
+    """Stop the engine when this share of a batch's prompts is answered; the others continue in the
+    next step with its actor, at most `staleness` times (which leaves one step less for writing
+    ahead); null: wait for all. Set it, with `staleness` of 1 or more, when a few long responses
+    hold up the batch.
     """
     piece_prompts: Count | None = None
-    """Prompts in a piece of the batch: as soon as all responses of a piece have ended, it is scored
+    """Prompts in a piece of the batch: a piece is scored as soon as all its responses have ended,
     while the engine writes the others; null: scoring begins when all have ended. Set it to a
-    quarter or an eighth of `prompts_per_step` when engine and update have devices of their own.
+    quarter or an eighth of `prompts_per_step` when engine and update have separate devices.
     """
     placement: Literal["separate", "swapped", "in_turn", "shared"] = "separate"
     """`separate`: actor, critic, reference and reward keep their memory all the time. `swapped`: a
@@ -55,8 +57,8 @@ class PPOConfig(Section):
     when one GPU must do for everything, to in_turn when the roles do not fit beside each other.
     """
     side_by_side: bool = False
-    """The reference scores beside actor and critic, and the critic learns beside the actor, in a
-    thread with as many CPU threads (`threads`). Set it on a CPU with cores to spare, with `threads`
+    """The reference scores in parallel to actor and critic, and the critic learns in parallel to
+    the actor, each with `threads` CPU threads. Set it on a CPU with cores to spare, with `threads`
     at half of them.
     """
     epochs: Count = 2
@@ -64,42 +66,42 @@ class PPOConfig(Section):
     take most of the time.
     """
     minibatch_size: Count = 32
-    """Responses of an optimizer step. Set it higher when learning is noisy, lower for more
+    """Responses in an optimizer step. Set it higher when learning is noisy, lower for more
     optimizer steps from the same batch.
     """
     micro_batch_size: Count | None = None
     """Most responses in a forward pass; null: a whole minibatch. Set it lower when the update runs
-    out of memory; what is learned stays the same but for rounding.
+    out of memory; apart from rounding, the result is the same.
     """
     micro_batch_tokens: Count | None = None
-    """Most tokens in a forward pass: prompts, responses and padding; a longer sequence goes alone;
-    null: no bound. Set it when lengths differ much: it bounds memory better than
+    """Most tokens in a forward pass: prompts, responses and padding; a longer sequence gets its own
+    pass; null: no limit. Set it when lengths vary a lot: it limits memory better than
     `micro_batch_size`.
     """
     recompute: bool | Literal["attention"] = False
-    """Keep only the input of each layer and compute its activations again in the backward pass: a
-    third more time, much less memory. `attention`: compute only what lies between queries and
-    output again (actor.backend `megatron`). Set it when a micro-batch of one response does not fit.
+    """Keep only the input of each layer and recompute its activations in the backward pass: a third
+    more time, much less memory. `attention`: recompute only from queries to output (actor.backend
+    `megatron`). Set it when a micro-batch of one response does not fit.
     """
     reference_dtype: Literal["float32", "bfloat16"] | None = None
     """Number format of the reference's weights; null: as the actor's (float32; with actor.backend
     `megatron` model.dtype). Set it to bfloat16 to halve the reference's memory.
     """
     actor_learning_rate: Positive = 1e-5
-    """AdamW step size of the actor. Set it lower for larger actors (1e-6 for billions of
+    """AdamW learning rate of the actor. Set it lower for larger actors (1e-6 for billions of
     parameters), and when `kl_update` jumps.
     """
     critic_learning_rate: Positive = 1e-4
-    """AdamW step size of the critic. Set it lower when `value_loss` does not fall, higher when the
-    critic is behind the actor.
+    """AdamW learning rate of the critic. Set it lower when `value_loss` does not fall, higher when
+    the critic lags behind the actor.
     """
     learning_rate_schedule: Literal["linear", "cosine"] | None = None
-    """How both step sizes fall, to zero after the last step; null: they stay. Set it when the end
-    of a run is to be quiet.
+    """How both learning rates fall, to zero after the last step; null: they stay constant. Set it
+    for a smooth end of the run.
     """
     warmup_steps: Count | None = None
-    """PPO steps in which both step sizes rise from zero first; null: none. Set it when the first
-    steps do damage, e.g. with a critic that starts untrained.
+    """PPO steps over which both learning rates first rise from zero; null: none. Set it when the
+    first steps do damage, e.g. with a critic that starts untrained.
     """
     advantages: Literal["gae", "grpo", "rloo"] = "gae"
     """What a token's advantage is: `gae` takes it from a critic; `grpo` and `rloo` from the other
@@ -107,8 +109,8 @@ class PPOConfig(Section):
     when the critic learns badly, with several responses to each prompt.
     """
     lam: float = Field(0.95, ge=0, le=1)
-    """GAE's lambda: how much a token's advantage trusts later rewards over the critic; 1: rewards
-    alone. Set it to 1 when responses are short and have one reward at their end.
+    """GAE's lambda: how much a token's advantage trusts later rewards over the critic; 1: only
+    rewards. Set it to 1 when responses are short and have one reward at their end.
     """
     clip_range: Positive = 0.2
     """Clip of the policy ratio: how far one update may move a token's probability, as a share. Set
@@ -121,55 +123,55 @@ class PPOConfig(Section):
     """
     value_clip_unit: Literal["reward", "returns"] = "reward"
     """Unit of that clip: the reward's own, or the standard deviation of the batch's returns. Set it
-    to returns when nobody knows how large rewards are.
+    to returns when you don't know the scale of the rewards.
     """
     kl_coefficient: NotNegative = 0.02
-    """Weight of the KL penalty against the reference, in reward units for each nat of a token; with
-    `kl_goal` the one that the run begins with. Set it higher when the actor drifts into nonsense
-    that is rewarded, to 0 when it may go anywhere.
+    """Weight of the KL penalty against the reference, in reward units per nat and token; with
+    `kl_goal` the initial value. Set it higher when the actor drifts into nonsense that is rewarded,
+    to 0 when it may drift freely.
     """
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How that KL is estimated from the sampled token, with d = log pi - log pi_ref: d, d^2 / 2, or
-    exp(-d) - 1 + d. Set it to k3 with `kl_in_loss` for GRPO as DeepSeekMath has it.
+    exp(-d) - 1 + d. Set it to k3 with `kl_in_loss` for GRPO as in DeepSeekMath.
     """
     kl_in_loss: bool = False
-    """The penalty is a term of the loss (`k2` or `k3`) instead of a part of the reward. Set it for
-    GRPO as DeepSeekMath has it.
+    """Make the penalty a term of the loss (`k2` or `k3`) instead of a part of the reward. Set it
+    for GRPO as in DeepSeekMath.
     """
     kl_goal: Positive | None = None
-    """KL to the reference, in nats a token, that `kl_coefficient` is moved towards, by up to a
-    tenth each step; null: the coefficient is fixed. Set it when you know how far the actor may go,
-    but not what that costs in reward.
+    """Target for the KL to the reference, in nats a token; `kl_coefficient` adapts to reach it, by
+    up to a tenth each step; null: the coefficient is fixed. Set it when you know how far the actor
+    may go, but not what that costs in reward.
     """
     kl_stop: Positive | None = None
-    """KL of a minibatch to the actor that wrote it, in nats a token, above which the actor's update
-    ends; null: it never ends early. Set it to 0.01 or 0.02 when `kl_update` jumps.
+    """End the actor's update when a minibatch's KL to the actor that wrote it, in nats a token,
+    exceeds this; null: it never ends early. Set it to 0.01 or 0.02 when `kl_update` jumps.
     """
     entropy_coefficient: NotNegative = 0.0
-    """Weight of the entropy bonus, for each nat of a token. Set it above 0 when `entropy` falls and
-    all responses become alike.
+    """Weight of the entropy bonus, per nat and token. Set it above 0 when `entropy` falls and all
+    responses become alike.
     """
     clip_norm: Positive = 1.0
-    """Largest gradient norm; actor and critic are clipped each by itself. Set it lower when single
+    """Largest gradient norm; actor and critic are clipped separately. Set it lower when single
     steps do damage.
     """
     importance_bound: Positive | None = None
-    """Weigh each token by pi / pi_engine, but at most by this (truncated importance sampling);
-    null: every token weighs 1. Set it to 2 when the engine is in bfloat16 or quantised, and with
-    `staleness`.
+    """Weight each token by pi / pi_engine, but at most by this (truncated importance sampling);
+    null: every token has weight 1. Set it to 2 when the engine is in bfloat16 or quantised, and
+    with `staleness`.
     """
     scale_rewards: bool = False
     """Divide rewards by their standard deviation over the run so far. Set it for reward models,
-    whose scale nobody chose.
+    whose scale is arbitrary.
     """
     length_penalty: NotNegative | None = None
-    """Reward units taken off for each token of a response; null: none. Set it when responses grow
-    and nothing else does.
+    """Reward units subtracted for each token of a response; null: none. Set it when responses grow
+    but nothing else improves.
     """
     cut_responses: Literal["mask"] | NotNegative | None = None
-    """What becomes of responses that were cut at sampling.max_new_tokens. `mask`: nothing is
-    learned from them; a number: so many reward units are taken off; null: they are like others. Set
-    it to mask when the limit only saves time, to a number when ending in time is part of the task.
+    """What to do with responses that were cut at sampling.max_new_tokens. `mask`: learn nothing
+    from them; a number: subtract this many reward units; null: treat them like others. Set it to
+    mask when the limit only saves time, to a number when ending in time is part of the task.
     """
     ptx_coefficient: Positive | None = None
     """Weight of the mean loss on the texts of data.ptx_path, added in each optimizer step of the
@@ -177,54 +179,54 @@ class PPOConfig(Section):
     """
     reward: Text = "medusa_ppo.ppo.rewards:exact_answer"
     """What judges a response: a Python function `module:function`, or the folder or hub name of a
-    reward model. A response counts as right from a reward of 1 on, or from the function's attribute
-    `correct_from`. Set it to your own reward unless answers are compared with data.answer_column.
+    reward model. A response counts as right if its reward is at least 1, or at least the function's
+    attribute `correct_from`. Set it to your own reward unless answers are compared with
+    data.answer_column.
     """
     reward_processes: Count | None = None
-    """Processes beside the loop that call the reward function, one response each at a time; null:
-    the loop calls it itself. Set it when the function takes long or may hang, e.g. because it runs
-    code.
+    """Separate processes that call the reward function, each for one response at a time; null: the
+    loop calls it itself. Set it when the function is slow or may hang, e.g. because it runs code.
     """
     reward_timeout_s: Positive | None = None
-    """Seconds for the reward of one response (with `reward_processes`): after that its process is
-    ended, and the reward is 0; null: no limit. Set it when the function may hang.
+    """Time limit, in seconds, for the reward of one response (with `reward_processes`): after that
+    its process is killed and the reward is 0; null: no limit. Set it when the function may hang.
     """
     reward_template: Text = "{prompt}{response}"
-    """The text that a reward model reads. Set it to the form that the model was trained on, with
-    its marks and its end token.
+    """The text that a reward model reads. Set it to the format that the model was trained on, with
+    its markers and end token.
     """
     reward_too_long: Literal["error", "cut"] = "error"
-    """What becomes of a text that has more tokens than the reward model reads. `error`: the run
-    ends. `cut`: the text loses its first tokens, never the last ones, where such models look, and
-    is counted in `rewards_cut`. Set it to cut when few responses are so long, or prompts have long
-    beginnings that say little.
+    """What to do with a text that has more tokens than the reward model can read. `error`: end the
+    run. `cut`: drop the text's first tokens, never the last ones, which such models score, and
+    count it in `rewards_cut`. Set it to cut when few responses are that long, or when prompts have
+    long beginnings that matter little.
     """
     step_separator: Text | None = None
-    """Text that ends a step of a response, each of which has a reward of its own: the function
-    returns a list, the model is a token classifier; null: one reward for the whole response. Set it
-    when your reward judges single steps.
+    """Text that ends a step of a response. Each step then has its own reward: the function returns
+    a list, or the model is a token classifier; null: one reward for the whole response. Set it when
+    your reward judges single steps.
     """
     eval_every: Count | None = None
-    """Steps between two evaluations on data.eval_split, the best of which is kept in RUN/best;
-    null: never. Set it when you have prompts that are not trained on.
+    """Steps between two evaluations on data.eval_split; RUN/best keeps the best actor; null: never.
+    Set it when you have prompts that are not trained on.
     """
     checkpoint_every: Count | None = 4
-    """Steps between two saves of the run's state, which --resume reads; null: never. Set it so that
-    losing so many steps would not hurt; a save takes the time to write actor, critic and optimizer.
+    """Steps between two saves of the run's state, which --resume reads; null: never. Set it to how
+    many steps you could afford to lose; a save writes actor, critic and optimizer.
     """
     keep_checkpoints: Count | None = None
-    """Keep this many of the last saves in RUN/checkpoints; null: only the newest is there. Set it
-    when you may want to go back further than one save.
+    """Keep this many of the last saves in RUN/checkpoints; null: only the newest. Set it when you
+    may want to go back further than one save.
     """
     threads: Count | None = None
-    """CPU threads of the update, in each rank where the actor has several; null: all cores, divided
-    among them. Set it when other programs need cores, and with `side_by_side`.
+    """CPU threads of the update, per rank if the actor has several; null: all cores, divided among
+    the ranks. Set it when other programs need cores, and with `side_by_side`.
     """
 
     @property
     def steps_ahead(self) -> int:
-        """Steps that the engine writes ahead: of the updates that a token may be behind, one is for
-        being carried over.
+        """Steps that the engine writes ahead; of the allowed lag, one update is reserved for
+        carrying over.
         """
         return self.staleness - (self.carry_after is not None)
 
@@ -237,7 +239,7 @@ class PPOConfig(Section):
         micro = self.micro_batch_size or self.minibatch_size
         if self.minibatch_size % micro and micro < self.minibatch_size:
             yield Contradiction(
-                "A minibatch must be made of whole micro batches.",
+                "A minibatch must consist of whole micro-batches.",
                 ("ppo.minibatch_size", "ppo.micro_batch_size"),
                 "the first divisible by the second",
                 "Change one of the two.",
@@ -254,7 +256,7 @@ class PPOConfig(Section):
         yield from self._of_rewards()
         if self.side_by_side and self.placement in (IN_TURN, SHARED):
             yield Contradiction(
-                "Roles that take turns can't work at once.",
+                "Roles that take turns can't work in parallel.",
                 ("ppo.side_by_side", "ppo.placement"),
                 "one of the two",
                 "Set ppo.side_by_side=false, or ppo.placement=separate.",
@@ -278,14 +280,14 @@ class PPOConfig(Section):
             )
         if self.staleness and self.piece_prompts is not None:
             yield Contradiction(
-                "While the engine writes for later steps it does nothing else.",
+                "While the engine writes for later steps it can't do anything else.",
                 ("ppo.staleness", "ppo.piece_prompts"),
                 "one of the two",
                 "Set ppo.staleness=0, or ppo.piece_prompts=null.",
             )
         if self.carry_after is not None and not self.staleness:
             yield Contradiction(
-                "What is carried over was begun by an older actor.",
+                "Carried-over responses were begun by an older actor.",
                 ("ppo.carry_after", "ppo.staleness"),
                 "ppo.staleness above 0",
                 "Set ppo.staleness=1 or more, or ppo.carry_after=null.",
@@ -294,14 +296,14 @@ class PPOConfig(Section):
     def _of_the_penalty(self) -> Iterator[Contradiction]:
         if self.kl_in_loss and self.kl_estimator == "k1":
             yield Contradiction(
-                "As a term of the loss k1 has no gradient on average.",
+                "In the loss, k1 has a gradient of zero on average.",
                 ("ppo.kl_in_loss", "ppo.kl_estimator"),
                 "ppo.kl_estimator=k2 or k3",
                 "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false.",
             )
         if self.kl_goal and not self.kl_coefficient:
             yield Contradiction(
-                "A coefficient of 0 stays 0, whatever it is multiplied by.",
+                "A coefficient of 0 stays 0, because it is adapted by multiplication.",
                 ("ppo.kl_goal", "ppo.kl_coefficient"),
                 "ppo.kl_coefficient above 0",
                 "Set the second.",
@@ -310,21 +312,21 @@ class PPOConfig(Section):
     def _of_rewards(self) -> Iterator[Contradiction]:
         if self.advantages != "gae" and self.step_separator:
             yield Contradiction(
-                "Without a critic there are no rewards of single steps.",
+                "Without a critic there can be no rewards for single steps.",
                 ("ppo.advantages", "ppo.step_separator"),
                 "ppo.advantages=gae",
                 "Set ppo.advantages=gae, or ppo.step_separator=null.",
             )
         if self.reward_timeout_s is not None and self.reward_processes is None:
             yield Contradiction(
-                "Only a process can be ended when its time is over.",
+                "A time limit needs rewards in processes.",
                 ("ppo.reward_timeout_s", "ppo.reward_processes"),
                 "ppo.reward_processes",
                 "Set ppo.reward_processes=1 or more.",
             )
         if self.reward_processes is not None and self.judged_by_model:
             yield Contradiction(
-                "A reward model is computed by the loop, not in processes.",
+                "Reward models run in the loop, not in reward processes.",
                 ("ppo.reward_processes", "ppo.reward"),
                 "a reward module:function",
                 "Set ppo.reward_processes=null.",

@@ -1,4 +1,4 @@
-"""The section `report`: what is measured and shown besides."""
+"""The section `report`: what else is measured and shown."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
 
 
 class ReportConfig(Section):
-    """What is measured besides."""
+    """What else is measured and shown."""
 
     compare_pairs: Count | None = None
-    """After the last step, this many times: the rollouts and a whole PPO step with the plugin, and
-    both without it (an engine at vLLM's defaults); null: no comparison. Set it when you want to
-    know whether the plugin pays; a second engine needs room then, and each pair takes the time of
-    a few steps.
+    """After the last step, take this many pairs: a whole PPO step with the plugin, and one without
+    it (an engine at vLLM's defaults); null: no comparison. Set it to find out whether the plugin
+    pays; it needs room for a second engine, and each pair takes as long as a few steps.
     """
     speed_every: Count | None = None
-    """Every n-th step the same engine generates the same prompts once more without drafting, and
-    both are timed; null: never. Set it on a long run to see whether drafting still pays; such a
-    step has two generations.
+    """In every n-th step, generate the same prompts again without drafting on the same engine and
+    time both; null: never. Set it on a long run to see whether drafting still pays; such a step
+    generates twice.
     """
     trackers: tuple[str, ...] = ()
-    """Where each step's figures go beside metrics.jsonl: any of tensorboard, wandb, trackio, ray
-    (Prometheus). Set it to the ones that you look at.
+    """Where each step's metrics go besides metrics.jsonl: any of tensorboard, wandb, trackio, ray
+    (Prometheus). Set it to the ones that you use.
     """
     project: str = "medusa-ppo"
-    """Project under which wandb and trackio show the run. Set it when your runs there are sorted by
+    """Project under which wandb and trackio show the run. Set it when you sort your runs by
     project.
     """
     keep_rollouts: Count | None = None

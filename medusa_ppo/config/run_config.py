@@ -1,7 +1,7 @@
 """The settings of a run: all sections together, the rules between them, and how they are read.
 
-Each section has a file of its own with its keys, their defaults and the rules among them. `null` is
-the one way to say "none" or "by itself"; what follows from the hardware then is decided in
+Each section has a file with its keys, their defaults and the rules among them. `null` is the only
+way to write "none" or "automatic"; what then depends on the hardware is decided in
 `medusa_ppo.runtime.hardware`. Fields that contradict each other fail at load. Nothing here imports
 torch.
 """
@@ -45,16 +45,16 @@ class RunConfig(Section):
     """Everything that `medusa-ppo ppo` reads."""
 
     name: Text = "run"
-    """Name of the run; its files go to OUT/NAME. Set it for each run: one that exists is not
+    """Name of the run; its files go to OUT/NAME. Set it for each run: an existing run is not
     overwritten.
     """
     out: Text = "runs"
-    """Folder of all runs. Set it to a disk that has room for checkpoints; on a cluster all nodes
-    must see it.
+    """Folder of all runs. Set it to a disk with room for checkpoints; on a cluster all nodes must
+    see it.
     """
     seed: int = 0
-    """Seed of everything random: sampling, the order of prompts, new heads. Set it to other numbers
-    to see how much of a result is chance.
+    """Seed of everything random: sampling, the order of prompts, new heads. Vary it to see how much
+    of a result is chance.
     """
     model: ModelConfig = Field(default_factory=ModelConfig)
     actor: ActorConfig = Field(default_factory=ActorConfig)
@@ -71,10 +71,10 @@ class RunConfig(Section):
     def _inside(cls, name: str) -> str:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigError(
-                "The run would lie outside of the folder of all runs.",
+                "The run's folder would lie outside the folder of all runs.",
                 given=f"name={name}",
                 expected="a name",
-                do="Name the run, and the folder that it lies in with out=FOLDER.",
+                do="Give the run a plain name, and set its parent folder with out=FOLDER.",
             )
         return name
 
@@ -85,16 +85,16 @@ class RunConfig(Section):
 
     @property
     def has_budget(self) -> bool:
-        """How much the companion trains follows from measured seconds: not where the loop waits for
-        it, since no run repeats them, nor where the engine writes ahead, since they are booked one
-        after the other.
+        """Whether measured seconds decide how much the companion trains. They don't if the loop
+        waits for it, since no run reproduces them, nor if the engine writes ahead, since phases
+        then overlap.
         """
         return not (self.companion.wait or self.ppo.staleness)
 
     @property
     def seeds_requests(self) -> bool:
-        """Requests have seeds: as `sampling.seeded` says, or where a run can repeat itself: its
-        drafts follow no clock, and neither do the heads that draw them.
+        """Whether requests have seeds: as `sampling.seeded` says, or if the run is reproducible
+        because neither drafts nor heads follow the clock.
         """
         if self.sampling.seeded is not None:
             return self.sampling.seeded
@@ -112,7 +112,7 @@ class RunConfig(Section):
         return self.actor.roles == ALL_ROLES and self.ppo.judged_by_model
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Between sections; what one section can see by itself it has refused before."""
+        """Contradictions between sections; each section has already refused its own."""
         yield from _of_the_engine(self)
         yield from _of_what_is_learned(self)
         yield from _of_older_actors(self)
@@ -122,7 +122,7 @@ class RunConfig(Section):
 
 
 def _of_the_engine(config: RunConfig) -> Iterator[Contradiction]:
-    """What the engine is asked for, and can't do."""
+    """Settings that the engine can't fulfil."""
     engine = config.engine
     if (engine.most_drafts or 0) > config.heads.num_heads:
         yield Contradiction(
@@ -132,7 +132,7 @@ def _of_the_engine(config: RunConfig) -> Iterator[Contradiction]:
             "Train more heads or draft fewer tokens.",
         )
     need = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    # Another loop brings its own prompts, and sets none of these sections.
+    # Another loop supplies its own prompts, and sets none of these sections.
     ours = config.model_fields_set & {"data", "sampling", "ppo"}
     if ours and engine.max_model_len is not None and need > engine.max_model_len:
         yield Contradiction(
@@ -143,42 +143,41 @@ def _of_the_engine(config: RunConfig) -> Iterator[Contradiction]:
         )
     if config.report.compare_pairs and engine.addresses:
         yield Contradiction(
-            "A run that is compared starts an engine without heads of its own, and can't do so at"
-            " your server.",
+            "A comparison starts its own engine without heads, which it can't do on your server.",
             ("report.compare_pairs", "engine.backend"),
             "engine.backend=colocated or server",
-            "Set report.compare_pairs=null, or let the engine be started.",
+            "Set report.compare_pairs=null, or let the run start its engine.",
         )
 
 
 def _of_what_is_learned(config: RunConfig) -> Iterator[Contradiction]:
-    """Which responses and texts the update needs."""
+    """Responses and texts that the update needs."""
     ppo = config.ppo
     data = config.data
     if ppo.advantages != "gae" and config.sampling.responses_per_prompt < 2:
         yield Contradiction(
-            "One response has no others to be compared with.",
+            "A single response has no others to be compared with.",
             ("ppo.advantages", "sampling.responses_per_prompt"),
             "at least 2 responses to each prompt",
             "Raise the second.",
         )
     if ppo.advantages != "gae" and config.model.critic_path:
         yield Contradiction(
-            "These advantages take no critic.",
+            "These advantages use no critic.",
             ("ppo.advantages", "model.critic_path"),
             "ppo.advantages=gae",
             "Set ppo.advantages=gae, or model.critic_path=null.",
         )
     if bool(ppo.ptx_coefficient) != bool(data.ptx_path):
         yield Contradiction(
-            "Texts beside PPO need a weight, and a weight needs texts.",
+            "Training on texts needs both the texts and their weight.",
             ("ppo.ptx_coefficient", "data.ptx_path"),
             "both or none",
             "Set both, or none.",
         )
     if ppo.eval_every and data.eval_path in (None, data.path) and data.eval_split == data.split:
         yield Contradiction(
-            "The evaluation would be on the prompts of the training.",
+            "The evaluation would use the training prompts.",
             ("data.split", "data.eval_path", "data.eval_split"),
             "other prompts",
             "Set data.eval_path or data.eval_split.",
@@ -204,7 +203,8 @@ def _of_older_actors(config: RunConfig) -> Iterator[Contradiction]:
     alone = engine.backend == COLOCATED and engine.replicas == 1 and not config.data.images
     if ppo.carry_after is not None and not alone:
         yield Contradiction(
-            "Only one colocated engine stops responses half-way, of prompts without images.",
+            "Only a single colocated engine can stop responses half-way, and only for prompts "
+            "without images.",
             ("ppo.carry_after", "engine.backend", "engine.replicas", "data.images"),
             "one of the two",
             "Set ppo.carry_after=null, or the others to their defaults.",
@@ -212,13 +212,14 @@ def _of_older_actors(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
-    """What only one of the two kinds of actors can do."""
+    """Settings that only one of the two actor backends supports."""
     ppo = config.ppo
     actor = config.actor
     sampling = config.sampling
     if actor.context_parallel > 1 and (sampling.top_k or sampling.top_p < 1):
         yield Contradiction(
-            "Ranks share a sequence otherwise in each pass, and forget which tokens a cut left.",
+            "Context parallelism splits sequences differently in each pass, so the top-k/top-p "
+            "mask is lost.",
             ("actor.context_parallel", "sampling.top_k", "sampling.top_p"),
             "one of the two",
             "Set actor.context_parallel=1, or sample from all tokens.",
@@ -226,7 +227,7 @@ def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
     if actor.backend == "transformers":
         if ppo.recompute == ATTENTION:
             yield Contradiction(
-                "transformers' attention keeps nothing that could be made again.",
+                "transformers' attention keeps no activations that could be recomputed.",
                 ("actor.backend", "ppo.recompute"),
                 "ppo.recompute=true or false",
                 "Set ppo.recompute=true, or actor.backend=megatron.",
@@ -234,14 +235,14 @@ def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
         return
     if ppo.ptx_coefficient or ppo.kl_stop:
         yield Contradiction(
-            "The ranks of a Megatron actor know neither texts beside PPO nor an early end.",
+            "Megatron actors support neither extra texts nor an early stop of the update.",
             ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop"),
             "actor.backend=transformers",
             "Set actor.backend=transformers, or the other two to null.",
         )
     if ppo.side_by_side:
         yield Contradiction(
-            "A Megatron actor's ranks work beside the critic anyway.",
+            "A Megatron actor's ranks already work in parallel to the critic.",
             ("ppo.side_by_side", "actor.backend"),
             "ppo.side_by_side=false",
             "Set ppo.side_by_side=false.",
@@ -277,13 +278,13 @@ def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _of_placement(config: RunConfig) -> Iterator[Contradiction]:
-    """Roles that take turns on the engine's device."""
+    """Rules for roles that take turns on the engine's device."""
     engine = config.engine
     if config.ppo.placement != SHARED:
         return
     if engine.sleep_level is None:
         yield Contradiction(
-            "An engine that stays awake leaves no memory to the others.",
+            "An engine that stays awake leaves no memory for the other roles.",
             ("ppo.placement", "engine.sleep_level"),
             "engine.sleep_level=1 or 2",
             "Set engine.sleep_level=1, or ppo.placement=separate.",
@@ -291,21 +292,21 @@ def _of_placement(config: RunConfig) -> Iterator[Contradiction]:
     ranks = int(engine.extra.get("tensor_parallel_size", 1))
     if engine.replicas > 1 or ranks > 1:
         yield Contradiction(
-            "The loop's process has one device, and engines have more.",
+            "The loop's process has one device, but the engines have several.",
             ("ppo.placement", "engine.replicas", "engine.extra"),
             "one engine of one rank",
             "Set ppo.placement=separate, or one engine of one rank.",
         )
     if engine.transfer == "broadcast":
         yield Contradiction(
-            "Two processes on one device can't broadcast to each other.",
+            "Two processes on the same device can't broadcast to each other.",
             ("ppo.placement", "engine.transfer"),
             "engine.transfer=file",
             "Set engine.transfer=file.",
         )
     if config.report.compare_pairs:
         yield Contradiction(
-            "The engine of a comparison would stand beside the run's own.",
+            "The comparison's engine would share the device with the run's own.",
             ("ppo.placement", "report.compare_pairs"),
             "one of the two",
             "Set ppo.placement=separate, or report.compare_pairs=null.",
@@ -313,21 +314,25 @@ def _of_placement(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _of_images(config: RunConfig) -> Iterator[Contradiction]:
-    """What can't see images."""
+    """Settings that can't be combined with images."""
     if config.data.images is None:
         return
     beside = (
         ("actor.backend", "transformers", "The ranks of a Megatron actor have no vision tower."),
-        ("engine.backend", COLOCATED, "Images travel to colocated engines only."),
-        ("engine.runner", "v1", "Images never ran on vLLM's V2 model runner with draft heads."),
+        ("engine.backend", COLOCATED, "Only colocated engines can receive images."),
+        (
+            "engine.runner",
+            "v1",
+            "Images with draft heads were never run on vLLM's V2 model runner.",
+        ),
         (
             "model.critic_path",
             None,
-            "Another critic would have a tower of its own, and the features are the actor's.",
+            "A different critic would need its own vision tower, but the features are the actor's.",
         ),
-        ("ppo.placement", "separate", "The vision tower takes no turns."),
-        ("ppo.piece_prompts", None, "Prompts with images are asked for as a whole batch."),
-        ("report.keep_rollouts", None, "Files of rollouts hold no images."),
+        ("ppo.placement", "separate", "The vision tower can't take turns on a device."),
+        ("ppo.piece_prompts", None, "Prompts with images must be generated as a whole batch."),
+        ("report.keep_rollouts", None, "Rollout files can't hold images."),
     )
     for key, possible, problem in beside:
         if config.value_of(key) != possible:
@@ -354,7 +359,7 @@ def load_config(
         apply_override(values, pair, RunConfig)
     return build_config(
         {"ppo": {}} | values
-    )  # What is read from a file or a command line is held to our loop's rules.
+    )  # Settings from a file or command line must follow our own loop's rules.
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:

@@ -1,4 +1,4 @@
-"""What all sections of the settings are made of: their base class and the types of their keys."""
+"""The base class of all configuration sections and the types of their keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Contradiction(NamedTuple):
         problem: why they do, in one sentence.
         keys: dotted, as a user writes them.
         expected: what would be right.
-        do: what the user is to change.
+        do: what the user should change.
     """
 
     problem: str
@@ -45,9 +45,7 @@ class Section(BaseModel):
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Keys that exclude each other; the first one found is raised, at load and not at step
-        300.
-        """
+        """Contradicting keys; the first one found is raised when loading, not at step 300."""
         yield from ()
 
     @model_validator(mode="after")
@@ -58,14 +56,14 @@ class Section(BaseModel):
         return self
 
     def value_of(self, key: str) -> object:
-        """The value of a dotted key; a section does not know under which name the run has it."""
+        """The value of a dotted key; a section does not know its own name in the run."""
         path = key.split(".")
         known = path[0] in type(self).model_fields
         return reduce(getattr, path if known else path[1:], self)
 
 
 def unknown(problem: str, given: str, known: Sequence[str]) -> ConfigError:
-    """An error that names the nearest of the names that exist."""
+    """An error that names the closest existing name."""
     near = difflib.get_close_matches(given, known, n=1)
     return ConfigError(
         problem,

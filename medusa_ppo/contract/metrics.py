@@ -1,4 +1,4 @@
-"""Names of everything a run logs, one sentence each; the unit stands in the name.
+"""Names of everything a run logs, with one sentence each; a name ends in its unit.
 
 One JSON line per PPO step goes to `metrics.jsonl` with these keys; `reports/` reads nothing else.
 """
@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 LOGGED = "medusa/"
-"""What stands before all of these names in another loop's logger: W&B, TensorBoard, its console."""
+"""Prefix of all these names in another loop's logger: W&B, TensorBoard, its console."""
 
 STEP = "step"
 """PPO step, from 0."""
@@ -23,21 +23,21 @@ POLICY_LAG = "policy_lag"
 over tokens.
 """
 POLICY_LAG_MAX = "policy_lag_max"
-"""The most of any token, where responses are carried over to the next step."""
+"""The largest lag of any token, if responses are carried over to the next step."""
 PROMPTS_CARRIED = "prompts_carried"
-"""Prompts that are not answered yet and go on in the next step."""
+"""Prompts without finished answers, which continue in the next step."""
 HEADS_VERSION = "heads_version"
 """Version of the heads the engine drafted with in this step."""
 STALENESS = "staleness"
 """Policy updates between the serving heads' last training batch and this step's rollouts."""
 WARM_UP_S = "warm_up_s"
-"""Seconds of the warm-up before the first step; with that step alone."""
+"""Seconds of the warm-up before the first step; logged only with that step."""
 WARM_UP_TOKENS = "warm_up_tokens"
 """Response tokens that the heads were trained and judged on in the warm-up."""
 WARM_UP_BEFORE = "warm_up_mal_before"
 """Replay estimate of the heads before the warm-up, on its held-out prompts."""
 WARM_UP_AFTER = "warm_up_mal_after"
-"""The same of the heads that the warm-up gave the engine."""
+"""The same for the heads that the warm-up gave to the engine."""
 NUM_DRAFTS = "num_drafts"
 """Draft tokens per step that the engine was set to."""
 
@@ -46,10 +46,10 @@ MAL_SERVING = "mal_serving"
 ACCEPTANCE_PER_POSITION = "acceptance_per_position"
 """Accepted at position k / draft steps, from vLLM's counters."""
 DRAFT_CHOICES = "draft_choices"
-"""Where K is chosen: decode steps by running sequences and drafts, and the speed-up of the choice.
+"""If K is chosen: decode steps by running sequences and drafts, and the speed-up of the choice.
 """
 DRAFT_SPEEDUP = "draft_speedup"
-"""Where K is chosen: the engine's own estimate of the choice's tokens/s over those without drafts.
+"""If K is chosen: the engine's own estimate of the choice's tokens/s over those without drafts.
 """
 DRAFTS = "drafts"
 """Draft steps counted by vLLM."""
@@ -71,20 +71,20 @@ REPLAY_POLICY_VERSION = "replay_policy_version"
 TOKENS_PER_S = "rollout_tokens_per_s"
 """Response tokens per second of this step's generation."""
 PAIR_DRAFTING_TOKENS_PER_S = "pair_drafting_tokens_per_s"
-"""The same prompts with drafting, timed in turn with plain (paired steps)."""
+"""The same prompts with drafting, timed in turn with plain generation (paired steps only)."""
 PAIR_PLAIN_TOKENS_PER_S = "pair_plain_tokens_per_s"
 """The same prompts without drafting (paired steps only)."""
 PAIR_SPEEDUP = "pair_speedup"
 """Ratio of the two."""
 
 REWARD_MEAN = "reward_mean"
-"""Mean reward of the rollouts, KL penalty not included."""
+"""Mean reward of the rollouts, without the KL penalty."""
 CORRECT_FRAC = "correct_frac"
 """Share of responses with the right answer."""
 REWARDS_LATE = "rewards_late"
-"""Rewards so far that took longer than ppo.reward_timeout_s, and are 0."""
+"""Rewards so far that took longer than ppo.reward_timeout_s and were set to 0."""
 REWARDS_CUT = "rewards_cut"
-"""Texts so far that lost their first tokens, as the reward model reads no more
+"""Texts so far that lost their first tokens because the reward model cannot read more
 (ppo.reward_too_long=cut).
 """
 KL_REFERENCE = "kl_reference"
@@ -100,15 +100,15 @@ POLICY_LOSS = "policy_loss"
 VALUE_LOSS = "value_loss"
 """Clipped value loss, mean over the update."""
 VALUE_EXPLAINED = "value_explained_frac"
-"""Share of the variance of the returns that the critic's values explain, before the update; below
-0: a constant would do better.
+"""Share of the variance of the returns that the critic's values explain, before the update; below 0
+a constant would do better.
 """
 CLIP_FRAC = "clip_frac"
 """Share of tokens whose ratio was clipped."""
 LOGPROB_GAP = "logprob_gap"
 """Mean |engine log-prob - actor log-prob| on the rollouts, nats."""
 LOGPROB_GAP_MAX = "logprob_gap_max"
-"""Largest |engine log-prob - actor log-prob| of a token of the rollouts, nats."""
+"""Largest |engine log-prob - actor log-prob| of any token of the rollouts, nats."""
 ENGINE_KL = "engine_kl"
 """Mean of (ratio - 1) - log ratio of actor to engine on the rollouts: their KL, nats."""
 IMPORTANCE_CUT = "importance_cut_frac"
@@ -122,131 +122,131 @@ ACTOR_GRAD_NORM = "actor_grad_norm"
 ACTOR_STEPS = "actor_optimizer_steps"
 """Optimizer steps of the actor in this update; fewer where ppo.kl_stop ended it."""
 STEPS_SKIPPED = "optimizer_steps_skipped"
-"""Optimizer steps of actor and critic left out, since a gradient was not finite."""
+"""Optimizer steps of actor and critic skipped because a gradient was not finite."""
 LEARNING_RATE = "actor_learning_rate"
-"""Step size of the actor in this update."""
+"""Learning rate of the actor in this update."""
 PTX_LOSS = "ptx_loss"
 """Mean loss on the texts of data.ptx_path, nats a token."""
 EVAL_REWARD = "eval_reward_mean"
-"""Mean reward on the prompts of the evaluation, with the updated actor (some steps only)."""
+"""Mean reward of the updated actor on the evaluation's prompts (some steps only)."""
 EVAL_CORRECT = "eval_correct_frac"
 """Share of the evaluation's responses with the right answer (some steps only)."""
 
 IMAGES = "images"
-"""Different images that actor, critic and reference looked at in this step."""
+"""Number of different images that actor, critic and reference saw in this step."""
 TOWER_RUNS = "vision_tower_runs"
-"""Images that the vision tower computed since the last step; once each while its features are kept.
+"""Images that the vision tower processed since the last step; once each while its features are
+cached.
 """
 
 GENERATE_S = "generate_s"
 """Seconds of the rollout generation."""
 SCORE_S = "score_s"
-"""Seconds of the log-prob, value and reward passes; with ppo.piece_prompts of those after the
+"""Seconds of the log-prob, value and reward passes; with ppo.piece_prompts only of those after the
 generation.
 """
 GENERATE_SCORE_S = "generate_score_s"
-"""Seconds from the generation's first to the scoring's last."""
+"""Seconds from the start of generation to the end of scoring."""
 GENERATE_SCORE_IDLE = "generate_score_idle_frac"
-"""Share of these in which the engine, or what scores, stood idle: mean of the two."""
+"""Share of these seconds in which the engine, or scoring, was idle: mean of the two."""
 SPANS = "role_spans_s"
 """When each role worked: [from, to] in seconds of the step."""
 TOWER_S = "vision_tower_s"
-"""Seconds of the vision tower, mostly beside the generation."""
+"""Seconds of the vision tower, mostly parallel to generation."""
 UPDATE_S = "update_s"
 """Seconds of the PPO update."""
 SYNC_S = "sync_s"
-"""Seconds of carrying the actor into the engine."""
+"""Seconds to send the actor to the engine."""
 GENERATE_PEAK = "generate_peak_gib"
-"""Most memory of the loop's process in the generation: torch's on its GPU, or resident on a CPU."""
+"""Peak memory of the loop's process during generation: torch's on its GPU, or resident on a CPU."""
 SCORE_PEAK = "score_peak_gib"
-"""The same while it scores."""
+"""The same during scoring."""
 UPDATE_PEAK = "update_peak_gib"
-"""The same in the update."""
+"""The same during the update."""
 SYNC_PEAK = "sync_peak_gib"
-"""The same in the sync."""
+"""The same during the sync."""
 LEDGER_PEAK = "ledger_peak_gib"
-"""Most bytes that all roles had on devices at once: weights, gradients, moments, keys and values.
+"""Most memory that all roles had on devices at once: weights, gradients, moments, keys and values.
 """
 LEDGER_ROLES = "ledger_roles_gib"
-"""The most of each role."""
+"""The most that each role had."""
 OFFLOAD_S = "offload_s"
 """Seconds of carrying roles to host memory and back (ppo.placement other than separate)."""
 OFFLOAD_BYTES = "offload_bytes"
-"""Bytes that were copied for it."""
+"""Bytes copied for that."""
 ENGINE_WAKE_S = "engine_wake_s"
-"""Seconds that the engine took to fall asleep and to wake up."""
+"""Seconds that the engine took to go to sleep and to wake up."""
 EVALUATE_S = "evaluate_s"
 """Seconds of the evaluation (some steps only)."""
 SYNC_COLLECT_S = "sync_collect_s"
-"""Of these, seconds until its weights were collected and written; in a broadcast, of waiting for
-them.
+"""Of sync_s, seconds until the weights were collected and written; in a broadcast, seconds of
+waiting for them.
 """
 SYNC_BYTES = "sync_bytes"
 """Bytes of the actor's weights that each engine read."""
 TABLE_BYTES = "table_bytes"
-"""Bytes of lm_head and embedding that training processes with pieces of them gave each other in
-this step.
+"""Bytes of lm_head and embedding that training processes with shards of them exchanged in this
+step.
 """
 SWAP_S = "swap_s"
-"""Seconds of swapping heads into the engine."""
+"""Seconds to swap heads into the engine."""
 SWAP_ALARMS = "swap_alarms"
-"""Swaps so far after which acceptance was near zero, so that the heads before were put back."""
+"""Swaps so far after which acceptance was near zero, so that the previous heads were put back."""
 ENGINE_RESTARTS = "engine_restarts"
-"""Times so far that an engine was lost and started again."""
+"""Times so far that an engine was lost and restarted."""
 COMPANION_RESTARTS = "companion_restarts"
-"""Times so far that the companion's process was seen to be another one."""
+"""Times so far that the companion's process was found to be a new one."""
 PLUGIN_EXPOSED_S = "plugin_exposed_s"
 """Seconds the loop spent inside the plugin's hooks."""
 COMPANION_TRAIN_S = "companion_train_s"
 """Seconds the companion trained during this step."""
 COMPANION_HIDDEN_S = "companion_hidden_s"
-"""Of these, seconds that no hook waited for."""
+"""Of these, seconds in which no hook waited for it."""
 COMPANION_SAVED_S = "companion_saved_s"
-"""Seconds of generation less than the same tokens took with the heads that the run began with."""
+"""Seconds of generation saved, compared with the heads that the run began with."""
 COMPANION_LOST_S = "companion_lost_s"
-"""Seconds that the companion took from the loop: in hooks, and on cores or a device of both."""
+"""Seconds that the companion took from the loop: in hooks, and on shared cores or devices."""
 COMPANION_TAKEN = "companion_taken_frac"
-"""Share of the loop's seconds that training took so far; companion.share is the most."""
+"""Share of the loop's seconds that training has taken so far; companion.share is the limit."""
 COMPANION_BUDGET_S = "companion_budget_s"
-"""Seconds of training that are left in the budget; below 0: the last pass took longer than was
-expected.
+"""Seconds of training left in the budget; below 0 the last pass took longer than expected.
 """
 COMPANION_TRAINED_TOKENS = "companion_trained_tokens"
 """Positions trained on so far."""
 COMPANION_STEPS = "companion_optimizer_steps"
 """Optimizer steps of the companion so far."""
 COMPANION_PASSES = "companion_passes"
-"""Passes over a step's batch; below 1 a random part of its positions once, 0: it is not trained on.
+"""Passes over a step's batch; below 1: once over a random part of its positions; 0: none.
 """
 COMPANION_REASON = "companion_reason"
-"""Why so many: the state of the training (docs/companion.md explains each)."""
+"""The reason for that number of passes (docs/companion.md explains each)."""
 COMPANION_POSITIONS = "companion_positions_frac"
-"""Share of the last trained batch's training positions that were trained on."""
+"""Share of the last batch's training positions that were used."""
 COMPANION_RATE = "companion_rate"
-"""Share of the configured step size that the companion trains with; the gate sets it."""
+"""Fraction of the configured learning rate that the companion uses; the gate sets it."""
 COMPANION_GPU = "companion_gpu_gib"
-"""GPU memory that the companion's process holds when the step ends; without a GPU left out."""
+"""GPU memory that the companion's process holds at the end of the step; missing without a GPU."""
 COMPANION_LOSS = "companion_loss"
-"""Mean loss of the last trained batch."""
+"""Mean loss on the last training batch."""
 COMPANION_DROPPED = "companion_batches_dropped"
-"""Batches dropped so far: no room was left, or newer policies had come."""
+"""Batches dropped so far, because there was no room or newer policies had arrived."""
 COMPANION_LEFT_OUT = "companion_positions_left_out"
-"""Positions so far whose states were not handed over: no room, or no time for them."""
+"""Positions so far whose states were not handed over, for lack of room or time."""
 COMPANION_WORKERS = "companion_workers"
 """Processes that train the heads together now; fewer than configured while one is replaced."""
 VERSIONS_PUBLISHED = "versions_published"
 """Head versions published so far."""
 VERSIONS_FOLLOWED = "versions_followed"
-"""Of these, compared with the one before on the batches that came after the swap."""
+"""Of these, the versions compared with their predecessor on batches after the swap."""
 VERSIONS_WORSE = "versions_worse"
-"""Of these, surely worse than the one before there (95 % interval over prompts below 0)."""
+"""Of those, the versions that were significantly worse (95 % interval over prompts below 0)."""
 
 REASONS = {
     "fixed": "the loop waits for the companion, or the engine writes ahead: no budget",
     "alone": "training takes nothing from the loop: no budget",
-    "training": "new versions still come, and the budget has room",
-    "waiting": "the budget has no room for a quarter of a pass, or a batch waits already",
-    "resting": "many verdicts in a row brought no new version; now and then one pass is tried",
+    "training": "new versions keep coming, and the budget has room",
+    "waiting": "the budget has no room for a quarter of a pass, or a batch is already waiting",
+    "resting": "many verdicts in a row brought no new version; one pass is tried now and then",
 }
 """State of the training -> what it means."""
 
@@ -256,7 +256,7 @@ def describe() -> dict[str, str]:
     file.
     """
     explained: dict[str, str] = {}
-    # A docstring under an assignment is gone once the module is loaded, so the source is read.
+    # Docstrings under assignments don't survive loading, so the source is read.
     statements = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     for statement, following in pairwise(statements):
         match statement, following:

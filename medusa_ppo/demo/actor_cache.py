@@ -1,4 +1,4 @@
-"""The cache of the embedded example's actor: trained once, by one process, for all of them."""
+"""The cache of the embedded example's actor: trained once, by one process, for all processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ RECORD = "actor.json"
 """File beside the weights: the recipe, the note, and the checksum of every other file."""
 
 _SAMPLE = 64
-"""Documents that stand for the text in the cache's key: another task makes another actor."""
+"""Documents that represent the text in the cache's key: a different task makes a different
+actor.
+"""
 
 
 def ensure_demo_actor(
@@ -34,12 +36,12 @@ def ensure_demo_actor(
     *,
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> Path:
-    """The folder of the demo actor. Trains it first if the cache has no whole one; a grown actor
+    """The folder of the demo actor. Trains it first if the cache has no intact one; a grown actor
     is made from the small one.
 
     Args:
-        progress: called after every training step; never called when the actor is already there.
-        cache_dir: folder to use in place of `<cache>/medusa-ppo/actors`.
+        progress: called after every training step; never called if the actor already exists.
+        cache_dir: folder to use instead of `<cache>/medusa-ppo/actors`.
 
     Returns:
         A folder that AutoModelForCausalLM, AutoTokenizer and vLLM load as it is.
@@ -47,7 +49,7 @@ def ensure_demo_actor(
     small = None
     if recipe.grown_to:
         small = ensure_demo_actor(progress, cache_dir, recipe=replace(recipe, grown_to=0))
-    # Its vocabulary is part of the key: another task makes another actor.
+    # Its vocabulary is part of the key: a different task makes a different actor.
     tokenizer = build_tokenizer()
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     folder = cache / _key(recipe, tokenizer)
@@ -58,7 +60,7 @@ def ensure_demo_actor(
         # Another process may have trained it while this one waited for the lock.
         if is_whole(folder):
             return folder
-        # Beside the folder, under its key: a training that was stopped goes on only with the same
+        # Next to the folder, under its key: an interrupted training only continues with the same
         # recipe.
         partial = folder.with_name(folder.name + ".partial")
         if small is not None:
@@ -77,9 +79,7 @@ def ensure_demo_actor(
 
 
 def actor_note(folder: Path) -> str | None:
-    """What has to be said of a demo actor beside every figure that was measured with it; None:
-    nothing.
-    """
+    """A note about a demo actor that belongs next to every figure measured with it; None: none."""
     note = json.loads((folder / RECORD).read_text(encoding="utf-8")).get("note")
     return str(note) if note else None
 
@@ -96,7 +96,7 @@ def is_whole(folder: Path) -> bool:
         return bool(files) and all(
             _checksum(folder / name) == checksum for name, checksum in files.items()
         )
-    # The usual case before the first training: nothing to warn of.
+    # The usual case before the first training: no reason to warn.
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -124,20 +124,19 @@ def _install(
         }
         (fresh / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for path in fresh.iterdir():
-            # Before the rename: after a crash the name must not stand for files that never reached
+            # Before the rename: after a crash the name must not refer to files that never reached
             # the disk.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         if folder.exists():
-            logger.warning("The demo actor in %s is damaged; a new one takes its place.", folder)
-            # A folder with files in it can't be replaced by a rename, so the damaged one goes
-            # first.
+            logger.warning("The demo actor in %s is damaged; a new one will replace it.", folder)
+            # A non-empty folder can't be replaced by a rename, so the damaged one is removed first.
             folder.rename(Path(scratch) / "damaged")
         fresh.rename(folder)
 
 
 def _note(model: LlamaForCausalLM, recipe: Recipe) -> str:
-    """What a reader of figures must know of a grown actor; empty for the small one."""
+    """What a reader of figures must know about a grown actor; empty for the small one."""
     if not recipe.grown_to:
         return ""
     new = 3 * (recipe.grown_to - recipe.intermediate_size) * recipe.hidden_size * recipe.num_layers
@@ -154,7 +153,7 @@ def _checksum(path: Path) -> str:
 
 
 def _key(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of all that the actor depends on."""
+    """Hash of everything the actor depends on."""
     sample = [
         document(problem(index, recipe.seed, "pretrain", recipe.slip_rate, recipe.checked_rate))
         for index in range(_SAMPLE)
@@ -165,8 +164,8 @@ def _key(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file; the system lets go of it when the process ends, however it ends. The
-    empty file stays.
+    """Hold the lock file; the system releases it when the process ends, however it ends. The empty
+    file stays.
     """
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

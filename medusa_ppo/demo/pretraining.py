@@ -1,5 +1,5 @@
 """Trains the small actor of the embedded example, and grows it by zero-gated neurons; resumes where
-it was stopped.
+it stopped.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each weight, by its names."""
 
 _LOSS_WINDOW = 20
-"""The reported loss is the mean over so many batches."""
+"""The reported loss is the mean over this many batches."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides which actor comes out (but for the rounding of different numbers of
+    """Everything that determines the resulting actor (apart from rounding with different numbers of
     threads).
 
     Attributes:
@@ -46,10 +46,10 @@ class Recipe:
             not of tokens.
         learning_rate: largest AdamW step size, after `warmup_steps`; a cosine brings it down to
             zero.
-        slip_rate: share of the solutions that answer with the result before the last, see task.py.
+        slip_rate: share of the solutions that answer with the second-to-last result, see task.py.
         checked_rate: share of the steps of a solution that can be checked, see task.py.
         slips_from: share of the training that sees right solutions only. With slips from the start,
-            copying is learned half as fast.
+            the actor learns copying half as fast.
         init_range: standard deviation of the initial weights.
         grown_to: neurons in each feed-forward layer of the finished actor; those beyond
             `intermediate_size` are zero-gated (`grow`). 0: no growth.
@@ -74,12 +74,12 @@ class Recipe:
 
 DEFAULT_RECIPE = Recipe()
 RECIPES = {"demo": DEFAULT_RECIPE, "demo-grown": replace(DEFAULT_RECIPE, grown_to=8192)}
-"""The embedded actors, by the names that `model.path` has for them."""
+"""The embedded actors, by their names in `model.path`."""
 
 
 @dataclass(frozen=True)
 class PretrainStatus:
-    """How far the training is: steps done and in total, mean loss of late (nats per response
+    """Progress of the training: steps done and in total, recent mean loss (nats per response
     token), seconds left.
     """
 
@@ -107,7 +107,7 @@ def train_actor(
     Args:
         partial: file that holds an unfinished training; read if it is there, written every
             SAVE_EVERY_S, left there at the end.
-        threads: CPU threads; the number before is put back.
+        threads: CPU threads; the previous number is restored.
     """
     model = _new_model(recipe, len(tokenizer), tokenizer.eos_token_id)
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides torch's signature
@@ -132,8 +132,8 @@ def train_actor(
                 saved = now
             if progress is not None:
                 recent = losses[-_LOSS_WINDOW:]
-                # By this session's steps alone: those before it were taken at another time, or on
-                # another machine.
+                # From this session's steps only: earlier ones ran at another time, or on another
+                # machine.
                 eta_s = (now - started) / (step + 1 - first) * (recipe.steps - step - 1)
                 progress(PretrainStatus(step + 1, recipe.steps, sum(recent) / len(recent), eta_s))
     return model.cpu().eval()
@@ -172,7 +172,7 @@ def _train_step(
     """One optimizer step on the response tokens; returns their mean loss in nats."""
     for group in optimizer.param_groups:
         group["lr"] = _learning_rate(recipe, step)
-    # lm_head is applied to response rows alone: nothing else has a loss.
+    # lm_head is applied only to response rows, since nothing else has a loss.
     hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
     logits_NV = model.lm_head(hidden_BTD[loss_mask_BT[:, 1:]])
     loss = F.cross_entropy(logits_NV, ids_BT[:, 1:][loss_mask_BT[:, 1:]])
@@ -190,7 +190,7 @@ def _learning_rate(recipe: Recipe, step: int) -> float:
 
 
 _POOL = 8
-"""Batches that are drawn at once, so that documents of like length can share one."""
+"""Batches drawn at once, so that documents of similar length can share one."""
 
 
 def _batches(
@@ -204,8 +204,8 @@ def _batches(
     for pool in range(first // _POOL, -(-recipe.steps // _POOL)):
         documents = _encode_pool(recipe, tokenizer, pool)
         order = list(range(_POOL))
-        # Sorted documents, shuffled batches: little padding, and no run from short to long. Named
-        # seeds make a pool the same for a training that goes on.
+        # Sorted documents in shuffled batches: little padding, and no progression from short to
+        # long. Named seeds make a pool the same for a resumed training.
         random.Random(f"order/{recipe.seed}/{pool}").shuffle(order)
         for step, place in enumerate(order, start=pool * _POOL):
             if first <= step < recipe.steps:
@@ -217,7 +217,7 @@ def _encode_pool(
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, response ids with the end token) of one pool, shortest first."""
     count = recipe.batch_size * _POOL
-    # A pool has one rate: where slips begin is rounded to whole pools, also on resume.
+    # A pool has a single rate: the start of slips is rounded to whole pools, also on resume.
     slip_rate = recipe.slip_rate if pool * _POOL >= recipe.slips_from * recipe.steps else 0.0
     texts = [
         document(problem(pool * count + i, recipe.seed, "pretrain", slip_rate, recipe.checked_rate))
@@ -254,7 +254,7 @@ def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForC
 
     A CPU reads and multiplies a zero-gated neuron as any other, so each token costs what it costs
     in a large actor; the text stays as predictable as a trained small actor's, and no large actor
-    has to be trained. Whatever is measured with such an actor has to say so.
+    has to be trained. Anything measured with such an actor must say so.
     """
     config = type(small.config)(**{**small.config.to_dict(), "intermediate_size": intermediate})
     with torch.random.fork_rng(devices=[]):
@@ -272,7 +272,7 @@ def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForC
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Let torch use `count` CPU threads, then as many as before."""
+    """Let torch use `count` CPU threads in the block, then as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -298,7 +298,7 @@ def _save_partial(
         temporary,
         metadata={"steps_done": str(steps_done)},
     )
-    # In one step, so that an interruption leaves the save before it.
+    # In one step, so that an interruption leaves the previous save.
     temporary.replace(path)
 
 
@@ -309,7 +309,7 @@ def _load_partial(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Op
     try:
         with safe_open(path, framework="pt") as file:
             steps_done = int((file.metadata() or {})["steps_done"])
-            # The file is no mapping: iterating over it is not possible.
+            # The file is not a mapping and can't be iterated over.
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
         if any(

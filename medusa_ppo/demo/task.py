@@ -1,14 +1,13 @@
 """The embedded task: generated word problems of several arithmetic steps, with a worked solution
 and a checkable answer.
 
-Every problem is a function of (seed, index, split) and of nothing else, so a stream needs no file
-and can be read from anywhere. The splits share no question: which split a question belongs to is
-decided by a hash of its text, and a generator draws until the text belongs to its own split.
+Every problem is a function of only (seed, index, split), so a stream needs no file and can be read
+from anywhere. The splits share no question: a hash of a question's text decides its split, and a
+generator draws until the text belongs to its own split.
 
-The text to pretrain on may hold *slips*: a solution that is worked out well and then gives the
-result before the last step as its answer, as people do who forget the last sentence. A model
-trained on it can solve the problems and answers wrongly at the rate of the slips, which is what PPO
-then removes.
+The text to pretrain on may hold *slips*: a correct solution whose answer is the result before the
+last step, as when people forget the last sentence. A model trained on it can solve the problems but
+answers wrongly at the rate of the slips, which PPO then removes.
 
 It also holds two ways to write a step. Most steps bury their sum in the sentence; a few state it
 behind a mark, where a program finds it (`CHECK_MARK`). The reward (`graded`) pays for right answers
@@ -35,28 +34,27 @@ TEMPLATE = "Question: {question}\nAnswer:"
 """How a question becomes a prompt; the same form as for GSM8K."""
 
 ANSWER_MARK = "####"
-"""Stands before the final answer, as in GSM8K."""
+"""Precedes the final answer, as in GSM8K."""
 
 CHECK_MARK = "To check:"
-"""Stands before the sum of a step that can be checked."""
+"""Precedes the sum of a step that can be checked."""
 
 CHECKED_WORTH = 0.9
-"""What a response is paid for steps that can all be checked; a right answer is worth 1, and alone
-tells right responses from others.
+"""Reward of a response whose steps can all be checked; a right answer is worth 1, and alone decides
+whether a response is right.
 """
 
 _SUM = re.compile(rf"{re.escape(CHECK_MARK)} (\d+) ([-+]) (\d+) = (\d+)\b")
 """The sum of a step that can be checked."""
 
 SPLITS = ("pretrain", "train", "eval")
-"""The text that the actor was trained on from nothing, the questions of PPO, and those that nothing
-is trained on.
+"""The pretraining text, the questions for PPO, and the questions that nothing trains on.
 """
 _SHARES = (11, 4, 1)
-"""How many of 16 questions belong to each."""
+"""How many of 16 questions belong to each split."""
 
 LARGEST = 20
-"""No intermediate result is larger."""
+"""Upper limit of intermediate results."""
 _OPERANDS = (2, 9)
 """The smallest and the largest number that is added or taken away."""
 
@@ -115,13 +113,13 @@ _CHANGES = (
     _Clause("{pronoun} sells {n} {things} at school", "-"),
 )
 _THEREFORE = "which means that from this moment on there are in all exactly"
-"""Stands before each sum. As in most text that people write, much of a solution says nothing new:
-that is what drafting lives from.
+"""Precedes each sum. As in most human text, much of a solution says nothing new, which is what
+makes drafting work.
 """
 _GOING_ON = "and that is the number that we take with us into the next part:"
-"""Stands behind the sum of a step that can be checked."""
+"""Follows the sum of a step that can be checked."""
 _ORDER = ("First", "Then", "Finally")
-"""Opens the clauses, in the question and in the solution."""
+"""Words that open the clauses, in the question and in the solution."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ def problem(
     Args:
         index: position in the stream, from 0.
         seed: names the stream.
-        split: one of SPLITS; they have no question in common, whatever the seeds.
+        split: one of SPLITS; they share no question, whatever the seeds.
         slip_rate: share of the solutions that give the result before the last step as their answer
             (0: all are right).
         checked_rate: share of the steps that can be checked.
@@ -162,7 +160,7 @@ def problem(
     while True:
         found = _draw(
             random.Random(f"{seed}/{index}/{attempt}"),
-            # Generators of their own: questions and splits stay the same at every rate.
+            # Separate generators, so that questions and splits are the same at every rate.
             random.Random(f"slips/{seed}/{index}").random() < slip_rate,
             random.Random(f"wording/{seed}/{index}"),
             checked_rate,
@@ -174,7 +172,7 @@ def problem(
 
 def split_of(question: str) -> str:
     """The split that a question belongs to, by a hash of its text."""
-    # Python's own `hash` of a text is another in every process.
+    # Python's own `hash` of a text differs between processes.
     digest = hashlib.blake2b(question.encode(), digest_size=4).digest()
     place = int.from_bytes(digest, "big") % sum(_SHARES)
     return next(
@@ -190,7 +188,7 @@ def document(found: Problem) -> tuple[str, str]:
 
 
 def demo_rows(split: str = "train", seed: int = 0, limit: int = 1024) -> list[dict[str, str]]:
-    """Rows of the task, as `datasets` would give them: question, prompt, answer, solution."""
+    """Rows of the task, in the form of `datasets`: question, prompt, answer, solution."""
     found = (problem(index, seed, split) for index in range(limit))
     return [
         {
@@ -207,8 +205,8 @@ def graded(prompt: str, response: str, row: dict[str, Any]) -> float:
     """The demo's reward: 1 for a right answer, and up to CHECKED_WORTH for steps that can be
     checked.
 
-    A step is a line before the answer. It can be checked when the mark stands in it and the sum
-    behind the mark is right.
+    A step is a line before the answer. It can be checked if it contains the mark and the sum after
+    the mark is right.
     """
     worked, _, answer = response.partition(ANSWER_MARK)
     steps = worked.strip().splitlines()
@@ -253,7 +251,7 @@ def _draw(
 
 
 def _draw_step(rng: random.Random, clauses: tuple[_Clause, ...], left: int) -> _ProblemStep:
-    """A step after which the result lies between 1 and LARGEST."""
+    """A step whose result is between 1 and LARGEST."""
     while True:
         clause = rng.choice(clauses)
         operand = rng.randint(*_OPERANDS)
@@ -272,10 +270,10 @@ def _line(order: str, step: _ProblemStep, words: dict[str, str], *, checked: boo
 
 
 END = "<|endoftext|>"
-"""End of a document, and padding; id 0. Nothing stands at the beginning of a prompt."""
+"""End of a document, and padding; id 0. Prompts have no start token."""
 
 _WORDS_FROM = 4000
-"""Problems whose words make the vocabulary; the templates have no word that is rarer."""
+"""Number of problems whose words make the vocabulary; no template word is too rare to occur."""
 
 _SPACE = "\u0120"
 """How the byte-level form writes a space."""
@@ -284,8 +282,8 @@ _NUMBERS = 100
 """Numbers below are one token each; larger ones are spelled digit by digit."""
 
 _SPLITTER = pre_tokenizers.ByteLevel(add_prefix_space=False)
-"""Words and numbers with the space before them: then what to copy directly follows the word that it
-is found by.
+"""Words and numbers include the space before them, so that the text to copy directly follows the
+word that leads to it.
 """
 
 
@@ -293,8 +291,8 @@ def build_tokenizer(*, checked: bool = True) -> PreTrainedTokenizerFast:
     """The tokenizer, the same on every call.
 
     Args:
-        checked: it has the words of steps that can be checked; False: as releases before 0.4 had
-            it, whose runs can be gone on with.
+        checked: it has the words of steps that can be checked; False: as in releases before 0.4,
+            whose runs can be resumed.
     """
     vocabulary = {
         token: number
@@ -302,8 +300,8 @@ def build_tokenizer(*, checked: bool = True) -> PreTrainedTokenizerFast:
             [END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *_words(checked)]
         )
     }
-    # Every word is one token, and what is no known word is spelled in bytes: no merges to learn,
-    # and no text without a token.
+    # Every word is one token, and unknown words are spelled in bytes: no merges to learn, and no
+    # text without a token.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = _SPLITTER
     tokenizer.decoder = decoders.ByteLevel()
@@ -322,5 +320,5 @@ def _words(checked: bool) -> list[str]:
     )
     seen = {piece for text in texts for piece, _ in _SPLITTER.pre_tokenize_str(text)}
     words = {piece for piece in seen if len(piece) > 1 and not re.search(r"\d", piece)}
-    # Sorted: a set's order is another in every process, and ids must not be.
+    # Sorted, because a set's order differs between processes and ids must not.
     return sorted(words) + [f"{_SPACE}{number}" for number in range(_NUMBERS)]

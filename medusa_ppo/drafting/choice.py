@@ -26,11 +26,11 @@ from statistics import median
 from typing import Any
 
 KEPT_STEPS = 96
-"""Steps of one kind whose median is what such a step takes: enough to tell 5 % apart on a noisy
-machine, and few enough that the table follows a machine that changes within seconds.
+"""Steps of one kind behind the median of its time: enough to resolve 5 % on a noisy machine, and
+few enough to follow a machine that changes within seconds.
 """
 LEARNED_STEPS = 4
-"""What a calibration measured counts as so many steps at most, so that today's soon decide."""
+"""A calibration counts as at most this many steps, so that current steps soon dominate."""
 LEAST_STEPS = 4
 """Steps of a kind before it may be chosen."""
 PACE_STEPS = 9
@@ -40,13 +40,13 @@ of what is skewed (single slow steps) would lift the pace for ever, and lower al
 NOISE_STEPS = 20.0
 """Steps over which noise is averaged."""
 LARGEST_SURPRISE = 0.4
-"""What one step may say of the noise, in log seconds: a pause for a swap is none."""
+"""Most that one step may add to the noise, in log seconds: a pause for a swap is not noise."""
 SURE = 2.0
-"""Standard errors by which drafts must be faster than none."""
+"""Standard errors by which drafting must be faster than not drafting."""
 TRIAL_SHARE = 0.005
-"""Share of the steps' time that trials may lose."""
+"""Share of the steps' time that trials may cost."""
 TRIAL_STEPS = 5
-"""Steps between two trials of the same number of drafts, at least."""
+"""Minimum steps between two trials of the same number of drafts."""
 OTHER_PACE = 0.15
 """Change of the pace (log) since the last step without drafts that calls for another one, and by
 how much that one must be quicker than expected to call for more: the pace would hide that drafts
@@ -63,7 +63,7 @@ FIRST_ODDS, PRIOR_RUNS = 0.9, 2.0
 have, or a first wrong draft would keep them from being tried.
 """
 NEW_HEADS_RUNS = 4.0
-"""What all runs before a swap count for after it."""
+"""Weight, in runs, of everything before a swap."""
 REVIEW_STEPS = 4
 """Steps between two looks at the table, and between two steps that it learns from where all are
 alike: it hardly moves in between, and each takes 20 us.
@@ -73,12 +73,12 @@ FINE = 4
 
 
 def nearest_power(batch: int) -> int:
-    """The exponent of the power of two that `batch` is nearest to, which all is kept by."""
+    """The exponent of the power of two closest to `batch`, which is the key of all tables."""
     return round(math.log2(batch))
 
 
 class StepKind:
-    """Log seconds of the last steps with about so many sequences and so many drafts."""
+    """Log seconds of the last steps with about this many sequences and drafts."""
 
     def __init__(self) -> None:
         self._in_turn: deque[float] = deque()
@@ -103,7 +103,7 @@ class StepKind:
 class StepTable:
     """Seconds of a decode step by running sequences and drafts.
 
-    Kinds stand at powers of two of sequences; between them seconds are a line.
+    Kinds exist for powers of two of sequences; in between, seconds are interpolated linearly.
 
     Attributes:
         noise: standard deviation of a step's log seconds around table and pace.
@@ -153,7 +153,7 @@ class StepTable:
         return surprise
 
     def pace(self, batch: int) -> float:
-        """How much slower (log) steps of about so many sequences are now than the table says."""
+        """How much slower (log) than in the table steps of about this many sequences are now."""
         return self._paces.get(nearest_power(batch), self._last_pace)
 
     def seconds(self, batch: int, drafts: int) -> float | None:
@@ -190,7 +190,7 @@ class StepTable:
         return below + (above - below) * share
 
     def steps(self, batch: int, drafts: int) -> int:
-        """Steps that stand behind `seconds`."""
+        """Number of steps behind `seconds`."""
         kind = self.kinds.get((nearest_power(batch), drafts))
         return 0 if kind is None else kind.steps
 
@@ -211,7 +211,7 @@ class StepTable:
         ]
 
     def learn(self, rows: Iterable[dict[str, float]]) -> None:
-        """Take over rows of another table of the same machine, model and engine."""
+        """Load rows of another table for the same machine, model and engine."""
         for row in rows:
             key = (round(math.log2(row["running"])), int(row["drafts"]))
             kind = self.kinds.setdefault(key, StepKind())
@@ -235,7 +235,7 @@ class Acceptance:
             offered[count] += 1
             right[min(good, count)] += 1
         for position in range(positions):
-            # Who had a draft here had all those before, too.
+            # A run with a draft here also had all earlier ones.
             tried = sum(offered[position + 1 :])
             # By runs and not by steps, so that a batch of 64 forgets as fast as 64 single steps.
             kept = math.exp(-tried / KEPT_RUNS)
@@ -243,7 +243,7 @@ class Acceptance:
             self._tried[position] = kept * self._tried[position] + tried
 
     def heads_changed(self) -> None:
-        """What was accepted of other heads says little."""
+        """The acceptance of other heads means little."""
         for position, tried in enumerate(self._tried):
             kept = min(1.0, NEW_HEADS_RUNS / max(tried, 1.0))
             self._reached[position] *= kept
@@ -302,7 +302,7 @@ class DraftChooser:
         if not often and self._alike % REVIEW_STEPS:
             return
         surprise = self.table.observe(batch, drafts, seconds)
-        # A pause is not time in which trials could be afforded.
+        # A pause does not earn time for trials.
         usual_s = self.table.seconds(batch, drafts)
         afforded_s = min(seconds, usual_s or seconds) * (1 if often else REVIEW_STEPS)
         for k in self.allowed:
@@ -314,7 +314,7 @@ class DraftChooser:
             self._surprise_of_drafts += (surprise - self._surprise_of_drafts) / LEAST_STEPS
 
     def heads_changed(self) -> None:
-        """New heads or a new actor: acceptance is to be learned anew."""
+        """New heads or a new actor: acceptance must be learned again."""
         self.acceptance.heads_changed()
 
     def choose(self, batch: int) -> int:
@@ -354,11 +354,11 @@ class DraftChooser:
         return rates
 
     def _tokens(self) -> list[float]:
-        """What a sequence gains in a step with 0, 1, ... drafts."""
+        """Tokens per sequence in a step with 0, 1, ... drafts."""
         return list(accumulate(self.acceptance.shares(), initial=1.0))
 
     def _best(self, batch: int, rates: dict[int, float]) -> int:
-        """The fastest of those that are faster than none beyond the noise."""
+        """The fastest number of drafts that is significantly faster than none."""
         sure = [0]
         for k, rate in rates.items():
             doubt = math.hypot(self.table.error(batch, k), self.table.error(batch, 0))
@@ -375,7 +375,7 @@ class DraftChooser:
         picked, most_s, price_s = None, 0.0, 0.0
         for k in self.allowed:
             if k not in rates:
-                # More drafts are looked at when fewer were.
+                # More drafts are considered only after fewer.
                 seconds = self._by_a_line(batch, k, rates)
                 if batch * tokens[k] / seconds > NEW_MAY_LOSE * rates[best]:
                     return k

@@ -53,12 +53,12 @@ class PairRing:
         self._back_n = torch.arange(1 - pairs, 1, device=device)
 
     def forget(self) -> None:
-        """All pairs are missing from here on: other heads have other keys."""
+        """All pairs count as missing from now on, because other heads have other keys."""
         self.stamps_N.fill_(NOTHING)
 
     def renew(self) -> None:
-        """Its memory was thrown away: everything is as it was at first, at the same addresses.
-        What a mask leaves out is multiplied with 0, so it must be numbers.
+        """Its memory was thrown away: restore the initial state at the same addresses. Masked
+        values are multiplied by 0, so they must be finite.
         """
         self.kept_NR.zero_()
         torch.arange(1 - self.pairs, 1, out=self._back_n)
@@ -84,7 +84,7 @@ class PairRing:
         """What is kept `[B, n, R]` and a mask `[B, n]` of the n positions that end at
         `positions_B`, oldest first.
 
-        What the mask leaves out means nothing.
+        Masked entries are meaningless.
         """
         wanted_Bn = positions_B.unsqueeze(1) + self._back_n
         place_Bn = slots_B.unsqueeze(1) * self.pairs + wanted_Bn % self.pairs
@@ -96,8 +96,8 @@ class PairRing:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where B requests are after a step: their slots, serial numbers, and the position of the pair
-    that each stands at.
+    """Where B requests are after a step: their slots, serial numbers, and the position of each
+    one's newest pair.
     """
 
     slots_B: torch.Tensor
@@ -107,7 +107,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Arrived:
-    """The pairs that a step brought.
+    """The new pairs of a step.
 
     Attributes:
         hidden_ND, ids_N: h_j and x_{j+1}.
@@ -285,7 +285,7 @@ class UnreadSteps:
         return found
 
     def forget(self) -> None:
-        """Other heads, or another actor, have other pairs."""
+        """Other heads, or a different actor, have other pairs."""
         self._steps.clear()
 
 
@@ -308,7 +308,7 @@ class Seen:
 
 
 class CellState:
-    """What goes from one head to the next: h_t with its context, and what the cell adds its token
+    """The state passed from head to head: h_t with its context, and what the cell adds its token
     to, as a product and the rows' scales.
     """
 
@@ -345,7 +345,7 @@ class ContextHeads:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Read the heads again, and the embedding table: after a swap."""
+        """Reread the heads and the embedding table after a swap."""
         heads = self.heads
         D = self.config.hidden_size
         scale = (D // self.config.context_parts) ** 0.5
@@ -395,7 +395,7 @@ class ContextHeads:
 
     @property
     def kept_width(self) -> int:
-        """Numbers that are kept of a pair: a key and a value for each layer."""
+        """Numbers stored per pair: a key and a value for each layer."""
         return 2 * self.config.hidden_size * self.config.context_layers
 
     @torch.no_grad()
@@ -454,7 +454,7 @@ class ContextHeads:
         return Seen(pairs_NX[own_B, :D], arrived.ids_N[own_B], kept_BnR, there_Bn)
 
     def alone(self, hidden_BD: torch.Tensor, ids_B: torch.Tensor) -> Seen:
-        """Each request sees the pair that it stands at, and no other."""
+        """Each request sees only its newest pair."""
         return self.seen(
             hidden_BD.unsqueeze(1),
             ids_B.unsqueeze(1),
@@ -462,7 +462,7 @@ class ContextHeads:
         )
 
     def start(self, hidden_BD: torch.Tensor, seen: Seen) -> CellState:
-        """h_t and what its context says."""
+        """h_t plus its context."""
         D = self.config.hidden_size
         base_BD = hidden_BD
         for layer in range(self.config.context_layers):
@@ -501,8 +501,8 @@ class ContextHeads:
     # ---- the heads
 
     def features(self, state: CellState, k: int, last_ids_B: torch.Tensor) -> torch.Tensor:
-        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order,
-        once each.
+        """The input of lm_head for the head with index k (from 0), `BD`; call it for the heads in
+        order, once each.
         """
         inner_BH = torch.addcmul(self._token(1, last_ids_B), state.product_BH, state.scale_B1)
         if state.told_BKH is not None:

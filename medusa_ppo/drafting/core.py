@@ -30,7 +30,7 @@ from medusa_ppo.drafting.texts import Copier
 FEATURES = Callable[[int, torch.Tensor], torch.Tensor]
 """Index of a head, and the last tokens `[B]`, to what lm_head reads `[B, D]`."""
 SHARPEST = 1e30
-"""What logits of greedy requests are multiplied with: only the largest is left."""
+"""Factor on the logits of greedy requests: only the largest survives."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class DraftingCore:
             self.copier.read_embedding()
 
     def use_temperature(self, temperature: float) -> None:
-        """What the draft temperatures that came with the heads are multiplied by."""
+        """Set the factor on the heads' own draft temperatures."""
         self._temperature = temperature
         torch.mul(self.heads.temperatures_K.float(), temperature, out=self.temperatures_K)
 
@@ -201,7 +201,7 @@ class DraftingCore:
     def _features(
         self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, seen: Seen | None
     ) -> FEATURES:
-        """Kind hydra: what gives each head's features, asked for in order."""
+        """Kind hydra: computes each head's features, called in order."""
         fused = self.fused
         if isinstance(fused, ContextHeads):
             return partial(
@@ -229,7 +229,7 @@ class DraftingCore:
 
 
 class _Drawing:
-    """Draws columns of logits; what all heads have in common is made once."""
+    """Draws columns of logits; data shared by all heads is made once."""
 
     def __init__(
         self,
@@ -268,8 +268,8 @@ class _Drawing:
     def choose(self, logits_BW: torch.Tensor, k: int) -> torch.Tensor:
         """Columns `[B]` drawn from the logits of the head with index k.
 
-        They are cut as the request's own top-k and top-p cut: any q is lossless, but what the
-        target leaves out would only be refused.
+        They are cut with the request's own top-k and top-p: any q is lossless, but tokens that the
+        target excludes would only be refused.
         """
         sampling = self._sampling
         sums_BX = self._places.cumulative[k]
@@ -285,7 +285,7 @@ class _Drawing:
         if self._ending is not None:
             self._ending.ask(mass_BW, self._drawn_B1)
         if self.q is not None:
-            # The next head computes in the same memory.
+            # The next head reuses the same memory.
             self.q.append(mass_BW.clone())
         cumulate(mass_BW, sums_BX)
         column_B1 = self._places.columns[k]
@@ -305,7 +305,7 @@ class _Drawing:
 
     @property
     def lengths_B(self) -> torch.Tensor | None:
-        """Drafts of each request that are to be verified; None: all."""
+        """Number of drafts to verify per request; None: all."""
         return None if self._ending is None else self._ending.lengths_B
 
 

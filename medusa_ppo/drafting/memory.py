@@ -29,18 +29,18 @@ import torch
 from heads.errors import CheckpointError
 
 SUFFIX = 12
-"""Tokens of the longest suffix that is told from a longer one."""
+"""Tokens of the longest suffix that is distinguished."""
 # By replay, letting shorter suffixes vote, a quarter for each token less, beat the longest one
 # alone: 2.423 against 2.405 tokens a step (benchmarks/RESULTS-archive.md).
 NEARER = 4.0
-"""How much more a suffix says that is longer by one token."""
+"""Factor on the weight of a suffix per additional token."""
 # Lengths of suffixes that share a cell, as reports name them; the bounds are their upper ends.
 LENGTHS = ("1 to 2", "3 to 4", "5 to 6", "7 to 8", "9 to 11", "12 and more")
 LENGTH_BOUNDS = (2, 4, 6, 8, 11)
 TOPS = 6
 """Bins of the largest probability of the heads' q: with length, the cells of the table."""
 FADE = 0.9
-"""What a count weighs after each new version of the policy."""
+"""Factor on a count's weight with each new version of the policy."""
 PLACES = 16_384
 """Most tokens of a text that are searched; newer responses come first."""
 EMPTY, MISSING = -1, -2
@@ -50,17 +50,17 @@ each other.
 # 128 bits: two prompts never meet in one key by chance.
 KEY_BYTES = 16
 OVERHEAD = 256
-"""Bytes that a response takes beside its tokens, about."""
+"""Approximate bytes of a response besides its tokens."""
 SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)
-"""What w may be. Never none of one source: what is never drafted is never learned of."""
+"""Possible values of w. Never all of one source: nothing is learned about what is never drafted."""
 FIRST_SHARES = (0.6, 0.6, 0.5, 0.5, 0.3, 0.1)
-"""w by bin of the heads' top, before anything was learned."""
+"""w by bin of the heads' top, before anything is learned."""
 PRIOR, MOST_SEEN = 3.0, 2000.0
 """Accepted drafts that the first w is defended with, and drafts after which older ones are
 forgotten.
 """
 MOST_OVER = 20.0
-"""Bound of what one draft says of another w."""
+"""Limit on what one draft says about another w."""
 UNIT = 1 << 30
 """Sums whose order nobody promises (those of a GPU's atomic additions) are made of whole numbers of
 1 / UNIT: ranks of one engine that rounded differently would draw different tokens, each for itself.
@@ -71,7 +71,7 @@ UNIT = 1 << 30
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
-    """The same for the same tokens."""
+    """A key that is the same for the same tokens."""
     return blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=KEY_BYTES).digest()
 
 
@@ -95,8 +95,8 @@ memory of.
 
 
 class ResponseMemory:
-    """Responses by prompt, in `most_bytes` at most; the prompt that was not asked for longest
-    forgets first, its oldest response first.
+    """Responses by prompt, within `most_bytes`; the least recently used prompt is dropped first,
+    its oldest response first.
 
     Attributes:
         version: of the policy now.
@@ -142,7 +142,7 @@ class ResponseMemory:
             self.remember(bytes.fromhex(key), tokens, self.version - age, seed)
 
     def rows(self) -> list[Row]:
-        """All of it, what would be forgotten first at the beginning."""
+        """Everything, in the order in which it would be dropped."""
         return [
             (key.hex(), self.version - one.version, one.seed, one.tokens.tolist())
             # In this order `take` rebuilds what is forgotten first.
@@ -186,7 +186,7 @@ class ResponseMemory:
             found = bytes(state.get(OF + name, torch.zeros(0, dtype=torch.uint8)).tolist())
             if found != digest:
                 raise CheckpointError(
-                    f"The saved responses are of another {name}.",
+                    f"The saved responses belong to another {name}.",
                     given=f"{name} {found.hex()[:16] or 'unknown'}",
                     expected=f"{name} {digest.hex()[:16]}, that of this run",
                     do=(
@@ -321,7 +321,7 @@ def match(texts_BX: torch.Tensor, tails_Bn: torch.Tensor) -> torch.Tensor:
 
 
 def advance(texts_BX: torch.Tensor, run_BP: torch.Tensor, ids_B: torch.Tensor) -> torch.Tensor:
-    """`match` after one more token."""
+    """Update `match` by one more token."""
     # The run at a place goes on from the run at the place before it; a full search for each draft
     # would be SUFFIX comparisons.
     longer_BP = torch.nn.functional.pad(run_BP[:, :-1], (1, 0)) + 1
@@ -329,7 +329,7 @@ def advance(texts_BX: torch.Tensor, run_BP: torch.Tensor, ids_B: torch.Tensor) -
 
 
 def vote(run_BP: torch.Tensor, weight_BP: torch.Tensor) -> Votes:
-    """Counts behind all suffixes that anything followed, each by its length."""
+    """Counts after all suffixes that were followed by anything, by length."""
     run_BP = run_BP * (weight_BP > 0)
     length_B = run_BP.amax(1)
     # Relative to the longest: the share is the same, and all of float32's range is left for it.
@@ -369,7 +369,7 @@ class Drawn(NamedTuple):
 
 
 class Trust:
-    """How much of a draft's q is the memory's, by cell: the w that would have had most drafts
+    """The memory's share of a draft's q, by cell: the w with which most drafts would have been
     accepted.
 
     With any w the chance of acceptance is the sum over tokens of min(p, q), so a token that came
@@ -423,7 +423,7 @@ class Trust:
         self._share_C = self._shares_G[kept_CG.argmax(1)].where(self._seen_C > 0, self._first_C)
 
     def by_length(self) -> list[tuple[float, float]]:
-        """Drafts verified and drafts accepted since the beginning, for each of LENGTHS."""
+        """Drafts verified and accepted since the beginning, for each of LENGTHS."""
         both_C2 = torch.stack([self._offered_C, self._taken_C], dim=1)
         return [
             (offered, taken)
@@ -466,7 +466,7 @@ class Recall:
         self._run_BP = match(texts_BX, tails_Bn)
 
     def among(self, ids_W: torch.Tensor, vocab_size: int) -> None:
-        """Only these tokens may be drafted."""
+        """Restrict drafts to these tokens."""
         place_V = torch.full((vocab_size,), -1, device=ids_W.device)
         place_V[ids_W] = torch.arange(len(ids_W), device=ids_W.device)
         columns_BP = place_V[self._next_BP]

@@ -20,8 +20,8 @@ import torch
 from heads.heads_config import MOST_HEADS
 
 STREAMS = 64
-"""Numbers that a request may ask for at one position: drafts, their acceptances, and the token that
-ends the run.
+"""Random numbers that a request may use at one position: drafts, their acceptances, and the token
+that ends the run.
 """
 # Streams of their own for each purpose: one number for a draft and for its acceptance would tie the
 # two together, and tokens would no longer be the policy's.
@@ -70,7 +70,7 @@ def _mix(word: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(word: torch.Tensor, by: int) -> torch.Tensor:
-    """Zeros come in from the left, where torch's own shift brings the sign."""
+    """Shifts in zeros from the left, where torch's own shift extends the sign."""
     return (word >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -36,7 +36,7 @@ PACK = Callable[[torch.Tensor], LINEAR]
 """A weight `[out, in]` -> its product."""
 LM_HEAD = LINEAR
 FORGET = 0.5
-"""What is left of the counts at each refresh."""
+"""Share of the counts kept at each refresh."""
 SMALL_ENTRIES = 1 << 24
 """Numbers in an lm_head up to which a copy of all its rows may be held."""
 LINEAR_TOLERANCE = 0.05
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 def plain_linear(weight: torch.Tensor) -> LINEAR:
-    """Nothing packed: the reference, and what GPUs use."""
+    """Without packing: the reference, and what GPUs use."""
     return lambda rows: F.linear(rows.to(weight.dtype), weight)
 
 
@@ -134,7 +134,7 @@ class DraftVocabulary:
 
     @property
     def due(self) -> bool:
-        """Whether enough was counted for the first ids."""
+        """Whether enough tokens were counted for the first ids."""
         return self._chosen_W is None and 0 < MIN_TOKENS_PER_ENTRY * self.size <= self._counted
 
     def refresh(
@@ -163,7 +163,7 @@ class DraftVocabulary:
         if whole or self.ids_W is not None:
             if weight_VD is not None:
                 if self.ids_W is None:
-                    # vLLM pads the table's rows; they are no tokens.
+                    # vLLM pads the table with rows that are not tokens.
                     rows_WD = weight_VD[: self._counts_V.numel()]
                 else:
                     rows_WD = weight_VD[self.ids_W]
@@ -207,7 +207,7 @@ class DraftVocabulary:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LM_HEAD | None:
-        """The product, if it gives what the engine's own gives."""
+        """The product, if it agrees with the engine's own."""
         # A generator of its own: the engine's random numbers stay what they are, and all
         # tensor-parallel ranks try the same states and come to the same answer.
         rows_ND = torch.randn(
@@ -349,7 +349,7 @@ class FusedHeads:
     # ---- hydra
 
     def start(self, hidden_BD: torch.Tensor, count: int) -> HydraState:
-        """What h_t alone says to the first `count` heads."""
+        """The contribution of h_t alone to the first `count` heads."""
         inner_BR = self._product("in", 0, count)(hidden_BD) * inverse_rms(hidden_BD)
         base_BCD = hidden_BD.unsqueeze(1).expand(-1, count, -1)
         return HydraState(
@@ -384,8 +384,8 @@ class FusedHeads:
 
 
 class HydraState:
-    """What goes from one head to the next: inner rows of the heads not asked yet, float32, before
-    SiLU; and the bases `B2D` of all.
+    """The state passed from head to head: inner rows of the remaining heads, float32, before SiLU;
+    and the bases `B2D` of all.
     """
 
     def __init__(self, inner_BR: torch.Tensor, base: tuple[torch.Tensor, ...]) -> None:
@@ -418,13 +418,11 @@ def inverse_rms(rows_ND: torch.Tensor) -> torch.Tensor:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Without asking torch where there is nothing to do: a call costs as much as a small
-    product.
-    """
+    """Skips torch if there is nothing to do, since a call costs as much as a small product."""
     return values if values.dtype == dtype else values.to(dtype)
 
 
 def _wide_product(left_KDD: torch.Tensor, right_KDH: torch.Tensor) -> torch.Tensor:
-    """In float32 at least: its rounding would come on top of the weights'."""
+    """At least float32: its rounding would add to that of the weights."""
     wide = torch.promote_types(left_KDD.dtype, torch.float32)
     return torch.bmm(left_KDD.to(wide), right_KDH.to(wide)).to(left_KDD.dtype)

@@ -27,7 +27,7 @@ from medusa_ppo.drafting.memory import (
 )
 
 REFRESH = 8
-"""Steps after which a request sees again what those beside it have said by then."""
+"""Steps after which a request sees the newest tokens of concurrent requests."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ class RunningMemory:
         self._p_T: torch.Tensor | None = None
 
     def new_policy(self) -> None:
-        """What was said until now is one version older."""
+        """All responses so far become one version older."""
         self.store.version += 1
 
     def judge(
@@ -170,7 +170,7 @@ class RunningMemory:
             (offered_KB * there_KB).flatten(),
             (torch.stack(weights[1:]) * there_KB).flatten(),
         )
-        # Each draft teaches once.
+        # Each draft is learned from only once.
         self._waiting.cells_KS[:, slots_B] = -1
 
     def attend(self, request_ids: Sequence[str], live: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Carrying the actor into the engines: one safetensors file in shared memory, or one broadcast to
-all of them at once.
+"""Sends the actor to the engines: as one safetensors file in shared memory, or as one broadcast to
+all of them.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ class BroadcastPool(EnginePool):
         self._members: list[base.RolloutEngine | None] = []
         self._stream: ActorStream | None = None
         self._sent = ""
-        # Several engines may catch up at once, each in a thread of the pool's: one of them writes
-        # the file.
+        # Several engines may catch up at once, each in a thread of the pool; one of them writes the
+        # file.
         self._writing = threading.Lock()
         super().__init__(*args, **kwargs)
 
     def stream_actor(self, stream: ActorStream, version: int) -> SwapReceipt:
-        """Send an actor to all engines. It must stay as it is until the next one: engines that come
-        late get it from `stream.write`.
+        """Send an actor to all engines. It must not change until the next one: late engines get it
+        from `stream.write`.
 
         Raises:
             SwapError: no engine has it.
-            CheckpointError: NaN or infinity; the engines have the buckets before.
+            CheckpointError: NaN or infinity; the engines have the earlier buckets.
         """
         started = time.perf_counter()
         header = stream.header()
-        # First of all: an engine that refuses does so before the others have parts of it.
+        # First, so that an engine that refuses does so before the others have parts of it.
         seats, devices = self._check(header)
         group = self._meet(seats, devices)
         checksum, answers = self._together(
@@ -81,25 +81,25 @@ class BroadcastPool(EnginePool):
         if not took:
             self._part()
             raise SwapError(
-                "No engine took the broadcast actor.",
+                "No engine accepted the broadcast actor.",
                 given=f"version {version}",
                 expected="one engine",
                 do="Sync a file.",
             )
         for seat in took:
-            # Others are brought up to date by a file, before their next piece.
+            # Other engines get a file before their next piece.
             seat.versions["actor"] = version
         self._stream = stream
         self._sent = checksum
         self.policy_version = version
-        # The pool's file is older now; a new one is written when an engine asks for it.
+        # The pool's file is now outdated; a new one is written when an engine asks for it.
         self._forget("actor")
         return SwapReceipt(version, checksum, time.perf_counter() - started)
 
     def sync_actor(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        # The pool keeps the file, so the stream need not be written for those that come late.
+        # The pool keeps the file, so the stream need not be written again for late engines.
         receipt = super().sync_actor(path, version, checked)
         self._stream = None
         return receipt
@@ -119,13 +119,13 @@ class BroadcastPool(EnginePool):
         super()._catch_up(seat)
 
     def _write(self, stream: ActorStream) -> None:
-        """The actor that was sent last, as the file that a pool keeps. RunError when it has changed
+        """The last sent actor, as the file that a pool keeps. Raises RunError if it has changed
         since.
         """
         file = self._new_file(f"actor-{self.policy_version}")
         stream.write(file)
         found = base.check_state(file, "the actor's weights")
-        # The loop's actor may have been stepped since; an engine with those weights would be a
+        # The loop may have stepped the actor since; an engine with those weights would be one
         # version ahead.
         if found.checksum != self._sent:
             given = f"{found.checksum[:16]} instead of {self._sent[:16]}"
@@ -135,17 +135,17 @@ class BroadcastPool(EnginePool):
                 expected="the same until the next sync",
                 do="Sync it.",
             )
-        # A new mapping: others may be walking through the old one.
+        # A new mapping, since others may be iterating over the old one.
         self._kept = self._kept | {"actor": (file, self.policy_version, found)}
 
     def _check(self, header: dict[str, Any]) -> tuple[list[Seat], list[list[str]]]:
-        """The engines that can take it, and where their ranks have their weights. SwapError when
-        one refuses, or is lost over it.
+        """The engines that can take it, and the devices of their ranks' weights. Raises SwapError
+        if one refuses or is lost.
         """
         answers = self._ask_all(
             self._seated(), lambda engine: engine.check_actor(header), patience_s=self.timeout_s
         )
-        # All together or by a file: a rank that does not come would keep the others waiting.
+        # All or none (then by a file): a missing rank would keep the others waiting.
         for _, answer in answers:
             if isinstance(answer, Exception):
                 raise answer if isinstance(answer, SwapError) else _lost(answer)
@@ -154,12 +154,11 @@ class BroadcastPool(EnginePool):
     def _meet(self, seats: list[Seat], devices: list[list[str]]) -> Group:
         """The group of these engines."""
         members = [seat.engine for seat in seats]
-        # The same engines: an engine that was started again is another one, and has no connections.
+        # The same engines: a restarted engine is a new one, without connections.
         if self._group is not None and self._members == members:
             return self._group
         self._part()
-        # NCCL needs a GPU of its own for each process; where two share one, or one has none, gloo
-        # carries it.
+        # NCCL needs a GPU per process; if two share one, or one has none, gloo is used.
         own = device_id(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         backend = choose_backend([own, *(device for ranks in devices for device in ranks)])
         host = (
@@ -189,8 +188,8 @@ class BroadcastPool(EnginePool):
     def _together(
         self, seats: list[Seat], call: Callable[[base.RolloutEngine], Any], own: Callable[[], Any]
     ) -> tuple[Any, list[tuple[Seat, Any]]]:
-        """What `own` gives while the engines are in `call`, and their answers. Its error leaves the
-        group, which ends their waiting.
+        """The result of `own` while the engines are in `call`, and their answers. If `own` fails,
+        leaving the group ends their waiting.
         """
         found: list[Any] = []
         errors: list[BaseException] = []
@@ -198,12 +197,13 @@ class BroadcastPool(EnginePool):
         def meanwhile() -> None:
             try:
                 found.append(own())
-            # Kept for later: the engines' answers have to be awaited first, whatever happened here.
+            # Raised later: the engines' answers must be awaited first, whatever happened here.
             except BaseException as error:
                 errors.append(error)
                 self._part()
 
-        # Ranks give up after the timeout by themselves; who is silent for twice as long is lost.
+        # Ranks give up by themselves after the timeout; one that is silent for twice as long is
+        # lost.
         answers = self._ask_all(seats, call, meanwhile, 2 * self.timeout_s)
         if errors:
             raise errors[0]
@@ -228,26 +228,25 @@ def _lost(error: Exception) -> SwapError:
 
 
 BUCKET_BYTES = 256 * 1024**2
-"""Bytes of weights that a pipeline stage joins, or a broadcast sends, at a time; one tensor at
-least.
+"""Bytes of weights that a pipeline stage joins, or a broadcast sends, at a time; at least one
+tensor.
 """
 
 
 class ActorSync:
     """Writes the actor's weights where the engine reads them, or sends them to a `BroadcastPool`. A
-    context manager; or call close().
+    context manager, or call close().
 
     Attributes:
         nbytes: bytes of weights that each engine got the last time.
-        collect_s: seconds until they were written, or that the broadcast waited for them; the
-            engine's own seconds are in its receipt.
+        collect_s: seconds until they were written, or for which the broadcast waited; the engine's
+            own seconds are in its receipt.
     """
 
     def __init__(self, engine: Any, dtype: str = "auto", bucket_bytes: int = BUCKET_BYTES) -> None:
         """
         Args:
-            engine: where the weights go: a RolloutEngine, or what stands in its place
-                (DraftingEngine).
+            engine: where the weights go: a RolloutEngine, or its replacement (DraftingEngine).
             dtype: dtype of the engine's copy; weights are written or sent in it (`auto`: the
                 actor's own).
             bucket_bytes: bytes that a broadcast sends at a time.
@@ -260,14 +259,13 @@ class ActorSync:
         self._folder = OwnedFolder("medusa-ppo-actor-", shared_memory=True)
 
     def __call__(self, actor: Actor, version: int) -> SwapReceipt:
-        """Put the actor's current weights into the engine; the engine is idle between two generate
-        calls.
+        """Put the actor's current weights into the engine, which must be idle.
 
         Raises:
-            SwapError: the engine did not take them.
+            SwapError: the engine did not accept them.
         """
         stream = actor_stream(actor, self._dtype, self._bucket_bytes)
-        # From names and shapes: nothing has been gathered yet.
+        # By names and shapes: nothing has been gathered yet.
         self.nbytes = sum(
             dtype.itemsize * math.prod(shape) for dtype, shape in stream.entries.values()
         )
@@ -278,7 +276,9 @@ class ActorSync:
                     replace(stream, tensors=lambda: self._timed(stream.tensors())), version
                 )
             except SwapError as error:
-                logger.warning("Actor %d goes to the engines as a file. %s", version, error)
+                logger.warning(
+                    "Sending actor %d to the engines as a file instead. %s", version, error
+                )
         path = self._folder.path / "actor.safetensors"
         began = time.perf_counter()
         stream.write(path)
@@ -311,8 +311,8 @@ class ActorSync:
 def actor_stream(
     actor: Actor, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> ActorStream:
-    """The actor's checkpoint as something that can be written and sent; in `dtype` (None: its own),
-    at no time whole in memory.
+    """The actor's checkpoint as a stream to write or send, in `dtype` (None: its own), never whole
+    in memory.
     """
     tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     if isinstance(actor, SpreadActor):
@@ -342,7 +342,7 @@ def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
     """
     output = actor.get_output_embeddings()
     tied = lm_head_weight(actor) is embedding_weight(actor)
-    # A tied lm_head has a name of its own in state_dict, but none in a tied model's files.
+    # A tied lm_head has a name in state_dict, but none in a tied model's files.
     alias = {
         f"{name}.weight" for name, module in actor.named_modules() if tied and module is output
     }
@@ -351,8 +351,8 @@ def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
     if tower_of(actor) is None:
         return state
-    # Private to save_pretrained in all but name; needed here alone.
+    # In effect private to save_pretrained, and needed only here.
     from transformers.core_model_loading import revert_weight_conversion
 
-    # These models have other names in files than in memory.
+    # The names of these models in files differ from those in memory.
     return revert_weight_conversion(actor, state)

@@ -1,7 +1,7 @@
-"""What steps take when an engine starts: each number of drafts is timed at each size of the batch.
+"""Times an engine's steps at its start: each number of drafts at each batch size.
 
-A choice of drafts needs these seconds before it can say anything. Learned in service alone, each
-size of the batch would begin without drafts and try the others one by one, in every run anew.
+Choosing K needs these times. If the engine learned only in service, each batch size would start
+without drafts and try the other numbers one by one, again in every run.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 CALIBRATION_S = 10.0
-"""Longest calibration: a start of vLLM takes longer by itself."""
+"""Longest calibration; starting vLLM takes longer anyway."""
 ROUNDS = 2
-"""Times that each number of drafts has its turn, so that a machine that is slow for a while is not
-taken for a slow number of drafts.
+"""Turns of each number of drafts, so that a machine that is slow for a while does not look like a
+slow number of drafts.
 """
 TIMED_STEPS = 4
-"""Steps in each turn: `choice.LEAST_STEPS` of them, so that one turn is enough to be chosen."""
+"""Steps in each turn: `choice.LEAST_STEPS` of them, so that one turn is enough for a number to be
+chosen.
+"""
 WARM_STEPS = 2
-"""Steps before those that count: the first still verifies the drafts of the turn before, and what
-is made on first use (products, kernels, memory) is made then.
+"""Warm-up steps of a turn: the first still verifies drafts of the previous turn, and things made on
+first use (products, kernels, memory) are made then.
 """
 LEAST_GAP = 1.25
-"""A largest batch that is no power of two is timed too where it is so much larger than the power
-below: the table stands at powers of two, and a line through two near ones says nothing beyond them.
+"""A largest batch that is not a power of two is timed too if it is this much larger than the power
+below: the table is at powers of two, and a line through two close points means nothing beyond them.
 """
 
 
@@ -44,11 +46,11 @@ class StepBench(ABC):
 
     @abstractmethod
     def begin(self, running: int) -> None:
-        """From now on a step has so many sequences."""
+        """From now on a step has this many sequences."""
 
     @abstractmethod
     def draft(self, drafts: int) -> list[Timed]:
-        """From the step after the next one on each has so many drafts; what was timed since the
+        """From the step after the next on, each has this many drafts; returns the times since the
         last call.
         """
 
@@ -58,8 +60,8 @@ class StepBench(ABC):
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Sequences to time steps of: one, then the largest batch and ever smaller ones, so that a
-    bound in seconds cuts off what lies between others.
+    """Batch sizes to time: one, then the largest and ever smaller ones, so that a time limit cuts
+    off sizes that lie between others.
     """
     largest = 2 ** int(math.log2(max_num_seqs))
     sizes = [largest >> shift for shift in range(int(math.log2(largest)))]
@@ -97,7 +99,7 @@ def measure(
 
 
 def rows_of(steps: Iterable[Timed]) -> list[dict[str, float]]:
-    """The median of each kind of step, as rows of a `StepTable`, which stands at powers of two."""
+    """The median of each kind of step, as rows of a `StepTable`, which has powers of two."""
     seconds: dict[tuple[int, int], list[float]] = {}
     for step in steps:
         if step.seconds > 0:
@@ -109,7 +111,7 @@ def rows_of(steps: Iterable[Timed]) -> list[dict[str, float]]:
         below = 2 ** int(math.log2(running))
         at: float = running
         if running != below:
-            # On along the line to the power of two above it.
+            # Extrapolated linearly to the next power of two.
             if (below, drafts) not in medians:
                 continue
             first = medians[below, drafts]
@@ -127,7 +129,7 @@ def rows_of(steps: Iterable[Timed]) -> list[dict[str, float]]:
 
 
 def in_words(rows: Sequence[dict[str, float]]) -> str:
-    """What drafts cost at the smallest and the largest batch, for people."""
+    """The cost of drafts at the smallest and the largest batch, in words."""
     seconds = {(row["running"], row["drafts"]): row["seconds"] for row in rows}
     sizes = sorted({running for running, drafts in seconds if (running, 0) in seconds})
     most = max((drafts for _, drafts in seconds), default=0)
@@ -138,7 +140,7 @@ def in_words(rows: Sequence[dict[str, float]]) -> str:
             parts.append(f"x{ratio:.2f} at {running:.0f}")
     found = ", ".join(parts)
     return (
-        f"a step with {most:.0f} drafts against one without takes {found} sequences"
+        f"a step with {most:.0f} drafts over one without takes {found} sequences"
         if found
         else "too few to compare"
     )

@@ -1,5 +1,5 @@
-"""vLLM behind a function call: in this very process (the engine that the Ray actor hosts), or
-started and driven by another loop.
+"""vLLM behind a function call: in this process (the engine that the Ray actor hosts), or started
+and driven by another loop.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ logger = logging.getLogger(__name__)
 COUNTER = "vllm:spec_decode_num_"
 Call = Callable[[str, tuple[Any, ...]], list[Any]]
 PROMPT_TOKENS, LONGEST = 8, 256
-"""Of requests that steps are timed with: tokens of their prompts, and of their responses at
-most.
+"""For the requests used in timing: tokens of their prompts, and most tokens of their responses.
 """
 DEEP_SLEEP = 2
-"""vLLM's level from which on weights are thrown away."""
+"""vLLM's sleep level from which weights are thrown away."""
 
 
 class ColocatedEngine(base.WorkerEngine):
@@ -68,8 +67,7 @@ class ColocatedEngine(base.WorkerEngine):
         start.
 
         Args:
-            plan: a start that was planned elsewhere, in the place of what the other arguments would
-                give.
+            plan: a start planned elsewhere, instead of by the other arguments.
         """
         self.plan = plan or plan_launch(model_path, heads_path, config, seed)
         self._llm: LLM | None = _start(self.plan)
@@ -82,9 +80,9 @@ class ColocatedEngine(base.WorkerEngine):
             raise
 
     def _begin_to_choose(self) -> None:
-        """Kept step times, or else a calibration."""
+        """Load saved step times, or calibrate."""
         answer = self._learn_kept_times()
-        # Random tokens may stand for images, which nobody has.
+        # Random tokens may stand for images that don't exist.
         if self.note or "limit_mm_per_prompt" in self.plan.engine_args:
             return
         started = time.perf_counter()
@@ -101,7 +99,7 @@ class ColocatedEngine(base.WorkerEngine):
         logger.info("%s", self.note)
 
     def _calibrate(self, choices: Sequence[int]) -> list[Timed]:
-        """Time steps of requests that are nobody's; nothing of them stays."""
+        """Time steps of dummy requests; nothing of them remains."""
         llm = self._running()
         bench = _Bench(self, llm)
         before = self.counters()
@@ -127,7 +125,7 @@ class ColocatedEngine(base.WorkerEngine):
         def answer() -> list[Response]:
             with _engine_errors("generating"):
                 outputs = llm.generate(requests, params, use_tqdm=False)
-            # vLLM resizes and cuts images by its own reading of the processor's settings.
+            # vLLM resizes and crops images by its own reading of the processor's settings.
             _check_images(prompts, [output.prompt_token_ids for output in outputs[::repeat]])
             return [_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs)]
 
@@ -141,9 +139,9 @@ class ColocatedEngine(base.WorkerEngine):
     def generate_in_steps(
         self, prompts: base.Prompts, sampling: Sampling
     ) -> Iterator[Ended | Rollouts]:
-        """The responses of each engine step in which some ended, and at last the whole. All
+        """The responses of each engine step in which some ended, and finally the whole. All
         requests are in the engine from the first step on, as in `generate`, so every step is the
-        same; who does not want the rest closes the generator.
+        same; close the generator to skip the rest.
         """
         from vllm.sampling_params import RequestOutputKind
 
@@ -156,10 +154,10 @@ class ColocatedEngine(base.WorkerEngine):
         with _engine_errors("generating"):
             try:
                 for place, settings in enumerate(params):
-                    # Otherwise every step would hand out all that a response has so far.
+                    # Otherwise every step would return everything a response has so far.
                     settings.output_kind = RequestOutputKind.FINAL_ONLY
                     request: Any = {
-                        # What vLLM makes itself of a prompt of ids, one layer above this call.
+                        # What vLLM itself makes from a prompt of ids, one layer above this call.
                         "type": "token",
                         "prompt_token_ids": list(prompts[place // repeat]),
                     }
@@ -174,7 +172,7 @@ class ColocatedEngine(base.WorkerEngine):
                     if ended:
                         yield ended
             finally:
-                # The caller may leave at any yield; what runs on would take slots from the next
+                # The caller may leave at any yield; running requests would take slots from the next
                 # call.
                 if len(found) < len(params):
                     engine.abort_request(
@@ -187,9 +185,8 @@ class ColocatedEngine(base.WorkerEngine):
     def generate_partly(
         self, prompts: base.Prompts, sampling: Sampling, partly: Partly
     ) -> Rollouts:
-        """A request that goes on has a new seed, and what there is of its response stands behind
-        its prompt. When enough have ended is looked at after each step of the engine, so it does
-        not depend on the clock.
+        """A continued request has a new seed, and its response so far follows its prompt. Whether
+        enough have ended is checked after each engine step, so it does not depend on the clock.
         """
         from vllm.sampling_params import RequestOutputKind
 
@@ -209,7 +206,7 @@ class ColocatedEngine(base.WorkerEngine):
                 for place in open_places:
                     text = texts[place]
                     settings = params[place]
-                    # Tokens of unfinished responses count too, and each is to come once.
+                    # Tokens of unfinished responses count too, but each only once.
                     settings.output_kind = RequestOutputKind.DELTA
                     settings.max_tokens = sampling.max_new_tokens - len(text.ids)
                     request: Any = {
@@ -232,7 +229,7 @@ class ColocatedEngine(base.WorkerEngine):
             base.checked_response(place // repeat, text.ids, text.logprobs, text.ended)
             for place, text in enumerate(texts)
         ]
-        # What was begun in earlier calls was counted there.
+        # Tokens from earlier calls were counted there.
         written = sum(len(text.ids) for text in texts) - sum(
             len(response.token_ids) for response in partly.begun
         )
@@ -241,15 +238,15 @@ class ColocatedEngine(base.WorkerEngine):
         )
 
     def _params(self, prompts: base.Prompts, sampling: Sampling) -> list[SamplingParams]:
-        """vLLM's settings for each response, of a call that is possible now."""
+        """vLLM's settings for each response, after checking that the call is possible."""
         from vllm import SamplingParams
 
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
         self._running()
         if self._actor_lost:
-            given = "generate() after a sleep of level 2, or after a broadcast that broke off"
+            given = "generate() after a sleep of level 2, or after an interrupted broadcast"
             raise EngineError(
-                "The engine has no whole actor.",
+                "The engine has no complete actor.",
                 given=given,
                 expected="sync_actor() first",
                 do="Sync the actor.",
@@ -259,7 +256,7 @@ class ColocatedEngine(base.WorkerEngine):
         ]
         arguments = [base.sampling_arguments(sampling, self.plan.stop_ids, seed) for seed in seeds]
         return [
-            # Without flat_logprobs vLLM makes a dictionary and an object for each token's one
+            # Without flat_logprobs vLLM makes a dictionary and an object for each token's single
             # log-prob.
             SamplingParams(**given, detokenize=False, flat_logprobs=True)
             for given in arguments
@@ -281,7 +278,7 @@ class ColocatedEngine(base.WorkerEngine):
             raise
 
     def _look_at_actor(self) -> None:
-        """A refusal leaves the actor as it was; one that broke off half-way is none."""
+        """A refusal leaves the actor as it was; after an interruption there is no complete one."""
         held = int(self._call("medusa_checksums")["actor_version"])
         self._actor_lost = self._actor_lost or held < 0
 
@@ -297,8 +294,8 @@ class ColocatedEngine(base.WorkerEngine):
     def _forget_prompts(self) -> bool:
         llm = self._running()
         if "limit_mm_per_prompt" in self.plan.engine_args:
-            # Its workers forget the features of images when weights are loaded, and vLLM's
-            # scheduler does not know.
+            # Its workers drop image features when weights are loaded, without telling vLLM's
+            # scheduler.
             llm.llm_engine.reset_encoder_cache()
         return llm.reset_prefix_cache(reset_running_requests=True)
 
@@ -317,17 +314,17 @@ class ColocatedEngine(base.WorkerEngine):
     def wake(self) -> None:
         if not self._asleep:
             return
-        # First: `_running` refuses an engine that sleeps.
+        # First, because `_running` refuses a sleeping engine.
         self._asleep = False
         with _engine_errors("waking up"):
             self._running().wake_up()
-        # A deep sleep leaves the tensors in place, with other memory behind them.
+        # A deep sleep leaves the tensors in place, with different memory behind them.
         self._look_at_heads()
 
     def counters(self) -> Counters:
         llm = self._running()
         return (
-            # Without speculation vLLM counts nothing, and has no such metrics.
+            # Without speculation vLLM has no such counters.
             read_counters(llm.get_metrics()) - self._uncounted
             if self.plan.engine_args.get("speculative_config")
             else Counters()
@@ -349,7 +346,7 @@ class ColocatedEngine(base.WorkerEngine):
                 expected="a running engine",
                 do="Start a new one.",
             )
-        if self._asleep:  # Its memory is not there, and vLLM would wait for ever.
+        if self._asleep:  # Its memory is gone, and vLLM would wait for ever.
             raise EngineError(
                 "The engine is asleep.",
                 given="a call after sleep()",
@@ -362,7 +359,7 @@ class ColocatedEngine(base.WorkerEngine):
         return self._answers(method, *args)[0]
 
     def _answers(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Every worker's answer, after looking for errors in each."""
+        """Every worker's answer, after checking each for errors."""
         with _engine_errors(f"calling {method}"):
             return [
                 raise_reported(answer)
@@ -371,8 +368,8 @@ class ColocatedEngine(base.WorkerEngine):
 
 
 class _Bench(StepBench):
-    """Requests with short random prompts, that are begun anew whenever one of them ends: the batch
-    is always full.
+    """Requests with short random prompts; a new one starts whenever one ends, so the batch is
+    always full.
     """
 
     def __init__(self, engine: ColocatedEngine, llm: LLM) -> None:
@@ -400,7 +397,7 @@ class _Bench(StepBench):
             self.abort()
 
     def abort(self) -> None:
-        """End what still runs."""
+        """End everything that still runs."""
         self._llm_engine.abort_request(self._live)
         self._live = []
 
@@ -432,7 +429,7 @@ class _Bench(StepBench):
 
 @dataclass
 class PartialResponse:
-    """A response while it is written."""
+    """A response while it is being written."""
 
     ids: list[int]
     logprobs: list[float]
@@ -443,7 +440,7 @@ class PartialResponse:
         return cls(list(response.token_ids), list(response.logprobs), response.finish_reason)
 
     def add(self, completion: Any) -> None:
-        """What one step of the engine has brought."""
+        """The new tokens of one engine step."""
         if completion.token_ids:
             assert list(completion.logprobs.token_ids) == list(completion.token_ids), (
                 "vLLM's first log-prob is that of the sampled token"
@@ -456,8 +453,8 @@ class PartialResponse:
 class AttachedEngine(base.WorkerEngine):
     """Reaches our worker extension in a foreign engine through one function.
 
-    Some loops put their engine to sleep and throw its weights away. What was fed last is kept in a
-    file of our own, so that `feed_again` can bring it back.
+    Some loops put their engine to sleep and throw its weights away, so the last heads are kept in a
+    file of ours, from which `feed_again` restores them.
     """
 
     def __init__(
@@ -473,10 +470,10 @@ class AttachedEngine(base.WorkerEngine):
         Args:
             call: (method, arguments) -> every worker's answer, e.g. of `LLM.collective_rpc`.
             kept_state: state file (heads.checkpoint.save_state) of the heads that the engine
-                started with; swaps write over it.
+                started with; swaps overwrite it.
             counters: vLLM's acceptance counters since the engine started.
             forget_prompts: resets the prefix cache; only `sync_actor` needs it.
-            drafting: what it is configured to begin with; drafts for all heads if that is left out.
+            drafting: its initial configuration; default: one draft per head.
 
         Raises:
             UnsupportedVersionError: our plugin is not active in a worker.
@@ -490,7 +487,7 @@ class AttachedEngine(base.WorkerEngine):
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         raise EngineError(
-            "This engine belongs to another loop, which generates by itself.",
+            "This engine belongs to another loop, which does its own generating.",
             given="generate()",
             expected="swaps and counters",
             do="Generate through the loop.",
@@ -502,18 +499,18 @@ class AttachedEngine(base.WorkerEngine):
         receipt = super().swap_heads(path, version, checked)
         fresh = self._kept_state.with_suffix(".new")
         shutil.copyfile(path, fresh)
-        # By a rename: whoever is interrupted here still has the heads of before.
+        # By a rename: if interrupted here, the previous heads are still there.
         fresh.replace(self._kept_state)
         return receipt
 
     def feed_again(self) -> SwapReceipt:
-        """Install the heads that the engine had before its loop threw them away."""
+        """Reinstall the heads that the engine had before its loop threw them away."""
         if not self._kept_state.is_file():
             raise SwapError(
-                "The heads that were fed last are gone.",
+                "The last installed heads are gone.",
                 given=str(self._kept_state),
                 expected="a state file",
-                do="Leave the run's folder alone while it runs.",
+                do="Don't touch the run's folder while it is running.",
             )
         return super().swap_heads(self._kept_state, self.heads_version)
 
@@ -524,7 +521,7 @@ class AttachedEngine(base.WorkerEngine):
         return self._counters()
 
     def close(self) -> None:
-        """Nothing: the engine is its loop's."""
+        """Does nothing: the engine belongs to its loop."""
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
         return first_of(self._workers_call(method, args))
@@ -532,7 +529,7 @@ class AttachedEngine(base.WorkerEngine):
 
 def _start(plan: LaunchPlan) -> LLM:
     for name, value in ENVIRONMENT.items():
-        # Before vLLM is imported, which sets up its logging then.
+        # Before importing vLLM, which sets up its logging.
         os.environ.setdefault(name, value)
     os.environ.update(plan.environment)
     with _engine_errors("starting"):
@@ -543,7 +540,7 @@ def _start(plan: LaunchPlan) -> LLM:
 
 @contextlib.contextmanager
 def _engine_errors(doing: str) -> Iterator[None]:
-    """vLLM's failures as EngineError; our own errors pass as they are."""
+    """Turn vLLM's failures into EngineError; our own errors pass through."""
     try:
         yield
     except MedusaError:
@@ -558,7 +555,7 @@ def _engine_errors(doing: str) -> Iterator[None]:
 
 
 def _request(prompt: Sequence[int]) -> dict[str, Any]:
-    """A prompt as vLLM takes it: images beside the ids, each of them one token, whose features vLLM
+    """A prompt as vLLM takes it: images next to the ids, each a single token, whose features vLLM
     computes itself.
     """
     if not isinstance(prompt, ImagePrompt):
@@ -570,16 +567,16 @@ def _request(prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def _check_images(prompts: base.Prompts, read: Sequence[Sequence[int] | None]) -> None:
-    """EngineError when vLLM gave an image another number of tokens than the trainer."""
+    """Raise EngineError if vLLM gave an image a different number of tokens than the trainer did."""
     for prompt, ids in zip(prompts, read, strict=True):
         if isinstance(prompt, ImagePrompt) and list(ids or ()) != list(prompt):
             raise EngineError(
-                "The engine reads a prompt's images in another way than the trainer.",
+                "The engine reads a prompt's images differently from the trainer.",
                 given=f"{len(ids or ())} tokens",
                 expected=f"{len(prompt)} tokens",
                 do=(
-                    "Leave mm_processor_kwargs out of engine.extra; the size of images is said in"
-                    " the model's preprocessor_config.json."
+                    "Leave mm_processor_kwargs out of engine.extra; the model's "
+                    "preprocessor_config.json sets the size of images."
                 ),
             )
 
@@ -595,9 +592,7 @@ def _response(prompt_index: int, completion: Any) -> Response:
 
 
 def process_counters() -> Counters:
-    """vLLM's acceptance counters of the engine that was started in this process, however it was
-    started.
-    """
+    """vLLM's acceptance counters of the engine in this process, however it was started."""
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
     return read_counters(get_metrics_snapshot())

@@ -45,10 +45,9 @@ LOG_TAIL_LINES = 25
 RAISED = re.compile(r"\b\w*(Error|Exception|Interrupt)(: |$)")
 CALL_TIMEOUT_S = 600.0
 TOKEN_S = 1.0
-"""A sequence of a running engine that is slower than this for each token counts as hanging."""
+"""A running engine that is slower than this per token of a sequence counts as hanging."""
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-"""A connection for each request: what a server says twice would be taken for the answer to the next
-one.
+"""A connection per request: an answer sent twice would be taken for the next request's.
 """
 MOST_ANSWER_BYTES = 256 << 20
 MOST_POSITIONS = 1024
@@ -59,9 +58,9 @@ class ServerEngine(base.WorkerEngine):
     """An OpenAI-compatible vLLM server, asked with token ids."""
 
     _met = ""
-    """The worker's process that was spoken to last; empty: none was."""
+    """The worker's process that answered last; empty: none."""
     _settings: Drafting
-    """How it was told to draft."""
+    """Its draft settings."""
 
     def __init__(
         self,
@@ -72,27 +71,27 @@ class ServerEngine(base.WorkerEngine):
         *,
         devices: Sequence[str] = (),
     ) -> None:
-        """Start a server, or attach to the one at `config.backend`. Raises as `plan_launch`, and
-        EngineError when no server answers.
+        """Start a server, or attach to the one at `config.backend`. Raises like `plan_launch`, and
+        EngineError if no server answers.
 
         Args:
-            devices: the GPUs that a server which is started here sees, as CUDA_VISIBLE_DEVICES
-                names them; none: those that this process sees.
+            devices: the GPUs for a server started here, as CUDA_VISIBLE_DEVICES names them; none:
+                those of this process.
         """
         self._devices = tuple(devices)
         self.plan = plan_launch(model_path, heads_path, config, seed)
         self._process: subprocess.Popen[bytes] | None = None
-        # Stands for no log, where the server is somebody else's.
+        # Means no log, if the server is somebody else's.
         self._log = Path(os.devnull)
-        # On a node with other users loopback is no door: a server that is started here answers
-        # nobody else.
+        # On a shared node loopback is no protection, so a server started here answers only with our
+        # token.
         token = None if config.addresses else secrets.token_urlsafe(32)
         self._client = httpx.Client(
             base_url=self._start(config, token) if token else config.addresses[0],
             headers=token_header(token),
             timeout=CALL_TIMEOUT_S,
             limits=LIMITS,
-            # A proxy of the environment has no business on loopback, and would be told the token.
+            # A proxy from the environment is not needed on loopback, and would learn the token.
             trust_env=not token,
         )
         # Twice the engine's slots, so that requests wait there and no slot waits for a request.
@@ -142,22 +141,22 @@ class ServerEngine(base.WorkerEngine):
     def swap_heads(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        # Running requests stand still while the engine is at it: the file is read and summed up
-        # here, where they don't wait for that.
+        # Running requests pause while the engine loads the file, so it is read and summed here,
+        # where they don't wait.
         return super().swap_heads(path, version, checked or base.check_state(path, "new heads"))
 
     def sync_actor(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
         # Other clients may have requests running: they wait, and their cached keys and values are
-        # computed anew.
+        # recomputed.
         file = base.check_file(path, "the actor's weights")
         checked = checked or base.check_state(file, "the actor's weights")
         self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
             return super().sync_actor(file, version, checked)
         finally:
-            # In any case: a server that stays paused answers nobody.
+            # In any case, since a server that stays paused answers nobody.
             self._post("/resume")
 
     def _forget_prompts(self) -> bool:
@@ -169,8 +168,8 @@ class ServerEngine(base.WorkerEngine):
         self._settings = self._settings | settings
 
     def counters(self) -> Counters:
-        """As of RolloutEngine. Loops ask before and after each generation: here a server is noticed
-        that somebody has started again.
+        """See RolloutEngine. Loops ask before and after each generation, which is when a restarted
+        server is noticed.
         """
         if self._met:
             self._meet_again()
@@ -183,33 +182,33 @@ class ServerEngine(base.WorkerEngine):
         self._met, _ = self._who_answers()
 
     def _who_answers(self) -> tuple[str, int]:
-        """A name of the worker's process, and its actor's version."""
+        """An identifier of the worker's process, and its actor's version."""
         return self._asked(
             "medusa_checksums",
             lambda answer: (str(answer["process"]), int(answer["actor_version"])),
         )
 
     def _meet_again(self) -> None:
-        """A server that was started again drafts as it was told to, and waits for its heads
-        (`heads_version` is -1).
+        """Give a restarted server its draft settings; it then waits for its heads (`heads_version`
+        is -1).
 
         Raises:
-            EngineError: it was started again and not synced since: it writes with the actor of its
+            EngineError: it was restarted and not synced since, so it writes with the actor in its
                 folder.
         """
         process, version = self._who_answers()
-        # Process numbers alone can come again; the worker's name for itself does not.
+        # Process ids can recur; the worker's own name for itself does not.
         if process == self._met:
             return
         if version != self.policy_version:
             raise EngineError(
-                "The vLLM server was started again, and what it answered since then may be another"
-                " actor's.",
+                "The vLLM server was restarted, and its answers since then may come from a "
+                "different actor.",
                 given=f"actor version {version} at {self._address}",
                 expected=f"version {self.policy_version}, which was synced into it",
-                do="Sync the actor, or go on from a checkpoint.",
+                do="Sync the actor, or continue from a checkpoint.",
             )
-        logger.warning("The vLLM server was started again; it has the actor, and gets its heads.")
+        logger.warning("The vLLM server was restarted; it has the actor, and is getting its heads.")
         self._met = process
         self.configure(**self._settings)
         if self._settings.get("choose") and self.max_drafts:
@@ -217,7 +216,7 @@ class ServerEngine(base.WorkerEngine):
         self.heads_version = -1 if self.max_drafts else self.heads_version
 
     def close(self) -> None:
-        """End the process group that was started here; a server that was attached to runs on."""
+        """End the process group that was started here; an attached server keeps running."""
         self._client.close()
         process = self._process
         self._process = None
@@ -235,7 +234,7 @@ class ServerEngine(base.WorkerEngine):
             except subprocess.TimeoutExpired:
                 logger.debug("the server ignored %s", sign.name)
         process.wait()
-        if self._log.is_file():  # Not the device that stands for no log: root could remove it.
+        if self._log.is_file():  # But not the device that means no log: root could remove it.
             self._log.unlink()
 
     # ---- the process
@@ -253,7 +252,7 @@ class ServerEngine(base.WorkerEngine):
         if self._devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
         # The server keeps its API in one process and the model in another; the setting for
-        # in-process engines is not its own.
+        # in-process engines does not apply to it.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         command = [
             sys.executable,
@@ -265,12 +264,12 @@ class ServerEngine(base.WorkerEngine):
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                # Not a pipe: nobody would read it, and a full one stops the server.
+                # Not a pipe: nobody would read it, and a full pipe blocks the server.
                 stdout=handle,
                 stderr=subprocess.STDOUT,
                 env=env,
-                # A group of its own, to be ended as a whole; and Ctrl-C in the terminal is for the
-                # loop, which ends it in order.
+                # A separate process group, to be ended as a whole; Ctrl-C in the terminal goes to
+                # the loop, which shuts it down in order.
                 start_new_session=True,
             )
         finally:
@@ -281,13 +280,13 @@ class ServerEngine(base.WorkerEngine):
     def _wait_until_healthy(self, *, started_here: bool) -> None:
         deadline = time.monotonic() + (START_TIMEOUT_S if started_here else ATTACH_TIMEOUT_S)
         while time.monotonic() < deadline:
-            # No use in waiting for ten minutes for a process that has gone.
+            # There is no use in waiting ten minutes for a process that is gone.
             if self._process is not None and self._process.poll() is not None:
                 raise EngineError(
                     "The vLLM server ended while starting.",
-                    given=f"exit code {self._process.returncode}; its last words:\n{self._tail()}",
+                    given=f"exit code {self._process.returncode}; its last output:\n{self._tail()}",
                     expected="a server",
-                    do="Correct what its log names.",
+                    do="Fix the problem named in its log.",
                 )
             try:
                 if self._fetch("GET", "/health", 5.0).status_code == httpx.codes.OK:
@@ -309,7 +308,9 @@ class ServerEngine(base.WorkerEngine):
 
     @property
     def _address(self) -> httpx.URL:
-        """As it may stand in a log: without the user and password of engine.backend."""
+        """The address as it may appear in a log: without the user and password of
+        engine.backend.
+        """
         return self._client.base_url.copy_with(userinfo=b"")
 
     # ---- HTTP
@@ -339,7 +340,7 @@ class ServerEngine(base.WorkerEngine):
             strange = [
                 token
                 for token in token_ids
-                # `true` is an int to isinstance.
+                # For isinstance, `true` is an int.
                 if type(token) is not int or not 0 <= token < (self.plan.vocab_size or 1 << 31)
             ]
             if strange or len(token_ids) > sampling.max_new_tokens:
@@ -362,7 +363,7 @@ class ServerEngine(base.WorkerEngine):
         )
 
     def _json(self, verb: str, path: str, take: Callable[[Any], Found], **kwargs: Any) -> Found:
-        """What `take` finds in the answer's JSON."""
+        """The part that `take` extracts from the answer's JSON."""
         answer = self._request(verb, path, **kwargs)
         return base.understood(lambda: take(answer.json()), answer.content)
 
@@ -372,7 +373,7 @@ class ServerEngine(base.WorkerEngine):
     def _request(
         self, verb: str, path: str, *, within_s: float | None = None, **kwargs: Any
     ) -> httpx.Response:
-        """An answer that is one; EngineError for any other, and for none."""
+        """A valid answer. Raises EngineError for any other, and for none."""
         within_s = within_s or CALL_TIMEOUT_S
         try:
             answer = self._fetch(verb, path, within_s, **kwargs)
@@ -399,10 +400,10 @@ class ServerEngine(base.WorkerEngine):
         return answer
 
     def _fetch(self, verb: str, path: str, within_s: float, **kwargs: Any) -> httpx.Response:
-        """The whole answer, within so many seconds and within MOST_ANSWER_BYTES, however it comes;
-        httpx's error where there is none.
+        """The whole answer, within this many seconds and MOST_ANSWER_BYTES, however it arrives;
+        raises httpx's error if there is none.
         """
-        # httpx's timeout is for each read: an answer that comes drop by drop would never end.
+        # httpx's timeout is per read: an answer that trickles in would never end.
         deadline = time.monotonic() + within_s
         content = bytearray()
         with self._client.stream(verb, path, timeout=within_s, **kwargs) as stream:
@@ -415,8 +416,8 @@ class ServerEngine(base.WorkerEngine):
 
 
 def last_words(log: str) -> str:
-    """The end of a log, below the first exception in it: a server ends long after its engine, with
-    "See root cause above".
+    """The end of a log, after its first exception: a server ends long after its engine, with "See
+    root cause above".
     """
     lines = log.splitlines()
     first = next((number for number, line in enumerate(lines) if RAISED.search(line)), len(lines))
@@ -427,21 +428,21 @@ def last_words(log: str) -> str:
 
 
 def patience_s(count: int, sampling: Sampling, slots: int) -> float:
-    """Seconds after which an engine that still answers so many requests counts as hanging; those
-    beyond its slots wait for a turn.
+    """Seconds after which an engine with this many requests counts as hanging; requests beyond its
+    slots wait for a turn.
     """
     return CALL_TIMEOUT_S + TOKEN_S * sampling.max_new_tokens * -(-count // max(1, slots))
 
 
 def free_port() -> int:
-    """A port that nobody has."""
+    """A free port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
 def parse_counters(text: str) -> Counters:
-    """Acceptance counters of the Prometheus page, summed over engines."""
+    """Acceptance counters from the Prometheus page, summed over engines."""
     totals = collections.Counter[str]()
     positions = collections.Counter[int]()
     for sample in (
@@ -454,7 +455,7 @@ def parse_counters(text: str) -> Counters:
     drafts, drafted, accepted = (
         totals[f"{COUNTER}{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
-    # A label is text from outside: a tuple up to a huge position would fill the memory.
+    # A label is untrusted text: a tuple up to a huge position would fill the memory.
     if any(not 0 <= position < MOST_POSITIONS for position in positions):
         raise ValueError(f"position {max(positions)}")
     return Counters(

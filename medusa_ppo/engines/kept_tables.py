@@ -1,7 +1,7 @@
-"""Tables of step times, kept from one start of an engine to the next.
+"""Tables of step times, saved from one start of an engine to the next.
 
-A file is named by a digest of what decides how long steps take (machine, model, vLLM, ...), and
-repeats it in clear. What can't be used is said, and measured anew.
+A file's name is a digest of what determines step times (machine, model, vLLM, ...), and the file
+repeats it in plain text. Unusable tables are reported and measured again.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ FORMAT = 1
 LARGEST_BYTES = 1 << 20
 MOST_SEQUENCES = 1 << 20
 LONGEST_S = 3600.0
-"""A step that takes longer was never measured."""
+"""A longer step can't have been measured."""
 
 
 def table_file(key: Mapping[str, Any]) -> Path:
-    """Where the table of this engine on this machine is kept."""
+    """File of the table for this engine on this machine."""
     digest = hashlib.blake2b(_text(key).encode(), digest_size=12).hexdigest()
     return cache_folder("step-times") / f"{digest}.json"
 
 
 def read_table(key: Mapping[str, Any], max_drafts: int) -> list[dict[str, float]]:
-    """Rows of a `StepTable`; empty when there are none that can be used, and then a line of the log
-    says why, unless nothing was kept yet.
+    """Rows of a `StepTable`; empty if none are usable. The log then says why, unless nothing was
+    saved yet.
     """
     file = table_file(key)
     try:
@@ -43,25 +43,23 @@ def read_table(key: Mapping[str, Any], max_drafts: int) -> list[dict[str, float]
             raise ValueError(f"more than {LARGEST_BYTES} bytes")
         raw = json.loads(content)
         if raw["format"] != FORMAT or _text(raw["key"]) != _text(key):
-            raise ValueError("of another machine, model or version")
+            raise ValueError("from another machine, model or version")
         return [_checked(row, max_drafts) for row in raw["rows"]]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning("The step times in %s are not used, but measured anew: %s.", file, error)
+        logger.warning("The step times in %s are not used, but measured again: %s.", file, error)
         return []
 
 
 def keep_table(key: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> None:
-    """Write the file. A folder that can't be written to costs the next start a calibration, and
-    nothing else.
-    """
+    """Write the file. An unwritable folder only costs the next start a calibration."""
     file = table_file(key)
     content = {"format": FORMAT, "key": key, "rows": [dict(row) for row in rows]}
     try:
         write_atomic(file, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        logger.warning("The step times can't be kept in %s: %s.", file, error)
+        logger.warning("The step times can't be saved in %s: %s.", file, error)
 
 
 def _text(key: object) -> str:
@@ -78,6 +76,6 @@ def _checked(row: Mapping[str, Any], max_drafts: int) -> dict[str, float]:
         or not all(low <= n <= high for low, n, high in zip((1, 0, 1), counts, most, strict=True))
         or not (math.isfinite(seconds) and 0 < seconds <= LONGEST_S)
     ):
-        raise ValueError(f"{str(dict(row))[:100]} is no row of step times")
+        raise ValueError(f"{str(dict(row))[:100]} is not a row of step times")
     running, drafts, steps = counts
     return {"running": running, "drafts": drafts, "seconds": float(seconds), "steps": steps}

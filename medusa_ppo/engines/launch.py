@@ -1,7 +1,7 @@
 """How a vLLM engine is started: checks that need no vLLM, its arguments, and the process of a
 server (`python -m` this module).
 
-What can't be combined is refused by name.
+Options that can't be combined are refused by name.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
 LARGE_VOCABULARY = 32_768
 DRAFT_VOCABULARY = 8_192
-"""From so many tokens on drafts come from the most frequent ones alone, where nobody says
-otherwise; and so many of them.
+"""Vocabulary from which drafts by default come only from the most frequent tokens, and how many of
+these.
 """
-HOST = "127.0.0.1"  # Of a server that is started here: only this process asks it.
+HOST = "127.0.0.1"  # For a server started here: only this process uses it.
 ENVIRONMENT = {
-    # The engine in this process: swaps are direct calls, and there is one process less.
+    # The engine runs in this process: swaps are direct calls, and there is one process less.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Its notes would come between the lines of the progress display.
+    # Its messages would interrupt the progress display.
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # vLLM would report each start to its makers.
+    # vLLM would report each start to its developers.
     "VLLM_NO_USAGE_STATS": "1",
 }
 # The `vllm` command of the CPU wheel does not start; the module does.
@@ -68,8 +68,8 @@ OPENMP = re.compile(r"lib(g|i)?omp[^/]*$")
 PR_SET_PDEATHSIG = 1
 SET_BY_THE_ENGINE = {
     "worker_extension_cls": "it carries the swap methods",
-    "logprobs_mode": "rollouts report the distribution that was sampled from",
-    "disable_log_stats": "the acceptance counters are read from the statistics",
+    "logprobs_mode": "rollouts must report the distribution that was sampled from",
+    "disable_log_stats": "the acceptance counters come from the statistics",
     "model": "it is model.path",
     "weight_transfer_config": "engine.transfer says it",
     "speculative_config": "it is built from heads.path and engine.num_drafts, losslessly",
@@ -90,10 +90,10 @@ class LaunchPlan:
         engine_args: keyword arguments of vLLM's engine.
         stop_ids: tokens that end a response, from the model's own files.
         max_drafts: drafts per step that the engine is built for; 0 without heads.
-        drafting: what it is configured to begin with.
+        drafting: its initial configuration.
         max_model_len: longest prompt plus response.
         vocab_size: valid token ids are below it.
-        runner: vLLM's model runner; empty: whichever vLLM takes.
+        runner: vLLM's model runner; empty: vLLM's choice.
     """
 
     engine_args: dict[str, Any]
@@ -106,7 +106,7 @@ class LaunchPlan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that must stand before vLLM is started."""
+        """Variables that must be set before vLLM starts."""
         return {V2_SWITCH: "1"} if self.runner == "v2" else {}
 
 
@@ -138,14 +138,13 @@ def plan_launch(
         "worker_extension_cls": WORKER_EXTENSION,
         # Prompts and responses are token ids.
         "skip_tokenizer_init": True,
-        # Otherwise vLLM takes sampling settings that a request leaves out from the model's own
-        # file.
+        # Otherwise vLLM takes missing sampling settings of a request from the model's own file.
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
     }
     if model.get("model_type") in VISION_FAMILIES:
-        # vLLM finds the places of images by the tokenizer, and looks for the vocabulary of Medusa
-        # heads in the outermost config.
+        # vLLM finds the places of images with the tokenizer, and the vocabulary of Medusa heads in
+        # the outermost config.
         args |= {
             "skip_tokenizer_init": False,
             "limit_mm_per_prompt": {"video": 0},
@@ -179,7 +178,7 @@ def plan_launch(
             sizes = graph_sizes(config.max_num_seqs, max_drafts, most)
             args["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         _refuse_with_heads(config.extra, runner)
-    # See cache_bytes: a share of the memory can come out negative there.
+    # See cache_bytes: a share of the memory can be negative there.
     if is_cpu_build() and "gpu_memory_utilization" not in config.extra:
         args["kv_cache_memory_bytes"] = cache_bytes(text, config)
     if config.sleep_level:
@@ -190,7 +189,7 @@ def plan_launch(
             )
         else:
             args["enable_sleep_mode"] = True
-    # Last, so that the user's word counts; what must not be changed has been refused by name.
+    # Last, so that the user's settings count; those that must not change were refused by name.
     args.update(config.extra)
     drafting = _drafting(config, heads)
     return LaunchPlan(
@@ -205,11 +204,11 @@ def plan_launch(
 
 
 def graph_sizes(sequences: int, most_drafts: int, most_tokens: int | None = None) -> list[int]:
-    """Tokens of a step that vLLM's V1 runner captures graphs for: multiples of what a sequence has
-    with all drafts, which V1 rounds to, as far as `sequences` with all drafts need.
+    """Token counts for which vLLM's V1 runner captures graphs: multiples of a sequence's tokens
+    with all drafts, to which V1 rounds, up to what `sequences` with all drafts need.
 
-    Left to itself V1 stops at 512 tokens (1,024 on Blackwell): with four drafts 103 sequences ran
-    without any graph. A step with fewer drafts takes the next graph of more tokens.
+    By default V1 stops at 512 tokens (1,024 on Blackwell): with four drafts, 103 sequences would
+    run without a graph. A step with fewer drafts uses the next larger graph.
     """
     counts = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, sequences, 32)}
     counts = {count for count in counts if count < sequences} | {sequences}
@@ -218,8 +217,8 @@ def graph_sizes(sequences: int, most_drafts: int, most_tokens: int | None = None
 
 
 def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
-    """`engine.runner`. UnsupportedVersionError or ConfigError when it is V2 and something here
-    can't have it.
+    """`engine.runner`. Raises UnsupportedVersionError or ConfigError if it is V2 and something here
+    does not support that.
     """
     if config.runner == "v1":
         return "v1"
@@ -243,13 +242,13 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
             (
                 ConfigError,
                 f"engine.memory_bytes={config.memory_bytes}",
-                "unset: V2 tells a drafter no tokens on the host",
+                "unset: V2 gives a drafter no tokens on the host",
             )
         )
     if lacks:
         error, given, expected = lacks[0]
         raise error(
-            "vLLM's V2 model runner can't be had.",
+            "vLLM's V2 model runner is not available here.",
             given=given,
             expected=expected,
             do="Set engine.runner=v1, or leave it out.",
@@ -276,8 +275,8 @@ def _drafting(config: EngineConfig, heads: HeadsConfig | None) -> Drafting:
 
 
 def with_all_heads(config: EngineConfig, heads_path: str | Path) -> EngineConfig:
-    """One draft of each head in every step, where nobody said a number: for figures by position,
-    which a choice would leave without late positions.
+    """One draft from each head in every step unless a number is set: for figures by position, since
+    choosing K would leave late positions without any.
     """
     if config.num_drafts != AUTO or not heads_path:
         return config
@@ -285,22 +284,20 @@ def with_all_heads(config: EngineConfig, heads_path: str | Path) -> EngineConfig
 
 
 def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None) -> int | None:
-    """Of how many tokens drafts come, and what heads are trained for; 0: of all; None: nobody says,
-    and so of all.
-    """
+    """Number of tokens that drafts come from and heads are trained for; 0 or None: all."""
     if config.draft_vocab is not None:
         return config.draft_vocab
-    # It is cut from the actor's lm_head, which heads with their own don't read.
+    # It is taken from the actor's lm_head, which heads with their own lm_head don't read.
     large = heads is not None and heads.vocab_size >= LARGE_VOCABULARY and heads.lm_head == "shared"
     return DRAFT_VOCABULARY if large else None
 
 
 def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:
-    """Bytes that hold the keys and values of `max_num_seqs` sequences of full length.
+    """Bytes for the keys and values of `max_num_seqs` sequences of full length.
 
-    vLLM's CPU build takes a share of the NUMA node's memory less what the process already holds; on
-    machines that report a small node (virtual machines with hot-plugged memory) that is negative,
-    so the size is said outright.
+    vLLM's CPU build takes a share of the NUMA node's memory minus what the process already holds;
+    on machines that report a small node (virtual machines with hot-plugged memory) that is
+    negative, so we set the size explicitly.
     """
     layers = int(text_config.get("num_hidden_layers", text_config.get("n_layer", 1)))
     heads = int(text_config.get("num_attention_heads", text_config.get("n_head", 1)))
@@ -311,13 +308,13 @@ def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:
     per_token = 2 * layers * kv_heads * head_dim * (4 if config.dtype == "float32" else 2)
     # Whole blocks for each sequence.
     blocks = config.max_num_seqs * -(-(config.max_model_len or 0) // CACHE_BLOCK_TOKENS)
-    # vLLM keeps one block for itself, as the place of none.
+    # vLLM keeps one block for itself, as a null block.
     return max(MIN_CACHE_BYTES, (blocks + 1) * CACHE_BLOCK_TOKENS * per_token)
 
 
 def read_model_config(model_path: str | Path) -> dict[str, Any]:
-    """The model's config.json, from its folder or (for a hub name) from the hub's cache. ModelError
-    when there is none.
+    """The model's config.json, from its folder or (for a hub name) from the hub's cache. Raises
+    ModelError if there is none.
     """
     folder = Path(model_path)
     if folder.is_dir():
@@ -331,7 +328,7 @@ def read_model_config(model_path: str | Path) -> dict[str, Any]:
             )
         return _read_json(path)
     name = str(model_path)
-    # A mistyped path would otherwise be looked for on the hub, and the network blamed.
+    # Otherwise a mistyped path would be looked up on the hub, and the network blamed.
     if name.count("/") != 1 or name.startswith((".", "~", os.sep)):
         raise ModelError(
             "The model folder does not exist.",
@@ -353,7 +350,7 @@ def read_model_config(model_path: str | Path) -> dict[str, Any]:
 
 
 def read_heads_config(heads_path: str | Path, hidden_size: int, vocab_size: int) -> HeadsConfig:
-    """Sizes of native heads, compared with the actor's; the tensors are checked when vLLM loads
+    """Sizes of native heads, checked against the actor's; the tensors are checked when vLLM loads
     them.
     """
     path = Path(heads_path) / "config.json"
@@ -408,7 +405,7 @@ def _refused(name: str, value: object, why: str, expected: object = "unset") -> 
 
 
 def _refuse_what_is_set_here(extra: dict[str, Any]) -> None:
-    """ConfigError for settings that the engine sets itself; LossyError where one of them also asks
+    """Raise ConfigError for settings that the engine sets itself, or LossyError if one of them asks
     for a rule that would change the distribution of the tokens.
     """
     speculative = extra.get("speculative_config")
@@ -431,11 +428,11 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
                 "combined with draft heads in this version; use tensor parallelism",
                 1,
             )
-    # vLLM goes by the variable, whatever was checked here.
+    # vLLM follows the variable, whatever was checked here.
     if v2_asked() and runner != "v2":
         do = "Unset the variable, or set engine.runner=v2."
         raise ConfigError(
-            "The environment asks for another model runner.",
+            "The environment selects a different model runner.",
             given=f"{V2_SWITCH}=1",
             expected=f"engine.runner={runner}",
             do=do,
@@ -443,8 +440,8 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
 
 
 def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-text ids of generation_config.json, config.json and the tokenizer, of a folder or of a
-    hub name: a response ends at whatever any of them calls an end.
+    """End-of-text ids in generation_config.json, config.json and the tokenizer of a folder or hub
+    name: a response ends at any of them.
     """
     found: list[int] = []
     generation = _model_json(model_path, "generation_config.json")
@@ -454,13 +451,13 @@ def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, 
 
 
 def _model_json(model_path: str | Path, name: str) -> dict[str, Any]:
-    """A JSON file of a model's folder or hub name; empty where there is none."""
+    """A JSON file of a model's folder or hub name; empty if there is none."""
     folder = Path(model_path)
     path: Path | None = folder / name
     if not folder.is_dir():
         from transformers.utils import cached_file  # Only needed for hub names.
 
-        # Servers that run already may have a model that is nowhere here.
+        # Running servers may have a model that is not available here.
         fetched = cached_file(
             str(model_path),
             name,
@@ -488,23 +485,25 @@ def _tokenizer_end(model_path: str | Path) -> list[int]:
 
 
 def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:
-    """Environment variables of the engine's process; they must stand before Python starts there."""
+    """Environment variables of the engine's process; they must be set before Python starts
+    there.
+    """
     env = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if has_gpu:
         return env
     env |= {
         "OMP_NUM_THREADS": str(settled_engine(config).threads),
-        # vLLM would pin its threads to cores, and PPO and the companion use the same ones.
+        # vLLM would pin its threads to cores that PPO and the companion also use.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.is_file():
-        # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before
-        # torch, and in the place of GNU's: that is what vLLM leaves here once it ran in this
-        # process, and with both it does not start.
+        # Intel's OpenMP, which vLLM's CPU build needs. It only works if it is loaded before torch
+        # and instead of GNU's, which vLLM leaves here once it has run in this process; with both it
+        # does not start.
         others = [
             part
-            # The loader takes both as separators.
+            # The loader accepts both as separators.
             for part in re.split("[: ]", os.environ.get("LD_PRELOAD", ""))
             if part and not OPENMP.search(part)
         ]
@@ -527,7 +526,7 @@ def server_arguments(plan: LaunchPlan, port: int) -> list[str]:
         int(plan.engine_args.get("tensor_parallel_size", 1)) == 1
         and "distributed_executor_backend" not in plan.engine_args
     ):
-        arguments += ["--distributed-executor-backend", "uni"]  # One process less to start.
+        arguments += ["--distributed-executor-backend", "uni"]  # This saves one process.
     return arguments + engine_flags(plan.engine_args)
 
 
@@ -537,7 +536,7 @@ def engine_flags(engine_args: dict[str, Any]) -> list[str]:
     for name, value in engine_args.items():
         flag = name.replace("_", "-")
         if name == "disable_log_stats":
-            continue  # This flag has no negative form, and statistics are on without it.
+            continue  # This flag has no negative form, and statistics are on by default.
         if isinstance(value, bool):
             found.append(f"--{flag}" if value else f"--no-{flag}")
         else:
@@ -549,11 +548,9 @@ def engine_flags(engine_args: dict[str, Any]) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Ask Linux for SIGTERM when the parent dies, so that a killed run leaves no server behind.
-    Elsewhere: nothing.
-
-    Linux means the parent's thread: the engine has to be made in a thread that lives as long as it
-    is used.
+    """Ask Linux to send SIGTERM when the parent dies, so that a killed run leaves no server behind.
+    Does nothing elsewhere. Linux means the parent's thread, so the engine must be made in a thread
+    that lives as long as the engine is used.
     """
     if not sys.platform.startswith("linux"):
         return

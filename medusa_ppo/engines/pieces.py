@@ -1,5 +1,5 @@
-"""The pieces of a generate call: how a pool cuts it and deals it to its engines, their seeds, who
-hears of responses, and calls that end early.
+"""The pieces of a generate call: how a pool splits it and assigns pieces to engines, their seeds,
+reporting responses, and calls that end early.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from medusa_ppo.contract.rollouts import Response, Rollouts, Sampling
 from medusa_ppo.drafting.memory import ResponseMemory, Row, prompt_key
 
 Piece = tuple[int, ...]
-"""Indices of some prompts of one generate call: what is dealt to an engine as a whole."""
+"""Indices of some prompts of one generate call, assigned to an engine as a whole."""
 Finished = Callable[[int, Response], None]
-"""Hears of a response that has ended: its place among the responses of the call, and what it is."""
+"""Called for a response that has ended: its place among the call's responses, and the response."""
 Ended = dict[int, Response]
-"""Responses that have ended, by their places."""
+"""Finished responses, by their places."""
 ALIKE = 0.2
-"""Engines whose speeds are within this share of their mean are called equally fast."""
+"""Engines whose speeds are within this share of their mean count as equally fast."""
 UNFINISHED = "unfinished"
 """Reason of a response that has not ended (`Response.finish_reason`)."""
 
 
 @dataclass(frozen=True)
 class Partly:
-    """A call that goes on with responses of earlier ones, and may end before all have ended.
+    """A call that continues responses of earlier ones, and may end before all have ended.
 
     Attributes:
-        begun: of each response of the call what there is of it already; those that have ended are
-            not asked for again.
-        enough: prompts to which all responses have ended; with so many the call ends.
-        due: indices of prompts that it waits for in any case.
+        begun: for each response of the call, its tokens so far; finished ones are not requested
+            again.
+        enough: number of fully answered prompts with which the call ends.
+        due: indices of prompts that it always waits for.
     """
 
     begun: tuple[Response, ...]
@@ -42,15 +42,15 @@ class Partly:
     due: frozenset[int] = frozenset()
 
     def over(self, unfinished: Mapping[int, int]) -> bool:
-        """The call may end. `unfinished`: responses that have not ended, of each prompt by its
-        index.
+        """Whether the call may end. `unfinished`: number of unfinished responses of each prompt, by
+        its index.
         """
         open_prompts = {prompt for prompt, count in unfinished.items() if count}
         return len(unfinished) - len(open_prompts) >= self.enough and not open_prompts & self.due
 
 
 def tell(parts: Iterable[Ended | Rollouts], finished: Finished) -> Rollouts:
-    """What comes last; `finished` hears of what comes before it."""
+    """The last item; `finished` is called for the ones before it."""
     found: Ended = {}
     for part in parts:
         if isinstance(part, Rollouts):
@@ -71,20 +71,18 @@ def tell(parts: Iterable[Ended | Rollouts], finished: Finished) -> Rollouts:
 
 
 def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
-    """Tokens that a prompt may come to: it is read once, and each response may be as long as it is
-    allowed to be.
-    """
+    """Most tokens of a prompt: it is read once, and each response may reach its limit."""
     return len(prompt) + sampling.responses_per_prompt * sampling.max_new_tokens
 
 
 def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int) -> list[Piece]:
-    """The call's pieces in the order in which they are dealt; a function of the prompts alone, not
-    of who is quick.
+    """The call's pieces in order of assignment, which depends on the prompts alone, not on engine
+    speed.
 
-    Each piece takes a 1 / (2 x engines) share of the tokens that are left, and at least one prompt:
-    there are twice as many pieces as engines or more, where there are so many prompts, and the last
-    ones are small, so that what `deal` makes of them comes out even. One engine gets everything in
-    one piece, in its own order.
+    Each piece takes a 1 / (2 x engines) share of the remaining tokens, and at least one prompt. So
+    there are at least twice as many pieces as engines, given enough prompts, and the last ones are
+    small, which lets `deal` balance them. One engine gets everything in one piece, in its own
+    order.
     """
     if engines <= 1:
         return [tuple(range(len(prompts)))]
@@ -113,16 +111,16 @@ def deal(
     sampling: Sampling,
     speeds: Sequence[float],
 ) -> list[tuple[Piece, ...]]:
-    """The pieces that each engine answers in one call, all of them from the start.
+    """The pieces that each engine answers in one call, all assigned at the start.
 
-    One piece after the other goes to the engine that would be through with it first, so the small
-    ones at the end even out what the large ones left. Pieces that wait for an engine's next call
-    would be fairer to slow engines, but a call ends with its longest response while most slots are
-    empty, and each further one has such an end: `benchmarks/pieces_on_paper.py` has both.
+    Each piece goes to the engine that would finish it first, so the small ones at the end balance
+    the large ones. Holding pieces back for an engine's next call would be fairer to slow engines,
+    but a call ends with its longest response while most slots are empty, and every further call has
+    such an end: `benchmarks/pieces_on_paper.py` has both.
 
     Args:
-        speeds: of the engines, in any unit; speeds that are nearly the same count as the same,
-            because a call's own luck with long responses moves them as much.
+        speeds: of the engines, in any unit; nearly equal speeds count as equal, because random long
+            responses shift them as much.
     """
     middle = sum(speeds) / len(speeds)
     if all(abs(speed - middle) <= ALIKE * middle for speed in speeds):
@@ -139,8 +137,8 @@ def deal(
 
 
 def in_call(finished: Finished, piece: Piece, repeat: int) -> Finished:
-    """Tells of a piece's responses by their places in the whole call, in which a prompt has
-    `repeat` of them.
+    """Reports a piece's responses by their places in the whole call, with `repeat` responses per
+    prompt.
     """
 
     def told(place: int, response: Response) -> None:
@@ -152,8 +150,8 @@ def in_call(finished: Finished, piece: Piece, repeat: int) -> Finished:
 
 
 def piece_seed(sampling: Sampling, index: int) -> int | None:
-    """Seed of an engine's part of a call: two may hold the same prompt, which must not be answered
-    alike.
+    """Seed of an engine's part of a call: two parts may hold the same prompt, which must not get
+    the same answer.
     """
     return (
         None
@@ -168,28 +166,28 @@ def request_seed(sampling: Sampling, index: int) -> int | None:
 
 
 class SharedMemory(ResponseMemory):
-    """What all engines of a pool have said, kept by whoever speaks for them. With `most_bytes` 0
-    nothing is. Any thread may ask.
+    """The responses of all engines of a pool, kept on the pool's side. With `most_bytes` 0 nothing
+    is kept. Thread-safe.
 
     Attributes:
-        news: of the call that runs: who wrote something, and what.
+        news: for the running call: who wrote what.
     """
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__(most_bytes)
         self.news: list[tuple[object, list[Row]]] = []
-        # Engines that start again ask for rows in threads of their own.
+        # Restarting engines request rows in their own threads.
         self._lock = threading.RLock()
 
     def hear(self, author: object, rollouts: Rollouts, version: int) -> None:
-        """What an engine has answered to one call; `version` of its policy."""
+        """Add an engine's answers to one call; `version` is that of its policy."""
         if not self.most_bytes:
             return
         keys = [prompt_key(prompt).hex() for prompt in rollouts.prompts]
         numbered = [
             (index, one)
             for index, one in enumerate(rollouts.responses)
-            # It goes on in a later call, and comes as a whole then.
+            # It continues in a later call, and is added as a whole then.
             if one.finish_reason != UNFINISHED
         ]
         rows = [
@@ -202,19 +200,19 @@ class SharedMemory(ResponseMemory):
             self.take(rows)
 
     def news_for(self, engine: object) -> list[Row]:
-        """What this one has not written itself."""
+        """Rows that this engine has not written itself."""
         return [row for author, rows in self.news if author is not engine for row in rows]
 
     def rows(self, version: int | None = None) -> list[Row]:
-        """As of a memory; `version`: of the policy now, where it has moved since something was
-        heard.
+        """As in a memory; `version`: of the current policy, if it has changed since the last
+        response.
         """
         with self._lock:
             self.version = self.version if version is None else version
             return super().rows()
 
     def state_dict(self, of: Mapping[str, bytes], version: int | None = None) -> dict[str, Tensor]:
-        """As of a memory; `version` as for `rows`."""
+        """As in a memory; `version` as for `rows`."""
         with self._lock:
             self.version = self.version if version is None else version
             return super().state_dict(of)

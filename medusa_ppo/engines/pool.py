@@ -1,5 +1,5 @@
-"""Many engines behind the interface of one: work balanced between them, every version on all of
-them, lost ones started again.
+"""Several engines behind the interface of one: work is balanced, every version is on all of them,
+and lost ones are restarted.
 
     generate      the call is cut into pieces (`cut`), and each engine gets its share of them in one
                   call (`deal`)
@@ -9,9 +9,9 @@ them, lost ones started again.
     lost engine   its pieces go to the others; it is started anew in the background, catches up, and
                   takes pieces again
 
-An engine answers only with the versions that the pool says: one that missed a swap or sync gets it
-before its next piece. A pool of one is an engine that is started again when it is lost; what it
-samples is what the bare engine would.
+An engine answers only with the pool's versions: one that missed a swap or sync gets it before its
+next piece. A pool of one is an engine that is restarted when it is lost; it samples what the bare
+engine would.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ logger = logging.getLogger(__name__)
 Factory = Callable[[int], base.RolloutEngine]
 Call = Callable[[base.RolloutEngine], Any]
 Ask = Callable[[base.RolloutEngine, Piece, base.Prompts, Sampling], Rollouts]
-MAX_RESTARTS = 3  # Of each engine, between two answers.
+MAX_RESTARTS = 3  # Per engine, between two answers.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
 
 
 @dataclass
 class Seat:
-    """One engine's place in the pool. `engine` is None while it is started again, and for good
-    after too many starts in a row.
+    """One engine's place in the pool. `engine` is None while it restarts, and for good after too
+    many restarts in a row.
     """
 
     index: int
@@ -71,7 +71,9 @@ class Seat:
     remembers: bool = True
     share: EngineShare = field(default_factory=EngineShare)
     speed: float | None = None
-    """Tokens a second in the calls so far, newer ones more; None: it has answered none."""
+    """Tokens per second in the calls so far, weighting newer ones more; None: it has answered
+    none.
+    """
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class Load:
 
     Attributes:
         number: its place among the call's loads, which its seed depends on.
-        pieces: as they were dealt.
-        seat: whose it is, as long as that engine is there; None: anybody's.
+        pieces: as assigned.
+        seat: whose it is, while that engine is there; None: any engine's.
     """
 
     number: int
@@ -90,7 +92,7 @@ class Load:
 
     @property
     def prompts(self) -> Piece:
-        """Indices of its prompts, in their order within the call to the engine."""
+        """Indices of its prompts, in the order of the engine's call."""
         return tuple(index for piece in self.pieces for index in piece)
 
 
@@ -102,9 +104,8 @@ class EnginePool(base.RolloutEngine):
 
     Attributes:
         shares: what each engine did in the last `generate`.
-        restarts: engines that were started again so far.
-        memory: what all of them have said, once more beside theirs; of as many bytes as they have
-            (0 until someone says so).
+        restarts: engine restarts so far.
+        memory: a copy of what all of them remember, with the same number of bytes (0 until set).
     """
 
     def __init__(
@@ -114,17 +115,16 @@ class EnginePool(base.RolloutEngine):
         *,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start `count` engines, all at once. Raises what the first one that fails raises, after
-        ending the others.
+        """Start `count` engines, all at once. If one fails, ends the others and raises its error.
 
         Args:
-            factory: starts the engine with a given index; called again for one that is lost.
+            factory: starts the engine with a given index; called again for a lost one.
             count: engines.
             on_close: called when all engines are closed.
         """
         self._factory = factory
         self._on_close = on_close
-        # For each engine one call, and beside it the start of another one that was lost.
+        # One call per engine, plus the restart of a lost one.
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: OwnedFolder | None = None
@@ -133,7 +133,7 @@ class EnginePool(base.RolloutEngine):
         self.restarts = 0
         self._closing = False
         starts = [self._threads.submit(factory, index) for index in range(count)]
-        # All of them, also where one has failed: those that came up have to be closed.
+        # All of them, even if one has failed: those that came up must be closed.
         wait(starts)
         self._seats = [
             Seat(index, None if start.exception() else start.result())
@@ -144,15 +144,14 @@ class EnginePool(base.RolloutEngine):
             self.close()
             raise failed
         engines = self._engines()
-        # Servers that were started by hand may have heads of different numbers.
+        # Servers started by hand may have different numbers of heads.
         self.max_drafts = min(engine.max_drafts for engine in engines)
         self.num_drafts = min(engine.num_drafts for engine in engines)
         self.note = engines[0].note
         self.heads_version = engines[0].heads_version
         self.policy_version = engines[0].policy_version
         for seat in self._seats:
-            # Engines that were just started have the same, and no file of it is kept; nobody is
-            # behind.
+            # Newly started engines agree, and no file is kept; none is behind.
             seat.versions = {"heads": self.heads_version, "actor": self.policy_version}
 
     @property
@@ -162,7 +161,7 @@ class EnginePool(base.RolloutEngine):
     # ---- the engine's methods
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
-        """As `RolloutEngine.generate`. EngineError when no engine is left."""
+        """See `RolloutEngine.generate`. Raises EngineError if no engine is left."""
         return self._generate(
             prompts, sampling, lambda engine, piece, *asked: engine.generate(*asked)
         )
@@ -180,7 +179,7 @@ class EnginePool(base.RolloutEngine):
     def generate_partly(
         self, prompts: base.Prompts, sampling: Sampling, partly: Partly
     ) -> Rollouts:
-        """As the engine's: of several none knows when all have enough."""
+        """As for a single engine: among several none knows when all have enough."""
         if len(self._seats) > 1:
             raise EngineError(
                 "Several engines can't stop half-way.",
@@ -210,8 +209,8 @@ class EnginePool(base.RolloutEngine):
         try:
             while waiting or running:
                 self._hand_out(waiting, running, prompts, sampling, ask)
-                # Only where pieces wait: otherwise a start in the background is nothing to wait
-                # for.
+                # Only if pieces are waiting: otherwise there is no need to wait for a restart in
+                # the background.
                 starting = [
                     seat.starting for seat in self._seats if seat.starting is not None and waiting
                 ]
@@ -229,10 +228,10 @@ class EnginePool(base.RolloutEngine):
                         answers.append((load.prompts, job.result()))
                         self.memory.hear(seat.engine, job.result(), self.policy_version)
                         seat.share = seat.share.plus(job.result())
-                        # It answers again: MAX_RESTARTS is for engines that never do.
+                        # It answers again; MAX_RESTARTS is for engines that never do.
                         seat.restarts = 0
         except Exception:
-            # No engine is left busy behind an error; close() ends one that an interrupt left busy.
+            # An error leaves no engine busy; close() ends one that an interrupt left busy.
             wait(running)
             raise
         self._spread_news()
@@ -240,8 +239,8 @@ class EnginePool(base.RolloutEngine):
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
     def _loads(self, prompts: base.Prompts, sampling: Sampling) -> list[Load]:
-        """What each engine is asked for. With a seed the same, whatever has happened to engines and
-        however fast they are: responses depend on it.
+        """What each engine is asked for. With a seed it is the same whatever has happened to
+        engines and however fast they are, because responses depend on it.
         """
         pieces = cut(prompts, sampling, len(self._seats))
         seats = (self._ready() if sampling.seed is None else None) or self._seats
@@ -256,8 +255,8 @@ class EnginePool(base.RolloutEngine):
 
     @staticmethod
     def _left_by_a_lost_one(load: Load, sampling: Sampling) -> list[Load]:
-        """What others are asked for in its place: with a seed the same in one go, to the same
-        responses; without one piece by piece, as many can take part.
+        """What others are asked for instead: with a seed the same load at once, for the same
+        responses; without one, piece by piece, so that many can take part.
         """
         if sampling.seed is not None:
             return [replace(load, seat=None)]
@@ -277,8 +276,8 @@ class EnginePool(base.RolloutEngine):
         sampling: Sampling,
         ask: Ask,
     ) -> None:
-        """Give each free engine its load, or one that nobody else is there for: the engine that ran
-        the fewest tokens first.
+        """Give each free engine its load, or an orphaned one; the engine with the fewest tokens so
+        far comes first.
         """
         self._revive()
         busy = {seat.index for seat, _ in running.values()}
@@ -292,7 +291,8 @@ class EnginePool(base.RolloutEngine):
                 continue
             waiting.remove(load)
             seeded = (
-                # One engine keeps the call's own seed, and samples what it would without a pool.
+                # A single engine keeps the call's own seed, and samples what it would without a
+                # pool.
                 replace(sampling, seed=piece_seed(sampling, load.number))
                 if len(self._seats) > 1
                 else sampling
@@ -304,7 +304,9 @@ class EnginePool(base.RolloutEngine):
     def swap_heads(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
+        """See `RolloutEngine.swap_heads`; on all engines. Raises SwapError if none accepted
+        them.
+        """
         receipt = self._deliver("heads", path, version, checked)
         self.heads_version = version
         return receipt
@@ -312,7 +314,7 @@ class EnginePool(base.RolloutEngine):
     def sync_actor(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        """As `RolloutEngine.sync_actor`, on all engines. SwapError when none took it."""
+        """See `RolloutEngine.sync_actor`; on all engines. Raises SwapError if none accepted it."""
         receipt = self._deliver("actor", path, version, checked)
         self.policy_version = version
         return receipt
@@ -321,7 +323,7 @@ class EnginePool(base.RolloutEngine):
         count = self._possible(settings)
         self._settings |= settings
         if settings.get("memory_bytes", self.memory.most_bytes) != self.memory.most_bytes:
-            # Only when the size changes: whoever says the same again does not mean to forget.
+            # Only if the size changes: setting the same size again must not forget anything.
             self.memory = SharedMemory(settings["memory_bytes"])
         self._everywhere(lambda engine: engine.configure(**settings))
         for seat in self._ready():
@@ -329,7 +331,7 @@ class EnginePool(base.RolloutEngine):
         self.num_drafts = count
 
     def checksums(self) -> dict[str, str]:
-        """Those that all engines agree on. EngineError when they don't."""
+        """The checksums that all engines agree on. Raises EngineError if they don't."""
         found = [engine.checksums() for engine in self._engines()]
         if any(sums != found[0] for sums in found):
             raise EngineError(
@@ -353,7 +355,7 @@ class EnginePool(base.RolloutEngine):
         )
 
     def plugin_report(self) -> dict[str, Any]:
-        """The first engine's, and under `engines` everyone's."""
+        """The first engine's, and under `engines` those of all."""
         reports = [engine.plugin_report() for engine in self._engines()]
         return {**reports[0], "engines": reports}
 
@@ -365,7 +367,7 @@ class EnginePool(base.RolloutEngine):
         )
 
     def _spread_news(self) -> None:
-        """What each engine has said in this call, to all others."""
+        """Send what each engine has written in this call to all others."""
         if len(self._seats) > 1 and self.memory.news:
             self._ask_all(
                 [seat for seat in self._ready() if seat.remembers],
@@ -377,8 +379,8 @@ class EnginePool(base.RolloutEngine):
         self._everywhere(lambda engine: engine.sleep(level))
 
     def wake(self) -> None:
-        """As `RolloutEngine.wake`. Heads that an engine lost in its sleep come back before its next
-        piece, if the pool has their file.
+        """See `RolloutEngine.wake`. An engine that lost its heads in its sleep gets them back
+        before its next piece, if the pool has their file.
         """
         self._everywhere(lambda engine: engine.wake())
         self._note_lost_heads()
@@ -390,9 +392,9 @@ class EnginePool(base.RolloutEngine):
                 self.heads_version = self.heads_version if "heads" in self._kept else -1
 
     def close(self) -> None:
-        # A call in another thread loses its engine now, and none is started for it.
+        # A call in another thread loses its engine now, and no replacement is started.
         self._closing = True
-        # What is being started is waited for: it would outlive the run.
+        # Wait for engines that are starting: they would outlive the run.
         for seat in self._seats:
             if seat.starting is not None:
                 wait([seat.starting])
@@ -468,11 +470,11 @@ class EnginePool(base.RolloutEngine):
     def _deliver(
         self, what: str, path: str | Path, version: int, checked: Checked | None
     ) -> SwapReceipt:
-        """Heads or actor to all engines at once; the slowest one's seconds. The file is checked
-        here, once, and not by each engine.
+        """Send heads or actor to all engines at once; returns the slowest one's seconds. The file
+        is checked here once, not by each engine.
         """
         started = time.perf_counter()
-        # Kept before it is read, so that what is checked is what the engines read.
+        # Saved before it is read, so that the engines read what was checked.
         file = self._keep(base.check_file(path, NAMES[what]), f"{what}-{version}")
         try:
             found = checked or base.check_state(file, NAMES[what])
@@ -487,7 +489,7 @@ class EnginePool(base.RolloutEngine):
                 (seat, answer) for seat, answer in answers if isinstance(answer, SwapReceipt)
             ]
             if receipts or any(isinstance(answer, SwapError) for _, answer in answers):
-                # Otherwise all were lost over it; those that are started again are asked again.
+                # Otherwise all were lost; restarted ones are asked again.
                 break
         self._note_lost_heads()
         if not receipts:
@@ -509,8 +511,8 @@ class EnginePool(base.RolloutEngine):
         return SwapReceipt(version, receipts[0][1].checksum, time.perf_counter() - started)
 
     def _keep(self, path: str, name: str) -> Path:
-        """The file under a name of the pool's own: writers remove or replace theirs. A hard link
-        where that is possible, else a copy.
+        """The file under the pool's own name, since writers remove or replace theirs. A hard link
+        if possible, else a copy.
         """
         file = self._new_file(name)
         try:
@@ -521,7 +523,7 @@ class EnginePool(base.RolloutEngine):
 
     def _new_file(self, name: str) -> Path:
         self._folder = self._folder or OwnedFolder("medusa-ppo-pool-", shared_memory=True)
-        # A version can come twice, while an engine still reads its first file.
+        # A version can arrive twice while an engine still reads its first file.
         return self._folder.path / f"{name}-{time.monotonic_ns()}.safetensors"
 
     def _forget(self, what: str) -> None:
@@ -530,14 +532,14 @@ class EnginePool(base.RolloutEngine):
             self._kept.pop(what)[0].unlink(missing_ok=True)
 
     def _everywhere(self, call: Call) -> list[tuple[Seat, Any]]:
-        """Every engine's answer or error, asked at once. Engines that are lost are started again; a
-        wrong request is raised.
+        """Every engine's answer or error, asked at once. Lost engines are restarted; an invalid
+        request is raised.
         """
         return self._ask_all(self._seated(), call)
 
     def _seated(self) -> list[Seat]:
-        """The seats that have an engine; waits for one that starts where none has. EngineError when
-        none will.
+        """The seats with an engine; if there are none, waits for one to start. Raises EngineError
+        if none will.
         """
         self._revive()
         while not self._ready():
@@ -555,8 +557,8 @@ class EnginePool(base.RolloutEngine):
         meanwhile: Callable[[], None] = lambda: None,
         patience_s: float | None = None,
     ) -> list[tuple[Seat, Any]]:
-        """Their engines' answers; `meanwhile` is done here, and who is silent for so long after it
-        is lost.
+        """Their engines' answers; `meanwhile` runs here, and an engine that is silent for this long
+        after it is lost.
         """
         jobs = [
             (seat, self._threads.submit(call, seat.engine))
@@ -574,11 +576,11 @@ class EnginePool(base.RolloutEngine):
                     "The engine does not answer.",
                     given=f"nothing for {patience_s} s",
                     expected="an answer",
-                    do="Read the engine's log; it is started again.",
+                    do="Read the engine's log; it is being restarted.",
                 )
             )
             if isinstance(error, SwapError):
-                logger.warning("Engine %d did not take the new weights. %s", seat.index, error)
+                logger.warning("Engine %d did not accept the new weights. %s", seat.index, error)
             elif error is not None:
                 self._lost(seat, error)
             answers.append((seat, error or job.result()))
@@ -587,10 +589,8 @@ class EnginePool(base.RolloutEngine):
     # ---- lost engines
 
     def _lost(self, seat: Seat, error: BaseException) -> None:
-        """Start a lost engine again in the background. An error that isn't the engine's is
-        raised.
-        """
-        # A wrong request would be as wrong for the next engine.
+        """Restart a lost engine in the background. Errors that aren't the engine's are raised."""
+        # An invalid request would be invalid for the next engine too.
         if not isinstance(error, EngineError) or self._closing:
             raise error
         logger.warning("Engine %d is lost. %s", seat.index, error)
@@ -600,18 +600,18 @@ class EnginePool(base.RolloutEngine):
             seat.restarts += 1
             self.restarts += 1
             seat.starting = self._threads.submit(self._start_again, seat.index, engine)
-        # In the background, as it may hang.
+        # In the background, because it may hang.
         elif engine is not None:
             self._threads.submit(engine.close)
 
     def _start_again(self, index: int, old: base.RolloutEngine | None) -> base.RolloutEngine:
         if old is not None:
-            # First: the new one needs its memory.
+            # First, because the new one needs its memory.
             old.close()
         return self._factory(index)
 
     def _revive(self) -> None:
-        """Seat the engines whose start is over; they have nothing yet of what the pool holds."""
+        """Seat the engines that have started; they don't yet have what the pool holds."""
         for seat in self._seats:
             if seat.starting is None or not seat.starting.done():
                 continue
@@ -624,7 +624,7 @@ class EnginePool(base.RolloutEngine):
                 seat.engine = start.result()
                 seat.versions = {}
                 seat.settings = Drafting()
-                # With nothing to remember there is nothing to catch up with.
+                # With nothing remembered there is nothing to catch up on.
                 seat.remembers = not self.memory.most_bytes
 
     def _ready(self) -> list[Seat]:

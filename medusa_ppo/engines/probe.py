@@ -1,15 +1,15 @@
 """Are an engine's tokens samples of the model's own distribution? One test for any prompts,
-settings and drafts, and this machine's proof (`python -m medusa_ppo.engines.probe` serves a tiny
+settings and drafts, and a check of this machine (`python -m medusa_ppo.engines.probe` serves a tiny
 random model with drafts and prints one line of JSON).
 
 The randomised PIT: for a token x that was sampled from p (tokens in p's order, likeliest first), u
 = (mass before x) + U(0, 1) p(x) is uniform on (0, 1), whatever the prefix (Czado, Gneiting, Held
 2009, Biometrics 65). So all tokens of all prompts go into one chi-square and one Kolmogorov-Smirnov
-test. Besides, log p(x) + H(p) has mean 0 given the past, so its sum over all tokens, divided by the
-root of the summed variances, is a standard normal z: it shows a shift of log-probs (vLLM's CPU
-build without our patch gives |z| above 50 here). Drafts that are verified against another q than
-they were drawn from, or against one that is a step old, show in all three. Tokens to which p gives
-no mass are counted by themselves: there may be none.
+test. In addition, log p(x) + H(p) has mean 0 given the past, so its sum over all tokens, divided by
+the root of the summed variances, is a standard normal z: it reveals a shift of log-probs (vLLM's
+CPU build without our patch gives |z| above 50 here). Drafts verified against a different q than
+they were drawn from, or one that is a step old, show up in all three. Tokens with zero mass under p
+are counted separately: there must be none.
 
 Shape letters: B rows, T positions, M sampled tokens, V vocabulary.
 """
@@ -42,7 +42,7 @@ LEAST_P = 0.001
 MOST_Z = 3.0
 SERIES_TERMS = 100
 TEMPERATURE = 0.7
-# Wider than MOST_Z: one run of CI in thousands may fail by chance, and a fault shows at 50.
+# Wider than MOST_Z: one CI run in thousands may fail by chance, and a real fault shows at 50.
 LIMIT = 4.0
 VOCAB, HIDDEN, HEADS = 128, 64, 3
 PROMPTS, NEW_TOKENS = 64, 32
@@ -50,9 +50,7 @@ PROMPTS, NEW_TOKENS = 64, 32
 
 @dataclass
 class Uniformity:
-    """What was seen of the tokens so far. `add` takes more; the p-values and z are of all of
-    them.
-    """
+    """Statistics of the tokens so far. `add` adds more; the p-values and z cover all of them."""
 
     seed: int = 0
     outside: int = 0
@@ -64,12 +62,12 @@ class Uniformity:
         self._generator = torch.Generator().manual_seed(self.seed)
 
     def add(self, logits_MV: torch.Tensor, ids_M: torch.Tensor, sampling: Sampling) -> None:
-        """Take in sampled tokens.
+        """Add sampled tokens.
 
         Args:
             logits_MV: the reference model's raw logits at each sampled position; -inf where a
                 grammar forbids the token.
-            ids_M: int64, what was sampled there.
+            ids_M: int64, the sampled tokens.
             sampling: temperature (above 0), top-k and top-p they were sampled with.
         """
         logits_MV = truncate_logits(
@@ -78,7 +76,7 @@ class Uniformity:
         logp_MV = logits_MV.log_softmax(-1)
         p_MV = logp_MV.exp()
         mass_M = p_MV.gather(1, ids_M[:, None])[:, 0]
-        # Ties stand in the order of their ids.
+        # Ties are in the order of their ids.
         first_MV = torch.arange(p_MV.shape[1], device=p_MV.device) < ids_M[:, None]
         below_M = (p_MV * ((p_MV > mass_M[:, None]) | (first_MV & (p_MV == mass_M[:, None])))).sum(
             -1
@@ -102,7 +100,7 @@ class Uniformity:
 
     @property
     def chi_square_p(self) -> float:
-        """Of equal counts in 20 bins."""
+        """p-value of equal counts in 20 bins."""
         u = torch.cat(self._u)
         counts = torch.histc(u, BINS, 0.0, 1.0)
         expected = len(u) / BINS
@@ -115,14 +113,14 @@ class Uniformity:
 
     @property
     def kolmogorov_p(self) -> float:
-        """Of the largest distance to the uniform distribution function; its limiting law, exact
-        enough from a hundred tokens on.
+        """p-value of the largest distance to the uniform distribution function, by its limiting
+        law, which is exact enough from a hundred tokens on.
         """
         u = torch.cat(self._u).sort().values
         steps = torch.arange(len(u) + 1, dtype=torch.float64) / len(u)
         distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
         t = distance * math.sqrt(len(u))
-        # The series alternates there without falling; the law is 1 to more than ten digits.
+        # There the series alternates without decreasing; the law is 1 to more than ten digits.
         if t < 0.2:
             return 1.0
         terms = ((-1) ** (j - 1) * math.exp(-2 * (j * t) ** 2) for j in range(1, SERIES_TERMS + 1))
@@ -135,8 +133,8 @@ class Uniformity:
 
     @property
     def honest(self) -> bool:
-        """Nothing outside of the support, both p-values over 0.001, z within 3: by chance 1 honest
-        engine in about 250 fails.
+        """Whether nothing is outside the support, both p-values are over 0.001, and z is within 3:
+        about 1 honest engine in 250 fails by chance.
         """
         return (
             not self.outside
@@ -158,7 +156,7 @@ class Uniformity:
 
 @torch.no_grad()
 def add_rollouts(test: Uniformity, model: Any, rollouts: Rollouts) -> None:
-    """All responses of some rollouts, against a transformers model in float32 or better."""
+    """Test all responses of some rollouts against a transformers model in float32 or better."""
     for response in rollouts.responses:
         add_response(
             test, model, rollouts.prompts[response.prompt_index], response, rollouts.sampling
@@ -169,7 +167,7 @@ def add_rollouts(test: Uniformity, model: Any, rollouts: Rollouts) -> None:
 def add_response(
     test: Uniformity, model: Any, prompt: Iterable[int], response: Response, sampling: Sampling
 ) -> None:
-    """One response, whose sampling may differ from its neighbours'."""
+    """Test one response, whose sampling may differ from its neighbours'."""
     prefix = list(prompt)
     row_1T = torch.tensor([[*prefix, *response.token_ids]], device=model.device)
     test.add(
@@ -178,8 +176,8 @@ def add_response(
 
 
 def sentence(drafting: Uniformity, plain: Uniformity | None) -> str:
-    """The verdict. `plain` is of the same engine without drafts: what it fails too is not the
-    drafts' doing. It is read only where those with drafts fail.
+    """The verdict. `plain` is the same engine without drafts: if it fails too, drafts are not the
+    cause. It is used only if the samples with drafts fail.
     """
     if drafting.honest:
         return (
@@ -224,8 +222,8 @@ def sample(
     tokens: int,
     advance: Callable[[float], object],
 ) -> tuple[list[Rollouts], list[Rollouts]]:
-    """At least so many tokens with the engine's drafts, and as many without, call by call in turn.
-    It drafts afterwards as before.
+    """At least this many tokens with the engine's drafts, and as many without, in alternating
+    calls. Afterwards it drafts as before.
     """
     drafts = engine.num_drafts
     runs: tuple[list[Rollouts], list[Rollouts]] = ([], [])
@@ -243,7 +241,7 @@ def sample(
 def judge(
     model: Any, runs: tuple[list[Rollouts], list[Rollouts]], advance: Callable[[float], object]
 ) -> tuple[Uniformity, Uniformity | None]:
-    """What `sample` gave, against the model's own distribution; those without drafts only where
+    """Compare `sample`'s result with the model's own distribution; samples without drafts only if
     those with drafts fail.
     """
     found = []
@@ -258,8 +256,8 @@ def judge(
 
 
 def beginnings(config: Any) -> list[list[int]]:
-    """Prompts for any model: the token that begins its texts, or one that ends them, and one at
-    random.
+    """Prompts for any model: the token that begins its texts, or one that ends them, and a random
+    one.
     """
     config = config.get_text_config()
     begin = next(
@@ -275,7 +273,7 @@ def beginnings(config: Any) -> list[list[int]]:
 
 @torch.no_grad()
 def stir(heads: MedusaHeads) -> None:
-    """Random numbers into the blocks of heads that were never trained, so that they draft."""
+    """Fill the blocks of untrained heads with random numbers, so that they draft."""
     generator = torch.Generator().manual_seed(0)
     for block in heads.blocks:
         block.normal_(std=0.5 / heads.config.hidden_size**0.5, generator=generator)
@@ -287,7 +285,7 @@ def run_probe() -> dict[str, Any]:
         folder = Path(temporary)
         model = tiny_model(folder / "model")
         heads = MedusaHeads(HeadsConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_heads=HEADS))
-        # Heads that learned nothing draft nothing.
+        # Untrained heads draft nothing.
         stir(heads)
         save_heads(folder / "heads", heads, lm_head_VD=model.lm_head.weight)
         config = EngineConfig(max_num_seqs=16, max_model_len=64, threads=1, num_drafts=HEADS)

@@ -1,9 +1,9 @@
-"""The colocated engine inside a Ray actor (its own process, threads and environment, ended with the
-run), and `make_engine`, which chooses.
+"""The colocated engine inside a Ray actor (with its own process, threads and environment, ended
+with the run), and `make_engine`, which chooses.
 
 An engine on this node reads new weights from the file in shared memory. One on another node gets
-the file's bytes through Ray's object store: they are put there once, and nodes that have them pass
-them on, so that many engines don't queue at one.
+the file's bytes through Ray's object store: they are stored once, and nodes that have them pass
+them on, so that many engines don't queue at one node.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Answer = tuple[Any, dict[str, Any]]
 
 
 class EngineHost:
-    """Runs in the Ray actor. It answers with a value or an error of ours (returned, to arrive as it
-    is), and the engine's numbers.
+    """Runs in the Ray actor. It answers with a value or one of our errors (returned, so that it
+    arrives unchanged), and the engine's numbers.
     """
 
     def __init__(self, *start: Any) -> None:
@@ -54,13 +54,13 @@ class EngineHost:
         self._engine: ColocatedEngine | None = None
 
     def start(self) -> Answer:
-        """Start vLLM; the answer is the id of the Ray node that this runs on."""
+        """Start vLLM; returns the id of the Ray node that this runs on."""
         try:
             self._engine = ColocatedEngine(*self._start[:-1], plan=self._start[-1])
         except MedusaError as error:
             return error, {}
         finally:
-            forget_registration()  # Workers of its own (tensor parallelism) do so themselves.
+            forget_registration()  # Its own workers (tensor parallelism) do so themselves.
         return ray.get_runtime_context().get_node_id(), self._state()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Answer:
@@ -71,7 +71,9 @@ class EngineHost:
             return error, self._state()
 
     def generate_in_steps(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Answer]:
-        """As the engine's; the whole comes without its responses, which the caller has."""
+        """As for the engine; the final result comes without its responses, which the caller already
+        has.
+        """
         assert self._engine is not None, "start() was called"
         try:
             for part in self._engine.generate_in_steps(prompts, sampling):
@@ -85,7 +87,7 @@ class EngineHost:
     def call_with_bytes(
         self, method: str, content: np.ndarray, version: int, checked: Checked | None
     ) -> Answer:
-        """Call a method that reads a file, with the file's bytes, which come from another node."""
+        """Call a method that reads a file, with the file's bytes from another node."""
         with contextlib.closing(OwnedFolder("medusa-ppo-received-", shared_memory=True)) as folder:
             content.tofile(folder.path / "state.safetensors")
             return self.call(method, str(folder.path / "state.safetensors"), version, checked)
@@ -95,7 +97,7 @@ class EngineHost:
 
 
 def gpus_asked(config: EngineConfig, ranks: int) -> float:
-    """GPUs that Ray gives to an engine of so many ranks: a share of one, or one for each rank; none
+    """GPUs that Ray gives to an engine with this many ranks: a share of one, or one per rank; none
     in a cluster without.
     """
     if not ray.cluster_resources().get("GPU"):
@@ -103,19 +105,19 @@ def gpus_asked(config: EngineConfig, ranks: int) -> float:
     return (settled_engine(config).memory_fraction or 0.0) if ranks == 1 else float(ranks)
 
 
-# lru_cache lets two threads compute the same value at once: the file would be put twice.
+# lru_cache lets two threads compute the same value at once, which would store the file twice.
 _store_lock = threading.Lock()
 
 
 def _file_in_store(path: str, inode: int, modified_ns: int, session: str) -> Any:
-    """Reference to a file's bytes in Ray's object store; put there once, whoever of a pool's
-    engines asks first.
+    """Reference to a file's bytes in Ray's object store; stored once, by the first engine of a pool
+    that asks.
     """
     with _store_lock:
         return _put_file(path, inode, modified_ns, session)
 
 
-@functools.lru_cache(maxsize=2)  # Heads and actor; what is no longer asked for is freed.
+@functools.lru_cache(maxsize=2)  # Heads and actor; entries that are no longer used are freed.
 def _put_file(path: str, inode: int, modified_ns: int, session: str) -> Any:
     return ray.put(np.fromfile(path, dtype=np.uint8))
 
@@ -143,16 +145,16 @@ class RayEngine(base.RolloutEngine):
         plan: LaunchPlan | None = None,
         where: dict[str, Any] | None = None,
     ) -> None:
-        """Start the actor and vLLM in it. Raises as `plan_launch` before anything starts,
+        """Start the actor and vLLM in it. Raises like `plan_launch` before anything starts, and
         EngineError afterwards.
 
         Args:
             plan: as for `ColocatedEngine`.
-            where: options of Ray that give the actor its place (`runtime.processes.place`);
-                None: Ray finds one.
+            where: Ray options that place the actor (`runtime.processes.place`); None: Ray finds
+                one.
         """
-        # Planned here only to refuse before anything starts; the actor plans by what its own node
-        # has.
+        # Planned here only to refuse before anything starts; the actor plans by its own node's
+        # hardware.
         given = plan
         plan = plan or plan_launch(model_path, heads_path, config, seed)
         if not ray.is_initialized():
@@ -163,19 +165,19 @@ class RayEngine(base.RolloutEngine):
                 do="Call ray.init() first.",
             )
         gpus = gpus_asked(config, int(plan.engine_args.get("tensor_parallel_size", 1)))
-        # No CPU is reserved: the engine and the companion share the node's cores, by design of the
-        # colocated mode.
+        # No CPU is reserved: in colocated mode the engine and the companion share the node's cores
+        # by design.
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": gpus,
             "runtime_env": {"env_vars": process_environment(config, has_gpu=gpus > 0)},
-            # Ray would start it without heads and actor; the pool starts it again with both.
+            # Ray would restart it without heads and actor; the pool restarts it with both.
             "max_restarts": 0,
             "resources": {config.resource: TOKEN} if config.resource else None,
             **(where or {}),
         }
         heads = str(Path(heads_path).resolve()) if heads_path else None
-        # The actor's working directory is another one.
+        # The actor has a different working directory.
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
         actor: Any = ray.remote(**options)(EngineHost)
         self._host: Any = actor.remote(model, heads, config, seed, given)
@@ -232,7 +234,7 @@ class RayEngine(base.RolloutEngine):
         return tell(self._parts(prompts, sampling), finished)
 
     def _parts(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Ended | Rollouts]:
-        """One call, whose parts come through Ray's object store as the engine has them."""
+        """One call, whose parts arrive through Ray's object store as the engine produces them."""
         longest_s = http_server.patience_s(
             len(prompts) * sampling.responses_per_prompt, sampling, self._slots
         )
@@ -268,7 +270,7 @@ class RayEngine(base.RolloutEngine):
         # AttributeError: vLLM never came up, so there is no engine to close.
         except (RayError, AttributeError):
             base.logger.debug("the engine's actor was gone or busy at close", exc_info=True)
-        # It may hang in a call, and the GPU is free only when the process is gone.
+        # It may hang in a call, and the GPU is free only once the process is gone.
         ray.kill(host, no_restart=True)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +282,7 @@ class RayEngine(base.RolloutEngine):
         """Call a method that reads a file, wherever the engine is."""
         if not self.elsewhere:
             return self._call(method, path, version, checked)
-        # Part of the key: a file of the same name may be a newer one.
+        # Part of the key, since a file of the same name may be newer.
         status = os.stat(path)
         # References end with their session of Ray.
         session = ray.get_runtime_context().get_job_id()
@@ -299,8 +301,8 @@ class RayEngine(base.RolloutEngine):
     def _ask(
         self, doing: str, entry: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        """What a method of `EngineHost` answers; Ray's failures as EngineError, and silence for
-        `timeout` seconds too.
+        """The answer of an `EngineHost` method; Ray's failures, and silence for `timeout` seconds,
+        become EngineError.
         """
         with self._errors(doing):
             return self._understood(
@@ -324,13 +326,13 @@ class RayEngine(base.RolloutEngine):
         return ray_errors(
             EngineError,
             f"The engine's process, {doing},",
-            "Read the log of Ray's worker, and mind the memory.",
+            "Read the log of Ray's worker, and check the memory.",
         )
 
     def _understood(self, given: Answer) -> Any:
-        """The value of an answer, or the error that is one; the engine's numbers are kept."""
+        """The value of an answer, or its error raised; the engine's numbers are stored."""
         answer, state = given
-        # As attributes that cost no call; STATE names them.
+        # As attributes that need no call; STATE names them.
         vars(self).update(state)
         if isinstance(answer, MedusaError):
             raise answer
@@ -348,23 +350,22 @@ def make_engine(
     *,
     supervised: bool = False,
 ) -> base.RolloutEngine:
-    """The engine that `config.backend` asks for.
+    """The engine that `config.backend` selects.
 
     `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over
-    HTTP, started here; or at its addresses. With `config.replicas` above 1, or an actor that is
-    broadcast: a pool of them. Raises ConfigError when servers that are started here have not a GPU
-    each.
+    HTTP, started here; or at its addresses. With `config.replicas` above 1, or a broadcast actor: a
+    pool of them. Raises ConfigError if servers started here don't have a GPU each.
 
     Args:
-        supervised: start one engine again too when it is lost, with the heads and the actor that it
-            had; a pool always does.
+        supervised: also restart a single engine when it is lost, with its heads and actor; a pool
+            always does.
     """
     config = settled_engine(config)
-    # Before any of them starts, so that the first does not take what is another's.
+    # Before any of them starts, so that the first does not take another's place.
     servers = gpu_places(config, visible_gpus()).servers
 
     def unplaced(index: int, section: EngineConfig, own_seed: int) -> base.RolloutEngine:
-        """One that Ray finds a place for, or a server with GPUs of its own."""
+        """An engine placed by Ray, or a server with its own GPUs."""
         if config.backend == COLOCATED:
             return RayEngine(model_path, heads_path, section, own_seed)
         devices = servers[index] if servers else ()
@@ -379,7 +380,7 @@ def make_engine(
 
     def start(index: int) -> base.RolloutEngine:
         section = replica(config, index)
-        # Engines of one seed would answer the same prompt in two pieces alike.
+        # Engines with the same seed would give the same answer to a prompt that is in two pieces.
         own_seed = seed + index
         if group is None:
             return unplaced(index, section, own_seed)
@@ -396,6 +397,6 @@ def make_engine(
 
 
 def replica(config: EngineConfig, index: int) -> EngineConfig:
-    """The section as one engine of several reads it: with its own address."""
+    """The section for one of several engines, with its own address."""
     backend = config.addresses[index] if config.addresses else config.backend
     return config.model_copy(update={"replicas": 1, "backend": backend})

@@ -1,4 +1,4 @@
-"""The rollout engine as the rest of the package sees it, and what its forms share."""
+"""The rollout engine's interface, and what its implementations share."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Found = TypeVar("Found")
 
 
 class RolloutEngine(ABC):
-    """Samples responses, and takes new heads and new actor weights while it runs.
+    """Samples responses, and accepts new heads and new actor weights while it runs.
 
     Attributes:
         max_drafts: drafts per step that it was started for; 0 without heads.
         num_drafts: drafts per step now.
         policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost
             its heads, and drafts nothing until some are swapped in.
-        note: what its start has to say to people; empty: nothing.
-        restarts: times that it was lost and started again.
+        note: a message about its start for people; empty: none.
+        restarts: times that it was lost and restarted.
         elsewhere: it runs on another node.
-        streams: it takes a broadcast actor too (`stream_actor` of
+        streams: it also accepts a broadcast actor (`stream_actor` of
             `medusa_ppo.engines.actor_sync.BroadcastPool`).
     """
 
@@ -65,11 +65,11 @@ class RolloutEngine(ABC):
     def generate_as_finished(
         self, prompts: Prompts, sampling: Sampling, finished: Finished
     ) -> Rollouts:
-        """As `generate`; `finished` hears of each response when it has ended, in any order, while
-        the others are written.
+        """Like `generate`; `finished` is called for each response as it ends, in any order, while
+        the others are being written.
 
-        Where an engine is lost on the way, a response may come once more with other tokens: what is
-        returned is what counts. An engine that can't do so tells of all at the end.
+        If an engine is lost on the way, a response may arrive again with different tokens; only
+        what is returned counts. An engine that can't do this reports all at the end.
         """
         rollouts = self.generate(prompts, sampling)
         for place, response in enumerate(rollouts.responses):
@@ -77,8 +77,8 @@ class RolloutEngine(ABC):
         return rollouts
 
     def generate_partly(self, prompts: Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
-        """As `generate`, going on with what was begun, until enough have ended. The others come as
-        they are (UNFINISHED).
+        """Like `generate`, continuing what was begun, until enough have ended. The others are
+        returned as they are (UNFINISHED).
         """
         raise self._only_colocated("can't stop a response half-way", "Set ppo.carry_after=null.")
 
@@ -86,29 +86,29 @@ class RolloutEngine(ABC):
     def swap_heads(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        """Install the heads of a state file (heads.checkpoint.save_state) between two steps.
-        SwapError leaves the old ones.
+        """Install the heads of a state file (heads.checkpoint.save_state) between two steps. After
+        a SwapError the old ones stay.
 
         Args:
-            checked: what `check_state` found of the file; None: it is checked here.
+            checked: the result of `check_state` for the file; None: it is checked here.
         """
 
     @abstractmethod
     def sync_actor(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        """Load the actor's weights from a safetensors file of HF names, and forget all cached
+        """Load the actor's weights from a safetensors file with HF names, and drop all cached
         prompts. `checked`: as for swap_heads.
         """
 
     def check_actor(self, entries: Header) -> list[str]:
-        """Where each of its ranks has weights: a GPU's id, or `cpu`. SwapError when an actor of
-        these tensors is none for this engine.
+        """The device of each of its ranks' weights: a GPU's id, or `cpu`. Raises SwapError if an
+        actor with these tensors does not fit this engine.
         """
         raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     def join_transfer(self, place: dict[str, Any]) -> None:
-        """Enter a group that actors are broadcast in; waits until all its ranks are there.
+        """Join a group for broadcasting actors; waits until all its ranks are there.
 
         Args:
             place: fields of `runtime.rendezvous.Place`, `rank` being that of this engine's first
@@ -117,21 +117,21 @@ class RolloutEngine(ABC):
         raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
-        """`sync_actor` from the group, while rank 0 sends (`medusa_ppo.vllm_plugin.transfer.send`).
-        After a SwapError the engine may hold no whole actor: then it answers nothing until it has
-        one.
+        """Like `sync_actor`, but from the group, while rank 0 sends
+        (`medusa_ppo.vllm_plugin.transfer.send`). After a SwapError the engine may have no complete
+        actor; it then answers nothing until it has one.
         """
         raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     @abstractmethod
     def configure(self, **settings: Unpack[Drafting]) -> None:
-        """How it drafts from the next step on; what is left out stays as it is. ConfigError for
-        what is not possible.
+        """Set how it drafts from the next step on; settings that are left out don't change. Raises
+        ConfigError for impossible ones.
         """
 
     @abstractmethod
     def checksums(self) -> dict[str, str]:
-        """`heads` and `actor`: checksums of what was loaded last; `actor` is empty before the first
+        """`heads` and `actor`: checksums of what was last loaded; `actor` is empty before the first
         sync.
         """
 
@@ -146,19 +146,19 @@ class RolloutEngine(ABC):
         """
 
     def choices(self) -> list[dict[str, Any]]:
-        """What an engine that chooses the number of drafts chose since the last call: rows of
+        """The choices of an engine that chooses the number of drafts, since the last call: rows of
         `DraftChooser.take_report`.
         """
         return []
 
     def remember(self, rows: Sequence[Row]) -> int:
-        """Responses that others have written, into its memory; the bytes that it holds then, 0: it
-        has none (`engine.memory_bytes`).
+        """Put responses that others have written into its memory; returns the bytes that it then
+        holds, 0 without a memory (`engine.memory_bytes`).
         """
         raise self._only_colocated("remembers nothing", "Set engine.memory_bytes=null.")
 
     def sleep(self, level: int) -> None:
-        """Give memory back until `wake`; the engine must be idle, and can do nothing meanwhile.
+        """Release memory until `wake`; the engine must be idle, and can do nothing meanwhile.
 
         Args:
             level: 1 keeps the weights on the host; 2 throws actor and heads away: `sync_actor` must
@@ -167,7 +167,7 @@ class RolloutEngine(ABC):
         raise self._only_colocated("can't sleep", "Set engine.sleep_level=null.")
 
     def wake(self) -> None:
-        """Take the memory again, and look which heads are really there (`heads_version`)."""
+        """Take the memory again, and check which heads are really there (`heads_version`)."""
         raise self._only_colocated("can't sleep", "Set engine.sleep_level=null.")
 
     @abstractmethod
@@ -186,9 +186,7 @@ class RolloutEngine(ABC):
         )
 
     def _possible(self, settings: Drafting) -> int:
-        """The number of drafts that holds with these settings. ConfigError when there are not so
-        many heads.
-        """
+        """The number of drafts with these settings. Raises ConfigError if there are fewer heads."""
         count = settings.get("num_drafts", self.num_drafts)
         if not 0 <= count <= self.max_drafts:
             do = "Restart the engine with more heads."
@@ -202,14 +200,12 @@ class RolloutEngine(ABC):
 
 
 class WorkerEngine(RolloutEngine):
-    """What engines have in common that reach our worker extension by a call of their own
-    (`_call`).
-    """
+    """What engines share that reach our worker extension by their own call (`_call`)."""
 
     @abstractmethod
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of the worker extension on all workers; the first answer, after looking for
-        errors in each.
+        """Call a method of the worker extension on all workers; returns the first answer, after
+        checking each for errors.
         """
 
     def swap_heads(
@@ -220,7 +216,8 @@ class WorkerEngine(RolloutEngine):
                 "medusa_swap_heads", check_file(path, "new heads"), version, checked
             )
         except SwapError:
-            # Most refusals leave the old heads; some leave none, and only the workers know.
+            # After most refusals the old heads stay; after some there are none, and only the
+            # workers know.
             self._look_at_heads()
             raise
         self.heads_version = version
@@ -238,29 +235,28 @@ class WorkerEngine(RolloutEngine):
         )
 
     def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
-        """New weights are in the model; what was cached of prompts was computed with the old
-        ones.
-        """
+        """The model has new weights, but cached prompts were computed with the old ones."""
         if not self._forget_prompts():
             raise EngineError(
                 "The prefix cache could not be reset.",
                 given="requests or a transfer of keys and values that hold its blocks",
                 expected="an idle engine",
-                do="Sync again when they are done: until then old keys may meet new weights.",
+                do="Sync again when they are done: until then old keys may be used with new "
+                "weights.",
             )
         self.policy_version = receipt.version
         return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
 
     @abstractmethod
     def _forget_prompts(self) -> bool:
-        """Reset the prefix cache; keys and values of running requests are computed anew. False when
-        that is not possible now.
+        """Reset the prefix cache; keys and values of running requests are recomputed. False if that
+        is not possible now.
         """
 
     def _answered(
         self, prompts: Prompts, sampling: Sampling, answer: Callable[[], Sequence[Response]]
     ) -> Rollouts:
-        """What `answer` gives, with its seconds and the counters of the time."""
+        """The result of `answer`, with its seconds and the counters of that time."""
         before = self.counters()
         started = time.perf_counter()
         return self._whole(prompts, sampling, answer(), before, started)
@@ -282,14 +278,14 @@ class WorkerEngine(RolloutEngine):
 
     def configure(self, **settings: Unpack[Drafting]) -> None:
         count = self._possible(settings)
-        # An engine without heads has nobody to tell that it drafts nothing.
+        # An engine without heads need not be told to draft nothing.
         if self.max_drafts or settings != {"num_drafts": 0}:
             self._call("medusa_configure", settings)
         self.num_drafts = count
 
     def target_changed(self, version: int) -> None:
-        """Another loop has put new actor weights into the engine: what our proposer read from the
-        old ones is read again.
+        """Another loop has put new actor weights into the engine: reread what our proposer took
+        from the old ones.
         """
         self._call("medusa_target_changed", version)
         self.policy_version = version
@@ -324,21 +320,21 @@ class WorkerEngine(RolloutEngine):
         return self._asked("medusa_probe", lambda answer: list(answer["drafts"]), hidden, last_ids)
 
     def _learn_kept_times(self) -> dict[str, Any]:
-        """Give the workers the step times that an earlier start has kept, if there are any. Their
-        answer: what the times hold for (`key`), the numbers of drafts to choose from (`choices`),
-        and the `rows` that they have now.
+        """Give the workers the step times saved by an earlier start, if there are any. They answer
+        with what the times are valid for (`key`), the numbers of drafts to choose from (`choices`),
+        and their current `rows`.
         """
         answer = self._call("medusa_step_times")
         key = understood(lambda: dict(answer["key"]), answer)
         rows = read_table(key, self.max_drafts)
         if not rows:
             return answer
-        self.note = f"Step times of an earlier start: {in_words(rows)} ({table_file(key)})."
+        self.note = f"Step times from an earlier start: {in_words(rows)} ({table_file(key)})."
         logger.info("%s", self.note)
         return self._call("medusa_step_times", rows)
 
     def _take_stock(self, drafting: Drafting, *, needs_heads: bool = True) -> None:
-        """See what was started: our plugin, and heads where they are needed; and say how to draft.
+        """Check what was started (our plugin, and heads if needed), and set how to draft.
 
         Raises:
             UnsupportedVersionError: our plugin is not active in a worker.
@@ -366,8 +362,8 @@ class WorkerEngine(RolloutEngine):
             self._begin_to_choose()
 
     def _begin_to_choose(self) -> None:
-        """What is to be known of this machine before drafts are chosen. Where nobody has kept
-        anything, it is learned in service.
+        """Load what is known about this machine for choosing drafts. If nothing was saved, it is
+        learned in service.
         """
         self._learn_kept_times()
 
@@ -391,17 +387,17 @@ class WorkerEngine(RolloutEngine):
         )
 
     def _asked(self, method: str, take: Callable[[dict[str, Any]], Found], *args: Any) -> Found:
-        """What `take` finds in a worker's answer."""
+        """The part that `take` extracts from a worker's answer."""
         answer = self._call(method, *args)
         return understood(lambda: take(answer), answer)
 
 
 def understood(take: Callable[[], Found], answer: object) -> Found:
-    """What `take` finds in an answer. EngineError when it is not there."""
+    """The part that `take` extracts from an answer. Raises EngineError if it is missing."""
     try:
         return take()
-    # Everything that a JSON of a foreign server can do: infinite numbers, lists in the place of
-    # mappings, nesting without end.
+    # Everything that a foreign server's JSON may contain: infinite numbers, lists instead of
+    # mappings, endless nesting.
     except (
         ValueError,
         LookupError,
@@ -411,7 +407,7 @@ def understood(take: Callable[[], Found], answer: object) -> Found:
         RecursionError,
     ) as error:
         raise EngineError(
-            "An engine's answer does not hold what was asked for.",
+            "An engine's answer lacks what was asked for.",
             given=f"{type(error).__name__} {str(error)[:100]} in {reprlib.repr(answer)}",
             expected="vLLM's answer, with our worker extension",
             do=(
@@ -424,7 +420,7 @@ def understood(take: Callable[[], Found], answer: object) -> Found:
 def check_request(
     prompts: Prompts, sampling: Sampling, max_model_len: int, vocab_size: int
 ) -> None:
-    """Refuse what vLLM would only refuse half-way. DataError or ConfigError."""
+    """Refuse early what vLLM would only refuse half-way. Raises DataError or ConfigError."""
     if not prompts:
         raise DataError(
             "There is no prompt.",
@@ -432,7 +428,7 @@ def check_request(
             expected="at least one prompt",
             do="Check the dataset and its filters.",
         )
-    # vLLM takes a prompt that leaves too little room, and cuts the response short without a word.
+    # vLLM accepts a prompt that leaves too little room, and silently cuts the response.
     limit = max_model_len - sampling.max_new_tokens
     for index, prompt in enumerate(prompts):
         if not prompt or len(prompt) > limit:
@@ -440,12 +436,12 @@ def check_request(
                 "A prompt is empty or too long.",
                 given=f"prompt {index} has {len(prompt)} tokens",
                 expected=(
-                    f"1..{limit} (engine.max_model_len {max_model_len} less max_new_tokens"
+                    f"1..{limit} (engine.max_model_len {max_model_len} minus max_new_tokens"
                     f" {sampling.max_new_tokens})"
                 ),
                 do="Raise engine.max_model_len or shorten prompts or responses.",
             )
-        # Without a tokenizer vLLM does not look: the id would be read past the embedding's end.
+        # Without a tokenizer vLLM does not check: the id would be read beyond the embedding's end.
         if vocab_size and not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise DataError(
                 "A prompt has a token id outside the vocabulary.",
@@ -464,7 +460,7 @@ def check_request(
 
 
 def check_file(path: str | Path, what: str) -> str:
-    """Absolute path of an existing file. SwapError."""
+    """Absolute path of an existing file. Raises SwapError."""
     file = Path(path).resolve()
     if not file.is_file():
         raise SwapError(
@@ -477,7 +473,9 @@ def check_file(path: str | Path, what: str) -> str:
 
 
 def check_state(path: str | Path, what: str) -> Checked:
-    """Read a file of weights, look for NaN and infinity, and sum it up. SwapError."""
+    """Read a file of weights, check for NaN and infinity, and compute its checksum. Raises
+    SwapError.
+    """
     return Checked(read_state(check_file(path, what), what)[1])
 
 
@@ -491,7 +489,7 @@ def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None
         "seed": seed,
         "ignore_eos": sampling.ignore_eos,
         "stop_token_ids": [] if sampling.ignore_eos else list(stop),
-        # The sampled token's alone, without the likeliest ones beside it.
+        # Only the sampled token's, without the most likely ones.
         "logprobs": 0,
     }
 
@@ -499,7 +497,7 @@ def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None
 def checked_response(
     prompt_index: int, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str
 ) -> Response:
-    """EngineError when there is not one log-prob, a number, for each token."""
+    """Raise EngineError unless there is one numeric log-prob for each token."""
     if len(token_ids) != len(logprobs) or not all(map(math.isfinite, logprobs)):
         raise EngineError(
             "vLLM's log-probs do not belong to its tokens.",
@@ -526,7 +524,7 @@ def with_versions(rollouts: Rollouts, engine: RolloutEngine) -> Rollouts:
 
 
 class NoEngine(RolloutEngine):
-    """Takes heads and remembers which; everything else it has not."""
+    """Accepts heads; every other operation raises."""
 
     def __init__(self) -> None:
         self._heads = ""
@@ -568,5 +566,5 @@ class NoEngine(RolloutEngine):
             "There is no engine here.",
             given=method,
             expected="heads to train",
-            do="Generate with vLLM to draft.",
+            do="To draft, generate with vLLM.",
         )

@@ -1,1 +1,1 @@
-"""Places with versions of heads, which companions write and engines read: folders and HTTP."""
+"""Stores of head versions, which companions write and engines read: folders and HTTP."""

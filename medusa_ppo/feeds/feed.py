@@ -1,4 +1,4 @@
-"""A feed as readers and publishers see it, whatever kind of place it is."""
+"""A feed as readers and publishers see it, whatever its kind."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ CHUNK_BYTES = 1 << 20
 
 
 class Feed(ABC):
-    """A place with versions of heads. Many may read while one publishes.
+    """A store of head versions. Many may read while one publishes.
 
     Attributes:
-        address: where it is, as people may see it.
+        address: where it is, for people.
     """
 
     address: str
 
     @abstractmethod
     def read(self) -> bytes | None:
-        """The manifest's bytes; None: nothing was published yet. FeedError when it can't be
-        reached.
+        """The manifest's bytes; None: nothing has been published yet. Raises FeedError if it can't
+        be reached.
         """
 
     @abstractmethod
     def stream(self, file: str, size: int) -> Iterator[bytes]:
-        """A file's bytes, in parts. It may have more or fewer than `size`. FeedError when it is
-        gone or can't be reached.
+        """A file's bytes, in parts. There may be more or fewer than `size`. Raises FeedError if it
+        is gone or can't be reached.
         """
 
     @abstractmethod
@@ -56,11 +56,11 @@ class Feed(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; harmless when called again."""
+        """Release its resources; harmless when called again."""
 
     def manifest(self) -> FeedManifest | None:
-        """What there is; None: nothing was published yet. FeedError when it can't be reached or
-        read.
+        """The manifest; None: nothing has been published yet. Raises FeedError if it can't be
+        reached or read.
         """
         data = self.read()
         return None if data is None else read_manifest(data, self.address)
@@ -119,7 +119,7 @@ def check_heads_file(path: Path, actor: FeedActor, dtype: str) -> str:
 
 
 def verify(feed: Feed, version: FeedVersion, actor: FeedActor, folder: Path) -> Path:
-    """Bring a version into a folder and look at all of it. Returns its file.
+    """Fetch a version into a folder and check all of it. Returns its file.
 
     Raises:
         BadVersionError: as `fetch`; or its tensors are not those that the manifest names.

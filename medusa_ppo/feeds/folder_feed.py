@@ -28,8 +28,8 @@ FILES = "heads-*.safetensors"
 
 
 class FolderFeed(Feed):
-    """Files and a manifest, each of which appears by a rename. Publishers take turns: two at once
-    may lose a version of one of them, and nothing else.
+    """Files and a manifest, each of which appears by a rename. Publishers must take turns: two at
+    once may lose a version of one of them, but nothing else.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -49,7 +49,7 @@ class FolderFeed(Feed):
     def stream(self, file: str, size: int) -> Iterator[bytes]:
         try:
             path = file_inside(self.folder, file)
-            regular_size(path)  # Not a pipe, which need not end.
+            regular_size(path)  # Not a pipe, which might never end.
             with path.open("rb") as source:
                 while part := source.read(CHUNK_BYTES):
                     yield part
@@ -85,7 +85,7 @@ class FolderFeed(Feed):
             with path.open("rb") as source, os.fdopen(handle, "wb") as copy:
                 shutil.copyfileobj(source, copy, CHUNK_BYTES)
                 copy.flush()
-                # Before the rename, which may otherwise reach the disk before the bytes do.
+                # Before the rename, which might otherwise reach the disk before the bytes.
                 os.fsync(copy.fileno())
             with open(temporary, "rb") as copied:
                 digest = hashlib.file_digest(copied, "sha256").hexdigest()

@@ -30,14 +30,14 @@ reads heads need not be able to replace an actor, and a server that we start has
 """
 RELEASE_HEADER = "X-Medusa-PPO-Release"
 RAY = "ray:"
-"""Begins the name of a feed that an actor of a Ray has."""
+"""Prefix of the address of a feed in a Ray actor."""
 VERSIONS = "versions"
 """Where new versions are put."""
 ANSWER_S = 10.0
-"""For a short answer, and for the next part of a file."""
+"""Seconds for a short answer, and for the next part of a file."""
 LEAST_BYTES_PER_S = 1 << 20
-"""A file that comes more slowly is given up."""
-# A connection for each request: what a server says twice would be taken for the next answer.
+"""A slower file is given up."""
+# A connection per request: an answer sent twice would be taken for the next one.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
@@ -48,7 +48,7 @@ def open_feed(address: str) -> Feed:
     if address.startswith(("http://", "https://")):
         return HttpFeed(address)
     if address.startswith(RAY):
-        # Ray is loaded where a feed is in it.
+        # Load Ray only if the feed is in it.
         from medusa_ppo.feeds.ray_feed import RayFeed
 
         return RayFeed(address)
@@ -68,11 +68,11 @@ def token_client(url: httpx.URL, token_name: str, timeout_s: float) -> httpx.Cli
     token = os.environ.get(token_name)
     return httpx.Client(
         base_url=url,
-        # As they are: what is packed could unpack to any size.
+        # Uncompressed: compressed data could expand to any size.
         headers={**(token_header(token) if token else {}), "Accept-Encoding": "identity"},
         timeout=timeout_s,
         limits=LIMITS,
-        # A proxy of the environment has no business on loopback, and would be told the token.
+        # A proxy from the environment is not needed on loopback, and would learn the token.
         trust_env=url.host not in LOOPBACK,
     )
 
@@ -159,7 +159,7 @@ class HttpFeed(Feed):
     def _parts(
         self, name: str, within_s: float, *, missing_is_empty: bool = False
     ) -> Iterator[bytes]:
-        # httpx's timeout is for each read: an answer that comes drop by drop would never end.
+        # httpx's timeout is per read: an answer that trickles in would never end.
         deadline = time.monotonic() + within_s
         try:
             with self._client.stream("GET", name) as answer:

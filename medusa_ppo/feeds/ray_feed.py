@@ -32,12 +32,12 @@ from medusa_ppo.feeds.feed_manifest import (
 from medusa_ppo.feeds.http_feed import ANSWER_S, LEAST_BYTES_PER_S, RAY
 from medusa_ppo.runtime.named_actors import NAMESPACE, answer_of, join_ray, named_actor
 
-"""An object that comes more slowly is given up."""
+"""A slower object is given up."""
 NAME = re.compile(r"[\w.-]{1,100}")
 
 
 class _VersionHolder:
-    """The actor. One call after the other, so publishers take turns."""
+    """The actor. It handles one call at a time, so publishers take turns."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -52,7 +52,7 @@ class _VersionHolder:
         number = next_number(self._manifest, told, self._address)
         digest = hashlib.sha256(data.data).hexdigest()
         version = described(number, data.size, digest, tensors, told)
-        # Put here, so that it is this actor's and outlives its publisher.
+        # Put here, so that this actor owns it and it outlives its publisher.
         self._objects[version.file] = ray.put(data)
         self._manifest = with_version(self._manifest, version, told)
         kept = {found.file for found in self._manifest.versions}
@@ -160,7 +160,7 @@ class RayFeed(Feed):
         return self._actor
 
     def _asked(self, call: Callable[[Any], Any], patience_s: float, **missing: Any) -> Any:
-        """What it answers; `missing` where there is no such actor."""
+        """Its answer; `missing` if there is no such actor."""
         actor = self._found()
         if actor is None:
             if missing:

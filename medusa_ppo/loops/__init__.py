@@ -1,1 +1,1 @@
-"""Other people's loops: TRL, verl, OpenRLHF, and what their hooks share."""
+"""Hooks for other loops (TRL, verl, OpenRLHF), and what they share."""

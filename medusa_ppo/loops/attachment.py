@@ -1,8 +1,8 @@
-"""What a loop in this process holds of ours: heads, companion, plugin, tap, run folder. Imports no
+"""Our parts in a loop of this process: heads, companion, plugin, tap, run folder. Imports no
 framework.
 
-`Attachment` hangs on a foreign trainer that has its own vLLM. `DraftingEngine` calls the plugin's
-hooks by itself, in the place of the engine that a loop of one's own had:
+`Attachment` attaches to a foreign trainer that has its own vLLM. `DraftingEngine` replaces the
+engine of your own loop and calls the plugin's hooks by itself:
 
     generate       newer heads go in before; tokens and behaviour log-probs go to the plugin
                    afterwards
@@ -53,17 +53,17 @@ from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import local_ray
 
 OURS = ("speculative_config", "worker_extension_cls", "disable_log_stats")
-"""Of the arguments that our own engines start with, those that a foreign engine needs as well."""
+"""The arguments of our own engines that a foreign engine needs too."""
 FINAL_HEADS = "heads-final"
 READ_ROWS = 8
-"""Responses of a warm-up that the actor reads at once."""
+"""Responses of a warm-up that the actor scores at once."""
 
 
 def as_config(
     medusa: RunConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> RunConfig | None:
-    """The configuration in whatever form it was given; None when it asks for neither drafts nor a
-    companion. Raises ConfigError.
+    """The configuration from any accepted form; None if it asks for neither drafts nor a companion.
+    Raises ConfigError.
     """
     if medusa is None:
         return None
@@ -91,7 +91,7 @@ class Attachment:
     def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:
         if config.engine.transfer != "file":
             raise ConfigError(
-                "A loop with an engine of its own carries the actor into it by itself.",
+                "A loop with its own engine sends the actor to it by itself.",
                 given=f"engine.transfer={config.engine.transfer}",
                 expected="engine.transfer=file",
                 do="Leave engine.transfer out; the loop's own settings say how its weights travel.",
@@ -134,7 +134,7 @@ class Attachment:
         return {name: self._plan.engine_args[name] for name in OURS} | self.config.engine.extra
 
     def attach_llm(self, llm: Any, *, counts: bool = True) -> None:
-        """Take hold of a `vllm.LLM` that was started with `engine_arguments`, one in each process.
+        """Attach to a `vllm.LLM` that was started with `engine_arguments`, one in each process.
 
         Args:
             counts: its counters are to be added; of a tensor-parallel engine, which has one in each
@@ -156,7 +156,7 @@ class Attachment:
                 lambda method, args: every("workers", method, args),
                 self._kept_state,
                 counters=lambda: sum(every("counters"), Counters()),
-                # vLLM answers False where requests still hold what would be forgotten.
+                # vLLM returns False if requests still hold cached blocks.
                 forget_prompts=lambda: False not in every("forget"),
                 drafting=drafting,
             )
@@ -164,15 +164,14 @@ class Attachment:
         self._led(attach)
 
     def attach_server(self, model: Any, url: Callable[[], str]) -> None:
-        """Take hold of a vLLM server that somebody started with our heads (docs/hooks.md has the
-        command). Only the first process does.
+        """Attach to a running vLLM server with our heads (docs/hooks.md has the command). Only the
+        first process does.
 
         Raises:
             ConfigError: no heads are named: the server must have been started with the same.
             EngineError: the server does not answer, or does not draft with native heads.
         """
-        # The server chooses its heads at its start; without a name nobody here knows which they
-        # are.
+        # The server chooses its heads at its start; without a name we can't know which they are.
         if not self.config.heads.path:
             raise ConfigError(
                 "A server is started before the trainer, so its heads must be named.",
@@ -190,13 +189,13 @@ class Attachment:
         self._led(attach)
 
     def sync_by_file(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Carry the actor into the engine through one file, where the trainer's own way does not
-        work. Every process walks its weights.
+        """Send the actor to the engine through one file, if the trainer's own way does not work.
+        Every process iterates over its weights.
         """
         own: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
-            # Every process walks to the end: a tensor that is cut over processes is put together
-            # as it is walked to, by all of them, and is gone at the next step.
+            # Every process iterates to the end: a sharded tensor is gathered by all of them when it
+            # is reached, and is gone at the next step.
             if self.ranks.leads:
                 own[name] = tensor.detach().to("cpu", copy=True).contiguous()
         path = self._home.path / "actor.safetensors"
@@ -230,8 +229,8 @@ class Attachment:
 
     @contextlib.contextmanager
     def generation(self, sampling: Sampling) -> Iterator[list[Generated]]:
-        """Around one generate call of the trainer. What the block puts into the list goes to the
-        plugin.
+        """Context around one generate call of the trainer. Items that the block adds to the list go
+        to the plugin.
         """
         generated: list[Generated] = []
         # Before the training or behind it, as in an evaluation: nobody learns from these.
@@ -260,8 +259,8 @@ class Attachment:
         self._tap.expect(rollouts, own)
 
     def _sample_of(self, rollouts: Rollouts) -> list[EarlySample | None]:
-        """Tells the plugin; which sample of the states it wants (None: all of them). Empty: it
-        wants none.
+        """Report the rollouts to the plugin; returns which sample of the states it wants (None:
+        all). Empty: it wants none.
         """
         collector = self.plugin.rollout_ready(rollouts)
         return [] if collector is None else [collector.sample]
@@ -274,7 +273,7 @@ class Attachment:
         return counters
 
     def _facts(self, before: Counters, seconds: float) -> dict[str, Any]:
-        """Of the rollouts what only the first process knows."""
+        """The part of the rollouts that only the first process knows."""
         engine = self.engine
         assert engine is not None, "the engine is attached when the trainer is built"
         versions = {
@@ -288,7 +287,7 @@ class Attachment:
 
     def begin(self, model: nn.Module) -> None:
         """Training begins: Ray (if there is none), companion, plugin, tap, run folder."""
-        atexit.register(self._stack.close)  # A training that fails does not come to end().
+        atexit.register(self._stack.close)  # A failed training never reaches end().
         self._actor = actor = self._view(model)
         plugin = self._led(lambda: self._start(actor))
         self._share = RowShare() if self.ranks.size > 1 else None
@@ -359,9 +358,7 @@ class Attachment:
         return figures
 
     def end(self) -> None:
-        """Training is over: the heads are saved, the report is written, and what was started in
-        `begin` is closed.
-        """
+        """Training is over: save the heads, write the report, and close what `begin` started."""
         # `RemoteAttachment` has a writer and no tap, processes behind the first a tap and no
         # writer.
         if self._tap is None and self._writer is None:
@@ -386,7 +383,7 @@ class Attachment:
         return str(heads)
 
     def _view(self, model: nn.Module) -> HFActor:
-        """The actor with its tables gathered, if they are cut over processes."""
+        """The actor with its tables gathered, if they are sharded."""
         # What kind a folder's heads are is not known before they are read; gathering a table in
         # vain is cheaper than to come without it.
         needs_embedding = self.config.heads.kind == "hydra" or bool(self.config.heads.path)
@@ -535,7 +532,7 @@ class DraftingEngine:
 
     def close(self) -> None:
         """Save the heads, and end what was started here."""
-        # First: the newest heads are with the companion, which the stack ends.
+        # First, because the companion, which the stack ends, has the newest heads.
         self.plugin.save_heads(self._folder / FINAL_HEADS)
         self.plugin = NoPlugin()  # close() may be called again.
         self._stack.close()

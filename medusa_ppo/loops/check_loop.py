@@ -1,12 +1,11 @@
-"""Ten checks of a loop that we don't know: `medusa-ppo check-loop my_module:make_trainer`.
+"""Ten checks of an unknown loop: `medusa-ppo check-loop my_module:make_trainer`.
 
 `make_trainer(medusa)` gives anything with a `train()` of at least four rollout batches and the
 actor as `model`, a causal LM of transformers; `medusa` is a mapping of settings, or None for the
 loop as it was. For the tenth check it must do the same at every call: greedy sampling (top_k=1),
 seeded data. The process that trains has the plugin.
 
-Each training runs in a process of its own. MedusaPlugin's methods are watched, and do what they
-always do.
+Each training runs in a process of its own. MedusaPlugin's methods are observed but unchanged.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ SETTINGS = {
         "on_error": "raise",
     },
 }
-"""What the loop is given where the user names no file: small heads that learn quickly, every batch
-waited for.
+"""Default settings for the loop: small heads that learn quickly, and a companion that waits for
+every batch.
 """
 TIMEOUT_S = 1800.0
 NEAR_NATS = 0.05
@@ -70,7 +69,7 @@ class Watch:
     Attributes:
         calls: names of the hooks.
         batches: a row for each rollout batch.
-        versions: policy versions that were told.
+        versions: reported policy versions.
         fits: of each batch that went to the companion, how well its states say its tokens.
         wrong_tables: times that the lm_head that was told was not the model's own.
         swapped: last version installed, its checksum and the engine's.
@@ -86,7 +85,7 @@ class Watch:
     _model: Any = None
 
     def install(self) -> None:
-        """Stand beside MedusaPlugin's methods from now on, in this process."""
+        """From now on, observe MedusaPlugin's methods in this process."""
         plugin: Any = MedusaPlugin
         self._beside(plugin, "__init__", before=lambda *_, **__: self.calls.append("start"))
         self._beside(plugin, "before_generation", after=self._installed)
@@ -135,7 +134,7 @@ class Watch:
         counters = rollouts.counters
         responses = rollouts.responses
         known = sum(
-            # A sampled token's log-prob may stand a rounding above 0.
+            # A sampled token's log-prob may exceed 0 by rounding.
             len(r.logprobs) == len(r.token_ids) and all(p <= 1e-4 for p in r.logprobs)
             for r in responses
         )
@@ -228,7 +227,7 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
     # it.
     if not out.is_file():
         raise ConfigError(
-            "The loop does not run.",
+            "The loop fails to run.",
             given=f"{spec}, medusa={'None' if medusa is None else 'settings'}:\n{end}",
             expected=(
                 "make_trainer(medusa).train() comes to its end, and the trainer's `model` is a"
@@ -243,7 +242,7 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
 
 
 def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
-    """Train with the plugin and without it, and say what was found.
+    """Train with the plugin and without it, and report what was found.
 
     Args:
         spec: `module:function`.
@@ -277,15 +276,15 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
     elif steady:
         found = "other weights with the plugin"
     else:
-        found = "the loop learns something else at each call, without the plugin too"
-    do = "Look for hooks that change what the loop computes or draws."
+        found = "the loop learns something different at each call, even without the plugin"
+    do = "Look for hooks that change what the loop computes or samples."
     if not steady:
         do = "Sample greedily, and seed everything."
     yield LoopCheck("gradients", same, found, do)
 
 
 def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
-    """The first nine checks, from what one training with the plugin did."""
+    """The first nine checks, from one training with the plugin."""
     calls = seen["calls"]
     batches = seen["batches"]
     versions = seen["versions"]
@@ -347,7 +346,8 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
     yield LoopCheck(
         "tables",
         seen["wrong_tables"] == 0 and bool(versions),
-        f"{seen['wrong_tables']} of {len(versions)} updates told another lm_head than the model's",
+        f"{seen['wrong_tables']} of {len(versions)} updates reported an lm_head other than the "
+        "model's",
         "Call policy_updated after the optimizer's step, with the model that was stepped.",
     )
     yield from _drafts(batches, seen["swapped"])
@@ -367,7 +367,8 @@ def _versions(batches: list[dict[str, Any]], versions: list[int]) -> LoopCheck:
         "versions",
         ok,
         f"told {versions[:6]}, rollouts were of {follow[:6]}",
-        "Count the actor's updates, tell each once, and sync the engine before the next rollouts.",
+        "Count the actor's updates, report each once, and sync the engine before the next "
+        "rollouts.",
     )
 
 
@@ -379,8 +380,8 @@ def _drafts(batches: list[dict[str, Any]], swapped: list[Any]) -> Iterator[LoopC
         heads == sorted(heads) and heads[-1] > heads[0] and fed,
         f"rollouts were drafted by versions {heads[:8]}; the engine holds the last published one:"
         f" {fed}",
-        "Call before_generation while the engine is idle and awake, and feed the heads again after"
-        " a sleep that threw them away.",
+        "Call before_generation while the engine is idle and awake, and load the heads again "
+        "after a sleep that threw them away.",
     )
     lengths = [round(batch["length"], 2) for batch in batches]
     drafts = sum(batch["drafts"] for batch in batches)

@@ -73,8 +73,8 @@ def require_loop(name: str) -> str:
 
 @contextlib.contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Another object under a module's name for the time of the block: some loops have no seam where
-    their engine is built.
+    """Replace a module's attribute during the block: some loops have no extension point where they
+    build their engine.
     """
     before = getattr(module, name)
     setattr(module, name, value)

@@ -112,7 +112,7 @@ def policy_actor() -> Any:
             # One rank's rows are plenty for heads; gathering all would cost the loop bandwidth.
             if self.strategy.get_rank() != 0:
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
-            # Made at the first pass: the model is loaded by a call of its own, after the
+            # Created at the first pass: the model is loaded by a separate call after the
             # constructor.
             tap = self._own_tap()
             rows, spans = rows_of(sequences, action_mask, attention_mask)
@@ -132,7 +132,7 @@ def policy_actor() -> Any:
             return self._medusa_tap
 
         def medusa_expect(self, tokens: int) -> None:
-            """The passes to come are over so many response tokens, of all ranks together."""
+            """The next passes cover this many response tokens, over all ranks."""
             if self.strategy.get_rank() == 0:
                 self._own_tap().expect(-(-tokens // torch.distributed.get_world_size()))
 
@@ -175,8 +175,8 @@ def trainer_actor() -> Any:
                 )
                 return experiences
 
-            # On the object: OpenRLHF makes it in its own constructor, and has no seam for another
-            # class.
+            # On the object: OpenRLHF creates it in its constructor, and offers no way to use a
+            # different class.
             self.experience_maker.make_experience_batch = make_and_take
             self._medusa_version = 0
 
@@ -218,8 +218,8 @@ def trainer_actor() -> Any:
 
 @contextlib.contextmanager
 def engines_awake(args: Any, engines: list[Any]) -> Iterator[None]:
-    """The engines' weights in memory for the time of the block; OpenRLHF starts its engines asleep
-    where sleep is on.
+    """Keep the engines' weights in memory during the block; with sleep on, OpenRLHF starts its
+    engines asleep.
     """
     from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 
@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = as_config(load_config(given.medusa)) if given.medusa else None
     if config is not None:
         install(config)
-    # OpenRLHF reads the command line by itself, and would refuse our flag.
+    # OpenRLHF parses the command line itself, and would reject our flag.
     sys.argv = [CLI, *rest]
     # The command imports the names as it runs, after `install` has replaced them.
     runpy.run_module(CLI, run_name="__main__")

@@ -1,5 +1,5 @@
-"""Rows of a foreign loop: what it generated, and its log-prob passes over them, tapped and packed
-for the companion.
+"""Rows of a foreign loop: its generations, and its log-prob passes over them, tapped and packed for
+the companion.
 
 `ForwardTap` for actors in the plugin's process (or in each process of a training), `RowTap` for a
 worker's half of the plugin elsewhere. Shape letters: B rows, T tokens (padded), N tokens of rows
@@ -76,7 +76,7 @@ def as_rollouts(part: Generated, sampling: Sampling) -> Rollouts:
             expected="as many of each",
             do="Report this with its version.",
         )
-    # Trainers repeat a prompt for each of its responses; what is held out is held out by prompt.
+    # Trainers repeat a prompt for each of its responses; holdouts are chosen by prompt.
     prompts = list(dict.fromkeys(tuple(prompt) for prompt in part.prompts))
     index = {prompt: i for i, prompt in enumerate(prompts)}
     responses = []
@@ -94,7 +94,7 @@ class RowFinder:
     """Finds the responses of one `Rollouts` among rows of token ids, each response once."""
 
     def __init__(self, rollouts: Rollouts, own: range | None = None) -> None:
-        """`own`: indices of the responses that may come; None: all."""
+        """`own`: indices of the responses to expect; None: all."""
         self._lengths = [len(response.token_ids) for response in rollouts.responses]
         self._waiting: dict[tuple[int, ...], deque[int]] = {}
         for index, response in enumerate(rollouts.responses):
@@ -106,20 +106,20 @@ class RowFinder:
 
     @property
     def done(self) -> bool:
-        """Every response was found."""
+        """Whether every response was found."""
         return not self._waiting
 
     def find(
         self, ids_BT: torch.Tensor, attention_BT: torch.Tensor
     ) -> tuple[torch.Tensor, list[int | None]]:
         """Response mask of the rows, and for each row the index of its response; None for rows that
-        are none of those left.
+        match no remaining response.
 
         Args:
             ids_BT: prompt and response of each row, with any padding.
             attention_BT: true on prompt and response.
         """
-        # One copy of the whole; row by row the device would be waited for each time.
+        # One copy of everything; row by row would wait for the device each time.
         ids = ids_BT.to("cpu")
         attention = attention_BT.to("cpu", torch.bool)
         mask_BT = torch.zeros(ids.shape, dtype=torch.bool)
@@ -127,7 +127,7 @@ class RowFinder:
         for row in range(ids.shape[0]):
             index = self._take(tuple(ids[row][attention[row]].tolist()))
             if index is not None:
-                # Wherever the padding stands, the response is the last of what is read.
+                # Wherever the padding is, the response comes last.
                 response = attention[row].nonzero()[-self._lengths[index] :, 0]
                 if int(response[-1] - response[0]) + 1 == len(response):
                     mask_BT[row, response] = True
@@ -173,8 +173,7 @@ class ForwardTap:
         ]
 
     def expect(self, rollouts: Rollouts, own: range | None = None) -> None:
-        """The next passes are over these, or over some of them: equal rows of other processes are
-        theirs to score.
+        """The next passes cover some or all of these: other processes score their own equal rows.
         """
         self._finder = RowFinder(rollouts, own)
 
@@ -187,7 +186,7 @@ class ForwardTap:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._drop_failed()
         if self._finder is None or self._finder.done or adapters_in_use(module) != self._adapters:
-            return  # With an adapter off or another one it is the reference policy's pass.
+            return  # With the adapter off or a different one, it is the reference policy's pass.
         ids = kwargs.get("input_ids")
         attention = kwargs.get("attention_mask")
         if (
@@ -214,15 +213,14 @@ class ForwardTap:
         opened = self._open
         self._open = None
         if opened is not None:
-            # It ends the context where it stands, before it takes states in, and is nothing that it
-            # reports.
+            # It ends the context at this point, before states are taken, and is not reported.
             error = GeneratorExit()
             opened.__exit__(GeneratorExit, error, None)
 
 
 class RowShare:
-    """In the plugin's place on each of several processes: keeps the states of the rows that it
-    scores until all hand theirs in.
+    """Replaces the plugin on each of several processes: keeps the states of the rows it scores
+    until all hand theirs in.
     """
 
     def __init__(self) -> None:
@@ -248,7 +246,7 @@ class RowShare:
         self._collector.add(tap.hidden_BTD, response_mask_BT, sequences)
 
     def take(self) -> RolloutBatch | None:
-        """What was seen since `expect`."""
+        """The states collected since `expect`."""
         collector = self._collector
         self._collector = None
         return collector.batch() if collector is not None and collector.has_states else None
@@ -272,9 +270,9 @@ class RowTap(ABC):
         """
         Args:
             sampling: how the rollouts are sampled.
-            max_bytes: of batches on their way and in training; of a batch that is larger than half
-                of it a sample is taken.
-            ahead: rows further on from which heads learn: their number.
+            max_bytes: of batches in transit and in training; a batch larger than half of it is
+                sampled.
+            ahead: number of following rows that heads learn from.
         """
         self._sampling = sampling
         self._max_bytes = max_bytes
@@ -293,8 +291,8 @@ class RowTap(ABC):
         self._left_out = 0
 
     def expect(self, tokens: int, rows: int | None = None) -> None:
-        """The next passes, up to `take`, are over so many response tokens: each gives its share of
-        the sample. Without it a pass is taken for the whole batch.
+        """The next passes, up to `take`, cover this many response tokens: each contributes its
+        share of the sample. Without this call a pass counts as the whole batch.
 
         Args:
             rows: states of the sample; None: as many as `max_bytes` has room for.
@@ -304,12 +302,12 @@ class RowTap(ABC):
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
-        """Of the rows since the last `take`, by their numbers."""
+        """For the rows since the last `take`, by their numbers."""
         return tuple(self._prompts)
 
     @abstractmethod
     def _hooked(self) -> contextlib.AbstractContextManager[None]:
-        """While it is open, whole rows that go through the model come to `_see`."""
+        """While it is open, whole rows that go through the model are passed to `_see`."""
 
     @contextlib.contextmanager
     def watch(self, rows: Sequence[Row]) -> Iterator[None]:
@@ -319,12 +317,11 @@ class RowTap(ABC):
             ConfigError: tokens went through the model, but not whole rows: sequence parallelism
                 cuts them up.
         """
-        # Ranks without rows go through the same passes: states of cut models are gathered from all
-        # of them.
+        # Ranks without rows run the same passes, because states of sharded models are gathered from
+        # all ranks.
         rows = rows if self.reports else ()
         responses = tuple(
-            # Log-probs are what the pass computes; `add_logprobs` puts them in the place of the
-            # zeros.
+            # The pass computes the log-probs; `add_logprobs` replaces the zeros with them.
             Response(self._prompt(prompt), tuple(answer), (0.0,) * len(answer), "stop")
             for prompt, answer in rows
         )
@@ -360,7 +357,7 @@ class RowTap(ABC):
             self._left_out += collector.left_out
 
     def take(self, policy_version: int) -> RolloutBatch | None:
-        """All that was collected since the last call, as one batch; None when there is nothing."""
+        """Everything collected since the last call, as one batch; None if there is nothing."""
         parts = self._parts
         self._parts = []
         self._prompts = {}
@@ -380,7 +377,7 @@ class RowTap(ABC):
 
     @property
     def _waiting(self) -> bool:
-        """Some rows of `watch` have not come yet."""
+        """Whether some rows of `watch` are still missing."""
         return self._finder is not None and not self._finder.done
 
     def _see(self, ids_T: torch.Tensor, hidden_TD: torch.Tensor) -> None:
@@ -398,23 +395,23 @@ class RowTap(ABC):
         self._collector.add(hidden_TD[None], mask_BT, found)
 
     def _collector_of(self, rollouts: Rollouts, rows: int) -> BatchCollector:
-        """Of this pass, where so many rows of the whole batch may be kept.
+        """The sample of this pass, given how many rows of the whole batch may be kept.
 
-        What is judged on is chosen when all passes have come: answers to one prompt may be in
-        several of them.
+        The holdout is chosen once all passes are done: answers to one prompt may be in several of
+        them.
         """
         tokens = sum(len(response.token_ids) for response in rollouts.responses)
         first = not self._passes
         seed = 1_000_003 * self._batches + self._passes
         self._passes += 1
-        if self._expected is None:  # What is left is this pass's.
+        if self._expected is None:  # The rest belongs to this pass.
             rows = max(0, rows - sum(part.hidden_MD.shape[0] for part in self._parts))
         everything = max(self._expected or 0, tokens)
         if rows >= everything:
             return BatchCollector(rollouts)
         block = block_rows(rows, self._ahead)
-        # A pass may be due less than a block: it waits for the next ones. How long the first ones
-        # wait is drawn, or they would never give any.
+        # A pass may be due less than a block, and then waits for the next ones. The wait of the
+        # first ones is random, or they would never contribute.
         if first and self._expected is not None:
             self._owed = random.Random(seed).uniform(0, block)
         self._owed += rows * tokens / everything
@@ -475,7 +472,7 @@ def spans(ids: torch.Tensor, attention: Any, positions: Any) -> list[tuple[int, 
                 found.append((row, int(at[0]), int(at[-1]) + 1))
         return found
     if ids.shape[0] == 1 and isinstance(positions, torch.Tensor) and positions.shape == ids.shape:
-        # Packed rows say where they begin by their positions alone.
+        # Only their positions show where packed rows begin.
         starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
         return [(0, first, last) for first, last in itertools.pairwise(starts)]
     return [(row, 0, ids.shape[1]) for row in range(ids.shape[0])]

@@ -1,9 +1,9 @@
 """The processes of one training (torch.distributed's): one of them has the plugin and the
 companion, all of them have engines and rows.
 
-Everything here happens at points that all of them come to: `agree` when their trainers are made,
-`led` inside the hooks. Between two such points nobody waits for anybody. A process that dies closes
-its connections, and the others get an error at once.
+Everything here happens at points that all of them reach: `agree` when their trainers are made,
+`led` inside the hooks. Between two such points no process waits. If a process dies its connections
+close, and the others get an error at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from medusa_ppo.engines.colocated import read_counters
 logger = logging.getLogger(__name__)
 
 AGREE_S = 300.0
-"""Time for all processes to make their trainers: one that has no plugin never comes."""
+"""Time for all processes to make their trainers; one without a plugin never comes."""
 LED_S = 900.0
 """Longest wait for the first process: it may start or drain a companion meanwhile."""
 DONE = "done"
@@ -31,7 +31,7 @@ Serve = Callable[[str, tuple[Any, ...]], list[Any]]
 
 
 class Ranks:
-    """One process's end; a training of one process needs none of its calls to cross.
+    """One process's end; with a single process its calls need no communication.
 
     Attributes:
         rank, size: this process, and how many there are.
@@ -44,8 +44,8 @@ class Ranks:
 
     @staticmethod
     def refuse_several(what: str) -> None:
-        """ConfigError where this process is one of several of a training: each would start a
-        companion of its own.
+        """Raise ConfigError if this process is one of several in a training: each would start its
+        own companion.
         """
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
@@ -59,7 +59,7 @@ class Ranks:
 
     @classmethod
     def here(cls, what: object) -> Self:
-        """This process's end, when all have come and were given the same settings. See `agree`."""
+        """This process's end, once all have come with the same settings. See `agree`."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         ranks = cls(dist.get_rank(), dist.get_world_size()) if several else cls()
         ranks.agree(what)
@@ -67,15 +67,15 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """This process has the plugin and the companion, the only ones of the training."""
+        """Whether this process has the training's only plugin and companion."""
         return self.rank == 0
 
     def agree(self, what: object) -> None:
-        """Make sure that all processes were given the same, and that they share a node: heads and
-        weights cross as files.
+        """Ensure that all processes have the same settings and share a node, since heads and
+        weights are passed as files.
 
         Raises:
-            ConfigError: they were not; the same error on each. Or one of them has not come.
+            ConfigError: they don't (the same error on each), or one of them has not come.
         """
         if self.size == 1:
             return
@@ -155,11 +155,11 @@ class Ranks:
                     raise EngineError(
                         "The first process of the training failed.",
                         given=arguments[0],
-                        expected="draft heads fed and counted",
+                        expected="draft heads loaded and counted",
                         do="Read its own message.",
                     )
                 return
-            # An error is gathered as any answer is; the first process raises it for all.
+            # Errors are gathered like any answer; the first process raises them for all.
             found, problem = _tried(serve, method, arguments)
             self._gather((found, problem))
 
@@ -206,7 +206,7 @@ class Ranks:
 
 
 def _tried(serve: Serve, method: str, arguments: tuple[Any, ...]) -> tuple[list[Any], str]:
-    """An answer, or the sentence of what went wrong: a process that raised would leave the others
+    """An answer, or a sentence about what went wrong: a process that raised would leave the others
     waiting.
     """
     try:
@@ -217,7 +217,7 @@ def _tried(serve: Serve, method: str, arguments: tuple[Any, ...]) -> tuple[list[
 
 
 def serve_llm(llm: Any, counts: bool, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-    """What the first process asks of each one's vLLM."""
+    """Calls from the first process to each one's vLLM."""
     if method == "workers":
         return llm.collective_rpc(arguments[0], args=arguments[1])
     # Of a tensor-parallel engine every process sees the same counters; one of them counts.

@@ -61,8 +61,8 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class RemoteAttachment(Attachment):
-    """As `Attachment`, where only tables, packed batches and named calls cross between processes.
-    All of it on one node.
+    """Like `Attachment`, but only tables, packed batches and named calls cross between processes,
+    all on one node.
     """
 
     def __init__(self, config: RunConfig, model_path: str, folder: Path) -> None:
@@ -99,7 +99,7 @@ class RemoteAttachment(Attachment):
         return {**ours, "worker_extension_cls": worker_extension, **self.config.engine.extra}
 
     def attach(self, call: Call, counters: Callable[[], Counters]) -> None:
-        """The engines run, and are awake."""
+        """Call this when the engines run and are awake."""
         assert self._plan is not None, "planned in __init__"
         self.engine = AttachedEngine(
             call, self._kept_state, counters=counters, drafting=self._plan.drafting
@@ -118,7 +118,7 @@ class RemoteAttachment(Attachment):
         self._before = self.engine.counters()
 
     def scored(self, batch: RolloutBatch | None, sampling: Sampling) -> None:
-        """A rollout batch was generated and scored; `batch` is what a worker tapped of it."""
+        """A rollout batch was generated and scored; `batch` is what a worker tapped."""
         engine = self.engine
         if engine is None:
             return
@@ -144,7 +144,7 @@ class RemoteAttachment(Attachment):
         self.plugin.batch_ready(batch)
 
     def tables_changed(self, tables: Tables | None, version: int) -> None:
-        """The actor was updated; None: its tables are what they were."""
+        """The actor was updated; None: its tables have not changed."""
         self._policy_version = version
         self.plugin.tables_updated(tables, version)
         self._write_step()
@@ -200,12 +200,12 @@ def read_tables(model_path: str) -> Tables:
 
 
 def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str]) -> None:
-    """Become vLLM's own server, for a loop's server mode. The heads are made when their folder does
-    not exist yet.
+    """Become vLLM's own server, for a loop's server mode. The heads are created if their folder
+    does not exist.
 
     Raises:
-        ConfigError: an address that is not loopback, and no token in the environment: whoever
-            reaches it could replace the actor.
+        ConfigError: the address is not loopback and there is no token in the environment, so anyone
+            who reaches it could replace the actor.
     """
     if host not in (HOST, "localhost", "::1") and not os.environ.get(TOKEN):
         raise ConfigError(
@@ -215,7 +215,7 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
             expected=f"{TOKEN}, the same for the server and the trainer",
             do=f"export {TOKEN}=$(openssl rand -hex 32) for both, or leave --host out.",
         )
-    # Existing heads are served as they are: a restart must not begin with fresh ones.
+    # Existing heads are served unchanged: a restart must not begin with fresh ones.
     if not (Path(heads) / "config.json").is_file():
         lm_head_VD, _ = read_tables(model)
         save_heads(
@@ -239,7 +239,7 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
         for name, value in os.environ.items()
         if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
     }
-    # In the place of this process: signals and the exit code are vLLM's own.
+    # Replaces this process, so that signals and the exit code are vLLM's own.
     os.execvpe(
         sys.executable,
         [sys.executable, "-m", SERVER_MODULE, *flags],
@@ -260,7 +260,7 @@ def server_flags(model: str, heads: str, config: RunConfig) -> list[str]:
 
 
 def refuse(loop: str, reasons: dict[str, bool]) -> None:
-    """ConfigError that names every setting of a loop that can't be combined with draft heads.
+    """Raise ConfigError naming every setting of a loop that can't be combined with draft heads.
 
     Args:
         reasons: setting -> whether it is on.

@@ -39,7 +39,7 @@ from medusa_ppo.runtime.named_actors import NAMESPACE, join_ray
 logger = logging.getLogger(__name__)
 
 SAVED = "companion"
-"""Folder of the state below that of the run, as the service itself names it."""
+"""Folder of the state within the run folder, named as by the service."""
 NEWS_S = 1.0
 
 
@@ -101,7 +101,7 @@ def _arguments(
 
 
 class _Desk:
-    """A desk with the folder of its published versions; both go together."""
+    """A desk with the folder of its published versions; both are closed together."""
 
     def __init__(self, arguments: ServiceArguments, tables: Tables) -> None:
         settle(arguments.companion)
@@ -124,8 +124,8 @@ def serve_companion(
     say: Callable[[str], None] = logger.info,
     started: Callable[[CompanionServer], None] = lambda server: None,
 ) -> None:
-    """Answer taps until a signal ends it; then the state is saved in `out`, where there is one, and
-    the next start goes on from it.
+    """Answer taps until a signal ends it; then save the state in `out`, if there is one, from which
+    the next start continues.
 
     Args:
         config: read are `heads`, `companion`, `engine` (how it drafts) and `seed`.
@@ -158,7 +158,7 @@ def serve_companion(
 
 
 def _tell(desk: CompanionDesk, say: Callable[[str], None], over: threading.Event) -> None:
-    """Of each version, and of each problem once."""
+    """Report each version, and each problem once."""
     version, problem = 0, ""
     while not over.wait(NEWS_S):
         status = desk.status()

@@ -51,19 +51,18 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 NO_BOUND = 1 << 62
-"""In the place of the bytes by which `PassTap` draws a sample: here the companion says how many
-rows.
+"""Instead of the bytes by which `PassTap` samples: here the companion says how many rows.
 """
 
 
 class CompanionTap:
-    """One process's end. Of several processes each has one, and comes to every call.
+    """One process's end. With several processes each has one and makes every call.
 
     Attributes:
-        wish: what the companion wanted last.
-        sent, lost: steps whose rows it took, and whose rows it did not.
+        wish: what the companion last asked for.
+        sent, lost: steps whose rows it accepted, and whose rows it did not.
         exposed_s: seconds of the loop so far.
-        problem: why it takes nothing now; empty: it does.
+        problem: why it accepts nothing now; empty: it does.
     """
 
     def __init__(
@@ -107,9 +106,9 @@ class CompanionTap:
         # vLLM's word for no cut is -1.
         self._sampling = Sampling(temperature=temperature, top_p=top_p, top_k=max(0, top_k))
         self._link = open_link(address)
-        # Asked on every rank before any of them goes on: it must not be known to some alone.
+        # Asked on every rank before any continues, so that all of them know.
         wish = self._link.ask()
-        # On every rank: tables that are cut over ranks are gathered.
+        # On every rank, because sharded tables are gathered.
         self._actor.refresh()
         if self._rank == 0:
             self._check(wish, address)
@@ -160,7 +159,7 @@ class CompanionTap:
             self.exposed_s += time.perf_counter() - began
             yield
             return
-        # Before the pass: afterwards the loop may update them at any time.
+        # Before the pass, because afterwards the loop may update them at any time.
         tables = self._changed_tables()
         self._rows.expect(tokens, wanted)
         self.exposed_s += time.perf_counter() - began
@@ -240,17 +239,19 @@ class CompanionTap:
         if stack is None:
             return
         if failed:
-            # As a pass that raised: nothing of it is sent.
+            # Like a pass that raised: nothing of it is sent.
             stack.__exit__(GeneratorExit, GeneratorExit(), None)
             return
         stack.close()
 
     def _changed_tables(self) -> Tables | None:
-        """A copy of the actor's tables, where the companion has others; of the first process."""
+        """A copy of the actor's tables, if the companion has different ones; only in the first
+        process.
+        """
         if self._rank:
             return None
         known = self._sender.wish.tables_version
-        # Once in any case: an earlier loop may have counted to the same number.
+        # At least once, because an earlier loop may have counted to the same number.
         if self._sender.sent and known == self._tables_version:
             return None
         live_VD = self._actor.lm_head_VD.detach()
@@ -314,8 +315,8 @@ def _rows(
 
 
 class _PolicyTap(PassTap):
-    """Passes over the actor alone: with an adapter off or another one they are the reference
-    policy's.
+    """Only passes of the actor itself: with the adapter off, or a different one, they belong to the
+    reference policy.
     """
 
     def __init__(self, model: nn.Module, *args: Any) -> None:
@@ -339,11 +340,11 @@ class _Parcel:
 
 
 class _Sender:
-    """The thread that hands parts over. Of those that wait for it only the newest is kept.
+    """The thread that hands parts over. Of the waiting parts only the newest is kept.
 
     Attributes:
         wish: of the last answer.
-        sent, lost: parts that were taken, and that were not.
+        sent, lost: parts that were accepted, and that were not.
         problem: why not; empty: the last one was.
     """
 
@@ -362,13 +363,13 @@ class _Sender:
     def send(self, parcel: _Parcel) -> None:
         """Returns at once."""
         with self._changed:
-            # Its tables come again with this one: nobody has said that they are there.
+            # Its tables are sent again with this one, since nobody has confirmed them.
             self.lost += self._waiting is not None
             self._waiting = parcel
             self._changed.notify_all()
 
     def pass_over(self, lost: bool) -> None:
-        """A step whose rows are not wanted; the thread asks what is by now."""
+        """A step whose rows are not wanted; the thread asks what is wanted now."""
         with self._changed:
             self.lost += lost
             self._asks = True
@@ -402,7 +403,7 @@ class _Sender:
                 self.wish = self._link.ask() if parcel is None else self._put(parcel)
                 self.sent += parcel is not None
                 self.problem = ""
-            # Whatever it is, the loop goes on.
+            # Whatever happens, the loop continues.
             except (MedusaError, OSError) as error:
                 self._failed(error, parcel)
 

@@ -1,5 +1,5 @@
-"""TRL's GRPO and RLOO trainers with draft heads: `MedusaGRPOTrainer(..., medusa={...})` in the
-place of `GRPOTrainer(...)`.
+"""TRL's GRPO and RLOO trainers with draft heads: `MedusaGRPOTrainer(..., medusa={...})` instead of
+`GRPOTrainer(...)`.
 
 What is hooked, and how (TRL 1.16; tests/contracts/test_trl.py compares all of it with the installed
 package):
@@ -48,7 +48,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
     def __init__(
         self, attachment: Attachment, *, model: Any, mode: str = "colocate", **arguments: Any
     ) -> None:
-        # Before vLLM is started, which takes its time.
+        # Before starting vLLM, which is slow.
         _refuse(arguments)
         self.attachment = attachment
         # vLLM's CPU build packs its weights; TRL's sync, one parameter at a time, can't refill
@@ -69,12 +69,12 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
                 self.llm, counts=self.accelerator.process_index % tensor_parallel == 0
             )
         if self.logprobs is None:
-            # RLOO doesn't ask for the sampled tokens' log-probs, and passes over them. More than 0
-            # would put the likeliest token's first, and not the sampled one's (see `_sampled`).
+            # RLOO doesn't request the sampled tokens' log-probs, and ignores them. More than 0
+            # would put the most likely token's first instead of the sampled one's (see `_sampled`).
             self.logprobs = 0
 
     def sync_weights(self) -> None:
-        """The actor's weights into vLLM, and what hangs on them."""
+        """Send the actor's weights to vLLM, and update what depends on them."""
         if not self.packed_weights:
             super().sync_weights()
         elif self.mode == "server":
@@ -92,7 +92,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
     def generate(
         self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """As TRL's; newer heads go in before, and training rollouts come out to the plugin."""
+        """Like TRL's, but newer heads go in first, and training rollouts go to the plugin."""
         if self.mode == "colocate" and self._llm_weights_sleeping:
             # TRL would do so a moment later; the heads need awake weights.
             self.sync_weights()
@@ -124,7 +124,7 @@ class MedusaCallback(TrainerCallback):
         self.attachment = attachment
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Not earlier: before this event the model is not yet wrapped and spread over devices.
+        # Not earlier: before this event the model is not yet wrapped and distributed.
         self.attachment.begin(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -135,8 +135,8 @@ class MedusaCallback(TrainerCallback):
 
 
 class MedusaMixin:
-    """Stands before a TRL trainer in a class's bases. Without `medusa=` the trainer is TRL's, to
-    the bit.
+    """Mix-in to put before a TRL trainer in a class's bases. Without `medusa=` the trainer is
+    TRL's, to the bit.
     """
 
     medusa: Attachment | None = None
@@ -190,7 +190,7 @@ class MedusaMixin:
         self.add_callback(MedusaCallback(attachment))  # type: ignore[attr-defined]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As the trainer's, with the plugin's figures beside its own."""
+        """Like the trainer's, with the plugin's figures added."""
         figures = self.medusa.figures() if self.medusa is not None else {}
         super().log({**logs, **figures}, start_time)  # type: ignore[misc]
 
@@ -214,12 +214,12 @@ def _refuse(arguments: dict[str, Any]) -> None:
 
 
 def _start(llm: Any, extra: dict[str, Any], **arguments: Any) -> Any:
-    # Ours last: engine.extra is there to have its way over what TRL says.
+    # Ours last, because engine.extra overrides TRL's arguments.
     return llm(**{**arguments, **extra})
 
 
 def _sampled(logprobs: list[list[list[float | None]]]) -> list[list[float | None]]:
-    """Of each token's log-probs the first, which is the sampled token's."""
+    """The first of each token's log-probs, which is the sampled token's."""
     return [[token[0] for token in sequence] for sequence in logprobs]
 
 

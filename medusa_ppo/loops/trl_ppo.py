@@ -33,7 +33,7 @@ from medusa_ppo.loops.ranks import Ranks  # noqa: E402
 
 
 class _Events(TrainerCallback):
-    """The policy stands beside the value model in the trainer's `model`."""
+    """The policy, next to the value model in the trainer's `model`."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -117,7 +117,7 @@ class MedusaPPOTrainer(PPOTrainer):
         return query_responses, logits
 
 
-# Held before it is ever replaced, or ours would call itself.
+# Saved before it is ever replaced, or ours would call itself.
 _generate = ppo_trainer.batch_generation
 
 
@@ -133,7 +133,7 @@ def rows_of(
     width = queries_BQ.shape[1]
     responses_BR = query_responses_BT[:, width:]
     logprobs_BR = logits_BRV.float().log_softmax(-1).gather(2, responses_BR[..., None])[..., 0]
-    # The trainer masks every padding token, also one that was sampled in the middle.
+    # The trainer masks every padding token, even one that was sampled in the middle.
     kept_BR = responses_BR != pad_token_id
     return Generated(
         [row[row != pad_token_id].tolist() for row in queries_BQ],

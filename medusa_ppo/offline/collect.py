@@ -1,5 +1,5 @@
-"""What heads are trained and measured on: sequences of tokens that the model wrote, or from texts,
-chats and a run's rollouts.
+"""The data that heads are trained and measured on: sequences of tokens written by the model, or
+from texts, chats and a run's rollouts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from medusa_ppo.reports.run_files import LOGPROBS, PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.runtime.console import Advance
 from medusa_ppo.runtime.data import Row
 
-# A round is one call of the engine and one file to go on from: large enough to keep the engine's
+# A round is one call of the engine and one file to resume from: large enough to keep the engine's
 # batch full, small enough that an interruption loses little.
 PROMPTS_PER_ROUND = 128
 ASSISTANT = "assistant"
@@ -34,12 +34,12 @@ class Sample:
     """One sequence of tokens, and which of them count as written by the model.
 
     Attributes:
-        ids: all tokens, those that were given included.
+        ids: all tokens, including the given ones.
         spans: (first, end) of each stretch of written tokens, in order; at least one token stands
             before each.
         prompt: samples of one number are much alike (answers to one prompt, windows of one text)
-            and are never parted by a hold-out.
-        logprobs: behaviour log-probs of the written tokens; None: the actor's own are taken.
+            and are never split by a holdout.
+        logprobs: behaviour log-probs of the written tokens; None: use the actor's own.
     """
 
     ids: tuple[int, ...]
@@ -54,7 +54,7 @@ class Sample:
 
 
 def take_prompts(prompts: Sequence[Prompt], start: int, count: int) -> list[Prompt]:
-    """`count` prompts from position `start` on, beginning again at the end of the list."""
+    """`count` prompts from position `start` on, wrapping around at the end of the list."""
     return [prompts[i % len(prompts)] for i in range(start, start + count)]
 
 
@@ -69,12 +69,12 @@ def response_rounds(
     rounds_done: int = 0,
     tokens_done: int = 0,
 ) -> Iterator[Rollouts]:
-    """Let the model answer the prompts, `per_round` at a time, until `max_tokens` response tokens
-    are there (0: each prompt once).
+    """Let the model answer the prompts, `per_round` at a time, until there are `max_tokens`
+    response tokens (0: each prompt once).
 
     Args:
         sampling: how; its seed is that of the first round, and every round has the next one.
-        rounds_done, tokens_done: what an earlier call has yielded; this one goes on after it.
+        rounds_done, tokens_done: what an earlier call has yielded; this one continues after it.
     """
     number = rounds_done
     tokens = tokens_done
@@ -117,10 +117,10 @@ def response_sample(
 
 
 def number_prompts(samples: Sequence[Sample]) -> list[Sample]:
-    """Responses with the same number for the same prompt, whatever round they come from."""
+    """Give responses the same number for the same prompt, whatever round they come from."""
     numbers: dict[tuple[int, ...], int] = {}
     return [
-        # By their tokens: rounds go through the prompts again, and count them anew.
+        # By their tokens, because rounds go through the prompts again and renumber them.
         replace(sample, prompt=numbers.setdefault(sample.ids[: sample.spans[0][0]], len(numbers)))
         for sample in samples
     ]
@@ -133,14 +133,12 @@ def samples_from_texts(
     become windows of `max_length` tokens.
 
     Args:
-        max_tokens: stop when so many written tokens are there; later texts are not even read. 0:
-            all.
+        max_tokens: stop at this many written tokens; later texts are not even read. 0: all.
 
     Raises:
-        DataError: when no text has at least two tokens.
+        DataError: no text has at least two tokens.
     """
-    # One after the other: `take_samples` stops when there is enough, and a stream is read no
-    # further.
+    # One by one: `take_samples` stops when there is enough, and a stream is read no further.
     windows = (_windows(text, tokenizer, max_length, number) for number, text in enumerate(texts))
     nothing = {"expected": "at least two tokens each", "do": "Check --column."}
     return take_samples(
@@ -168,8 +166,8 @@ def take_samples(
     expected: str,
     do: str,
 ) -> list[Sample]:
-    """The samples of one row after the other, until so many written tokens are there (0: all);
-    DataError when there are none.
+    """The samples of one row after another, up to this many written tokens (0: all). Raises
+    DataError if there are none.
     """
     samples: list[Sample] = []
     tokens = seen = 0
@@ -191,7 +189,7 @@ def split_samples(
 
     Args:
         fraction: share of the prompts to hold out.
-        most_tokens: no further prompt is held out when so many written tokens are.
+        most_tokens: stop holding out prompts at this many written tokens.
 
     Raises:
         DataError: all samples answer one prompt.
@@ -210,11 +208,12 @@ def split_samples(
         written[sample.prompt] += sample.written
     held: set[int] = set()
     tokens = 0
-    # A generator of its own: a training that goes on must hold out the same prompts.
+    # A separate generator: a resumed training must hold out the same prompts.
     for index in torch.randperm(
         len(prompts), generator=torch.Generator().manual_seed(seed)
     ).tolist():
-        # One prompt is held out however small the fraction: without any nothing can be judged.
+        # At least one prompt is held out however small the fraction: without any, nothing can be
+        # judged.
         if held and (len(held) >= math.floor(fraction * len(prompts)) or tokens >= most_tokens):
             break
         held.add(prompts[index])
@@ -242,12 +241,12 @@ def samples_from_chats(
 
     Args:
         max_length: longer conversations are cut at their end.
-        max_tokens: stop when so many written tokens are there; 0: all.
+        max_tokens: stop at this many written tokens; 0: all.
 
     Raises:
-        ModelError: the tokenizer has no chat template, or can't say where its tokens begin.
-        DataError: a row is no list of messages, the template refuses it, or nowhere does an
-            assistant say anything.
+        ModelError: the tokenizer has no chat template, or can't report where its tokens begin.
+        DataError: a row is not a list of messages, the template refuses it, or no assistant says
+            anything.
     """
     check_template(tokenizer)
     every = (
@@ -299,7 +298,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
     if not tokenizer.is_fast:
         raise ModelError(
-            "The tokenizer can't say where its tokens begin in the text.",
+            "The tokenizer can't report where its tokens begin in the text.",
             given=type(tokenizer).__name__,
             expected="a fast tokenizer (tokenizer.json)",
             do="Convert it, or train on plain texts (--column) or prompts (--template).",
@@ -309,16 +308,19 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def _written_turns(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int
 ) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Texts with the places (in characters) of what the assistant wrote.
+    """Texts with the character ranges that the assistant wrote.
 
-    One text holds all turns, unless the template shows a turn otherwise once more messages follow
-    (some drop earlier reasoning): then the turn stands in a text of its own, as the model wrote it.
+    One text holds all turns, unless the template renders a turn differently once more messages
+    follow (some drop earlier reasoning): then the turn gets a separate text, as the model wrote it.
     """
     if not is_chat(messages):
         given = f"row {number}: {messages!r:.120}"
         expected = "a list of messages with role and content"
         raise DataError(
-            "A row is no conversation.", given=given, expected=expected, do="Name another --column."
+            "A row is not a conversation.",
+            given=given,
+            expected=expected,
+            do="Name another --column.",
         )
     whole = _render(messages, tokenizer, number)
     together: list[tuple[int, int]] = []
@@ -326,12 +328,12 @@ def _written_turns(
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        # A template says nowhere where its turns begin: what it adds to the text before is the
-        # turn.
+        # A template doesn't report where its turns begin: a turn is what it adds to the text
+        # before.
         before = _render(messages[:index], tokenizer, number, answer=True)
         after = _render(messages[: index + 1], tokenizer, number)
-        # A generation prompt can say more than the turn does in the end (an opening tag for
-        # reasoning): the common part was given.
+        # A generation prompt can contain more than the final turn (an opening tag for reasoning):
+        # only the common part was given.
         turn = (_common_prefix(before, after), len(after))
         if whole.startswith(after):
             together.append(turn)
@@ -359,10 +361,10 @@ def _render(
                 list(messages), tokenize=False, add_generation_prompt=answer
             )
         )
-    # Templates raise errors of their own, and whatever their code runs into.
+    # Templates raise their own errors, and whatever their code runs into.
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise DataError(
-            "The chat template refuses a conversation.",
+            "The chat template rejects a conversation.",
             given=f"row {number}: {type(error).__name__}: {error}",
             expected="messages as this model's template wants them",
             do="Correct the row, or leave it out.",
@@ -376,9 +378,9 @@ def _chat_sample(
     max_length: int,
     number: int,
 ) -> Sample | None:
-    """Tokens of a text, and the stretches of them that lie in the turns."""
+    """Tokens of a text, and the stretches of them in the turns."""
     encoded = tokenizer(
-        # The template has written the special tokens into the text already.
+        # The template has already written the special tokens into the text.
         text,
         add_special_tokens=False,
         return_offsets_mapping=True,
@@ -389,14 +391,14 @@ def _chat_sample(
     starts = [start for start, _ in encoded["offset_mapping"][:max_length]]
     spans = []
     for begin, end in turns:
-        # A token needs one before it, whose state predicts it; so the text's very first token is
-        # none.
+        # A token needs a predecessor, whose state predicts it, so the text's first token doesn't
+        # count.
         inside = [i for i, start in enumerate(starts) if begin <= start < end and i > 0]
         if not inside:
             continue
         first = inside[0]
         last = inside[-1]
-        # What the template puts behind the end token is never written by the model.
+        # The model never writes what the template puts after the end token.
         ends = [i for i in inside if ids[i] == tokenizer.eos_token_id]
         spans.append((first, (ends[-1] if ends else last) + 1))
     return Sample(ids, tuple(spans), number) if spans else None
@@ -408,21 +410,21 @@ def _chat_sample(
 def samples_from_rollouts(
     rows: Iterable[Row], vocab_size: int, context: int, temperature: float, max_tokens: int
 ) -> list[Sample]:
-    """One sample per row, the last rows first: they are of the newest policy. Empty responses teach
-    nothing and are left out.
+    """One sample per row, the last rows first: they come from the newest policy. Empty responses
+    teach nothing and are left out.
 
     Args:
         rows: with `prompt_ids` and `response_ids`; `logprobs` where known (else the actor's own are
-            taken), `temperature`, `top_p` and `top_k` where they are not those of plain sampling.
+            taken), `temperature`, `top_p` and `top_k` unless it was plain sampling.
         vocab_size: ids lie below it.
         context: most tokens of prompt and response together.
         temperature: that the heads are trained for.
-        max_tokens: stop when so many response tokens are there.
+        max_tokens: stop at this many response tokens.
 
     Raises:
-        DataError: no usable row, ids or log-probs that are none, a row sampled in another way.
+        DataError: no usable row, invalid ids or log-probs, or a row sampled differently.
     """
-    # Numbered first, so that an error names the row as the file counts it.
+    # Numbered first, so that an error gives the row's number in the file.
     newest_first = reversed(list(enumerate(rows)))
     found = (
         _rollout(row, number, vocab_size, context, temperature) for number, row in newest_first
@@ -476,8 +478,8 @@ def _check_sampling(row: Row, number: int, temperature: float) -> None:
         "top_k": (0, "0: heads are trained for plain sampling"),
     }
     for name, (wanted, meaning) in plain.items():
-        # Log-probs of a cut distribution are not those of the one that is drawn from later: heads
-        # would learn, and be judged, against the wrong p.
+        # Log-probs of a cut distribution differ from those of later sampling: heads would learn,
+        # and be judged, against the wrong p.
         if row.get(name) is not None and row[name] != wanted:
             raise _bad(row, name, number, f"{wanted} ({meaning})")
 

@@ -1,8 +1,8 @@
 """`medusa-ppo convert`: heads from any Medusa format to any other that can hold them.
 
-`foreign` finds out the source's format and reads it, `formats` says what each format can hold; here
-the target is written. Whatever is not as the source's configuration says becomes a note, and what
-the target can't hold is refused: nothing is dropped silently.
+`foreign` detects the source's format and reads it, `formats` says what each format can hold, and
+this file writes the target. Anything that contradicts the source's configuration becomes a note,
+and anything the target can't hold is refused: nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".g
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A transformers model folder, of which only files are read.
+    """A transformers model folder; only its files are read.
 
     Attributes:
         name: as the user gave it; it goes into the configurations that name a base model.
-        lm_head_VD: in the model's own dtype; the embedding table where the two are tied.
+        lm_head_VD: in the model's own dtype; the embedding table if the two are tied.
     """
 
     folder: Path
@@ -93,7 +93,7 @@ def open_base_model(name: str) -> BaseModel:
             do="Correct --model.",
         )
     lm_head_VD = base_lm_head(open_files(model_files(folder), is_output_table), config)
-    # A model whose table is elsewhere would otherwise fail much later, in a message of torch's.
+    # Otherwise a model whose table is elsewhere would fail much later, with a message from torch.
     if lm_head_VD is None:
         given = f"{name}: no lm_head.weight, and no embedding table that is tied to it"
         do = "Load the model with transformers and save it again."
@@ -114,15 +114,15 @@ def write_full_model(
     say: Callable[[str], None],
 ) -> None:
     """Copy the model into `out` with the heads as one more weight file and `changes` in its
-    config.json; `say` is told of each file.
+    config.json; `say` receives a line per file.
 
     Raises:
-        ModelError: weights that are no safetensors, or that hold heads already.
+        ModelError: weights that are not safetensors, or already contain heads.
     """
     shards = model_files(base.folder)
     if any(path.suffix != ".safetensors" for path in shards):
         raise ModelError(
-            "The model's weights are no safetensors.",
+            "The model's weights are not safetensors.",
             given=shards[0].name,
             expected="*.safetensors",
             do="Save the model again.",
@@ -132,8 +132,8 @@ def write_full_model(
         if path.is_file() and not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
             # A link must not bring in a file from outside the folder.
             shutil.copyfile(file_inside(base.folder, path.name), out / path.name)
-    # transformers takes a lone model.safetensors for the whole model, so the shards are numbered
-    # anew with the heads as the last.
+    # transformers takes a lone model.safetensors for the whole model, so the shards are renumbered
+    # with the heads last.
     names = [
         f"model-{number:05d}-of-{len(shards) + 1:05d}.safetensors"
         for number in range(1, len(shards) + 2)
@@ -149,7 +149,7 @@ def write_full_model(
     if set(weight_map) & set(tensors):
         do = "Give the model without heads."
         raise ModelError(
-            "The model has heads already.", given=base.name, expected="the base model alone", do=do
+            "The model already has heads.", given=base.name, expected="the base model alone", do=do
         )
     save_state(out / names[-1], tensors)
     weight_map.update(dict.fromkeys(tensors, names[-1]))
@@ -160,7 +160,7 @@ def write_full_model(
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done.
+    """A finished conversion.
 
     Attributes:
         source, target: names of the formats.
@@ -189,11 +189,11 @@ def convert(
         to: one of `formats.FORMATS`.
         model: folder of the model that the heads are for; needed where its lm_head or its whole
             weights go into the target.
-        say: told of what takes long.
+        say: receives messages about slow steps.
 
     Raises:
-        CheckpointError: the source is damaged, or is not what its own reader would take it for.
-        ConfigError: the target can't hold these heads, or is there already.
+        CheckpointError: the source is damaged, or its own reader would misread it.
+        ConfigError: the target can't hold these heads, or already exists.
         ModelError: the model folder can't be used.
     """
     if to in TGI_FORMATS:
@@ -216,27 +216,27 @@ def convert(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         do = "Choose another name, or remove it."
         raise ConfigError(
-            "The target is there already.", given=str(target), expected="a new folder", do=do
+            "The target already exists.", given=str(target), expected="a new folder", do=do
         )
     base = open_base_model(model) if model else None
     read = _read(source, to, base)
     if to in FULL_MODELS.values() and base is None:
         do = "Give its folder with --model."
         raise ConfigError(
-            f"{to} holds the whole model beside the heads.",
+            f"{to} holds the whole model with the heads.",
             given="no --model",
             expected="the base model",
             do=do,
         )
     refuse_unrepresentable(read.heads, to)
-    # Under another name until it is whole: an error leaves no half of a folder behind.
+    # Under another name until it is complete, so that an error leaves no partial folder behind.
     with new_directory(target) as folder:
         notes = _write(read, folder, to, base, say)
     return Conversion(read.format, to, read.heads.config, (*read.notes, *notes))
 
 
 def _read(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
-    """Read the source in whatever format it is. A given base model names itself in the target."""
+    """Read the source in any format. A given base model is named in the target."""
     if source.is_dir() and OWN_SECTION in read_config(source):
         found = _read_native(source, to, base)
     else:
@@ -265,11 +265,11 @@ def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
     notes: tuple[str, ...] = ()
     if base is not None:
         model_VD = base.lm_head_VD
-        # In the copy's own dtype: rounding alone is no difference.
+        # In the copy's own dtype, so that rounding is not a difference.
         if lm_head_VD is not None and not torch.equal(lm_head_VD, model_VD.to(lm_head_VD.dtype)):
             notes = (
-                "The lm_head in the source is not the model's (a policy that moved on?): the"
-                " model's is written.",
+                "The lm_head in the source is not the model's (has the policy moved on?); writing "
+                "the model's.",
             )
         lm_head_VD = model_VD
     plain = PlainHeads(heads.config, heads.trainable_state(), lm_head_VD)
@@ -311,10 +311,10 @@ def _write(
                 " and the source doesn't say."
             )
     if not heads.biased and to != "vllm":
-        notes.append("The format wants biases: zeros are written.")
+        notes.append("The format requires biases: zeros are written.")
     if config.lm_head == "shared" and TABLES[to].lm_heads == "own":
         notes.append(
-            f"The format wants an lm_head for each head: the model's is written {config.num_heads}"
+            f"The format requires an lm_head per head: the model's is written {config.num_heads}"
             " times."
         )
     return notes
@@ -323,7 +323,7 @@ def _write(
 def _write_native(read: FoundHeads, folder: Path) -> list[str]:
     heads = MedusaHeads(read.heads.config).to(read.heads.dtype)
     heads.load_trainable_state(read.heads.tensors)
-    # Heads that were native already keep their version, by which a run knows them.
+    # Heads that were already native keep their version, by which a run identifies them.
     if read.native:
         metadata = read.native.metadata
         version = read.native.version
@@ -342,7 +342,7 @@ def _write_native(read: FoundHeads, folder: Path) -> list[str]:
 
 
 def _counts(config: HeadsConfig, to: str) -> dict[str, Any]:
-    """K and L under the keys that the format's configuration has for them."""
+    """K and L under the keys of the format's configuration."""
     heads_key, layers_key = CLAIMS.get(to, NUMBERED_CLAIMS)
     counts = {heads_key: config.num_heads, layers_key: config.num_layers}
     return {"medusa": counts} if to == "modelopt" else counts

@@ -53,8 +53,8 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
 
     def factor(step: int) -> float:
         warm = min(1.0, (step + 1) / WARM_UP_STEPS)
-        # Behind `steps` the cosine would rise again, and the last part's steps may lie there: each
-        # batch of a part rounds its own up.
+        # After `steps` the cosine would rise again, and the last part's steps may be there, since
+        # each batch of a part rounds up its own.
         cosine = 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps)))
         return warm * max(LAST_FACTOR, cosine)
 
@@ -62,11 +62,11 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
 
 
 class TrainingWorker:
-    """Trains on groups of sequences; several of them, each with other groups, take every optimizer
-    step together.
+    """Trains on groups of sequences; several of them, each with different groups, take every
+    optimizer step together.
 
     Attributes:
-        groups: number of groups that all the sequences make, the other workers' included.
+        groups: number of groups of all sequences, including the other workers'.
         tokens: written tokens of all sequences.
         lm_head_VD: the actor's lm_head, float32 on the CPU, for the checkpoint.
     """
@@ -90,10 +90,10 @@ class TrainingWorker:
         self._rank = rank
         self._team = team
         model = on_device(load_actor(options.model, compute_dtype(options.dtype)))
-        # States are kept in the dtype that was asked for, also where products are float32: a cache
-        # of half the size is what the option is for.
+        # States keep the requested dtype even if products are float32: the option is there to halve
+        # the cache.
         reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
-        # Only the first worker judges; the others spare themselves the memory.
+        # Only the first worker judges; the others save the memory.
         self._holdout = read_all(reader, held_out, lambda *_: None) if rank == 0 else None
         self._states = HiddenStates(reader, training, options.cache_bytes, options.seed)
         self.groups = len(self._states.groups)
@@ -122,7 +122,7 @@ class TrainingWorker:
 
     @property
     def parts(self) -> int:
-        """Parts that the trainer has seen, whether they were trained or given up."""
+        """Parts that the trainer has seen, whether trained on or given up."""
         return self._trainer.batches_trained + self._trainer.batches_skipped
 
     def train(self, dealt: list[list[int]], number: int) -> tuple[TrainReport, int]:
@@ -139,7 +139,7 @@ class TrainingWorker:
             # Only the first worker's state is saved: the others' order of positions must follow
             # from the part alone.
             self._trainer.generator.manual_seed(
-                # Primes keep neighbouring seeds, parts and ranks from meeting in one number.
+                # Primes keep neighbouring seeds, parts and ranks from colliding.
                 ((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63
             )
         batch = self._states.batch(dealt[self._rank])
@@ -147,8 +147,8 @@ class TrainingWorker:
         try:
             report = self._trainer.train_batch(batch)
         except BaseException:
-            # Stopped by a signal, maybe between two steps: what is saved now must stand at the
-            # beginning of the part, where the training will go on.
+            # Stopped by a signal, maybe between two steps: the saved state must be that of the
+            # beginning of the part, where training will resume.
             self._trainer.load_state_dict(before)
             raise
         return report, int(batch.response_ids_M.numel())
@@ -169,7 +169,7 @@ class TrainingWorker:
         holdout.
         """
         assert self._holdout is not None, "only the first worker judges"
-        # A copy: training goes on with the temperatures as they are.
+        # A copy, because training continues with the current temperatures.
         heads = copy.deepcopy(self._trainer.heads)
         trainer = self._trainer
         served = Served(self._options.draft_temperature)
@@ -210,9 +210,7 @@ def deal_parts(
 def running_workers(
     options: TrainOptions, training: list[Sample], held_out: list[Sample]
 ) -> Iterator[TrainingWorker | TrainingWorkers]:
-    """One worker in this process, or several in processes of their own, for the time of the
-    block.
-    """
+    """One worker in this process, or several in separate processes, during the block."""
     if options.workers == 1:
         yield TrainingWorker(options, training, held_out)
         return
@@ -225,7 +223,7 @@ def running_workers(
 
 
 class WorkerHost:
-    """What a Ray process holds: meets the others, then is a worker."""
+    """The content of a Ray process: meets the others, then acts as a worker."""
 
     def __init__(self, rank: int, size: int, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -267,7 +265,7 @@ class TrainingWorkers:
         self._hosts = [kind.remote(rank, size, threads) for rank in range(size)]
         place = self._get(self._hosts[0].meet_here.remote())
         shared = ray.put(training)
-        # All at once: each waits in `start` until the others are there.
+        # All at once, because each waits in `start` until the others are there.
         self._get(
             [
                 host.start.remote(place, options, shared, held_out if not rank else [])
@@ -281,7 +279,7 @@ class TrainingWorkers:
         if self.groups < size:
             expected = f"at most {self.groups}"
             raise ConfigError(
-                "There is too little text for so many workers.",
+                "There is too little text for that many workers.",
                 given=size,
                 expected=expected,
                 do="Use fewer --workers.",
@@ -322,14 +320,14 @@ class TrainingWorkers:
     def _get(self, references: Any) -> Any:
         try:
             return ray.get(references)
-        # What a worker raised itself comes in it too: Ray wraps it.
+        # Ray also wraps what a worker raised itself.
         except RayError as error:
             raise RunError(
                 "A worker of the training failed.",
                 given=f"{type(error).__name__}: {error}",
                 expected="all workers up to the end",
                 do=(
-                    "The same command goes on from the last save; use fewer --workers if memory was"
-                    " short."
+                    "The same command continues from the last save; use fewer --workers if memory "
+                    "was short."
                 ),
             ) from error

@@ -52,7 +52,7 @@ from medusa_ppo.runtime.console import OfflineProgress
 from medusa_ppo.runtime.data import require_column
 
 INTERVAL_GROUPS = 16
-"""Groups of prompts that the interval of an engine's counters is taken over."""
+"""Groups of prompts behind the interval of an engine's counters."""
 LEAST_GROUPS = 4
 """Groups of a small category."""
 # More values are texts or numbers rather than categories, and make a table that nobody reads.
@@ -60,12 +60,12 @@ MAX_CATEGORIES = 50
 MEMORY_BYTES = 2**30
 """Of the memory of earlier responses."""
 PLACE_BOUNDS, ENTROPY_BOUNDS = (0, 16, 64, 256, 1024), (0, 0.25, 0.5, 1, 2)
-"""What the drafts are sorted by."""
+"""What drafts are grouped by."""
 BY_SUFFIX = "By length of the suffix that the memory knew, drafts"
 ENTROPY_ROWS = 1024
 """Rows whose distribution is computed at once."""
 ROWS_AT_ONCE = 64
-"""Tokens of a response that a replay looks up together."""
+"""Tokens of a response that a replay looks up at once."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ class MeasuredHeads:
         result: counts of each observation of an interval: a prompt (replay) or a group of prompts
             (an engine's counters).
         categories: of each unit.
-        parts: what else is known of where drafts are accepted, by replay: titles of tables, and
-            their rows.
+        parts: more about where drafts are accepted, by replay: titles of tables, and their rows.
     """
 
     result: ReplayResult
@@ -109,8 +108,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         problem = "One-hot drafts are not mixed with a memory."
         do = "Add --draft sampled."
         raise ConfigError(problem, given=given, expected="--draft sampled", do=do)
-    # Heads of another model are refused before the engine starts. Of a hub's model the sizes are
-    # not here yet, and nothing is pulled just for them.
+    # Heads of another model are refused before the engine starts. A hub model's sizes are not known
+    # yet, and nothing is pulled just for them.
     model = AutoConfig.from_pretrained(options.model) if Path(options.model).exists() else None
     sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size} if model else {}
     folders = [Path(options.heads), *([options.compare] if options.compare else [])]
@@ -121,7 +120,7 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         earlier, rollouts = _generate(options, groups, "", progress)
         measured = _replayed(options, heads, groups, earlier, rollouts, progress)
     else:
-        # Counters are of what an engine drafted itself, so each set of heads gets an engine.
+        # Counters cover what an engine drafted itself, so each set of heads gets its own engine.
         runs = [_generate(options, groups, str(folder), progress)[1] for folder in folders]
         measured = [[_counted(groups, rounds) for rounds in run] for run in runs]
         rollouts = runs[0]
@@ -176,7 +175,7 @@ def _groups(options: EvalOptions, scene: Scene) -> list[PromptGroup]:
         raise DataError(problem, given=given, expected=expected, do="Name another --category.")
     groups = []
     for category, prompts in by_category.items():
-        # A replay counts response by response, so the calls may be as large as they like.
+        # A replay counts response by response, so calls may have any size.
         size = PROMPTS_PER_ROUND
         if options.engine == "vllm":
             size = min(
@@ -203,18 +202,18 @@ def _generate(
         options.model, heads, engine_config(prompts, options.max_new_tokens), options.seed
     ) as engine:
         if heads:
-            # An engine's own default is to sample drafts: one-hot ones have to be asked for, too.
+            # By default an engine samples drafts, so one-hot drafts must be requested too.
             sampled = options.draft == "sampled"
             engine.configure(sampled=sampled, draft_temperature=options.draft_temperature)
         for temperature in options.every_temperature:
             sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens)
             if heads and options.earlier_responses:
-                # What was said at another temperature is forgotten.
+                # Responses at another temperature are forgotten.
                 engine.configure(memory_bytes=0)
                 engine.configure(memory_bytes=MEMORY_BYTES)
             before = replace(sampling, responses_per_prompt=options.earlier_responses)
-            # Other seeds than those of what is measured: a memory of the very same responses would
-            # know them all.
+            # Seeds different from the measured ones: a memory of the same responses would know them
+            # all.
             own = options.seed + len(groups)
             ways = (
                 [("Earlier responses", earlier, before, own)] if options.earlier_responses else []
@@ -255,7 +254,7 @@ def _replayed(
         prompts = {sample.prompt: sample.ids[: sample.spans[0][0]] for sample in samples}
         with progress.phase(f"Hidden states, temperature {temperature:g}", len(samples)) as advance:
             batch = read_all(HiddenReader(actor, temperature), samples, advance)
-        # The replay cuts q and p as the sampling was cut; the reader knows nothing of that.
+        # The replay cuts q and p like the sampling did; the reader does not know about that.
         batch = replace(batch, top_k=options.top_k, top_p=options.top_p)
         of_each = [
             group.category
@@ -269,7 +268,7 @@ def _replayed(
         pairs = zip(of_each, [sample.prompt for sample in samples], strict=True)
         unit_S = torch.tensor([units.setdefault(pair, len(units)) for pair in pairs])
         for one, found in zip(heads, measured, strict=True):
-            # A table of w for each set of heads: how far the memory is believed depends on them.
+            # A table of w per set of heads, since trust in the memory depends on them.
             recalled = Recalled(prompts, before) if before else None
             result = replay(
                 one.to(device),
@@ -318,7 +317,7 @@ def _by_value(
     found = []
     for low, high in pairwise((*bounds, math.inf)):
         drafts, accepted = rows_M2[(values_M >= low) & (values_M < high)].sum(0).tolist()
-        # Expected counts are no whole numbers; of less than one draft a ratio says nothing.
+        # Expected counts are not integers; with less than one draft a ratio means nothing.
         if drafts >= 1:
             name = f"{low:g} and more" if high == math.inf else f"{low:g} to {high:g}"
             found.append(
@@ -345,11 +344,10 @@ def _by_suffix(trust: Trust) -> list[dict[str, Any]]:
 
 
 class Recalled:
-    """The memory in a replay: what the engine's would have known of earlier responses, response
-    after response.
+    """The memory in a replay: what the engine's memory would have known from earlier responses,
+    response by response.
 
-    How far it is believed is learned from the responses before, as an engine learns it from its
-    steps.
+    The trust in it is learned from previous responses, as an engine learns it from its steps.
 
     Attributes:
         trust: the table of w.
@@ -358,8 +356,8 @@ class Recalled:
     def __init__(self, prompts: Mapping[int, tuple[int, ...]], earlier: Sequence[Rollouts]) -> None:
         """
         Args:
-            prompts: by the number that a batch has for them.
-            earlier: what the memory holds.
+            prompts: by their numbers in a batch.
+            earlier: the memory's content.
         """
         self._prompts = prompts
         self._memory = ResponseMemory(MEMORY_BYTES)
@@ -421,7 +419,7 @@ class Recalled:
         offered_TK, before_TK = (
             F.pad(part[:, :-1], (1, 0), value=1.0) * there_TK for part in (taken_TK, product_TK)
         )
-        # These tokens came from the policy itself, so the drafts before are weighed by q / p.
+        # These tokens came from the policy itself, so the drafts before are weighted by q / p.
         drawn = Drawn(
             cells_TK,
             heads_TK,
@@ -445,7 +443,7 @@ class Recalled:
             return torch.zeros(len(ids_T)), torch.zeros_like(ids_T)
         text_1X = torch.from_numpy(tokens)[None]
         weight_1P = torch.from_numpy(weights)[None]
-        # Row t is the suffix that stood before token t.
+        # Row t is the suffix before token t.
         tails_Tn = (
             torch.cat([torch.tensor(tail_of(prompt)), ids_T])
             .unfold(0, SUFFIX, 1)[: len(ids_T)]
@@ -464,7 +462,7 @@ class Recalled:
 
 def _counted(groups: Sequence[PromptGroup], rounds: Sequence[Rollouts]) -> MeasuredHeads:
     """vLLM's counters; the units are the calls, which are groups of prompts."""
-    # Where K is chosen, calls differ in their number of positions.
+    # If K is chosen, calls differ in their number of positions.
     accepted = list(zip_longest(*(r.counters.accepted_per_position for r in rounds), fillvalue=0))
     drafts = torch.tensor([r.counters.drafts for r in rounds], dtype=torch.float64)
     result = ReplayResult(

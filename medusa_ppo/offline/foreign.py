@@ -1,5 +1,5 @@
-"""Heads and models of other formats from folder or file: which format it is, and which file holds
-which tensor.
+"""Reads heads and models of other formats from a folder or file: which format it is, and which file
+has which tensor.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class TensorFiles:
 def open_files(
     paths: Iterable[Path], wanted: Callable[[str], bool] = lambda name: True
 ) -> TensorFiles:
-    """The tensors of these files whose names are wanted. CheckpointError for a damaged file, and
-    for a name that stands in two.
+    """The tensors of these files whose names are wanted. Raises CheckpointError for a damaged file,
+    and for a name that is in two files.
     """
     header: Header = {}
     places: dict[str, tuple[Path, str]] = {}
@@ -96,7 +96,7 @@ def open_files(
             if name in header:
                 given = f"{name[:80]} in {places[name][0].name} and {path.name}"
                 raise CheckpointError(
-                    "A tensor stands in two files.", given=given, expected="one", do="Remove one."
+                    "A tensor is in two files.", given=given, expected="one", do="Remove one."
                 )
             header[name] = entry
             places[name] = (path, name)
@@ -119,18 +119,18 @@ def model_files(folder: Path) -> list[Path]:
             return [file_inside(folder, path.name) for path in found]
     expected = "*.safetensors, pytorch_model*.bin or medusa_lm_head.pt"
     raise CheckpointError(
-        "The folder holds no weights.", given=str(folder), expected=expected, do="Check the path."
+        "The folder has no weights.", given=str(folder), expected=expected, do="Check the path."
     )
 
 
 def is_output_table(name: str) -> bool:
-    """The name may be that of a causal LM's lm_head or embedding table."""
+    """Whether the name may be a causal LM's lm_head or embedding table."""
     return name.endswith(("lm_head.weight", *EMBEDDINGS))
 
 
 def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor | None:
-    """A causal LM's lm_head: its own, or the embedding table where the configuration says that they
-    are one; None when not found.
+    """A causal LM's lm_head: its own, or the embedding table if the configuration says that they
+    are tied; None if not found.
     """
     names = [
         name
@@ -149,7 +149,7 @@ def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor 
     if dtype not in FLOAT_DTYPES or len(shape) != 2:
         given = f"{name} {shape} {dtype}"
         raise CheckpointError(
-            "The lm_head is no table of numbers.",
+            "The lm_head is not a table of numbers.",
             given=given,
             expected="[V, D]",
             do="Check the model.",
@@ -166,14 +166,14 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class FoundHeads:
-    """Heads as they were found.
+    """Heads as found.
 
     Attributes:
         format: one of `formats.FORMATS`.
         base_model: name or path of the model the heads belong to, as the configuration has it, or
             empty.
         notes: what differed from the configuration or was left out, in sentences.
-        native: what a native directory says besides.
+        native: further data of a native directory.
     """
 
     format: str
@@ -195,7 +195,7 @@ def base_model_of(metadata: HeadsMetadata) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder, or nothing when there is none."""
+    """config.json of a folder, or nothing if there is none."""
     path = file_inside(folder, CONFIG_NAME)
     return parse_json(read_regular(path, MAX_CONFIG_BYTES), path) if path.exists() else {}
 
@@ -205,11 +205,11 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
 
     Args:
         path: a folder, or a file `medusa_lm_head.pt`.
-        lm_head_VD: the lm_head of the model that the heads are for, when it is at hand.
+        lm_head_VD: the lm_head of the heads' model, if available.
 
     Raises:
-        CheckpointError: nothing that is known, damaged, or something that the format's own reader
-            would misread.
+        CheckpointError: unknown or damaged, or something that the format's own reader would
+            misread.
     """
     if not path.exists():
         raise CheckpointError(
@@ -231,7 +231,7 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
     if heads_file.suffix == ".safetensors":
         raise _tgi(f"{path}: heads in {heads_file.name}, where FasterDecoding has {HEADS_FILE}")
     files = open_files([file_inside(folder, heads_file.name)])
-    # Whatever is no residual layer is an lm_head in this format; TGI's second format has none.
+    # In this format everything except residual layers is an lm_head; TGI's second format has none.
     own = any(name.endswith(".weight") and ".linear." not in name for name in files.header)
     if not own:
         raise _tgi(f"{path}: {heads_file.name} without an lm_head for each head")
@@ -240,7 +240,7 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
 
 def _tgi(given: str) -> CheckpointError:
     return CheckpointError(
-        "The heads are in a format of TGI, which is no longer read.",
+        "The heads are in one of TGI's formats, which are no longer read.",
         given=given,
         expected="a format that docs/formats.md lists",
         do=(
@@ -280,7 +280,7 @@ def _read(
     where: str,
     notes: Sequence[str] = (),
 ) -> FoundHeads:
-    """Read heads whose format is known to be `name`; `notes` is what the caller found before."""
+    """Read heads whose format is known to be `name`; `notes` are the caller's so far."""
     claims = _claims(name, config)
     layout = read_layout(files.header, TABLES[name], claims, where)
     rows = lm_head_VD.shape[0] if lm_head_VD is not None else None
@@ -297,7 +297,7 @@ def _read(
         given = f"{where}: no lm_head, and no vocab_size in {CONFIG_NAME}"
         do = "Give the model's folder with --model."
         raise CheckpointError(
-            "Nothing says how large the vocabulary is.", given=given, expected="the model", do=do
+            "The size of the vocabulary is unknown.", given=given, expected="the model", do=do
         )
     heads, more = plain_heads(layout, files.read(layout.names), lm_head_VD, vocab_size, where)
     base = config.get("base_model_name_or_path")
@@ -305,7 +305,7 @@ def _read(
 
 
 def _full_format(files: TensorFiles, config: Mapping[str, Any], folder: Path) -> str:
-    """Which format a folder with a whole model, or with stock vLLM's heads, is in."""
+    """The format of a folder with a whole model or with stock vLLM's heads."""
     stock_names = ("blocks.", "medusa_heads.", "0.")
     if _stock(config) and any(name.startswith(stock_names) for name in files.header):
         return "vllm"
@@ -313,7 +313,7 @@ def _full_format(files: TensorFiles, config: Mapping[str, Any], folder: Path) ->
         if any(key.startswith(prefix) for key in files.header):
             return name
     raise CheckpointError(
-        "The folder holds no Medusa heads.",
+        "The folder has no Medusa heads.",
         given=f"{folder}: model_type {str(config.get('model_type'))[:40]!r}",
         expected=f"{HEADS_FILE}, tensors medusa_head(s).*, or model_type medusa",
         do="See docs/formats.md for what is read.",
@@ -325,7 +325,7 @@ def _stock(config: Mapping[str, Any]) -> bool:
 
 
 def _claims(name: str, config: Mapping[str, Any]) -> Claims:
-    """What the configuration says; sections of it count more than its top."""
+    """What the configuration says; its sections override its top level."""
     section = config.get("medusa") if name == "modelopt" else None
     if not isinstance(section, dict):
         section = {}
@@ -365,7 +365,7 @@ def _read_stock(
             f"logit_scale {str(config['logit_scale'])[:20]}",
             "our heads have none, and sampled drafts would differ",
         )
-    # vLLM takes any such key for its own; the last one wins.
+    # vLLM reads any such key as its own; the last one wins.
     clobbers = [key for key in config if "num" in key and "heads" in key and key != "num_heads"]
     if clobbers:
         notes.append(
@@ -381,8 +381,8 @@ def _read_stock(
         del names["token_map"]
         names.pop(SHARED, None)
         notes.append(
-            "The truncated vocabulary (token_map) is left out: with our plugin, engine.draft_vocab"
-            " does that while it serves."
+            "The truncated vocabulary (token_map) is left out: with our plugin, "
+            "engine.draft_vocab does that while serving."
         )
     if not shared and SHARED in names:
         del names[SHARED]
@@ -415,7 +415,7 @@ def _vllm_names(files: TensorFiles, shared: bool, where: str) -> dict[str, str]:
     """Name as vLLM understands it -> name in the file."""
     names: dict[str, str] = {}
     for source in files.header:
-        # As vLLM's own loader does, wherever in the name it stands.
+        # Like vLLM's own loader, wherever it is in the name.
         name = source.replace("medusa_heads.", "")
         parts = name.split(".")
         if len(parts) >= 3 and parts[0].isdigit() and parts[1].isdigit():
@@ -437,7 +437,7 @@ def _vllm_names(files: TensorFiles, shared: bool, where: str) -> dict[str, str]:
 
 
 def _refused(where: str, given: str, expected: str) -> CheckpointError:
-    problem = "These heads are written for stock vLLM in a way that can't be taken over."
+    problem = "These heads are written for stock vLLM in a way that can't be converted."
     return CheckpointError(
         problem, given=f"{where}: {given}", expected=expected, do="See docs/formats.md."
     )

@@ -1,12 +1,12 @@
-"""Which tensor names and sizes each Medusa format has: key tables to and from heads that are free
-of any format.
+"""Which tensor names and sizes each Medusa format has: key tables to and from format-independent
+heads.
 
 Shape letters: D hidden, V vocabulary. K heads, L residual layers; in names {k} and {l} count from
 0, {n} is L.
 
 All formats compute the same for head k: f = h; f = f + SiLU(W_l f + b_l) for each layer l; logits =
-lm_head f. They differ in names, in whether biases are there, in whether each head has an lm_head of
-its own, and in whether the layers of a head are one and the same.
+lm_head f. They differ in names, in whether there are biases, in whether each head has its own
+lm_head, and in whether the layers of a head are one and the same.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ TABLES: dict[str, KeyTable] = {
 }
 FORMATS = tuple(TABLES)
 TGI_FORMATS = ("tgi-v1", "tgi-v2")
-"""Formats of text-generation-inference, read and written until 0.3.0. Kept as names only, so that a
-command or a folder that still has one is told what to do instead of being merely unknown.
+"""Formats of text-generation-inference, read and written until 0.3.0. Only their names are kept, so
+that a command or folder that still uses one gets advice instead of "unknown".
 """
 
 
 @dataclass(frozen=True)
 class Claims:
-    """What a configuration file says of the heads; None where it says nothing. Tensors are believed
-    more than this.
+    """What a configuration file says about the heads; None if nothing. Tensors are trusted more
+    than this.
     """
 
     num_heads: int | None = None
@@ -102,7 +102,7 @@ class Layout:
             {name: (first, second)}.
         hidden_size, num_heads, num_layers: sizes that the tensors have.
         vocab_size: rows of the lm_heads, or None when no tensor says.
-        own: every head has an lm_head of its own.
+        own: every head has its own lm_head.
         dtype: of the heads' tensors.
         notes: what differed from the configuration, in sentences for the reader.
     """
@@ -133,7 +133,7 @@ class PlainHeads:
 
     @property
     def tied(self) -> bool:
-        """The layers of each head are bit for bit the same."""
+        """Whether the layers of each head are bit for bit the same."""
         for name in (BLOCK, BIAS) if self.biased else (BLOCK,):
             for k in range(self.config.num_heads):
                 first = self.tensors[name.format(k=k, l=0)]
@@ -206,7 +206,7 @@ def _indices(template: str, header: Header) -> list[tuple[int, int]]:
     pattern = re.compile(text)
     found = []
     for name in header:
-        # Names come from the file; none of ours is nearly so long.
+        # Names come from the file; none of ours is nearly as long.
         match = pattern.fullmatch(name) if len(name) < 100 else None
         if match:
             layer = int(match[2]) if pattern.groups > 1 else 0
@@ -229,7 +229,7 @@ def _check_counts(K: int, L: int, present: int, claims: Claims, own: bool, where
             f"Only the first of {L} layers is in the file: they were one repeated layer (tied), and"
             f" are written as {L} copies."
         )
-    # Without an lm_head's number nothing tells one tied layer from a wrong configuration.
+    # Without an lm_head's number, one tied layer looks like a wrong configuration.
     elif claims.num_layers not in (None, L) and present == 1 and not own:
         given = f"1 layer in the tensors, {claims.num_layers} in the configuration"
         raise _wrong(where, given, "the same number: tied layers look like this")
@@ -255,7 +255,7 @@ def _sized(
 ) -> Layout:
     """Compare all shapes and dtypes with each other and with the configuration's sizes."""
     by_target = {targets[0]: header[name] for name, targets in names.items()}
-    # The first head's first layer says what all others must agree with.
+    # All others must agree with the first head's first layer.
     code, first = by_target[BLOCK.format(k=0, l=0)]
     D = first[0] if len(first) == 2 else 0
     tables = {target: shape for target, (_, shape) in by_target.items() if "lm_head" in target}
@@ -303,8 +303,8 @@ def plain_heads(
     vocab_size: int,
     where: str,
 ) -> tuple[PlainHeads, list[str]]:
-    """Heads free of any format from the tensors that a layout names; own lm_heads that are all the
-    actor's become a shared one.
+    """Format-independent heads from the tensors in a layout; if all own lm_heads equal the actor's,
+    they become a shared one.
 
     Args:
         tensors: by their names in the file.
@@ -322,7 +322,7 @@ def plain_heads(
             "The lm_head in the file is not the model's (a policy that moved on?): the model's is"
             " used."
         )
-    # The model's own goes first: a policy that moved on has left the file's behind.
+    # The model's own comes first: the file's may be older than the policy.
     lm_head_VD = inside if lm_head_VD is None else lm_head_VD
     biases = [name for name in named if name.endswith(".bias")]
     if biases and not any(named[name].count_nonzero() for name in biases):
@@ -333,7 +333,7 @@ def plain_heads(
     own = [named[OWN.format(k=k)] for k in range(layout.num_heads)] if layout.own else []
     same = bool(own) and all(torch.equal(tensor, own[0]) for tensor in own[1:])
     if same and lm_head_VD is not None and torch.equal(own[0], lm_head_VD.to(layout.dtype)):
-        notes.append("Every head's lm_head is the model's own: it is shared from now on.")
+        notes.append("Every head's lm_head equals the model's, so it is now shared.")
         named = {name: tensor for name, tensor in named.items() if not name.startswith("lm_heads.")}
         own = []
     elif same and len(own) > 1:
@@ -360,7 +360,7 @@ def plain_heads(
 
 def _wrong(where: str, given: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        "The heads in the file are not as their format says.",
+        "The heads in the file don't match their format.",
         given=f"{where}: {given}",
         expected=expected,
         do="See docs/formats.md.",
@@ -371,7 +371,7 @@ def _wrong(where: str, given: str, expected: str) -> CheckpointError:
 
 
 def refuse_unrepresentable(plain: PlainHeads, target: str) -> None:
-    """ConfigError that names what the format can't hold; nothing is ever dropped silently."""
+    """Raise ConfigError naming what the format can't hold; nothing is ever dropped silently."""
     reason = _obstacle(plain, target)
     if reason:
         others = ", ".join(representable_formats(plain)) or "none without the model's lm_head"
@@ -397,15 +397,15 @@ NO_LM_HEAD = "the format needs the model's lm_head in the file, and it is not he
 
 
 def _obstacle(plain: PlainHeads, target: str) -> str:
-    """Why the format can't hold the heads; empty when it can."""
+    """Why the format can't hold the heads; empty if it can."""
     table = TABLES[target]
     config = plain.config
     if plain.biased and table.biases == "never":
         return "the residual blocks have biases, and ours have none"
     if table.tied and config.num_layers > 1 and not plain.tied:
         return (
-            f"the {config.num_layers} layers differ; the format's loader repeats one layer and"
-            " would keep the last only"
+            f"the {config.num_layers} layers differ; the format's loader repeats one layer and "
+            "would keep only the last"
         )
     if (
         config.lm_head == "shared"

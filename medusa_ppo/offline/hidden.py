@@ -1,11 +1,11 @@
-"""Hidden states of samples: sequences packed into rows without padding, in fixed groups, kept up to
-a bound, else computed again.
+"""Hidden states of samples: sequences packed into rows without padding, in fixed groups, cached up
+to a limit, else computed again.
 
 Shape letters: B rows of a forward pass, T positions, D hidden, V vocabulary, M written tokens of
 all sequences.
 
-A group is always computed in the same shapes, whoever asks for it and when: what is trained on does
-not depend, to the bit, on what the cache holds or on where an interrupted run goes on.
+A group is always computed in the same shapes, so the training data is the same to the bit, whatever
+the cache holds and wherever an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from medusa_ppo.runtime.console import Advance
 
 GROUP_TOKENS = 8192
 """Tokens of one group, and of one forward pass at most."""
-# Of little text too: one group could neither be dealt to several workers nor come in a new order in
-# each epoch.
+# Minimum even with little text: a single group could neither be split among workers nor reordered
+# in each epoch.
 LEAST_GROUPS = 16
 ROW_TOKENS = 256
 """Rows are at least so long where sequences are packed, so that little of a row stays empty."""
 LOGIT_ELEMENTS = 1 << 26
 """Logits of one forward pass that needs them (256 MiB in float32)."""
-# Two different ones, or a position could be mistaken for the same one of the other sequence.
+# Two different tokens, or a position could be mistaken for the same one of the other sequence.
 PROBE_LENGTHS = (7, 5)
 
 Row = list[tuple[int, int]]
@@ -53,7 +53,7 @@ def read_all(reader: HiddenReader, samples: Sequence[Sample], advance: Advance) 
 
 
 class HiddenStates:
-    """The samples of a training, dealt into groups once; each group's batch comes from the cache or
+    """The samples of a training, split into groups once; each group's batch comes from the cache or
     from a new forward pass.
 
     Attributes:
@@ -75,7 +75,7 @@ class HiddenStates:
         self._samples = samples
         self._room = cache_bytes
         self._kept: dict[int, RolloutBatch] = {}
-        # A generator of its own: a training that goes on must have the same groups.
+        # A separate generator: a resumed training must have the same groups.
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
         total = sum(len(sample.ids) for sample in samples)
         size = max(1, min(GROUP_TOKENS, -(-total // LEAST_GROUPS)))
@@ -101,8 +101,8 @@ class HiddenStates:
             self._reader.read([self._samples[i] for i in self.groups[number]])
         )
         self.forwards += 1
-        # Groups stay once they are in: every epoch asks for each of them, and throwing out the
-        # oldest would throw out every one in turn.
+        # Cached groups stay: every epoch uses each of them, and evicting the oldest would evict
+        # each one in turn.
         if self.cached_bytes + batch.nbytes <= self._room:
             self._kept[number] = batch
             self.cached_bytes += batch.nbytes
@@ -110,7 +110,7 @@ class HiddenStates:
 
 
 class HiddenReader:
-    """Reads hidden states off a model's own forward pass: packed rows where the model keeps them
+    """Reads hidden states from a model's own forward pass: packed rows if the model keeps sequences
     apart, else padded ones.
     """
 
@@ -128,7 +128,7 @@ class HiddenReader:
         self._dtype = dtype or model.dtype
         self._temperature = temperature
         self._sizes = model.config.get_text_config()
-        # Families differ in what they take; an argument that one of them lacks is an error there.
+        # Families differ in their arguments; an unknown argument is an error.
         self._accepts = set(inspect.signature(model.forward).parameters)
         self.packed = self._keeps_packed_apart()
 
@@ -164,8 +164,8 @@ class HiddenReader:
     ) -> None:
         width = max(_width(row, samples) for row in rows)
         ids_BT = torch.zeros(len(rows), width, dtype=torch.int64)
-        # What stays empty at a row's end are sequences of one token, at position 0: nobody looks
-        # there.
+        # The empty end of a row consists of one-token sequences at position 0, which nothing
+        # attends to.
         positions_BT = torch.zeros_like(ids_BT)
         for b, row in enumerate(rows):
             for i, start in row:
@@ -221,8 +221,8 @@ class HiddenReader:
         # Without a cache: transformers looks for packed sequences only where there is none.
         options: dict[str, int] = {"use_cache": False} if "use_cache" in self._accepts else {}
         if not needs_logits and "logits_to_keep" in self._accepts:
-            # lm_head over all positions would be the largest product of the pass, and nobody reads
-            # it.
+            # lm_head over all positions would be the largest product of the pass, and its result is
+            # not used.
             options["logits_to_keep"] = 1
         positions = {}
         if positions_BT is not None and "position_ids" in self._accepts:
@@ -235,8 +235,8 @@ class HiddenReader:
 
     @torch.no_grad()
     def _keeps_packed_apart(self) -> bool:
-        """Seen, not assumed: the states of a short sequence behind another one must be those that
-        it has alone.
+        """Measured, not assumed: a short sequence after another one must have the same states as
+        alone.
         """
         if "position_ids" not in self._accepts:
             return False
@@ -245,7 +245,8 @@ class HiddenReader:
         positions = torch.cat([torch.arange(one), torch.arange(two)])[None]
         together = self._forward(ids, positions, False)[0][0, one:].float()
         alone = self._forward(ids[:, one:], torch.arange(two)[None], False)[0][0].float()
-        # Other shapes round otherwise; a sequence that saw its neighbour is much further off.
+        # Different shapes round differently, but a sequence that saw its neighbour is much further
+        # off.
         tolerance = 1e-3 if self._model.dtype == torch.float32 else 3e-2
         return bool((together - alone).norm() <= tolerance * alone.norm())
 

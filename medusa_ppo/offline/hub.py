@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 CARD = Path(__file__).with_name("card.md.jinja")
 PREFIX = "hf://"
-# Names become paths of a cache and parts of an address: nothing but the hub's own signs.
+# Names become cache paths and parts of an address, so only the hub's own characters are allowed.
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
-# Other formats' files too: `convert` takes heads from the hub as well.
+# Other formats' files too, since `convert` also takes heads from the hub.
 PULLED = [
     "config.json",
     "model.safetensors",
@@ -60,8 +60,8 @@ SHOWN_SETTINGS = (
 
 
 def shareable(value: Any) -> Any:
-    """Metadata for others' eyes: of a path of this machine only the last name stays, and no
-    token.
+    """Metadata for publication: paths of this machine are cut to their last name, and tokens
+    removed.
     """
     if isinstance(value, Mapping):
         return {str(key): shareable(item) for key, item in value.items()}
@@ -73,7 +73,7 @@ def shareable(value: Any) -> Any:
 
 
 def _is_path(text: str) -> bool:
-    # A template or a text is no path, and `exists` raises for what can't be a name.
+    # A template or a text is not a path, and `exists` raises for impossible names.
     if len(text) > 1000 or any(sign in text for sign in "\n\0{"):
         return False
     return text.startswith(("/", "./", "../", "~")) or Path(text).exists()
@@ -87,7 +87,7 @@ def render_card(
     Raises:
         DataError: a file of figures is not what `medusa-ppo eval --json` writes.
     """
-    # A field that is missing must not become an empty place in a card.
+    # A missing field must not become a blank in a card.
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
@@ -113,8 +113,7 @@ def render_card(
         repo=repo,
         config=config,
         base=base,
-        # Only a hub's name becomes a link; a folder's last name would lead to somebody else's
-        # model.
+        # Only a hub name becomes a link; a folder's last name could lead to somebody else's model.
         base_on_hub=bool(NAME.fullmatch(base)),
         has_lm_head=config.lm_head == "own" or metadata.has_lm_head,
         heads=heads,
@@ -159,7 +158,7 @@ def _measured(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trained(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the heads remember."""
+    """The settings recorded with the heads."""
     rest = {
         key: value
         for key, value in notes.items()
@@ -186,7 +185,7 @@ def _read_figures(path: Path) -> dict[str, Any]:
         ) from None
     if missing or not isinstance(found, dict):
         raise DataError(
-            "These are no figures of eval.",
+            "These are not figures of eval.",
             given=f"{path}: no {missing}",
             expected=NEEDED,
             do="Give one of eval --json.",
@@ -195,7 +194,7 @@ def _read_figures(path: Path) -> dict[str, Any]:
 
 
 class Hub(Protocol):
-    """What is used of huggingface_hub.HfApi."""
+    """The parts of huggingface_hub.HfApi that we use."""
 
     def create_repo(
         self,
@@ -225,7 +224,7 @@ def local_heads(name: str, hub: Hub | None = None) -> Path:
     `hf://owner/name@revision`.
 
     Raises:
-        ConfigError: what follows hf:// is no repository.
+        ConfigError: what follows hf:// is not a repository.
         HubError: the hub can't be reached, or has no such repository for this user.
     """
     if not name.startswith(PREFIX):
@@ -239,7 +238,7 @@ def local_heads(name: str, hub: Hub | None = None) -> Path:
             expected="a branch, a tag or a commit",
             do="Correct what follows @.",
         )
-    # Only what heads are read from: a repository may hold a whole training.
+    # Only the files that heads need: a repository may contain a whole training.
     with _hub_errors(f"pulling {repo}"):
         return Path(
             _open(hub).snapshot_download(repo, revision=revision or None, allow_patterns=PULLED)
@@ -254,17 +253,17 @@ def push_heads(
     figures: Sequence[Path] = (),
     hub: Hub | None = None,
 ) -> str:
-    """Push a native heads directory; nothing else that lies in the folder goes along.
+    """Push a native heads directory, and nothing else in the folder.
 
     Args:
-        private: of a repository that is made now; one that is there keeps its setting.
+        private: for a repository created now; an existing one keeps its setting.
         figures: JSON files of `medusa-ppo eval --json` for the model card.
 
     Returns:
-        Where it stands now.
+        Its address.
 
     Raises:
-        CheckpointError: the folder holds no sound native heads.
+        CheckpointError: the folder has no valid native heads.
         HubError: the hub refuses, or can't be reached.
     """
     _check_repo(repo)
@@ -272,8 +271,8 @@ def push_heads(
     card = render_card(repo, module.config, metadata, figures)
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-push-") as scratch:
         folder = Path(scratch) / "heads"
-        # Written anew rather than uploaded as it is: metadata names paths of this machine, and
-        # whatever else lies in the folder stays here.
+        # Rewritten rather than uploaded as it is: metadata contains paths of this machine, and
+        # other files in the folder stay here.
         shared = shareable(metadata.metadata)
         save_heads(
             folder,
@@ -311,7 +310,7 @@ def scrubbed(text: str, secrets: Mapping[str, Any] | Sequence[str] = ()) -> str:
 def _check_repo(repo: str) -> None:
     if not NAME.fullmatch(repo) or ".." in repo:
         raise ConfigError(
-            "This is no repository of the hub.",
+            "This is not a hub repository.",
             given=repo[:120],
             expected="owner/name",
             do="Correct the name.",
@@ -329,22 +328,21 @@ def _open(hub: Hub | None) -> Hub:
 
 @contextmanager
 def _hub_errors(doing: str) -> Iterator[None]:
-    """HubError without a cause: huggingface_hub's errors carry requests, and with them the token,
-    into a traceback.
+    """Raise HubError without a cause: huggingface_hub's errors contain requests, and with them the
+    token, in a traceback.
     """
     problem = ""
     try:
         yield
     except Exception as error:
-        # OSError, ValueError and errors of two HTTP libraries; all of them mean the same to the
-        # user.
+        # OSError, ValueError and errors of two HTTP libraries, which all mean the same to the user.
         lines = str(error).strip().splitlines()
         message = lines[0] if lines else "no message"
         problem = f"{type(error).__name__}: {scrubbed(message, [_token()])[:300]}"
-    # Raised out here: inside `except` the first error would stay with it as its context.
+    # Raised out here: inside `except` the first error would be its context.
     if problem:
         raise HubError(
-            f"The hub failed while {doing}.",
+            f"The hub request failed while {doing}.",
             given=problem,
             expected="a repository that this user may read, or write to for a push",
             do="Check the name and the network, and log in with `hf auth login`.",

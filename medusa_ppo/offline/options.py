@@ -1,7 +1,7 @@
 """Options of `medusa-ppo train` and `medusa-ppo eval`, read without torch.
 
-Each option stands here once, with its default and the text of `--help`; the command line and Python
-callers use the same class. A setting that a PPO run also has takes its default from there. Where a
+Each option is defined here once, with its default and `--help` text; the command line and Python
+callers use the same class. A setting that a PPO run also has takes its default from there. If a
 default differs from the run's, the docstring below it says why.
 """
 
@@ -19,8 +19,8 @@ from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.config.sampling_section import SamplingConfig
 
 NOT_IN_THE_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
-"""Options that change when a training stops or how fast it is, not what the heads are after so many
-tokens.
+"""Options that change when a training stops or how fast it is, not the heads after a given number
+of tokens.
 """
 # A run's settings, at their defaults.
 HEADS = HeadsSection()
@@ -71,15 +71,15 @@ class TrainOptions:
             help="Last positions of the response that heads of kind hydra attend to; 0: none.",
         ),
     ] = HEADS.context
-    context_layers: Annotated[
-        int, Option(min=1, help="Attentions over these positions, one after the other.")
-    ] = HEADS.context_layers
+    context_layers: Annotated[int, Option(min=1, help="Attention layers over these positions.")] = (
+        HEADS.context_layers
+    )
     feed_forward: Annotated[
         int,
         Option(min=0, help="Width of the layer after each attention, in hidden sizes; 0: none."),
     ] = HEADS.feed_forward
     cell: Annotated[
-        int, Option(min=1, help="Width of what heads hand on from draft to draft, in hidden sizes.")
+        int, Option(min=1, help="Width of the state passed from draft to draft, in hidden sizes.")
     ] = HEADS.cell
     copy_parts: Annotated[
         int,
@@ -108,7 +108,7 @@ class TrainOptions:
         bool,
         Option(
             "--respond",
-            help="Messages are prompts: the model answers in place of their last answer.",
+            help="Treat messages as prompts: the model replaces their last answer.",
         ),
     ] = False
     streaming: Annotated[
@@ -122,11 +122,11 @@ class TrainOptions:
         float, Option(min=0, help="Stop at this mean acceptance length by replay; 0: never.")
     ] = 0.0
     epochs: Annotated[int, Option(min=1, help="Passes over the tokens.")] = 4
-    """More than the companion's: these tokens are all there are, the companion gets new ones with
-    every step.
+    """More than the companion's: these tokens are all there are, while the companion gets new ones
+    with every step.
     """
     learning_rate: Annotated[
-        float, Option(help="AdamW step size at its height; a cosine ends it.")
+        float, Option(help="Peak AdamW learning rate; it follows a cosine to the end.")
     ] = COMPANION.learning_rate
     batch_positions: Annotated[int, Option(min=1, help="Positions per micro-batch.")] = 512
     """Fewer than the companion's: the cosine lets noisy small batches settle at the end. The
@@ -136,12 +136,13 @@ class TrainOptions:
     workers: Annotated[
         int,
         Option(
-            min=1, help="Ray processes that train together, each on its own sequences; a GPU each."
+            min=1,
+            help="Ray processes that train together, each on its own sequences, with a GPU each.",
         ),
     ] = 1
     dtype: Annotated[
         Literal["float32", "bfloat16"],
-        Option(help="Of the model, its hidden states and all products."),
+        Option(help="Dtype of the model, its hidden states and all products."),
     ] = "float32"
     cache_bytes: Annotated[
         int, Option(min=0, help="Most bytes of hidden states kept between epochs; 0: none.")
@@ -150,12 +151,12 @@ class TrainOptions:
         SAMPLING.temperature
     )
     max_new_tokens: NewTokens = 128
-    """More than a run's, which is sized for an engine of short contexts: here the engine is made to
-    fit.
+    """More than a run's, which is sized for an engine with short contexts: here the engine is sized
+    to fit.
     """
     seed: Seed = 0
     fresh: Annotated[
-        bool, Option("--fresh", help="Begin anew where an interrupted training would go on.")
+        bool, Option("--fresh", help="Start over instead of continuing an interrupted training.")
     ] = False
 
     def sizes(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
@@ -177,14 +178,12 @@ class TrainOptions:
 
     @property
     def draft_temperature(self) -> float:
-        """Temperature of the drafts that judge the heads, those that their loss aims at; 0:
-        one-hot.
-        """
+        """Draft temperature for judging heads, matching their loss; 0: one-hot."""
         return 0.0 if self.loss == "ce" else 1.0
 
     def settings(self) -> dict[str, Any]:
-        """Settings that the trained heads depend on, as JSON values. A training that goes on must
-        have the same ones.
+        """Settings that the trained heads depend on, as JSON values. A resumed training must have
+        the same ones.
         """
         return {key: value for key, value in asdict(self).items() if key not in NOT_IN_THE_HEADS}
 
@@ -218,7 +217,7 @@ class EvalOptions:
         Option(help="Several sampling temperatures, e.g. 0.3,0.7,1.0; the first is the headline."),
     ] = ()
     top_p: Annotated[float, Option(help="Nucleus mass; 1: off.")] = 1.0
-    top_k: Annotated[int, Option(help="Sample from the k likeliest tokens; 0: off.")] = 0
+    top_k: Annotated[int, Option(help="Sample from the k most likely tokens; 0: off.")] = 0
     category: Annotated[str, Option(help="Column whose values the figures are also given for.")] = (
         ""
     )
@@ -231,8 +230,8 @@ class EvalOptions:
         Option(
             min=0,
             help=(
-                "Responses to each prompt that a memory has before; sampled drafts then come from"
-                " the heads and from it."
+                "Earlier responses per prompt in a memory; sampled drafts then come from the "
+                "heads and from it."
             ),
         ),
     ] = 0

@@ -1,11 +1,11 @@
-"""What a torch .pt file of tensors holds, read without running it: only then is it given to
+"""Reads what a torch .pt file of tensors contains without running it; only then is it given to
 torch.load(weights_only=True).
 
 A .pt file is a zip with one pickle (data.pkl) that describes tensors, and one stored entry of bytes
 for each storage. Before torch sees it, the zip's directory is bounded and checked (no compression,
-no overlap, no entry twice), and the pickle is followed by a small reader of our own: thirty
-instructions, eleven names, no calls. It accepts what `torch.save` writes for a flat dict of
-tensors, and nothing else.
+no overlap, no entry twice), and our own small reader goes through the pickle: thirty instructions,
+eleven names, no calls. It accepts what `torch.save` writes for a flat dict of tensors, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from heads.errors import CheckpointError
 from heads.tensorfile import Header, regular_size, require_finite
 
-# Heads are some dozens of tensors; what they need is a thousandth of these bounds.
+# Heads are some dozens of tensors and need a thousandth of these limits.
 MAX_PICKLE_BYTES, MAX_PICKLE_STEPS = 1 << 20, 200_000
 # An entry takes about a hundred bytes: room for thousands of tensors.
 MAX_DIRECTORY_BYTES = 512 << 10
@@ -78,8 +78,8 @@ _MARK = object()
 
 
 def read_pickle_header(path: Path) -> Header:
-    """Tensor name -> (dtype code, shape) of a .pt file. CheckpointError for anything but a flat
-    dict of contiguous tensors.
+    """Tensor name -> (dtype code, shape) of a .pt file. Raises CheckpointError for anything but a
+    flat dict of contiguous tensors.
     """
     entries = _checked_entries(path)
     # torch puts everything below one folder, named after the file.
@@ -90,7 +90,7 @@ def read_pickle_header(path: Path) -> Header:
             "no data.pkl" if description is None else f"data.pkl of {description.file_size} bytes"
         )
         raise _damaged(path, given, f"a data.pkl of at most {MAX_PICKLE_BYTES} bytes")
-    # torch writes it since 2.1; what is older is taken for little-endian.
+    # torch writes it since 2.1; older files are assumed to be little-endian.
     order = records.get("byteorder")
     if order is not None and (order.file_size > 16 or _entry(path, order).strip() != b"little"):
         raise _damaged(path, "big-endian numbers", "little-endian numbers")
@@ -110,7 +110,7 @@ def read_pickle_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]
     except Exception as error:
         raise _damaged(path, f"{type(error).__name__}", "a file written by torch.save") from error
     for name, tensor in state.items():
-        # The file may have been replaced since its description was read.
+        # The file may have been replaced since its header was read.
         if tuple(tensor.shape) != header[name][1]:
             raise _damaged(
                 path, f"{name} {tuple(tensor.shape)}", f"{header[name][1]}, as its description says"
@@ -134,7 +134,8 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
             start = archive.start_dir
     except BROKEN_ZIP as error:
         raise _damaged(path, f"{error!s:.100}", "a file written by torch.save") from error
-    # Readers differ in which of two entries of one name they take; torch might see another one.
+    # Readers differ in which of two entries with the same name they use; torch might use the other
+    # one.
     entries = {info.filename: info for info in infos}
     if len(entries) != len(infos):
         raise _damaged(path, "an entry twice in the zip", "each entry once")
@@ -165,7 +166,7 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
         for info in infos
     )
     ends = [end for _, end in spans]
-    # Not strict: each but the first is held against the end of the one before.
+    # Not strict: each but the first is compared with the end of the one before.
     if any(begin < end for (begin, _), end in zip(spans[1:], ends, strict=False)) or (
         ends and ends[-1] > start
     ):
@@ -201,12 +202,12 @@ def _check_directory_size(path: Path, size: int) -> None:
             )
         claims = [int.from_bytes(end[12:16], "little")]
         if locator[:4] == END64_LOCATOR:
-            # The place is the file's own word: it may name any.
+            # The position comes from the file, which may name any.
             handle.seek(min(size, int.from_bytes(locator[8:16], "little")))
             record = handle.read(56)
             if record[:4] != END64_RECORD:
                 raise _damaged(path, "a broken zip64 end record", "a file written by torch.save")
-            # torch always writes zip64; where it is there, zipfile believes it alone.
+            # torch always writes zip64; if it is there, zipfile uses only that.
             claims = [int.from_bytes(record[40:48], "little")]
     if max(claims) > min(MAX_DIRECTORY_BYTES, size):
         raise _damaged(
@@ -263,7 +264,7 @@ class _Description:
                 if action is None or step > MAX_PICKLE_STEPS:
                     raise self._refused(f"the pickle instruction {opcode.name} (step {step})")
                 action(argument)
-        # Whatever a damaged pickle makes of the few lines above and below.
+        # Whatever a damaged pickle causes in the few lines above and below.
         except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
             raise self._refused(f"a damaged description ({type(error).__name__})") from error
         if len(self._stack) != 1 or not isinstance(self._stack[0], dict):
@@ -305,7 +306,7 @@ class _Description:
             or type(items) is not int
             or items < 0
             or record is None
-            # The bytes are there, so no number of the file makes torch allocate more than the file
+            # The bytes exist, so no number in the file can make torch allocate more than the file
             # has.
             or record.file_size != items * ITEM_BYTES[code]
         ):
@@ -321,7 +322,7 @@ class _Description:
         elif name == PARAMETER and isinstance(arguments[0], _Tensor):
             self._stack.append(arguments[0])
         elif name == TENSOR:
-            # What follows (gradients, hooks, metadata) says nothing of the size, and is not read.
+            # The rest (gradients, hooks, metadata) does not affect the size, and is not read.
             self._stack.append(self._tensor(*arguments[:4]))
         else:
             raise self._refused(f"a call of {name}")
@@ -376,5 +377,5 @@ def _damaged(path: Path, given: str, expected: str) -> CheckpointError:
         "The .pt file can't be read.",
         given=f"{path}: {given}",
         expected=expected,
-        do="Copy it again, or save it anew with torch.save.",
+        do="Copy it again, or save it again with torch.save.",
     )

@@ -37,21 +37,21 @@ from medusa_ppo.runtime.hardware import cpu_has_bfloat16
 from medusa_ppo.runtime.processes import local_ray
 from medusa_ppo.runtime.wording import seconds
 
-# Longer prompts are left out: the engine's context, and the room for keys and values with it, is
-# made for the longest.
+# Longer prompts are left out, because the engine's context and its room for keys and values are
+# sized for the longest.
 MAX_PROMPT_TOKENS = 1024
 MAX_TEXT_TOKENS = 2048
 """Longer texts are cut into windows: a model's whole context would make its attention the largest
 part of a forward pass.
 """
-# Of models whose configuration names no limit.
+# For models whose configuration has no limit.
 DEFAULT_CONTEXT = 2048
 MESSAGES, PROMPT = "messages", "prompt"
-"""Columns that are found by their names when neither a template nor a column is given."""
+"""Columns that are found by name if neither a template nor a column is given."""
 
 STREAMED_SHARE = 16
-"""Of a streamed data set as many prompts are read as would do with responses of so many tokens;
-they are gone through again if need be.
+"""From a streamed data set, read as many prompts as suffice with responses of this many tokens;
+they are reused if necessary.
 """
 FLOAT_BYTES = 4
 ADAM_STATES = 2
@@ -79,8 +79,8 @@ def on_device(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def compute_dtype(dtype: str) -> torch.dtype:
-    """The dtype that was asked for, or float32 where the machine can't multiply it. The same on
-    every call, so runs repeat.
+    """The requested dtype, or float32 if the machine can't multiply it fast. The same on every
+    call, so that runs are reproducible.
     """
     wanted = DTYPES[dtype]
     if wanted == torch.float32 or torch.cuda.is_available() or cpu_has_bfloat16():
@@ -104,7 +104,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Scene:
-    """What both commands need before they start anything heavy.
+    """What both commands need before starting anything heavy.
 
     Attributes:
         rows: an iterator when they are streamed.
@@ -124,7 +124,7 @@ class Scene:
 
     @property
     def texts(self) -> Iterator[Any]:
-        """The column of full texts or messages; empty fields are passed over."""
+        """The column of full texts or messages; empty fields are skipped."""
         return (row[self.source.column] for row in self.rows if row.get(self.source.column))
 
 
@@ -139,7 +139,7 @@ def read_scene(
     respond: bool = False,
     streamed_rows: int = 0,
 ) -> Scene:
-    """Load tokenizer and rows, find out what the rows hold, and tokenize the prompts if it is
+    """Load tokenizer and rows, find out what the rows contain, and tokenize them if they are
     prompts.
 
     Args:
@@ -166,7 +166,7 @@ def read_scene(
             expected="at least one row",
             do="Check the file and the split.",
         )
-    # Looking at the first row has taken it from the stream: it is put back.
+    # Looking at the first row has consumed it from the stream, so put it back.
     if streamed_rows:
         rows = chain([first], rows)
     source = find_source(first, template, column, respond)
@@ -183,7 +183,10 @@ def read_scene(
         given = f"--max-new-tokens {max_new_tokens}"
         expected = f"less than {context}"
         raise DataError(
-            "No room for a prompt.", given=given, expected=expected, do="Ask for fewer tokens."
+            "There is no room for a prompt.",
+            given=given,
+            expected=expected,
+            do="Ask for fewer tokens.",
         )
     every = _tokenized(rows, template, source.column, tokenizer)
     kept = [i for i, ids in enumerate(every) if 0 < len(ids) <= longest]
@@ -202,7 +205,7 @@ def read_scene(
 
 
 def find_source(row: Row, template: str, column: str, respond: bool = False) -> Source:
-    """What the rows hold, judged by the first one.
+    """What the rows contain, judged by the first one.
 
     Raises:
         DataError: both a template and a column are given, or neither and no column goes by its
@@ -237,7 +240,7 @@ def check_one_way(template: str, column: str) -> None:
             "Say where the text comes from, in one way.",
             given=given,
             expected=WAYS,
-            do="Give one of the two.",
+            do="Give only one of the two.",
         )
 
 
@@ -247,7 +250,8 @@ def _load(data: str, limit: int, said: bool) -> list[Row]:
     except DataError as error:
         if said:
             raise
-        # Both faults at once: a user who corrects the path would only meet the next one.
+        # Both problems at once: otherwise a user who corrects the path would only meet the next
+        # one.
         do = (
             f"{error.do} Then say where the text comes from: --template, --column, or a column"
             " named messages or prompt."
@@ -286,9 +290,7 @@ def engine_config(
 def running_engine(
     model: str, heads_path: str, config: EngineConfig, seed: int
 ) -> Iterator[RolloutEngine]:
-    """An engine in a Ray actor of a local Ray, for the time of the block. Both are gone afterwards,
-    come what may.
-    """
+    """An engine in an actor of a local Ray during the block. Both are always gone afterwards."""
     config = with_all_heads(config, heads_path)
     with local_ray(), make_engine(model, heads_path, config, seed) as engine:
         yield engine
@@ -336,7 +338,7 @@ def train_scene(options: TrainOptions) -> Scene:
 
 
 def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
-    """What `--dry-run` prints, from the configuration files and a moment of matrix products."""
+    """The output of `--dry-run`, from the configuration files and a moment of matrix products."""
     options = replace(options, model=described_by(options.model))
     scene = train_scene(options)
     model = AutoConfig.from_pretrained(options.model)
@@ -401,8 +403,8 @@ def _estimate(
     kept: float,
     rate: float,
 ) -> tuple[float, float]:
-    """Seconds of the first forward pass and of the training: the products that can't be left out,
-    at the measured rate.
+    """Seconds of the first forward pass and of the training: the unavoidable products, at the
+    measured rate.
     """
     tokens = options.max_train_tokens
     forward = 2.0 * actor
@@ -422,7 +424,7 @@ def _measured_rate(dtype: torch.dtype) -> float:
     count = 0
     began = time.perf_counter()
     while (spent := time.perf_counter() - began) < PROBE_S:
-        # Reading a number waits for the product; a GPU would only take note of it otherwise.
+        # Reading a number waits for the product; otherwise a GPU would only queue it.
         float((matrix @ matrix)[0, 0])
         count += 1
     return count * 2.0 * PROBE_SIZE**3 / spent

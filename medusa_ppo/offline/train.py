@@ -1,5 +1,5 @@
 """`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an
-interrupted training goes on.
+interrupted training resumes.
 
 OUT/model/              the model as transformers has it, where it came as a
                         distributed checkpoint of Megatron's
@@ -72,15 +72,15 @@ LOG_FILE, MODEL_FOLDER = "train.jsonl", "model"
 HOLDOUT_FRACTION = 0.1
 HOLDOUT_TOKENS = 16_384
 """Most tokens that heads are judged on: enough for two digits of acceptance, and no more work than
-the training itself.
+training itself.
 """
-# At least so many, also with little text: the best heads are picked among these steps.
+# Minimum even with little text: the best heads are picked among these steps.
 LOG_STEPS_PER_EPOCH = 4
 PART_TOKENS = 32_768
-"""Most tokens between two log steps, and held at once beside the cache."""
-# What an interruption that can't be caught loses, beside the part in training.
+"""Most tokens between two log steps, and in memory at once besides the cache."""
+# Most seconds lost by an interruption that can't be caught, besides the part in training.
 SAVE_EVERY_S = 30.0
-# Compared like a setting: a folder that another release wrote in another form is refused.
+# Compared like a setting: a folder with another release's format is refused.
 RESUME_FORMAT = 2
 POSITION = "position"
 UNREADABLE, BEGIN_ANEW = "The interrupted training can't be read.", "Begin anew with --fresh."
@@ -101,10 +101,8 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
     """
     resume = ResumeFolder(options.out, options)
     if resume.found:
-        progress.say(
-            f"Going on with the interrupted training in {options.out} (--fresh begins anew)"
-        )
-    # After the settings were compared: they name the model as the user does.
+        progress.say(f"Continuing the interrupted training in {options.out} (--fresh starts over)")
+    # After comparing the settings, which name the model as the user does.
     options = replace(options, model=as_transformers(options.model, options.out / MODEL_FOLDER))
     samples = resume.samples()
     if samples is None:
@@ -127,8 +125,8 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         )
         run = _Run(options, worker, resume)
         try:
-            # Anew: Ray and vLLM have put their own handlers, and a SIGTERM would end the process
-            # unsaved.
+            # Again, because Ray and vLLM have installed their own handlers, and SIGTERM would end
+            # the process unsaved.
             with StopSignals():
                 run.train(progress)
         # Ctrl-C, a signal and an error alike.
@@ -141,7 +139,7 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
 def gather_samples(
     options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress
 ) -> list[Sample]:
-    """All samples; saved, so that an interrupted training goes on with the same ones."""
+    """All samples; saved, so that an interrupted training resumes with the same ones."""
     most = options.max_train_tokens
     context = min(scene.context, MAX_TEXT_TOKENS)
     if scene.source.kind == "prompts":
@@ -169,7 +167,7 @@ def _responses(
     rounds = resume.rounds()
     tokens = sum(sample.written for part in rounds for sample in part)
     if rounds:
-        progress.say(f"{tokens} tokens of responses are there already")
+        progress.say(f"{tokens} tokens of responses already exist")
     if tokens < options.max_train_tokens:
         sampling = Sampling(
             temperature=options.temperature,
@@ -191,7 +189,7 @@ def _responses(
 
 
 class _Run:
-    """One training: who does it, where it stands, and its log."""
+    """One training: its worker, position and log."""
 
     def __init__(
         self, options: TrainOptions, worker: TrainingWorker | TrainingWorkers, resume: ResumeFolder
@@ -215,7 +213,7 @@ class _Run:
             state, self.position = saved
             worker.load_state_dict(state)
             self._lines = _read_log(self._log, self.position.parts)
-        # Lines that were written after the last save go: their parts are trained once more.
+        # Drop lines that were written after the last save: their parts are trained again.
         self._log.write_text(
             "".join(json.dumps(line) + "\n" for line in self._lines), encoding="utf-8"
         )
@@ -225,7 +223,7 @@ class _Run:
         return max(self._lines, key=lambda line: line["replay_mean_acceptance_length"])
 
     def train(self, progress: OfflineProgress) -> None:
-        """All parts that are left, or until the time is up or the target reached."""
+        """Train on all remaining parts, or until the time is up or the target is reached."""
         total = self._options.epochs * self._parts
         with (
             progress.phase("Training the heads", total - self.position.parts) as advance,
@@ -237,11 +235,11 @@ class _Run:
                     self.save()
                     return
                 self._one_part(log, advance, progress)
-        # Only at the end of all epochs: after a target or a time limit the same command goes on.
+        # Only at the end of all epochs: after a target or a time limit the same command continues.
         self._resume.remove()
 
     def save(self) -> None:
-        """Write the state, unless the trainer is ahead of the position: then what was saved before
+        """Write the state, unless the trainer is ahead of the position: then the previous save
         stands.
         """
         if self._worker.parts == self.position.parts > 0:
@@ -263,7 +261,7 @@ class _Run:
         line = _log_line(self.position.tokens + tokens, report, judged, wall_s, tokens / spent_s)
         self._lines.append(line)
         log.write(json.dumps(line) + "\n")
-        # The log is what a reader follows while this runs.
+        # People follow the log while this runs.
         log.flush()
         # Of equal lines `max` takes the earliest, so equal heads are not written again.
         if line is self.best:
@@ -284,13 +282,13 @@ class _Run:
             and 0 < self._options.target_mal <= self.best["replay_mean_acceptance_length"]
         ):
             return (
-                f"The target of {self._options.target_mal} is reached; the same command with a"
-                " higher one goes on."
+                f"The target of {self._options.target_mal} is reached; the same command with a "
+                "higher target continues."
             )
         if 0 < 60 * self._options.max_minutes <= self.position.wall_s:
             return (
-                "The time is up; the best heads so far are kept, and the same command with more"
-                " minutes goes on."
+                "The time is up; the best heads so far are kept, and the same command with more "
+                "minutes continues."
             )
         return ""
 
@@ -298,8 +296,8 @@ class _Run:
 def _keep_best(
     out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]
 ) -> None:
-    """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and the log
-    lives in this one.
+    """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and this one
+    contains the log.
 
     The weights come first; a reader between the two replacements finds the checksum in config.json
     wrong, not a mixture.
@@ -311,7 +309,7 @@ def _keep_best(
 
 
 def _read_log(path: Path, count: int) -> list[Line]:
-    """The lines of the parts that the saved state has seen; later ones will be written again."""
+    """The lines of the parts in the saved state; later ones will be written again."""
     lines = path.read_text(encoding="utf-8").splitlines()[:count] if path.is_file() else []
     try:
         found = [json.loads(line) for line in lines]
@@ -382,7 +380,7 @@ class ResumeFolder:
     """Reads and writes OUT/resume.
 
     Attributes:
-        found: there is something to go on with.
+        found: there is something to resume.
     """
 
     def __init__(self, out: Path, options: TrainOptions) -> None:
@@ -395,15 +393,15 @@ class ResumeFolder:
         self._samples = self._folder / "samples.json"
         self._trainer = self._folder / "trainer.safetensors"
         self._settings = {"format_version": RESUME_FORMAT, **options.settings()}
-        # Settings alone are nothing to go on with, so they may be other ones.
+        # Settings alone are nothing to resume, so they may differ.
         more_than_settings = len(list(self._folder.glob("*"))) > 1
         self.found = not options.fresh and more_than_settings
         if self.found:
             _check_settings(self._folder / "settings.json", self._settings)
 
     def begin(self) -> None:
-        """Make the folder; what lies in it and is not to be gone on with goes."""
-        # A new training in an old folder must not find rounds of another one.
+        """Create the folder, removing anything in it that will not be resumed."""
+        # A new training in an old folder must not find another training's rounds.
         if not self.found:
             self.remove()
             write_atomic(
@@ -421,17 +419,17 @@ class ResumeFolder:
         _write_samples(self._round(number), samples)
 
     def samples(self) -> list[Sample] | None:
-        """All samples, or None when they were not all there yet."""
+        """All samples, or None if they were not complete."""
         return _read_samples(self._samples) if self.found and self._samples.is_file() else None
 
     def save_samples(self, samples: Sequence[Sample]) -> None:
         _write_samples(self._samples, samples)
-        # Only now: until the samples are written, the rounds are all there is to go on from.
+        # Only now: until the samples are written, there are only the rounds to resume from.
         for path in self._folder.glob("round-*.json"):
             path.unlink()
 
     def trainer(self) -> tuple[dict[str, torch.Tensor], TrainPosition] | None:
-        """State of the trainer and how far it was; None before the first save."""
+        """State and position of the trainer; None before the first save."""
         if not self.found or not self._trainer.is_file():
             return None
         state = load_state(self._trainer)
@@ -442,7 +440,7 @@ class ResumeFolder:
         save_state(self._trainer, {**state, POSITION: torch.tensor(position, dtype=torch.float64)})
 
     def remove(self) -> None:
-        """Forget everything: the training is finished, or begins anew."""
+        """Remove everything: the training is finished, or starts over."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _round(self, number: int) -> Path:
@@ -465,8 +463,8 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
         raise ConfigError(
             "The output folder holds an interrupted training with other settings.",
             given=given,
-            expected="the same settings, to go on with it",
-            do="Restore them, choose another --out, or begin anew with --fresh.",
+            expected="the same settings, to resume it",
+            do="Restore them, choose another --out, or start over with --fresh.",
         )
 
 

@@ -1,5 +1,5 @@
-"""HeadsInstaller: which heads the engine drafts with, and what happens when they don't arrive,
-don't work, or are gone.
+"""HeadsInstaller: which heads the engine drafts with, and what happens if they don't arrive, don't
+work, or are lost.
 
 install        newer heads go in; when they don't arrive as they were sent, those before go in again
 take_back      heads that the engine accepts next to nothing of make way for those before
@@ -26,10 +26,11 @@ from medusa_ppo.engines.rollout_engine import RolloutEngine
 logger = logging.getLogger(__name__)
 
 MIN_DRAFTS = 200
-"""Draft steps until acceptance is judged: one in ten accepted is then known to about 0.02."""
+"""Draft steps before acceptance is judged: an acceptance of one in ten is then known to about
+0.02.
+"""
 KEPT_SHARE = 0.1
-"""An alarm is raised when less than this share of the promised extra tokens per step is
-accepted.
+"""Raise an alarm if less than this share of the predicted extra tokens per step is accepted.
 """
 
 
@@ -37,7 +38,7 @@ class SwapWatch:
     """Judges the first rollouts after each swap by vLLM's counters.
 
     Attributes:
-        alarms: swaps so far that were followed by next to no acceptance.
+        alarms: swaps so far after which hardly anything was accepted.
         refused: newest version that raised an alarm; -1: none.
     """
 
@@ -56,21 +57,19 @@ class SwapWatch:
         self._counters = Counters()
 
     def put_back(self) -> None:
-        """The heads before are installed again: nothing is to be judged, and what is known of them
-        stays.
+        """The previous heads are installed again: there is nothing to judge, and what is known
+        about them stays.
         """
         self._new = None
         self._counters = Counters()
 
     def broken(self, rollouts: Rollouts) -> bool:
-        """Whether these rollouts show that the newest heads don't work in the engine. Says so once
-        for each version.
+        """Whether these rollouts show that the newest heads don't work in the engine. Reported once
+        per version.
         """
         if self._new is not None and rollouts.heads_version != self._new.version:
             return False
-        if (
-            self._counters.drafts >= MIN_DRAFTS
-        ):  # What the heads before accepted is what they accepted last.
+        if self._counters.drafts >= MIN_DRAFTS:  # The previous heads' acceptance is their last one.
             self._counters = Counters()
         self._counters = self._counters + rollouts.counters
         if self._new is None or self._counters.drafts < MIN_DRAFTS:
@@ -88,8 +87,9 @@ class SwapWatch:
         self.alarms += 1
         self.refused = new.version
         logger.warning(
-            "Heads version %d are accepted next to never: %.3f tokens per engine step beyond the"
-            " first, %.3f promised by replay, %.3f with the heads before. Those go back in.",
+            "Heads version %d are hardly ever accepted: %.3f tokens per engine step beyond the "
+            "first; replay predicted %.3f, and the previous heads had %.3f. The previous heads go "
+            "back in.",
             new.version,
             extra,
             promised,
@@ -100,8 +100,8 @@ class SwapWatch:
 
 @contextlib.contextmanager
 def first_heads(heads: MedusaHeads) -> Iterator[PublishedHeads]:
-    """The heads that a run started with as version 0, in a file for the time of the block: nothing
-    was published of them.
+    """The heads that a run started with, as version 0, in a file that exists during the block,
+    since they were never published.
     """
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-heads-") as folder:
         state = heads.trainable_state()
@@ -116,16 +116,16 @@ class HeadsInstaller:
     Attributes:
         installed: the published heads that the engine should have; None: those it started with.
         swaps, failed_swaps: heads installed, and heads that did not reach the engine.
-        watch: looks at the acceptance after each swap.
+        watch: judges the acceptance after each swap.
     """
 
     def __init__(self, engine: RolloutEngine, first: MedusaHeads | None, on_error: str) -> None:
         """
         Args:
             engine: where heads go.
-            first: the heads that the engine started with; None: not known.
-            on_error: `raise` or `disable`: what newer heads that don't reach the engine do to the
-                loop.
+            first: the heads that the engine started with; None: unknown.
+            on_error: `raise` or `disable`: what happens to the loop if newer heads don't reach the
+                engine.
         """
         self._engine = engine
         self._first = first
@@ -140,12 +140,12 @@ class HeadsInstaller:
 
     @property
     def known_version(self) -> int:
-        """Only newer versions than this are worth asking for."""
+        """Only versions newer than this are worth asking for."""
         return max(self.installed.version if self.installed else 0, self.watch.refused)
 
     def judge(self, rollouts: Rollouts) -> None:
-        """Look at the acceptance of rollouts; heads that don't work are put back before the next
-        ones.
+        """Judge the acceptance of rollouts; heads that don't work are replaced by the previous ones
+        before the next rollouts.
         """
         self._broken = self.watch.broken(rollouts) or self._broken
 
@@ -180,8 +180,8 @@ class HeadsInstaller:
             self.swaps += 1
 
     def take_back(self) -> bool:
-        """Put the heads before back, under their own version, if the last rollouts showed that
-        these don't work. True: it was done.
+        """Put the previous heads back, under their own version, if the last rollouts showed that
+        the current ones don't work. True if it did.
         """
         broken = self._broken
         self._broken = False
@@ -193,8 +193,8 @@ class HeadsInstaller:
         return True
 
     def feed_again(self) -> None:
-        """Give an engine that has lost its heads those that it should have; until it has some it
-        drafts nothing.
+        """Give an engine that has lost its heads those that it should have; until then it drafts
+        nothing.
         """
         if self._engine.heads_version >= 0:
             return
@@ -203,7 +203,7 @@ class HeadsInstaller:
             if self.installed is not None and Path(self.installed.path).is_file()
             else None
         )
-        if self._go_back(wanted, "The engine lost its heads and did not take them again."):
+        if self._go_back(wanted, "The engine lost its heads and did not accept them again."):
             self.installed = wanted
             logger.info(
                 "The engine had lost its heads; it has version %d again.",
@@ -214,10 +214,10 @@ class HeadsInstaller:
         """The heads that the engine drafts with, and their version.
 
         Args:
-            newest: gives what stands in where the file of the installed ones is gone: swaps failed
-                for so long.
+            newest: returns a replacement if the file of the installed ones is gone because swaps
+                kept failing.
         """
-        assert self._first is not None, "asked for by the plugin when it knows them"
+        assert self._first is not None, "only asked for when the plugin knows them"
         heads = copy.deepcopy(self._first)
         installed = self.installed
         if installed is not None and not Path(installed.path).is_file():
@@ -229,8 +229,8 @@ class HeadsInstaller:
     # ---- parts
 
     def _go_back(self, heads: PublishedHeads | None, failure: str) -> bool:
-        """Install these heads, or those of the start where there are none. False when that failed,
-        or those aren't known.
+        """Install these heads, or if there are none those that the run started with. False if that
+        failed or those are unknown.
         """
         if heads is None and self._first is None:
             return False
@@ -240,7 +240,7 @@ class HeadsInstaller:
                 if heads is None and self._first is not None
                 else contextlib.nullcontext(heads)
             ) as wanted:
-                assert wanted is not None, "one of both is known"
+                assert wanted is not None, "one of the two is known"
                 self._swap(wanted)
         except SwapError as error:
             self.failed_swaps += 1
@@ -253,18 +253,18 @@ class HeadsInstaller:
         self._seconds += receipt.seconds
         if receipt.checksum != published.checksum:
             raise SwapError(
-                "The engine holds other heads than those it was given.",
+                "The engine does not hold the heads that it was given.",
                 given=f"checksum {receipt.checksum[:16]}",
                 expected=published.checksum[:16],
                 do=(
-                    "Look for a second writer of the published files; the heads before are put"
-                    " back."
+                    "Look for a second writer of the published files; the previous heads are put "
+                    "back."
                 ),
             )
 
     def _put_back(self) -> None:
-        """Install the heads before a failed swap again: what the engine holds now isn't known.
-        Drafts stay lossless either way.
+        """Install the heads from before a failed swap again, since it is unknown what the engine
+        holds now. Drafting is lossless either way.
         """
         if self.installed is None or not Path(self.installed.path).is_file():
             return

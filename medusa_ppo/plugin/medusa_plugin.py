@@ -1,5 +1,5 @@
-"""MedusaPlugin: the few hooks that a PPO loop calls. They read; the loop's own tensors and random
-numbers stay what they are.
+"""MedusaPlugin: the few hooks that a PPO loop calls. They only read; the loop's own tensors and
+random numbers don't change.
 
     plugin.warm_up(prompts, sampling, score)                    before the first step: heads that
                                                                 begin at nothing are trained
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S = 600.0
 WAIT_SLICE_S = 1.0
 TRAINED_AFTER_S = 60.0
-"""What the companion may take beyond the seconds of a warm-up: it looks at the clock between
+"""How far the companion may exceed the seconds of a warm-up: it checks the clock only between
 passes.
 """
 Tables = tuple[torch.Tensor, torch.Tensor | None]
@@ -68,7 +68,7 @@ Tables = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclasses.dataclass
 class _Step:
-    """What one PPO step adds up."""
+    """Sums over one PPO step."""
 
     began: float = 0.0
     exposed_s: float = 0.0
@@ -84,8 +84,8 @@ class MedusaPlugin:
 
     Attributes:
         empty_responses: responses without a token so far; they teach nothing.
-        budget: how much is trained; None: `companion.epochs` passes over every batch.
-        installer: what it has installed in the engine, and how often.
+        budget: decides how much to train; None: `companion.epochs` passes over every batch.
+        installer: installs heads in the engine, and counts how often.
     """
 
     def __init__(
@@ -107,7 +107,8 @@ class MedusaPlugin:
             companion: where heads are trained; None: nowhere.
             wait: let before_generation wait until the companion has trained all it was given
                 (repeatable runs).
-            on_error: `raise` or `disable`: what heads that don't reach the engine do to the loop.
+            on_error: `raise` or `disable`: what happens to the loop if heads don't reach the
+                engine.
             heads: the heads that the engine started with, for `save_heads`.
             passes: the most over a batch, where training has a budget; None: what the companion
                 is configured for, over every batch.
@@ -188,7 +189,7 @@ class MedusaPlugin:
         *,
         resume_from: str | Path = "",
     ) -> MedusaPlugin:
-        """As `start`, where the actor lives in another process. `tables_VD`: its lm_head and its
+        """Like `start`, for an actor in another process. `tables_VD`: its lm_head and its
         embedding.
         """
         companion = None
@@ -210,7 +211,7 @@ class MedusaPlugin:
         passes = float(settings.epochs) if config.has_budget else None
         wait = settings.wait
         on_error = settings.on_error
-        # An engine that writes several steps ahead never rests, and can't be asked.
+        # An engine that writes several steps ahead is never idle, and can't be asked.
         choices = config.engine.chooses_drafts and config.ppo.steps_ahead <= 1
         plugin = cls(
             engine,
@@ -238,20 +239,21 @@ class MedusaPlugin:
         folder: str | Path | None = None,
         advance: warming.Advance = warming.silent,
     ) -> WarmUpReport:
-        """Before the first step: let the engine answer prompts, train the heads on that until their
-        acceptance on held-out prompts stops rising, and install them. The engine must be idle.
+        """Before the first step: let the engine answer prompts, train the heads on the answers
+        until acceptance on held-out prompts stops rising, and install them. The engine must be
+        idle.
 
-        Nothing of the loop is touched: no random number of its own is drawn, no weight changes.
+        Nothing of the loop changes: none of its random numbers is drawn, and no weight changes.
 
         Args:
             prompts: of the coming steps, in their order.
             sampling: as the loop's responses are sampled.
-            score: makes the loop's log-prob pass over these rollouts, inside `actor_forward`.
-            tokens: response tokens to train and judge on; 0: none, and nothing happens.
-            seconds: most of them.
+            score: runs the loop's log-prob pass over these rollouts, inside `actor_forward`.
+            tokens: response tokens to train and judge on; 0: do nothing.
+            seconds: time limit.
             folder: where responses are kept until the run is done, so that an interrupted warm-up
-                goes on; None: nowhere.
-            advance: hears how far it is.
+                continues; None: nowhere.
+            advance: receives progress.
 
         Raises:
             SwapError: the engine did not take the heads, and `on_error` is `raise`.
@@ -263,7 +265,8 @@ class MedusaPlugin:
         own = warming.different(prompts)
         if len(own) < warming.LEAST_PROMPTS:
             problem = (
-                f"{len(own)} different prompts are too few to train and to judge on; given at least"
+                f"{len(own)} different prompts are too few to train and judge on; a warm-up needs "
+                "at least"
                 f" {warming.LEAST_PROMPTS} there is one. The heads begin untrained."
             )
             return WarmUpReport(prompts=len(own), problem=problem)
@@ -280,7 +283,7 @@ class MedusaPlugin:
         )
         batch = self._states_of(companion, rollouts, score)
         if batch is None:
-            problem = "no response of it was scored inside plugin.actor_forward"
+            problem = "none of its responses was scored inside plugin.actor_forward"
             return WarmUpReport(seconds=self._clock() - began, problem=problem)
         if batch.held_S is None or not bool(batch.held_S.any()):
             held_S = held_out(batch.lengths_S, batch.prompts_S, HOLDOUT_SHARE, sampling.seed or 0)
@@ -294,7 +297,7 @@ class MedusaPlugin:
             self.budget.begin(status.versions_published, status.candidates_rejected)
         if published is not None:
             self.installer.install(published)
-        self._step = _Step()  # All of it was before the first one.
+        self._step = _Step()  # All of this was before the first step.
         installed = published is not None and self.installer.installed is published
         report = WarmUpReport(
             tokens=batch.response_ids_M.numel(),
@@ -313,7 +316,9 @@ class MedusaPlugin:
         rollouts: Rollouts,
         score: Callable[[Rollouts], None],
     ) -> RolloutBatch | None:
-        """The batch of rollouts that a loop scores for nobody else; None: it has scored nothing."""
+        """The batch from rollouts that the loop scores only for the heads; None: it has scored
+        nothing.
+        """
         collector = companion.collector(rollouts)
         self._collector = collector
         self._hands_over = False
@@ -331,8 +336,8 @@ class MedusaPlugin:
         seconds: float,
         advance: warming.Advance,
     ) -> PublishedHeads | None:
-        """What the companion publishes after training on a batch for as long as its hold-out rises;
-        None: nothing.
+        """What the companion publishes after training on a batch for as long as acceptance on its
+        holdout rises; None: nothing.
         """
         companion.submit(dataclasses.replace(batch, rising_s=seconds))
         began = self._clock()
@@ -345,7 +350,7 @@ class MedusaPlugin:
         return companion.newest(self.installer.known_version, DRAIN_TIMEOUT_S)
 
     def _table_sum(self) -> int:
-        """Tells one actor from another, of a few rows of its lm_head."""
+        """Identifies an actor by a few rows of its lm_head."""
         if self._tables is None:
             return 0
         return zlib.crc32(self._tables[0][:8].detach().float().cpu().numpy().tobytes())
@@ -354,12 +359,12 @@ class MedusaPlugin:
 
     @property
     def tap(self) -> StatesTap:
-        """What a loop puts around the actor's passes: `actor_forward`."""
+        """The context for the actor's passes: `actor_forward`."""
         return StatesTap(self)
 
     def before_generation(self) -> None:
-        """Install newer heads, if the companion has any, and give an engine that lost its heads
-        some. The engine must be idle.
+        """Install newer heads, if the companion has any, and restore the heads of an engine that
+        lost them. The engine must be idle.
 
         Raises:
             SwapError: the engine did not take newer heads, and `on_error` is `raise`.
@@ -391,8 +396,8 @@ class MedusaPlugin:
         return published
 
     def rollout_ready(self, rollouts: Rollouts) -> BatchCollector | None:
-        """Remember this batch's tokens and log-probs; its states come through `actor_forward`, into
-        what is returned. None: not wanted.
+        """Remember this batch's tokens and log-probs; its states arrive through `actor_forward`, in
+        what this returns. None: the batch is not wanted.
         """
         with self._exposed():
             self._flush()
@@ -422,11 +427,9 @@ class MedusaPlugin:
         response_mask_BT: torch.Tensor,
         sequences: Sequence[int | None] | torch.Tensor,
     ) -> Iterator[None]:
-        """Context around one forward pass of the actor that the loop makes anyway. Any
-        micro-batches, any order of rows, any padding.
-
-        When every response has been seen, the batch goes to the companion, so that it trains while
-        the loop updates.
+        """Context around a forward pass of the actor that the loop runs anyway, with any
+        micro-batches, order of rows and padding. Once every response has been seen, the batch goes
+        to the companion, which trains while the loop updates.
 
         Args:
             model: the actor, a transformers model or a `MegatronActor`.
@@ -449,8 +452,7 @@ class MedusaPlugin:
                 self._flush()
 
     def batch_ready(self, batch: RolloutBatch) -> None:
-        """In the place of `actor_forward`, where the actor lives in another process that has tapped
-        its own pass.
+        """Instead of `actor_forward`, for an actor in another process that has tapped its own pass.
         """
         with self._exposed():
             self._collector = None
@@ -458,12 +460,12 @@ class MedusaPlugin:
                 self._submit(batch)
 
     def policy_updated(self, model: Actor | None, policy_version: int) -> None:
-        """The actor has changed: its lm_head goes to the companion. A batch of which only a part
-        was scored goes now.
+        """The actor has changed: its lm_head goes to the companion. A batch that was only partly
+        scored is sent now.
 
         Args:
-            model: the actor; None: its tables are what they were (adapters that leave them alone,
-                say), and are not sent again.
+            model: the actor; None: its tables have not changed (e.g. adapters that leave them
+                alone) and are not sent again.
         """
         tables = (
             None if model is None else _tables(model, self._heads.config if self._heads else None)
@@ -471,7 +473,7 @@ class MedusaPlugin:
         self.tables_updated(tables, policy_version)
 
     def tables_updated(self, tables_VD: Tables | None, policy_version: int) -> None:
-        """As `policy_updated`, where the actor lives in another process."""
+        """Like `policy_updated`, for an actor in another process."""
         with self._exposed():
             self._flush()
             if tables_VD is not None:
@@ -481,8 +483,8 @@ class MedusaPlugin:
                 self._send_tables(policy_version)
 
     def metrics(self) -> dict[str, Any]:
-        """Figures of the step since the last call, under the names of contract/metrics.py. A
-        figure that isn't known is left out.
+        """Figures of the step since the last call, under the names of contract/metrics.py. Unknown
+        figures are left out.
         """
         with self._exposed():
             status = self._companion.status() if self._companion is not None else None
@@ -510,7 +512,9 @@ class MedusaPlugin:
     def _book(
         self, budget: Budget, step: _Step, rollouts: Rollouts, status: CompanionStatus
     ) -> dict[str, Any]:
-        """Seconds and verdicts of a finished step go to the budget, which says what to report."""
+        """Pass seconds and verdicts of a finished step to the budget, which returns what to
+        report.
+        """
         worked_s = max(0.0, status.worked_s - self._worked_s_before)
         self._worked_s_before = status.worked_s
         taken_s = worked_s if self._companion is not None and self._companion.shared else 0.0
@@ -537,16 +541,15 @@ class MedusaPlugin:
         }
 
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
-        """Wait until the companion has trained all it was given, outside of any step. False when it
-        did not in time.
+        """Wait, outside any step, until the companion has trained on all it was given. False if it
+        was not done in time.
         """
         return self._companion is None or self._companion.drain(timeout_s)
 
     def save(self, folder: str | Path) -> bool:
-        """Write the companion's whole state, to go on from with `start(resume_from=...)`. False
-        when there is none to write.
+        """Write the companion's whole state, for `start(resume_from=...)`. False if there is none.
 
-        With `wait` it comes after the training on everything that was handed over; else after the
+        With `wait` it is written after training on everything handed over; otherwise after the
         batch in training.
         """
         if self._wait:
@@ -584,8 +587,8 @@ class MedusaPlugin:
     # ---- parts
 
     def _flush(self) -> None:
-        """Hand over what was tapped. A batch of which nothing was scored is only told in the log:
-        the loop may skip steps.
+        """Hand over what was tapped. If nothing of a batch was scored, only the log says so: the
+        loop may skip steps.
         """
         collector = self._collector
         self._collector = None
@@ -598,18 +601,20 @@ class MedusaPlugin:
             )
             return
         if collector.seen and not collector.has_states:
-            return  # Of the few that were scored the sample wants nothing.
+            return  # The sample wants none of the few that were scored.
         self._submit(collector.batch())
 
     def _submit(self, batch: RolloutBatch) -> None:
         assert self._companion is not None
-        self._send_tables(batch.policy_version)  # Those that stayed here while nothing was trained.
+        self._send_tables(
+            batch.policy_version
+        )  # Tables that were not sent while nothing was trained.
         self._companion.submit(
             dataclasses.replace(batch, passes=self._decision.passes) if self.budget else batch
         )
 
     def _send_tables(self, policy_version: int) -> None:
-        """The actor's tables to the companion, once after each update."""
+        """Send the actor's tables to the companion, once after each update."""
         if (
             self._tables_sent
             or self._tables is None
@@ -638,8 +643,8 @@ class MedusaPlugin:
 
 
 class StatesTap:
-    """A plugin's tap as a loop holds it for a whole run: `actor_forward`, and what a loop needs
-    whose passes are made in other processes.
+    """A plugin's tap, which a loop holds for a whole run: `actor_forward`, and what a loop needs if
+    its passes run in other processes.
     """
 
     def __init__(self, plugin: MedusaPlugin) -> None:
@@ -653,15 +658,15 @@ class StatesTap:
 
     @property
     def wanted(self) -> tuple[torch.Tensor, ...] | None:
-        """Of each response of the last rollouts, the tokens whose states are wanted, bool; None:
-        none are.
+        """For each response of the last rollouts, the tokens whose states are wanted, bool; None:
+        no tokens.
         """
         collector = self._plugin._collector
         return None if collector is None else collector.wanted
 
     def put(self, states: Mapping[int, torch.Tensor]) -> None:
-        """In the place of a call, where other processes make the passes: the wanted states of some
-        responses, by their index.
+        """Instead of a call, if other processes run the passes: the wanted states of some
+        responses, by index.
         """
         plugin, collector = self._plugin, self._plugin._collector
         if collector is None:
@@ -675,36 +680,36 @@ class StatesTap:
 
 def _why_none(status: CompanionStatus, published: bool) -> str:
     if published:
-        return "the engine did not take the trained heads (the log says why)"
+        return "the engine did not accept the trained heads (the log says why)"
     if not status.alive:
         return f"the companion does not answer: {status.error}"
     if status.error:
         return status.error
     if status.restarts:
-        return "the companion was ended in the middle of it, and started again"
+        return "the companion was ended during it, and restarted"
     if status.last_policy_version < 0:
-        return "the companion had trained nothing when the time was up (heads.warm_up_s)"
-    return "the trained heads were not surely better than those before"
+        return "the companion had trained on nothing when the time was up (heads.warm_up_s)"
+    return "the trained heads were not significantly better than the previous ones"
 
 
 def initial_heads(config: RunConfig, model: Actor) -> MedusaHeads:
-    """The heads that a run starts with, the same at every call: those of `config.heads.path`, or a
-    zero start (each equals lm_head).
+    """The heads that a run starts with, the same at every call: those of `config.heads.path`, or
+    zero heads (each equals lm_head).
 
     Raises:
-        CheckpointError: the directory is damaged or of another actor.
+        CheckpointError: the directory is damaged or belongs to another actor.
     """
     return heads_for_table(config, as_view(model).lm_head_VD.detach())
 
 
 def heads_for_table(config: RunConfig, lm_head_VD: torch.Tensor) -> MedusaHeads:
-    """As `initial_heads`, from the actor's lm_head alone."""
+    """Like `initial_heads`, from the actor's lm_head alone."""
     vocab_size, hidden_size = lm_head_VD.shape
     section = config.heads
     if section.path:
         heads, _ = load_heads(section.path, hidden_size=hidden_size, vocab_size=vocab_size)
         return heads.to(torch.float32)
-    with torch.random.fork_rng(devices=[]):  # The loop's own random numbers stay what they are.
+    with torch.random.fork_rng(devices=[]):  # The loop's own random numbers don't change.
         torch.default_generator.manual_seed(config.seed)
         heads = MedusaHeads(section.sizes(hidden_size, vocab_size))
     if section.lm_head == "own":
@@ -717,7 +722,7 @@ def _embedding(tables_VD: Tables, config: HeadsConfig) -> torch.Tensor | None:
 
 
 def _tables(model: Actor, config: HeadsConfig | None) -> Tables:
-    """The embedding only where it is needed: a Megatron actor collects it from its ranks."""
+    """The embedding only if it is needed: a Megatron actor collects it from its ranks."""
     view = as_view(model)
     return (
         view.lm_head_VD,

@@ -1,5 +1,5 @@
-"""NoPlugin: the hooks of MedusaPlugin, with nothing done. A loop calls the same lines with a plugin
-and without one.
+"""NoPlugin: the hooks of MedusaPlugin as no-ops, so that a loop is the same with and without a
+plugin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from medusa_ppo.plugin.warm_up import WarmUpReport
 
 
 class NoPlugin:
-    """Stands where there is no plugin, so that a loop asks nowhere whether it has one.
+    """Takes the place of a plugin, so that a loop never has to ask whether it has one.
 
     Attributes:
         tap: None: the loop's own passes stay as they are.
@@ -46,7 +46,7 @@ class NoPlugin:
         """No heads to install."""
 
     def rollout_ready(self, rollouts: Rollouts) -> None:
-        """Nobody wants the rollouts."""
+        """The rollouts are not needed."""
 
     @contextlib.contextmanager
     def actor_forward(
@@ -59,13 +59,13 @@ class NoPlugin:
         yield
 
     def batch_ready(self, batch: RolloutBatch) -> None:
-        """Nobody trains on the batch."""
+        """The batch is not needed."""
 
     def policy_updated(self, model: Actor | None, policy_version: int) -> None:
-        """Nobody needs the new lm_head."""
+        """The new lm_head is not needed."""
 
     def tables_updated(self, tables_VD: Tables | None, policy_version: int) -> None:
-        """Nobody needs the new tables."""
+        """The new tables are not needed."""
 
     def metrics(self) -> dict[str, Any]:
         """No figures."""
@@ -80,7 +80,7 @@ class NoPlugin:
         return False
 
     def save_heads(self, folder: str | Path) -> Path:
-        """There are no heads, and nothing is written; gives the folder all the same."""
+        """There are no heads, so nothing is written; returns the folder anyway."""
         return Path(folder)
 
     def close(self) -> None:

@@ -1,6 +1,4 @@
-"""Seconds of generation that the heads in training saved: a figure for reports, which decides
-nothing.
-"""
+"""Seconds of generation that trained heads saved: a figure for reports, which decides nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +6,13 @@ import math
 
 
 class SavedSeconds:
-    """Compares each step with the quickest of those that the run's first heads drafted for."""
+    """Compares each step with the fastest of those in which the run's first heads drafted."""
 
     def __init__(self) -> None:
-        self._first_s = math.inf  # Of a token.
+        self._first_s = math.inf  # Seconds per token.
 
     def of(self, generate_s: float, tokens: int, serving: int) -> float:
-        """Seconds saved in one more step. Below 0 where drafts cost more than they brought.
+        """Seconds saved in one more step; below 0 if drafts cost more than they gained.
 
         Args:
             tokens: response tokens.

@@ -1,5 +1,5 @@
 """What a warm-up before a run's first step reads and writes: responses to the run's own prompts,
-kept in a folder round by round, so that one that was killed goes on.
+kept in a folder round by round, so that a killed warm-up can continue.
 
 FOLDER/round-0000.json    a round's responses, and what they were asked for with; written whole or
                           not at all
@@ -28,35 +28,37 @@ FOLDER = "warm-up"
 TOKENS = 12_288
 SECONDS = 300.0
 LEAST_PROMPTS = 18
-"""Different prompts that a warm-up needs: with those held out that the gate asks for, of fewer too
-few would be left to train on.
+"""Different prompts that a warm-up needs: with fewer, too few would be left to train on besides
+those held out for the gate.
 """
 MOST_ANSWERS = 8
-"""Responses to one prompt at most; more of them teach next to nothing."""
+"""Most responses to one prompt; more of them teach almost nothing."""
 SHORTEST = 64
-"""Responses are cut so that no few long ones take all the tokens, but never below so many."""
+"""Responses are cut so that a few long ones don't take all the tokens, but never below this many
+tokens.
+"""
 WRITING_SHARE = 0.5
-"""Of the seconds, what may be spent on writing; the rest is for training."""
+"""Share of the seconds for writing; the rest is for training."""
 BEGIN = "medusa-ppo warm-up 1"
 
 Advance = Callable[[float, float, str], None]
-"""Hears how much is done, of how much, and a word about it."""
+"""Receives how much is done, out of how much, and a note."""
 
 
 def silent(done: float, total: float, note: str) -> None:
-    """Nobody is told how far it is."""
+    """Progress that nobody watches."""
 
 
 @dataclass(frozen=True)
 class WarmUpReport:
-    """What a warm-up took and brought.
+    """What a warm-up cost and gained.
 
     Attributes:
         tokens, prompts: that the heads were trained and judged on.
         seconds: of all of it.
         before, after: mean acceptance length by replay on the held-out prompts, of the heads that
-            the engine had and of those that it got; None: not known.
-        problem: why the engine has the heads that it had; empty: it has better ones.
+            the engine had and of those that it got; None: unknown.
+        problem: why the engine kept its heads; empty: it has better ones.
     """
 
     tokens: int = 0
@@ -77,7 +79,9 @@ class WarmUpReport:
 
 
 def warm_up_figures(report: WarmUpReport) -> dict[str, float]:
-    """Under the names of contract/metrics.py, for the first step; what is not known is left out."""
+    """Figures under the names of contract/metrics.py, for the first step; unknown ones are left
+    out.
+    """
     found = {
         names.WARM_UP_S: report.seconds,
         names.WARM_UP_TOKENS: report.tokens,
@@ -88,30 +92,30 @@ def warm_up_figures(report: WarmUpReport) -> dict[str, float]:
 
 
 class WarmUpFolder:
-    """The rounds of responses that were written so far, of one policy and one sampling."""
+    """The rounds of responses written so far, from one policy with one sampling."""
 
     def __init__(self, folder: Path | None, of: dict[str, Any]) -> None:
         """
         Args:
             folder: where they are kept; None: nowhere.
-            of: plain data that says what they were asked for with. Rounds of anything else are
-                written anew.
+            of: plain data that describes how they were generated. Rounds of anything else are
+                generated again.
         """
         self._folder = folder
         self._of = {"format": BEGIN, **of}
 
     def rounds(self) -> list[tuple[Response, ...]]:
-        """Those that can be gone on with, in order, up to the first that can't."""
+        """The usable rounds, in order, up to the first that is not."""
         found: list[tuple[Response, ...]] = []
         while self._folder is not None and (file := self._file(len(found))).is_file():
             try:
                 kept = json.loads(file.read_text(encoding="utf-8"))
                 if kept["of"] != self._of:
-                    raise ValueError("it is of another actor, sampling or other prompts")
+                    raise ValueError("it comes from another actor, other sampling or other prompts")
                 found.append(tuple(_response(row) for row in kept["responses"]))
             except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
                 logger.warning(
-                    "%s of an interrupted warm-up can't be used, and is written anew: %s",
+                    "%s of an interrupted warm-up can't be used, and is generated again: %s",
                     file,
                     error,
                 )
@@ -119,7 +123,7 @@ class WarmUpFolder:
         return found
 
     def write(self, number: int, responses: Sequence[Response]) -> None:
-        """Keep a round. A full disk costs no more than that it must be written again."""
+        """Save a round. If the disk is full, it will only have to be generated again."""
         if self._folder is None:
             return
         rows = [asdict(response) for response in responses]
@@ -129,7 +133,7 @@ class WarmUpFolder:
             logger.warning("Responses of the warm-up could not be kept: %s", error)
 
     def _file(self, number: int) -> Path:
-        assert self._folder is not None, "only asked for where there is one"
+        assert self._folder is not None, "only asked for if there is one"
         return self._folder / f"round-{number:04d}.json"
 
 
@@ -160,14 +164,13 @@ def write_responses(
     advance: Advance,
     clock: Callable[[], float] = time.monotonic,
 ) -> Rollouts:
-    """Responses of so many tokens to prompts that are all different, one to each before any has a
-    second one.
+    """Responses of this many tokens to different prompts, one to each before any gets a second one.
 
     Args:
         sampling: the run's own. Long responses are cut, so that there are several.
-        seconds: after so many no other round is begun.
+        seconds: after this many no new round begins.
         folder: where rounds are kept.
-        actor: a sum over something of the actor: rounds of another one are written anew.
+        actor: a checksum of the actor; rounds of another actor are generated again.
     """
     most = min(sampling.max_new_tokens, max(SHORTEST, tokens // LEAST_PROMPTS))
     sampling = replace(sampling, responses_per_prompt=1, max_new_tokens=most)
@@ -186,7 +189,7 @@ def write_responses(
     number = len(rounds)
     total = sum(len(response.token_ids) for response in responses)
     if number:
-        logger.info("The warm-up goes on: %d tokens of responses are there already.", total)
+        logger.info("The warm-up continues: it already has %d tokens of responses.", total)
     counters = Counters()
     took_s = 0.0
     while total < tokens and len(responses) < MOST_ANSWERS * len(prompts):
@@ -224,7 +227,7 @@ def write_responses(
 
 
 def _seeded(sampling: Sampling, number: int) -> Sampling:
-    """Another seed for each round, and none of a step's."""
+    """A different seed for each round, and never that of a step."""
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + 715_827_883 + number) % 2**31)

@@ -1,4 +1,4 @@
-"""PPO's arithmetic, a function each: the KL penalty, advantages, and the clipped losses.
+"""PPO's arithmetic, one function each: the KL penalty, advantages, and the clipped losses.
 
 Shape letters: S sequences, R response positions (padded to the longest; mask_SR is True at real
 tokens), M response tokens of a micro batch, packed row after row. All tensors are float32.
@@ -18,7 +18,7 @@ from torch import Tensor
 WHITEN_EPSILON = 1e-8
 """Keeps the division of `whiten` finite when all advantages are equal."""
 GROUP_EPSILON = 1e-4
-"""The same where all responses to a prompt earned the same; as DeepSeekMath and TRL have it."""
+"""The same if all responses to a prompt have the same reward; as in DeepSeekMath and TRL."""
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -34,20 +34,20 @@ def masked_deviation(values: Tensor, mask: Tensor) -> float:
 
 
 def explained_share(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Share of the variance of `returns` that `values` explain where mask is True: 1 when they are
-    the returns (but for a constant), 0 when they are no better than one constant, below 0 when they
-    are worse. 0 where returns do not vary.
+    """Share of the variance of `returns` that `values` explain where mask is True: 1 if they equal
+    the returns (up to a constant), 0 if they are no better than a constant, below 0 if they are
+    worse. 0 if the returns do not vary.
     """
     spread = masked_deviation(returns, mask) ** 2
     return 1 - masked_deviation(returns - values, mask) ** 2 / spread if spread else 0.0
 
 
 def kl_estimates(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
-    """Of KL(pi || pi_ref), from tokens sampled from pi, with d = log pi - log pi_ref.
+    """Estimate KL(pi || pi_ref) from tokens sampled from pi, with d = log pi - log pi_ref.
 
     k1 = d is unbiased and may be negative; k2 = d^2 / 2 has, as a loss, the gradient of the KL, and
-    is biased; k3 = exp(-d) - 1 + d is unbiased and never negative, but heavy-tailed where the
-    reference likes a token much better.
+    is biased; k3 = exp(-d) - 1 + d is unbiased and never negative, but heavy-tailed if the
+    reference strongly prefers a token.
     """
     difference = logprobs - reference
     if estimator == "k1":
@@ -101,8 +101,8 @@ def generalized_advantages(
     for r in range(rewards_SR.shape[1] - 1, -1, -1):
         real_S = mask_SR[:, r]
         delta_S = rewards_SR[:, r] + gamma * next_value_S - values_SR[:, r]
-        # Padding stands behind the last token, so it must leave the zeros that the last token
-        # starts from.
+        # Padding follows the last token, so it must leave the zeros that the last token starts
+        # from.
         next_advantage_S = torch.where(real_S, delta_S + gamma * lam * next_advantage_S, 0.0)
         next_value_S = torch.where(real_S, values_SR[:, r], 0.0)
         advantages_SR[:, r] = next_advantage_S
@@ -112,8 +112,8 @@ def generalized_advantages(
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Zero mean and unit variance over all real tokens of the rollout batch; zero on padding.
 
-    Over the whole batch and not over a minibatch: a minibatch of lucky responses must not look
-    average to itself.
+    Over the whole batch rather than a minibatch: a minibatch of lucky responses must not look
+    average.
     """
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean) ** 2, mask)
@@ -129,13 +129,13 @@ def group_advantages(rewards_S: Tensor, prompts_S: Tensor, trained_S: Tensor, ki
 
     Args:
         prompts_S: int64, the prompt that each response answers.
-        trained_S: bool; others belong to no group.
+        trained_S: bool; the others belong to no group.
     """
     groups = int(prompts_S.max()) + 1
     weights_S = trained_S.to(rewards_S.dtype)
 
     def group_sum(values_S: Tensor) -> Tensor:
-        """Over each response's group, for each response."""
+        """Sum over each response's group, for each response."""
         sums_G = torch.zeros(groups).index_add_(0, prompts_S, values_S * weights_S)
         return sums_G[prompts_S]
 
@@ -155,7 +155,7 @@ class PolicyTerms:
 
     Attributes:
         loss: sum of the clipped surrogate (to be minimised), with gradient.
-        clipped: number of rows whose ratio was clipped away, no gradient.
+        clipped: number of rows whose ratio was clipped, no gradient.
         kl: sum of (ratio - 1) - log ratio, the non-negative estimate of KL(old || new) in nats, no
             gradient.
     """
@@ -204,8 +204,8 @@ def clipped_value_loss(
 ) -> Tensor:
     """Half the squared error to the return, summed over rows.
 
-    With a clip range each row has the worse of two errors: that of the value, and that of the value
-    clipped around the old one.
+    With a clip range each row has the larger of two errors: that of the value, and that of the
+    value clipped around the old one.
     """
     free_M = (values_M - returns_M) ** 2
     if clip_range is None:

@@ -1,12 +1,12 @@
-"""One rollout batch as tensors, and how it is cut: into minibatches for the optimizer's steps, and
-into micro batches for the passes (sorted by length, so that little padding is computed).
+"""One rollout batch as tensors, and how it is split: into minibatches for the optimizer's steps,
+and into micro batches for the passes (sorted by length, to compute little padding).
 
 Shape letters: S sequences of the rollout batch, R response positions (padded to the longest), B
 sequences of a micro batch, T tokens of prompt plus response (padded on the right to the longest), M
 response tokens of a micro batch, packed row after row.
 
-Padding stands on the right, where a causal model can't see it from any real token: no attention
-mask is needed and the positions are 0, 1, 2, ... for every row, in training as in the engine.
+Padding is on the right, where a causal model can't see it from any real token: no attention mask is
+needed, and the positions are 0, 1, 2, ... for every row, in training as in the engine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class MicroBatch:
         sequences: B indices into the rollout batch, the order of the rows.
         input_ids_BT: int64, prompt + response + padding.
         response_mask_BT: bool, token t belongs to the response.
-        first: place of the batch's first sequence in the rollout batch; above 0 where the batch is
-            a piece of it.
-        seen: the images of its prompts; None without.
+        first: place of the batch's first sequence in the rollout batch; above 0 if the batch is a
+            piece of it.
+        seen: the images of its prompts; None if there are none.
     """
 
     sequences: tuple[int, ...]
@@ -44,12 +44,12 @@ class MicroBatch:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The sequences, counted in the whole rollout batch."""
+        """The sequences' places in the whole rollout batch."""
         return tuple(self.first + s for s in self.sequences)
 
     @property
     def predict_mask_BT(self) -> Tensor:
-        """bool: the model's output at t predicts a response token (which stands at t + 1)."""
+        """bool: the model's output at t predicts a response token (at t + 1)."""
         return torch.nn.functional.pad(self.response_mask_BT[:, 1:], (0, 1), value=False)
 
     @property
@@ -61,9 +61,7 @@ class MicroBatch:
 
     @property
     def first_predicting(self) -> int:
-        """Column of the first output that any row needs; what a model computes before it is thrown
-        away.
-        """
+        """Column of the first output that any row needs; earlier outputs are thrown away."""
         return int(self.response_mask_BT.any(dim=0).int().argmax()) - 1
 
 
@@ -71,11 +69,11 @@ class PPOBatch:
     """A rollout batch: token ids per sequence, and response coordinates for everything per token.
 
     Attributes:
-        rollouts, pad_id, first: what it was made of.
+        rollouts, pad_id, first: what it was made from.
         mask_SR: bool, real response tokens; they come first in each row.
         behaviour_SR: float32 log-probs that the engine reported, 0 on padding.
         lengths_S: int64 response tokens of each sequence.
-        prompts_S: int64, the prompt that each answers.
+        prompts_S: int64, the prompt that each sequence answers.
         cut_S: bool, the response was cut at the length limit.
         total_lengths: prompt plus response tokens of each sequence.
     """
@@ -89,7 +87,7 @@ class PPOBatch:
     ) -> None:
         """
         Args:
-            first: place of its first response in the rollout batch, where it is a piece of one.
+            first: place of its first response in the rollout batch, if it is a piece of one.
 
         Raises:
             DataError: no responses, a response without tokens, or log-probs that do not fit the
@@ -121,11 +119,11 @@ class PPOBatch:
     def micro_batches(
         self, sequences: list[int], size: int, tokens: int | None = None
     ) -> Iterator[MicroBatch]:
-        """Cut the given sequences into micro batches of at most `size`, alike in length; each is
-        padded to its own longest.
+        """Split the given sequences into micro batches of at most `size`, similar in length; each
+        is padded to its longest.
 
         Args:
-            tokens: most tokens of one, padding included; a longer sequence is alone. None: any
+            tokens: most tokens in one, padding included; a longer sequence is alone. None: any
                 number.
         """
         rows: list[int] = []
@@ -175,7 +173,7 @@ class PPOBatch:
 
 
 def text_batch(texts: Sequence[tuple[int, ...]], device: torch.device, pad_id: int) -> PPOBatch:
-    """Whole texts, of two tokens and more: all but the first token of each is a response."""
+    """Whole texts of at least two tokens: everything but the first token counts as the response."""
     responses = tuple(
         Response(i, ids[1:], (0.0,) * (len(ids) - 1), "stop") for i, ids in enumerate(texts)
     )
@@ -197,7 +195,7 @@ def _check(rollouts: Rollouts) -> None:
     for index, response in enumerate(rollouts.responses):
         if not response.token_ids or len(response.token_ids) != len(response.logprobs):
             raise DataError(
-                "A response can't be trained on.",
+                "A response can't be used for training.",
                 given=(
                     f"response {index}: {len(response.token_ids)} tokens, {len(response.logprobs)}"
                     " log-probs"
@@ -217,9 +215,9 @@ def _check(rollouts: Rollouts) -> None:
 def minibatches(
     trained: Sequence[int], config: PPOConfig, seed: int, step: int
 ) -> Iterator[list[int]]:
-    """Of the sequences that are learned from, those of each optimizer step of an update.
+    """The sequences of each optimizer step of an update, out of those learned from.
 
-    Seeded by the step and by nothing else, so that a resumed run draws the same.
+    Seeded only by the step, so that a resumed run draws the same.
     """
     order = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     for _ in range(config.epochs):

@@ -1,15 +1,12 @@
-"""What the plugin is worth: after a run's last step, rollouts and whole PPO steps with it and
-without it, in turn.
-
-"Without" is what a user would have without us: the same loop without the plugin, and an engine of
-its own, without speculation, compiled, at vLLM's defaults otherwise. It is started for the
-comparison and closed after it. Whole steps are timed on the same prompts, and the rollouts in them:
-the companion trains beside the steps with the plugin as in any other step, on the batch of the step
-before. So where the step before had no plugin, one that is not timed comes first; and before a step
-without the plugin the companion ends its work, in time that nobody counts.
-
-The steps are real ones, and the policy goes on learning in all of them; what they learn is thrown
-away with the run's process.
+"""Compares a run with and without the plugin: after its last step, rollouts and whole PPO steps
+with it and without it, in turn. "Without" is what a user would have without us: the same loop
+without the plugin, and a separate engine without speculation, compiled, otherwise at vLLM's
+defaults. It is started for the comparison and closed after it. Whole steps are timed on the same
+prompts, and the rollouts in them: during steps with the plugin the companion trains as in any other
+step, on the batch of the previous step. So if the previous step had no plugin, an untimed one comes
+first; and before a step without the plugin the companion finishes its work in untimed seconds. The
+steps are real, and the policy keeps learning in all of them; what they learn is thrown away with
+the run's process.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.summary import STEP_S
 
 WARM_UP_PROMPTS = 4
-"""Prompts that each engine answers before anything is timed."""
+"""Prompts that each engine answers before timing starts."""
 TIMED = (names.GENERATE_S, names.SCORE_S, names.UPDATE_S, names.SYNC_S)
 
 
@@ -43,7 +40,7 @@ class TakenStep(NamedTuple):
 
 
 class ComparedLoop(Protocol):
-    """What of a PPO loop is compared; `PPOLoop` says what each is."""
+    """The parts of a PPO loop that are compared; `PPOLoop` explains each."""
 
     config: RunConfig
     parts: Parts
@@ -62,17 +59,17 @@ class ComparedLoop(Protocol):
 def compare(
     loop: ComparedLoop, plain: Parts, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """`rollouts` and `steps` of `config.report.compare_pairs` pairs, of a run's loop at its end.
+    """`rollouts` and `steps` of `config.report.compare_pairs` pairs, for a run's loop at its end.
 
     Args:
         plain: the run's parts without the plugin.
-        say: is told a line for each pair.
+        say: receives a line for each pair.
     """
     config = loop.config
     pairs = config.report.compare_pairs or 0
     report = config.report.model_copy(
         update={"keep_rollouts": None, "speed_every": None}
-    )  # These steps are no part of the run.
+    )  # These steps are not part of the run.
     quiet = config.model_copy(update={"report": report})
     with_plugin = loop.alike(quiet, replace(loop.parts, evaluation=None))
     without = loop.alike(quiet, replace(plain, evaluation=None))
@@ -80,8 +77,8 @@ def compare(
 
 
 class Comparison:
-    """Takes turns between a run's own loop and the same without the plugin. The run's files are
-    written before.
+    """Alternates between a run's own loop and the same loop without the plugin. The run's files are
+    already written.
     """
 
     def __init__(
@@ -94,16 +91,16 @@ class Comparison:
         """
         Args:
             loop: the run's own, at its end.
-            plain: the same learner, no plugin, an engine without speculation that has any weights
-                of the same actor.
-            say: is told a line for each pair.
+            plain: the same learner, no plugin, an engine without speculation with any weights of
+                the same actor.
+            say: receives a line for each pair.
         """
         self._config = config
         self._with = loop
         self._without = plain
         self._first = loop.position.next_step
         self._version = loop.position.policy_version
-        self._busy = False  # The companion trains on the batch of a step before.
+        self._busy = False  # The companion trains on the previous step's batch.
         self._say = say
 
     def pairs(self, count: int) -> dict[str, list[Any]]:
@@ -128,7 +125,7 @@ class Comparison:
         return {"rollouts": rollouts, "steps": steps}
 
     def _warm_up(self) -> None:
-        """Both engines answer some prompts, so that none is timed on its first ones."""
+        """Both engines answer some prompts, so that neither is timed on its first ones."""
         self._settle()
         self._without.sync(self._without.learner.actor, self._version)
         for loop in (self._with, self._without):
@@ -137,7 +134,7 @@ class Comparison:
             loop.engine.generate(ids, sampling_of(self._config, self._first))
 
     def _step(self, loop: ComparedLoop, step: int) -> TakenStep:
-        """One step, timed, from the state that it would find if all steps were of its kind."""
+        """One timed step, from the state that it would find if all steps were of its kind."""
         if loop is self._without:
             self._settle()
         if loop.engine.policy_version != self._version:
@@ -158,7 +155,7 @@ class Comparison:
         return values
 
     def _settle(self) -> None:
-        """Let the companion end its work, and put what it published into its engine."""
+        """Let the companion finish its work, and install what it published."""
         self._with.plugin.drain()
         self._with.plugin.before_generation()
         self._busy = False

@@ -1,4 +1,4 @@
-"""The critic: a value head on a backbone of the actor's type, and what an update of it adds up.
+"""The critic: a value head on a backbone of the actor's type, and the sums of its update.
 
 Shape letters: B rows, T tokens (right-padded), D hidden, M response tokens of a micro batch, packed
 row after row.
@@ -43,7 +43,7 @@ class Critic(nn.Module):
         # Zero start: the first values are 0, not noise as large as the rewards.
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
-        # Dropout would make the values of unchanged weights differ between scoring and update.
+        # With dropout, values would differ between scoring and update though weights are the same.
         self.eval()
 
     def forward(self, micro: MicroBatch, autocast: bool = False) -> Tensor:
@@ -63,8 +63,8 @@ class ValueTotals:
 
     @classmethod
     def over(cls, shares: Sequence[ValueTotals]) -> ValueTotals:
-        """Of replicas that took the same steps, each on its own sequences: tokens and norms are
-        those of all replicas already.
+        """Combine replicas that took the same steps, each on its own sequences: tokens and norms
+        already cover all replicas.
         """
         total = cls()
         total.tokens = shares[0].tokens
@@ -73,13 +73,13 @@ class ValueTotals:
         return total
 
     def report(self) -> dict[str, float]:
-        """Means over tokens. RunError where no gradient was finite."""
+        """Means over tokens. Raises RunError if no gradient was finite."""
         self.norms.mean("critic")
         return {names.VALUE_LOSS: self.loss / max(1, self.tokens)}
 
 
 def value_clip(config: PPOConfig, batch: PPOBatch, scores: Scores) -> float | None:
-    """How far a value may go from the one before the update, in reward units."""
+    """How far a value may move from its value before the update, in reward units."""
     clip_range = config.value_clip_range
     if clip_range is not None and config.value_clip_unit == "returns":
         clip_range *= arithmetic.masked_deviation(scores.returns_SR, batch.mask_SR)

@@ -1,4 +1,4 @@
-"""What a step generates: its prompts, in an order that only the seed decides, and its rollouts; on
+"""What a step generates: its prompts, in an order given by the seed alone, and its rollouts; in
 paired steps also without drafting.
 """
 
@@ -50,7 +50,7 @@ class Prompt:
 
 
 class PromptStream:
-    """Usable prompts in passes over the data, each pass in an order of its own.
+    """Usable prompts in passes over the data, each pass in a different order.
 
     Attributes:
         prompts: all usable prompts, in the order of the data.
@@ -82,11 +82,11 @@ class PromptStream:
         """Read, render and tokenize the data of a run.
 
         Args:
-            needs_answer: the reward may read the answer column, so it must be there.
-            reader: of the images, where the data has some.
+            needs_answer: the reward may read the answer column, so it must exist.
+            reader: reads the images, if the data has any.
 
         Raises:
-            DataError: see medusa_ppo.runtime.data; also when the answer column is missing or every
+            DataError: see medusa_ppo.runtime.data; also if the answer column is missing or every
                 prompt is too long.
         """
         rows = _rows(config)
@@ -122,8 +122,8 @@ class PromptStream:
         needs_answer: bool = True,
         reader: ImageReader | None = None,
     ) -> PromptStream:
-        """The prompts of the evaluation. Raises DataError, also where they would be those of the
-        training.
+        """The prompts of the evaluation. Raises DataError, also if they would be the training
+        prompts.
         """
         path = config.eval_path or config.path
         if path == config.path and path != DEMO and Path(path).is_file():
@@ -141,7 +141,7 @@ class PromptStream:
     def load_texts(
         cls, path: str, tokenizer: PreTrainedTokenizerBase, *, seed: int, longest: int
     ) -> PromptStream:
-        """Texts to learn by heart beside PPO, each cut to so many tokens. Raises DataError."""
+        """Texts to train on during PPO, each cut to this many tokens. Raises DataError."""
         rows = load_rows(path)
         require_column(rows, TEXT)
         texts = render_prompts(rows, column=TEXT)
@@ -169,13 +169,13 @@ class PromptStream:
 
 
 def _rows(config: DataConfig) -> list[dict[str, Any]]:
-    """The rows; `SPLIT[:N]` are the first N of any source, and what else stands in brackets is the
-    hub's to read.
+    """The rows; `SPLIT[:N]` are the first N of any source, and the hub interprets anything else in
+    brackets.
     """
     first = FIRST_ROWS.fullmatch(config.split)
     split, limit = (first["split"], int(first["limit"])) if first else (config.split, 0)
     if config.path == DEMO:
-        split = "eval" if split == "test" else split  # What others call so.
+        split = "eval" if split == "test" else split  # Common names for such columns.
         return list(
             demo_rows(split, limit=limit or (DEMO_ROWS if split == "train" else DEMO_EVAL_ROWS))
         )
@@ -183,8 +183,8 @@ def _rows(config: DataConfig) -> list[dict[str, Any]]:
 
 
 class RolloutFiles:
-    """Keeps the rollouts of the last steps, a file each. A step that is done again after a restart
-    replaces its file.
+    """Keeps the rollouts of the last steps, one file each. A step repeated after a restart replaces
+    its file.
     """
 
     def __init__(self, run_dir: Path, steps: int | None) -> None:
@@ -197,7 +197,7 @@ class RolloutFiles:
         self._steps = steps
 
     def write(self, step: int, rollouts: Rollouts) -> None:
-        """Write one step's responses, and remove the file that is too old now."""
+        """Write one step's responses, and remove the file that is now too old."""
         if self._steps is None:
             return
         write_atomic(self._path(step), "".join(f"{line}\n" for line in _lines(step, rollouts)))
@@ -226,8 +226,8 @@ def _lines(step: int, rollouts: Rollouts) -> Iterator[str]:
 
 
 def sampling_of(config: RunConfig, step: int) -> Sampling:
-    """How the responses of a step are sampled; a seed is a function of the run's seed and the
-    step. None where nothing has to be repeated: the engine draws for all requests at once then.
+    """How the responses of a step are sampled; the seed is a function of the run's seed and the
+    step; None if nothing has to be reproducible: the engine then samples all requests at once.
     """
     section = config.sampling
     return Sampling(
@@ -241,18 +241,18 @@ def sampling_of(config: RunConfig, step: int) -> Sampling:
 
 
 def num_drafts(config: RunConfig) -> int:
-    """Draft tokens per step at most."""
+    """Most draft tokens per step."""
     most = config.engine.most_drafts
     return config.heads.num_heads if most is None else most
 
 
 class SpeedPairs:
-    """Every n-th step, generates the step's prompts twice: with drafting and without, the order
-    changing from pair to pair.
+    """Every n-th step, generates the step's prompts twice: with drafting and without, in
+    alternating order.
 
-    The rollouts that PPO trains on are always those with drafting; the others are timed and thrown
-    away. The order alternates because the second of two generations finds a warmer machine (and
-    prompts that the engine has seen).
+    PPO always trains on the rollouts with drafting; the others are timed and thrown away. The order
+    alternates because the second of two generations finds a warmer machine (and prompts that the
+    engine has seen).
     """
 
     def __init__(self, engine: RolloutEngine, config: RunConfig) -> None:
@@ -261,7 +261,7 @@ class SpeedPairs:
         self._drafts = num_drafts(config)
 
     def due(self, step: int) -> bool:
-        """The last step of every n is paired, so that heads have had time to learn before the first
+        """The last of every n steps is paired, so that heads have time to learn before the first
         pair.
         """
         return self._every > 0 and self._drafts > 0 and step % self._every == self._every - 1
@@ -273,11 +273,11 @@ class SpeedPairs:
         step: int,
         finished: Finished | None = None,
     ) -> tuple[Rollouts, dict[str, float]]:
-        """The step's rollouts, and the figures of the pair (empty on steps without one).
+        """The step's rollouts, and the figures of the pair (empty in steps without one).
 
         Args:
-            finished: hears of responses as they end, on steps without a pair: work beside it would
-                be timed with it.
+            finished: called as responses end, in steps without a pair, since its work would be
+                timed too.
         """
         if not self.due(step):
             found = (

@@ -1,17 +1,17 @@
-"""The learner: scores a rollout batch with actor, reference and critic, and makes the PPO update.
+"""The learner: scores a rollout batch with actor, reference and critic, and runs the PPO update.
 
-`PPOLearner` holds what is the same wherever the actor is trained; `Learner` trains it in this
+`PPOLearner` holds what does not depend on where the actor is trained; `Learner` trains it in this
 process.
 
 Shape letters: S sequences, R response positions, M response tokens of a micro batch.
 
 The "old" log-probs of the ratio are the actor's own, recomputed here before the update, not the
 engine's. The engine computes the same policy with other kernels (and perhaps another dtype), so its
-log-probs differ from ours by rounding even when nothing was learned; in the ratio this noise would
-be clipped, and its mean would pull on the policy. With our own the ratio starts at exactly 1. How
-far the two are apart is logged (`logprob_gap`, `engine_kl`): it shows a broken sync. The tokens
-were drawn with the engine's rounding all the same; `ppo.importance_bound` corrects for that: it
-weighs each token by how much likelier it is to the actor than to the engine.
+log-probs differ from ours by rounding even before anything is learned; in the ratio this noise
+would be clipped, and its mean would pull on the policy. With our own the ratio starts at exactly 1.
+The difference of the two is logged (`logprob_gap`, `engine_kl`), because it reveals a broken sync.
+The tokens were still drawn with the engine's rounding; `ppo.importance_bound` corrects for that: it
+weights each token by how much more likely it is under the actor than under the engine.
 """
 
 from __future__ import annotations
@@ -53,19 +53,21 @@ from medusa_ppo.ppo.update_totals import UpdateTotals
 Done = TypeVar("Done")
 
 DISCOUNT = 1.0
-"""Of a later reward, per token: none, since an answer is as right at token 500 as at token 5."""
+"""Discount of later rewards, per token: none, since an answer is as right at token 500 as at token
+5.
+"""
 IMPORTANCE_BOUND = 2.0
-"""Ratios of actor to engine above this are counted where ppo.importance_bound names none."""
+"""Ratios of actor to engine above this are counted if ppo.importance_bound is not set."""
 
 
 class PPOLearner(ABC):
-    """The critic (where advantages need one), PPO's arithmetic, and what is asked of whoever holds
-    the actor.
+    """The critic (if advantages need one), PPO's arithmetic, and the interface to whoever holds the
+    actor.
 
     Attributes:
         actor: as `MedusaPlugin` and `ActorSync` take it.
         device: where batches are prepared.
-        features: of the images of prompts; None: there are none.
+        features: of the prompts' images; None: there are none.
         has_critic: there is one, here or elsewhere.
     """
 
@@ -78,7 +80,7 @@ class PPOLearner(ABC):
     ) -> None:
         """
         Args:
-            critic: value network; None: the advantages need none.
+            critic: value network; None if the advantages need none.
             config: hyper-parameters.
             seed: seed of the minibatch order.
             autocast: run products in bfloat16 (weights, optimizer and losses stay float32).
@@ -99,10 +101,10 @@ class PPOLearner(ABC):
                 recompute_layers(critic)
 
     def _meanwhile(self, work: Callable[[], Done]) -> Callable[[], Done]:
-        """With ppo.side_by_side start the work in a thread beside this one, or else do it now.
+        """With ppo.side_by_side start the work in another thread, otherwise do it now.
 
         Returns:
-            A function that waits for the end of the work and gives its result.
+            A function that waits for the work and returns its result.
         """
         if self._beside is not None:
             return self._beside.submit(work).result
@@ -125,7 +127,7 @@ class PPOLearner(ABC):
     def score(
         self, batch: PPOBatch, rewards: Tensor, sampling: Sampling, tap: Tap | None = None
     ) -> tuple[Scores, dict[str, float]]:
-        """Log-probs, values, advantages of a rollout batch, and what the log should say about it:
+        """Log-probs, values and advantages of a rollout batch, and figures for the log:
         `begin_batch`, `measure` and `conclude`.
 
         Args:
@@ -139,11 +141,11 @@ class PPOLearner(ABC):
 
     @abstractmethod
     def begin_batch(self, sampling: Sampling) -> None:
-        """Forget what was kept of the rollouts before; new ones will be measured."""
+        """Forget what was kept from the previous rollouts; new ones will be measured."""
 
     @torch.no_grad()
     def read(self, batch: PPOBatch, sampling: Sampling, tap: Tap) -> None:
-        """The actor's passes over a batch that it learns nothing from, for whoever taps them."""
+        """The actor's passes over a batch without learning from it, for whoever taps them."""
         self.begin_batch(sampling)
         self._begin_scoring(batch, sampling, tap, Timeline())()
 
@@ -166,8 +168,8 @@ class PPOLearner(ABC):
         return Measured(policy(), values())
 
     def _begin_values(self, batch: PPOBatch, timeline: Timeline) -> Callable[[], Tensor]:
-        """The critic's passes. A function that waits for those that run elsewhere, and gives
-        values_SR.
+        """Start the critic's passes. Returns a function that waits for those that run elsewhere,
+        and returns values_SR.
         """
         critic, _ = self._trained_critic()
         values_SR = torch.zeros(batch.mask_SR.shape)
@@ -229,7 +231,9 @@ class PPOLearner(ABC):
     def _advantages(
         self, batch: PPOBatch, rewards_SR: Tensor, values_SR: Tensor, trained_S: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """advantages_SR and returns_SR, by GAE (whitened over what is learned from) or by group."""
+        """advantages_SR and returns_SR, by GAE (whitened over the responses that are learned from)
+        or by group.
+        """
         config = self.config
         mask_SR = batch.mask_SR
         if config.advantages == "gae":
@@ -237,7 +241,7 @@ class PPOLearner(ABC):
                 rewards_SR, values_SR, mask_SR, DISCOUNT, config.lam
             )
             return arithmetic.whiten(advantages_SR, mask_SR & trained_S[:, None]), returns_SR
-        # Groups compare whole responses, so each token has its response's advantage and return.
+        # Groups compare whole responses, so each token gets its response's advantage and return.
         totals_S = rewards_SR.sum(dim=1)
         advantages_S = arithmetic.group_advantages(
             totals_S, batch.prompts_S, trained_S, config.advantages
@@ -256,11 +260,11 @@ class PPOLearner(ABC):
     ) -> dict[str, float]:
         """Passes of clipped PPO over the batch; returns the means of the update.
 
-        Optimizer steps with a gradient that is not finite are left out.
+        Optimizer steps whose gradient is not finite are skipped.
 
         Args:
-            step: it decides the order of the minibatches and the step sizes.
-            texts: to learn by heart beside it, with ppo.ptx_coefficient.
+            step: decides the order of the minibatches and the learning rates.
+            texts: also to train on, with ppo.ptx_coefficient.
 
         Raises:
             RunError: no gradient of the actor or of the critic was finite; the weights are those
@@ -282,7 +286,7 @@ class PPOLearner(ABC):
 
     def _trained_critic(self) -> tuple[Critic, torch.optim.AdamW]:
         assert self.critic is not None and self.critic_optimizer is not None, (
-            "only asked for where there is one"
+            "only asked for if there is one"
         )
         return self.critic, self.critic_optimizer
 
@@ -315,7 +319,7 @@ class PPOLearner(ABC):
             returns_M = batch.pack(scores.returns_SR, micro)
             values_M = critic(micro, self.autocast)
             loss = arithmetic.clipped_value_loss(values_M, old_M, returns_M, clip_range)
-            # Halved once more; AdamW does not care, so the scale only matters to the norm's clip.
+            # Halved once more; AdamW ignores the scale, so it only matters for clipping the norm.
             (loss / (2 * tokens)).backward()
             totals.loss += loss.item()
         totals.tokens += tokens
@@ -330,9 +334,9 @@ class PPOLearner(ABC):
         return self.turns.take()
 
     def save(self, folder: Path) -> None:
-        """Write weights and moments of actor and critic, and what the shaping remembers.
+        """Write weights and moments of actor and critic, and the state of the shaping.
 
-        The files: `actor`, `actor_optimizer`, `critic`, `critic_optimizer` (.safetensors).
+        Files: `actor`, `actor_optimizer`, `critic`, `critic_optimizer` (.safetensors).
         """
         self.shaping.save(folder)
         with self.turns.aside(ACTOR, CRITIC):
@@ -370,7 +374,7 @@ class PPOLearner(ABC):
         """Start the passes of actor and reference.
 
         Returns:
-            A function that waits for those that run elsewhere, and gives what they found.
+            A function that waits for those that run elsewhere, and returns what they found.
         """
 
     @abstractmethod
@@ -380,19 +384,19 @@ class PPOLearner(ABC):
         """Start all optimizer steps of the actor.
 
         Returns:
-            A function that waits for them, if they run elsewhere, and gives their totals.
+            A function that waits for them, if they run elsewhere, and returns their totals.
         """
 
     @abstractmethod
     def _save_policy(self, folder: Path) -> None:
         """Write `actor.safetensors` and `actor_optimizer.safetensors`.
 
-        Names are those of transformers' checkpoint, so that a run can move between learners.
+        Names are those of the transformers checkpoint, so that a run can move between learners.
         """
 
     @abstractmethod
     def _load_policy(self, folder: Path) -> None:
-        """Read both. The reference stays what it is."""
+        """Read both. The reference does not change."""
 
 
 class Learner(PPOLearner):
@@ -414,8 +418,8 @@ class Learner(PPOLearner):
         Args:
             actor: transformers causal LM, float32; the reference is copied from it now. Its vision
                 tower, if it has one, is frozen.
-            critic, config, seed, autocast: as `PPOLearner`.
-            features: where prompts have images: what the actor's tower makes of them.
+            critic, config, seed, autocast: as for `PPOLearner`.
+            features: if prompts have images, the tower's features of them.
         """
         super().__init__(critic, config, seed=seed, autocast=autocast)
         self.actor = actor.eval()
@@ -433,14 +437,14 @@ class Learner(PPOLearner):
         self.actor_optimizer = adamw(list(self.actor.parameters()), config.actor_learning_rate)
         self.turns.add(ACTOR, self.actor, self.actor_optimizer)
         self.turns.add(REFERENCE, self.reference)
-        self._support = Support(Sampling())  # Of the batch that was scored last.
+        self._support = Support(Sampling())  # From the last scored batch.
 
     def begin_batch(self, sampling: Sampling) -> None:
         self._support = Support(sampling)
 
     @torch.no_grad()
     def read(self, batch: PPOBatch, sampling: Sampling, tap: Tap) -> None:
-        with self.turns.on(ACTOR):  # The reference, which others compute as well, is spared.
+        with self.turns.on(ACTOR):  # The reference does not need it.
             for micro in self._micros(batch, range(len(batch))):
                 with _tapped(tap, self.actor, micro):
                     token_stats(self.actor, micro, sampling, autocast=self.autocast)
@@ -482,8 +486,8 @@ class Learner(PPOLearner):
             score_actor()
         else:
             # The reference reuses the top-k/top-p mask from the actor's pass, so it runs after it.
-            # Also without a mask the actor goes first: whoever taps its pass can start while
-            # reference and critic still run.
+            # Even without a mask the actor goes first, so that whoever taps its pass can start
+            # while reference and critic still run.
             score_actor()
             wait_for_reference = self._meanwhile(score_reference)
 
@@ -539,7 +543,9 @@ class Learner(PPOLearner):
         return totals
 
     def _learn_texts(self, texts: PPOBatch, first: int, count: int) -> float:
-        """Add the gradient of the mean loss on `count` texts from `first` on; gives that loss."""
+        """Add the gradient of the mean loss on `count` texts from `first` on, and return that
+        loss.
+        """
         chosen = sorted({(first + n) % len(texts) for n in range(count)})
         total = 0.0
         tokens = int(texts.lengths_S[chosen].sum())
@@ -572,7 +578,7 @@ def _tapped(
 
 
 def _engine_gap_figures(gap_SR: Tensor, mask_SR: Tensor, bound: float) -> dict[str, float]:
-    """What the log says about gap = log pi - log pi_engine, which is 0 on padding."""
+    """Figures for the log about gap = log pi - log pi_engine, which is 0 on padding."""
     ratio_SR = gap_SR.exp()
     above_SR = (ratio_SR > bound).float()
     return {

@@ -1,5 +1,5 @@
-"""The long tail of a batch: prompts that are not answered yet go on in the next step, with its
-actor (`ppo.carry_after`).
+"""The long tail of a batch: unfinished prompts continue in the next step, with its actor
+(`ppo.carry_after`).
 
     step t       asks for its own prompts and those that step t - 1 carried over, and stops the
                  engine when enough of them are answered
@@ -8,8 +8,8 @@ actor (`ppo.carry_after`).
                  stay those of the actor that wrote them
 
 Every prompt is learned from once, whole, with all its responses: groups are compared with each
-other (GRPO, RLOO), so siblings that have ended wait for the last one. A prompt whose oldest token
-would be more than `ppo.staleness` updates old in the next step is waited for, and the last step
+other (GRPO, RLOO), so finished siblings wait for the last one. The engine finishes a prompt whose
+oldest token would be more than `ppo.staleness` updates old in the next step, and the last step
 waits for all.
 """
 
@@ -33,12 +33,12 @@ FILE = "carried.jsonl"
 
 @dataclass(frozen=True)
 class Carried:
-    """A prompt that is not answered yet.
+    """An unfinished prompt.
 
     Attributes:
-        step, place: the step that asked for it first, and its place among that step's prompts.
+        step, place: the step that first asked for it, and its place among that step's prompts.
         prompt_ids: its tokens.
-        responses: what there is of them; each token has its version.
+        responses: their tokens so far; each token has its version.
     """
 
     step: int
@@ -51,7 +51,7 @@ class Carried:
         return all(response.finish_reason != UNFINISHED for response in self.responses)
 
     def oldest(self, newest: int) -> int:
-        """Version of its oldest token; `newest` where it has none."""
+        """Version of its oldest token; `newest` if it has none."""
         return min(
             (version for response in self.responses for version in response.versions),
             default=newest,
@@ -59,8 +59,8 @@ class Carried:
 
 
 class LongTail:
-    """Asks an engine for the rollouts of one step after the other, and carries over what is not
-    answered.
+    """Asks an engine for the rollouts of one step after another, and carries over unfinished
+    prompts.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class LongTail:
         """
         Args:
             prompts_of: a step's own prompts.
-            share: of the prompts asked for, after which the engine is stopped.
+            share: share of finished prompts at which the engine stops.
             staleness: most updates between a token's version and the one that learns from it.
             last_step: nothing is carried beyond it.
             first_version: of the actor that learns from step 0.
-            carried: into this step, these.
+            carried: prompts carried into this step.
         """
         self._engine = engine
         self._prompts_of = prompts_of
@@ -92,19 +92,19 @@ class LongTail:
         self._into = {carried[0]: tuple(carried[1])}
 
     def into(self, step: int) -> tuple[Carried, ...]:
-        """What is carried into a step, once the one before has been written; of steps up to the
-        staleness before the last one that was written.
+        """What is carried into a step, once the previous one has been written; known for steps up
+        to the staleness before the last written one.
         """
         return self._into.get(step, ())
 
     def write(
         self, step: int, prompts: list[Prompt], sampling: Sampling
     ) -> tuple[list[Prompt], Rollouts]:
-        """The prompts that are answered now, and their rollouts. The engine has the actor that is
-        to write.
+        """The prompts that are now answered, and their rollouts. The engine must have the right
+        actor.
 
         Raises:
-            CheckpointError: what was carried over is not of this run's prompts and sampling.
+            CheckpointError: what was carried over does not match this run's prompts and sampling.
         """
         count = sampling.responses_per_prompt
         version = self._engine.policy_version
@@ -141,8 +141,8 @@ class LongTail:
             replace(group, responses=tuple(written[i * count : (i + 1) * count]))
             for i, group in enumerate(groups)
         ]
-        # Steps are written up to `staleness` ahead of those that are learned from, and what is
-        # carried into the step after the last of these is saved with the run.
+        # Steps are written up to `staleness` ahead of learning, and what is carried into the step
+        # after the last learned one is saved with the run.
         kept = {at: left for at, left in self._into.items() if at >= step - self._staleness}
         self._into = {**kept, step + 1: tuple(group for group in groups if not group.answered)}
         answered = [i for i, group in enumerate(groups) if group.answered]
@@ -178,7 +178,7 @@ class LongTail:
                 or longest >= sampling.max_new_tokens
             ):
                 raise CheckpointError(
-                    "What was carried over is not of this run.",
+                    "The carried-over prompts are not from this run.",
                     given=(
                         f"place {group.place} of step {group.step}: {len(group.responses)}"
                         f" responses, {longest} tokens"
@@ -194,14 +194,14 @@ class LongTail:
 
 
 def _stamped(was: Response, now: Response, version: int) -> Response:
-    """A response with the version of each token; what was there before keeps its own."""
+    """A response with the version of each token; earlier tokens keep theirs."""
     return replace(
         now, versions=was.versions + (version,) * (len(now.token_ids) - len(was.token_ids))
     )
 
 
 def save_carried(folder: Path, carried: Sequence[Carried]) -> None:
-    """Write what is carried into the next step to a checkpoint, a line each; no file where that is
+    """Write what is carried into the next step to a checkpoint, one line each; no file if there is
     nothing.
     """
     if carried:
@@ -211,10 +211,10 @@ def save_carried(folder: Path, carried: Sequence[Carried]) -> None:
 
 
 def read_carried(folder: Path, *, wanted: bool) -> tuple[Carried, ...]:
-    """What `save_carried` wrote.
+    """Read what `save_carried` wrote.
 
     Raises:
-        ConfigError: there is something, and it is not `wanted`.
+        ConfigError: there is something, but it is not `wanted`.
         CheckpointError: the file is damaged.
     """
     file = folder / FILE

@@ -1,9 +1,9 @@
-"""The reference PPO loop: generate, score, update, sync, report. Each mode is one function, to be
-read from top to bottom: `_serial`, `_in_turns`, `_with_long_tail`, `_ahead`.
+"""The reference PPO loop: generate, score, update, sync, report. Each mode is one function,
+readable from top to bottom: `_serial`, `_in_turns`, `_with_long_tail`, `_ahead`.
 
-The plugin is used through its public hooks only, in the lines that end with `# medusa`. Without
-them (or with a NoPlugin) the loop is plain PPO, and the actor's weights come out bit for bit the
-same from the same rollouts.
+The plugin is used only through its public hooks, in the lines that end with `# medusa`. Without
+them (or with a NoPlugin) the loop is plain PPO, and the same rollouts give bit-identical actor
+weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Metrics = dict[str, Any]
 
 
 class PPOLoop:
-    """One run. `parts` come from `session`; tests bring an engine of their own."""
+    """One run. `parts` come from `session`; tests supply their own engine."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class PPOLoop:
         self.rollout_files = RolloutFiles(config.run_dir, config.report.keep_rollouts)
 
     def _long_tail(self) -> LongTail | None:
-        """Who carries prompts over to the next step, where ppo.carry_after says so."""
+        """Carries prompts over to the next step, if ppo.carry_after is set."""
         ppo = self.config.ppo
         position = self.position
         if ppo.carry_after is None:
@@ -107,7 +107,7 @@ class PPOLoop:
         )
 
     def alike(self, config: RunConfig, parts: Parts) -> PPOLoop:
-        """A loop that stands where this one does, with other settings and parts."""
+        """A loop at the same position, with different settings and parts."""
         return PPOLoop(config, parts, self.progress, self.position)
 
     def run(self, writer: RunWriter) -> None:
@@ -138,8 +138,8 @@ class PPOLoop:
                     try_save(config.run_dir, self.learner, self.position, config, self.remembered())
 
     def step(self, step: int) -> Metrics:
-        """One PPO step, in the mode that the configuration asks for. Returns its metrics; the actor
-        in the engine is the updated one afterwards.
+        """One PPO step, in the configured mode. Returns its metrics; afterwards the engine has the
+        updated actor.
         """
         ppo = self.config.ppo
         if ppo.steps_ahead > 0:
@@ -171,9 +171,9 @@ class PPOLoop:
         return self._report(values, self.maker.figures())
 
     def _in_turns(self, step: int) -> Metrics:
-        """As `_serial`, where the engine sleeps from its rollouts to the sync (engine.sleep_level),
+        """Like `_serial`, but the engine sleeps from its rollouts to the sync (engine.sleep_level),
         and the models take turns on its device meanwhile (ppo.placement=shared). With
-        ppo.piece_prompts they begin to, for their passes, beside the engine while it writes.
+        ppo.piece_prompts they start taking turns while the engine still writes.
         """
         with self._generating(step):
             self.turns.clear()
@@ -193,9 +193,9 @@ class PPOLoop:
         return self._report(values, self.maker.figures())
 
     def _with_long_tail(self, step: int) -> Metrics:
-        """As `_in_turns` (of an engine that stays awake too), with the prompts that the step before
-        carried over: the engine is stopped when enough are answered, and the others are carried
-        over to the next step (ppo.carry_after).
+        """Like `_in_turns` (also for an engine that stays awake), plus the prompts carried over
+        from the previous step: the engine stops when enough are answered, and the others are
+        carried over to the next step (ppo.carry_after).
         """
         with self._generating(step):
             self.turns.clear()
@@ -214,8 +214,8 @@ class PPOLoop:
         return self._report(values, self.maker.figures())
 
     def _ahead(self, step: int) -> Metrics:
-        """The engine writes for later steps, up to ppo.staleness ahead, while this one is learned
-        from; with ppo.carry_after it carries prompts over as well.
+        """The engine writes for later steps, up to ppo.staleness ahead, while the loop learns from
+        this one; with ppo.carry_after it also carries prompts over.
         """
         with self._generating(step):
             if not self.maker.has_begun(step):
@@ -237,19 +237,21 @@ class PPOLoop:
 
     @contextlib.contextmanager
     def _generating(self, step: int) -> Iterator[None]:
-        """Around what the engine does for the step, with the actor's weights of this version."""
+        """Context around the engine's work for the step, with the actor's weights of this
+        version.
+        """
         with self.progress.phase(phases.GENERATE, step), self.memory.during(names.GENERATE_PEAK):
             yield
 
     def _asked(self, step: int) -> tuple[int, list[Prompt], Sampling]:
-        """A step, its prompts, and how they are answered."""
+        """A step, its prompts, and their sampling."""
         prompts = self.prompts.batch(step, self.config.ppo.prompts_per_step)
         return step, prompts, sampling_of(self.config, step)
 
     def _begin_up_to(self, last: int, step: int) -> None:
-        """Begin with the rollouts of steps up to `last`, with the newest actor where the engine is
-        idle. One whose weights would be more than ppo.steps_ahead updates old when it is learned
-        from has to wait.
+        """Begin the rollouts of steps up to `last`, with the newest actor if the engine is idle. A
+        step has to wait if its weights would be more than ppo.steps_ahead updates old when it is
+        learned from.
         """
         version = self.position.policy_version
         while self.begun <= last and self.begun < max(step + 1, self.config.ppo.steps):
@@ -265,8 +267,8 @@ class PPOLoop:
             self.begun += 1
 
     def _keep(self, step: int, rollouts: Rollouts, written: dict[str, float]) -> Metrics:
-        """The step's metrics so far, from the rollouts that it learns from and how they were
-        written; the rollouts themselves go to their file.
+        """The step's metrics so far, from its rollouts and how they were written; the rollouts
+        themselves go to their file.
         """
         self.rollout_files.write(step, rollouts)
         return {
@@ -307,7 +309,7 @@ class PPOLoop:
 
     @contextlib.contextmanager
     def _syncing(self, step: int, values: Metrics) -> Iterator[int]:
-        """Around the new actor's way into the engine; gives its version."""
+        """Context around sending the new actor to the engine; yields its version."""
         with (
             self.progress.phase(phases.SYNC, step) as seconds,
             self.maker.timeline.at_work("sync"),
@@ -317,7 +319,7 @@ class PPOLoop:
         values[names.SYNC_S] = seconds()
 
     def _evaluate_if_due(self, step: int, values: Metrics) -> None:
-        """On some steps the new actor answers other prompts; the best so far is kept."""
+        """In some steps the new actor answers evaluation prompts; the best actor so far is kept."""
         if self.evaluation is not None and (step + 1) % (self.config.ppo.eval_every or 1) == 0:
             values |= self._evaluate(self.evaluation, step)
 
@@ -332,7 +334,7 @@ class PPOLoop:
     # ---- rewards
 
     def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:
-        """Of each response (S), or with steps of each token (S, R)."""
+        """Rewards of each response (S), or with steps of each token (S, R)."""
         asked = [prompts[r.prompt_index] for r in rollouts.responses]
         separator = self.config.ppo.step_separator
         texts = [p.text for p in asked]
@@ -364,7 +366,7 @@ class PPOLoop:
         return {**values, names.EVALUATE_S: evaluate_s()}
 
     def _alarm(self, gap: float) -> None:
-        """Said once: engine and actor are not the same policy."""
+        """Warn once that engine and actor are not the same policy."""
         if gap > LOGPROB_GAP_NATS and not self.alarmed:
             self.alarmed = True
             self.progress.note(
@@ -392,22 +394,22 @@ def run_ppo(
     resume: bool = False,
     allow: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run PPO as configured, from nothing to the report; Ray, engine and companion are started here
-    and closed here.
+    """Run PPO as configured, from start to report; Ray, engine and companion are started and closed
+    here.
 
     Args:
         config: what to run; its files go to config.run_dir.
         progress: listener; None: silent.
-        resume: go on from run_dir/checkpoint.
-        allow: keys of the configuration, or sections of it, that may have changed since then.
+        resume: continue from run_dir/checkpoint.
+        allow: configuration keys or sections that may have changed since then.
 
     Returns:
         The summary, as written to summary.json.
 
     Raises:
         MedusaError: what went wrong, in one sentence; finished steps stay on disk, with a report.
-        KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after everything was closed and the partial
-            report written.
+        KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after closing everything and writing the
+            partial report.
     """
     config = settled(config)
     progress = progress or ProgressSink()

@@ -1,5 +1,4 @@
-"""The optimizer's side of an update: AdamW, the learning-rate schedule, and gradients that are not
-finite.
+"""The optimizer's side of an update: AdamW, the learning-rate schedule, and non-finite gradients.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ def learning_rate_share(config: PPOConfig, step: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """For all parameters of the optimizer, from its next step on."""
+    """Set the rate of all the optimizer's parameters, from its next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 class GradientNorms:
     """The gradient norms of an update's optimizer steps; a step whose gradient is not finite is
-    left out and counted.
+    skipped and counted.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class GradientNorms:
         self.skipped = 0
 
     def sound(self, norm: float) -> bool:
-        """Whether the step may be taken; its norm is kept, or it is counted as skipped."""
+        """Whether the step may be taken; records its norm, or counts it as skipped."""
         if math.isfinite(norm):
             self.norms.append(norm)
             return True
@@ -69,10 +68,10 @@ class GradientNorms:
         return False
 
     def mean(self, who: str) -> float:
-        """Mean norm of the steps that were taken; 0 where there was nothing to learn from.
+        """Mean norm of the steps taken; 0 if there was nothing to learn from.
 
         Raises:
-            RunError: every step had to be left out.
+            RunError: every step was skipped.
         """
         if self.skipped and not self.norms:
             raise RunError(
@@ -80,8 +79,8 @@ class GradientNorms:
                 given=f"in all {self.skipped} optimizer step(s) of an update",
                 expected="a finite norm",
                 do=(
-                    f"Lower ppo.{who}_learning_rate, check the rewards for huge values, and go on"
-                    " with --resume."
+                    f"Lower ppo.{who}_learning_rate, check the rewards for huge values, and "
+                    "continue with --resume."
                 ),
             )
         return sum(self.norms) / max(1, len(self.norms))

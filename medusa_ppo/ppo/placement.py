@@ -1,5 +1,4 @@
-"""Who has memory on the devices: a ledger that all roles report to, and roles that take turns on
-one set of devices.
+"""Who has memory on the devices: a ledger for all roles, and roles that take turns on the devices.
 
     ppo.placement=separate    every role keeps its memory
     ppo.placement=swapped     so does every one but the reward model, which stands in the memory of
@@ -18,9 +17,9 @@ the reference stands in the actor's place and the reward model in the critic's, 
 allocated for it. The ranks of a Megatron actor have such turns of their own
 (`medusa_ppo.ppo.megatron.rank_memory`).
 
-The ledger counts weights, gradients, AdamW's moments, and an engine's weights, keys and values; not
-what passes keep for themselves. Where there is no GPU the "device" is what the ledger counts, and
-tensors really move between buffers of their own.
+The ledger counts weights, gradients, AdamW's moments, and an engine's weights, keys and values, but
+no activations. Without a GPU the "device" is what the ledger counts, and tensors really move
+between separate buffers.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from medusa_ppo.contract import metrics as names
 
 ENGINE, ACTOR, REFERENCE, CRITIC, REWARD = "engine", "actor", "reference", "critic", "reward"
 UNFREED = "left, held elsewhere"
-"""What roles gave up and somebody still holds; nothing, unless there is a fault."""
+"""Tensors that roles gave up but something still holds; empty unless there is a bug."""
 GIB = 2**30
 TRAINED_COPIES = 4  # Weights, gradients and two moments.
 MOMENT = "/"
@@ -57,7 +56,7 @@ TAKE_TURNS = {SEPARATE: (), SWAPPED: (CRITIC, REWARD), IN_TURN: ROLES, SHARED: R
 
 
 class Ledger:
-    """Bytes on the devices now and at most, by role. Any thread may report."""
+    """Bytes on the devices, current and peak, by role. Any thread may report."""
 
     def __init__(self) -> None:
         self.now: dict[str, int] = {}
@@ -66,14 +65,14 @@ class Ledger:
         self._lock = threading.Lock()
 
     def report(self, role: str, count: int) -> None:
-        """The role has so many bytes now."""
+        """Record the role's current bytes."""
         with self._lock:
             self.now[role] = count
             self.most[role] = max(count, self.most.get(role, 0))
             self.peak = max(self.peak, sum(self.now.values()))
 
     def take(self) -> dict[str, Any]:
-        """The most of all together, and of each, since the last time."""
+        """The peak in total and of each role since the last call."""
         with self._lock:
             found = {
                 names.LEDGER_PEAK: self.peak / GIB,
@@ -84,10 +83,10 @@ class Ledger:
 
 
 class Spare:
-    """Tensors of the device that roles have left, as far as the one that comes can use them.
+    """Device tensors that leaving roles gave up, as far as the next role can reuse them.
 
     Attributes:
-        freed: of each that it can't use, how to see whether it is gone, and its bytes.
+        freed: for each that it can't reuse, how to see whether it is gone, and its bytes.
     """
 
     def __init__(self, wanted: Iterable[Tensor], held: Iterable[Tensor] = ()) -> None:
@@ -150,7 +149,7 @@ class Resident:
 
     @property
     def here(self) -> bool:
-        """Something of it is on the device."""
+        """Whether anything of it is on the device."""
         return len(self._away) < len(self._slots())
 
     def touch(self) -> None:
@@ -225,7 +224,7 @@ class Resident:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """In the block what waits on the host can be read there."""
+        """Within the block, tensors waiting on the host can be read there."""
         waiting = {name: tensor for name, tensor in self._slots().items() if name in self._away}
         for name, tensor in waiting.items():
             tensor.data = self._host[name]
@@ -249,11 +248,11 @@ class Resident:
         return borrowed + bytes_of(tensors)
 
     def full_bytes(self) -> int:
-        """On the device at most."""
+        """Peak bytes on the device."""
         return self.weight_bytes() * (TRAINED_COPIES if self._optimizer else 1)
 
     def weight_bytes(self) -> int:
-        """On the device for a pass without gradients."""
+        """Bytes on the device for a pass without gradients."""
         return sum(
             math.prod(self._host[name].shape) * parameter.itemsize
             if name in self._away
@@ -296,7 +295,7 @@ class Turns:
     def add(
         self, role: str, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """A role of this process; its tensors are on the device. `optimizer`: of a role that
+        """Add a role of this process whose tensors are on the device. `optimizer`: for a role that
         learns.
         """
         self.settle(role, Resident(module, optimizer))
@@ -309,13 +308,13 @@ class Turns:
         self.report(role)
 
     def engine_started(self, count: int) -> None:
-        """There is an engine, of so many bytes while it is awake."""
+        """Add an engine with this many bytes while it is awake."""
         self._engine_bytes = count
         self.ledger.report(ENGINE, count)
 
     def report(self, role: str) -> None:
-        """Let the ledger see what the role has now; the learner asks for it where gradients are
-        there.
+        """Update the ledger with what the role has now; the learner calls this while there are
+        gradients.
         """
         if role in self._roles:
             self.ledger.report(role, self._roles[role].nbytes())
@@ -345,8 +344,8 @@ class Turns:
 
     @contextlib.contextmanager
     def aside(self, *roles: str) -> Iterator[None]:
-        """In this block the roles are read and nobody computes: if roles take turns nothing is on
-        the device, these are read elsewhere.
+        """In this block roles are read and nothing computes. If roles take turns, nothing is on the
+        device, and they are read from the host.
         """
         self.clear()
         with contextlib.ExitStack() as stack:
@@ -356,15 +355,15 @@ class Turns:
             yield
 
     def clear(self) -> None:
-        """Everyone leaves, if roles take turns."""
+        """All roles leave, if they take turns."""
         with self._turn:
             if self.shared and any(resident.here for resident in self._roles.values()):
                 self._move(None)
                 if torch.cuda.is_available():
-                    torch.cuda.empty_cache()  # The engine is another process.
+                    torch.cuda.empty_cache()  # The engine is a separate process.
 
     def sleep(self, engine: Any, level: int | None) -> None:
-        """Let the engine sleep, where a level says so."""
+        """Put the engine to sleep, if a level is set."""
         if level:
             began = time.perf_counter()
             engine.sleep(level)
@@ -372,7 +371,7 @@ class Turns:
             self.ledger.report(ENGINE, 0)
 
     def wake(self, engine: Any, level: int | None) -> None:
-        """Wake the engine where `sleep` let it sleep."""
+        """Wake the engine if `sleep` put it to sleep."""
         if level:
             began = time.perf_counter()
             engine.wake()
@@ -380,7 +379,7 @@ class Turns:
             self.ledger.report(ENGINE, self._engine_bytes)
 
     def take(self) -> dict[str, Any]:
-        """The step's figures; none where the actor is not in this process."""
+        """The step's figures; none if the actor is not in this process."""
         if ACTOR not in self._roles:
             return {}
         found = self.ledger.take() | ({names.ENGINE_WAKE_S: self._wake_s} if self._wake_s else {})
@@ -392,8 +391,8 @@ class Turns:
         return found
 
     def free_memory(self) -> int:
-        """Room for all roles on a machine without a GPU, what they have already included. Host
-        memory is the device: copies that wait take room of the same kind.
+        """Room for all roles on a machine without a GPU, including what they already have. Host
+        memory is the device, so waiting copies take the same memory.
         """
         full = [resident.full_bytes() for resident in self._roles.values()]
         return (
@@ -403,7 +402,7 @@ class Turns:
         )
 
     def check_room(self, room: int, engine: int = 0) -> None:
-        """ConfigError when the roles don't fit.
+        """Raise ConfigError if the roles don't fit.
 
         Args:
             room: bytes that all of them can have.

@@ -16,23 +16,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from heads.errors import ModelError
 
 CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-"""For torch's checkpoint. No random state is kept: nothing here draws."""
+"""For torch's checkpoint. No random state is kept, since nothing here draws."""
 
 
 def recompute_layers(model: nn.Module) -> None:
     """Make every layer of the model recompute its activations; values and gradients stay.
 
-    transformers' own switch does nothing in eval mode, in which all networks of PPO are.
+    transformers' own switch does nothing in eval mode, which all networks of PPO use.
 
     Raises:
-        ModelError: the model has no layers of transformers.
+        ModelError: the model has no transformers layers.
     """
     layers: list[Any] = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
     if not layers:
         raise ModelError(
-            "The model's layers are not known.",
+            "The model's layers are unknown.",
             given=type(model).__name__,
             expected="a model of transformers",
             do="Set ppo.recompute=false.",

@@ -1,9 +1,9 @@
-"""Reward functions: finding one by its name, and calling it in processes of its own, with a time
-limit for each response (no torch).
+"""Reward functions: finding one by name, and calling it in separate processes, with a time limit
+per response (no torch).
 
-A function that hangs can't be stopped in the process that called it. Here it runs in another one,
-which is ended and replaced when its time is over; the others go on. Each process has one response
-at a time, so who is slow keeps nobody waiting but itself.
+A function that hangs can't be stopped in the process that called it. Here it runs in another
+process, which is killed and replaced when its time is up; the others continue. Each process handles
+one response at a time, so a slow one delays only itself.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from heads.errors import ConfigError, MedusaError, RunError
 RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 Sample = tuple[str, str, dict[str, Any]]
 START_S = 120.0
-"""A process that imports the function for longer counts as hanging."""
+"""A process that takes longer to import the function counts as hanging."""
 READY = "ready"
 
 
 class Outcome(NamedTuple):
-    """What became of a call: its value (a number, or several), or what it raised (an error of ours,
-    or a name and a text), or neither: its time was over.
+    """The outcome of a call: its value (a number, or several), or what it raised (an error of ours,
+    or a name and a text), or neither if its time was up.
     """
 
     value: float | list[float] = 0.0
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     late: bool = False
 
     def take(self) -> float | list[float]:
-        """The value, as if the function had been called here."""
+        """The value, or its error, as if the function had been called here."""
         if isinstance(self.error, MedusaError):
             raise self.error
         if self.error is not None:
@@ -56,7 +56,7 @@ class RewardWorker:
     def __init__(self, name: str) -> None:
         context = multiprocessing.get_context(
             "spawn"
-        )  # A fork would take over the loop's threads and devices.
+        )  # A fork would inherit the loop's threads and devices.
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=serve, args=(name, theirs), daemon=True, name="medusa-ppo-reward"
@@ -79,15 +79,15 @@ class RewardWorker:
 
 
 class RewardPool:
-    """Processes that call a reward function. They start with the first question; a context manager
-    is not needed: call `close`.
+    """Processes that call a reward function. They start with the first call; a context manager is
+    not needed: call `close`.
     """
 
     def __init__(self, name: str, processes: int, timeout_s: float | None = None) -> None:
         """
         Args:
             name: `module:function`.
-            timeout_s: for each call; None: any.
+            timeout_s: for each call; None: no limit.
         """
         self._name = name
         self._count = processes
@@ -95,14 +95,14 @@ class RewardPool:
         self._workers: list[RewardWorker] = []
 
     def start(self) -> None:
-        """Start what is not there, or no more; nobody waits for it."""
+        """Start processes that are missing or gone, without waiting for them."""
         for worker in [worker for worker in self._workers if not worker.process.is_alive()]:
             self._workers.remove(worker)
             worker.end()
         self._workers += [RewardWorker(self._name) for _ in range(self._count - len(self._workers))]
 
     def ask(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """The function's answers, in order. RunError when its processes don't start."""
+        """The function's answers, in order. Raises RunError if its processes don't start."""
         self.start()
         waiting = deque(range(len(samples)))
         found = dict[int, Outcome]()
@@ -129,7 +129,7 @@ class RewardPool:
         except (EOFError, OSError):
             worker.process.join(1.0)
             given = f"{self._name}, exit code {worker.process.exitcode}"
-            do = "Read its last words, and correct the function."
+            do = "Read its last output, and correct the function."
             problem = RunError(
                 "A process of the reward function ended.", given=given, expected="a number", do=do
             )
@@ -141,7 +141,7 @@ class RewardPool:
         worker.place = -1
 
     def _replace(self, worker: RewardWorker, outcome: Outcome, found: dict[int, Outcome]) -> None:
-        """Another process in its place, and this outcome for what it was at."""
+        """Replace the worker and record this outcome for its current item."""
         worker.end()
         if not worker.ready:
             self._workers.remove(worker)
@@ -150,7 +150,7 @@ class RewardPool:
                 f"{self._name}:"
                 f" {'no word in time' if outcome.late else f'exit code {worker.process.exitcode}'}"
             )
-            do = "Import its module in a fresh Python; what fails there fails here."
+            do = "Import its module in a fresh Python; it fails there as it does here."
             raise RunError(
                 "A process for rewards did not start.",
                 given=given,
@@ -169,7 +169,7 @@ class RewardPool:
 
 
 def serve(name: str, pipe: Connection) -> None:
-    """In the process: call the function with what comes, until nothing comes any more."""
+    """In the process: call the function for each item until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loop's.
     function = find_callable(name)
     pipe.send(READY)
@@ -186,7 +186,7 @@ def serve(name: str, pipe: Connection) -> None:
 
 
 def plain(given: Any) -> float | list[float]:
-    """A number, or several, of whatever kind."""
+    """A number, or several, of any type."""
     try:
         return float(given)
     except TypeError:
@@ -194,7 +194,7 @@ def plain(given: Any) -> float | list[float]:
 
 
 def find_callable(name: str) -> RewardFunction:
-    """Import `module:function`; modules in the working directory are found as well."""
+    """Import `module:function`; modules in the working directory are found too."""
     module_name, mark, function_name = name.partition(":")
     if not mark or not module_name or not function_name:
         raise ConfigError(
@@ -224,7 +224,7 @@ def find_callable(name: str) -> RewardFunction:
     except TypeError:
         given = f"{name}{inspect.signature(function)}"
         raise ConfigError(
-            "The reward function takes other arguments.",
+            "The reward function has the wrong arguments.",
             given=given,
             expected="(prompt, response, row)",
             do="Change it.",
@@ -234,8 +234,8 @@ def find_callable(name: str) -> RewardFunction:
 
 def _import(name: str) -> Any:
     here = os.getcwd()
-    # A console script does not have the working directory on its path, where people keep their
-    # reward functions.
+    # The path of a console script lacks the working directory, where people keep their reward
+    # functions.
     added = here not in sys.path and "" not in sys.path
     if added:
         sys.path.append(here)

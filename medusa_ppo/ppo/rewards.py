@@ -1,5 +1,5 @@
-"""Where rewards come from: verifiable ones, a Python callable named in the configuration, or a
-reward model.
+"""Sources of rewards: verifiable answers, a Python function named in the configuration, or a reward
+model.
 
 Shape letters: S responses, R response positions, B rows of a batch, T tokens.
 """
@@ -34,12 +34,11 @@ from medusa_ppo.runtime.data import Row, template_fields
 logger = logging.getLogger(__name__)
 
 RIGHT_FROM = 1.0
-"""A response counts as right from this reward on, unless the function has an attribute
-`correct_from`.
+"""A response counts as right from this reward on, unless the function has its own `correct_from`.
 """
 REWARD_BATCH = 4
-"""Responses per forward pass of a reward model, always: another number may be computed with other
-kernels. The last batch of each width is filled up with copies; with few rows that is little.
+"""Responses per forward pass of a reward model, always: a different number might use different
+kernels. The last batch of each width is filled up with copies, which costs little with few rows.
 """
 SMALLEST_WIDTH = 8
 
@@ -48,8 +47,8 @@ class RewardSource(ABC):
     """Scores whole responses.
 
     Attributes:
-        model: what judges; None where no model does.
-        late: rewards so far that did not come in time, and are 0.
+        model: the reward model; None if there is none.
+        late: rewards so far that did not arrive in time and are 0.
         cut: texts so far that lost their first tokens to fit a reward model.
     """
 
@@ -61,24 +60,23 @@ class RewardSource(ABC):
     def score(
         self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]
     ) -> Tensor:
-        """rewards_S float32. Raises RunError when a reward can't be computed or is not finite."""
+        """rewards_S float32. Raises RunError if a reward can't be computed or is not finite."""
 
     @abstractmethod
     def score_steps(
         self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]
     ) -> list[list[float]]:
-        """The same for each step of each response. Raises RunError, also for rewards of another
-        number of steps.
+        """The same for each step of each response. Raises RunError, also for a wrong number of
+        rewards.
         """
 
     def correct(self, scores_S: Tensor) -> Tensor | None:
-        """bool_S, the response has the right answer; None when the source doesn't know what is
-        right.
+        """bool_S, the response has the right answer; None if the source doesn't know what is right.
         """
         return None
 
     def close(self) -> None:  # noqa: B027
-        """End what was started for it; most start nothing."""
+        """End whatever was started for it; most start nothing."""
 
 
 class CallableReward(RewardSource):
@@ -93,7 +91,7 @@ class CallableReward(RewardSource):
     ) -> None:
         """
         Args:
-            pool: calls the function in its processes; None: it is called here.
+            pool: calls the function in its processes; None: call it here.
         """
         self._function = function
         self._pool = pool
@@ -130,8 +128,8 @@ class CallableReward(RewardSource):
             self._pool.close()
 
     def _calls(self, samples: Sequence[Sample]) -> list[tuple[Sample, Callable[[], Any] | None]]:
-        """What calls the function for each, or tells of the call in another process; None: that was
-        ended.
+        """A call per response, here or with the outcome from another process; None: that process
+        was killed.
         """
         if self._pool is None:
             return [(sample, functools.partial(self._function, *sample)) for sample in samples]
@@ -156,12 +154,12 @@ class CallableReward(RewardSource):
         )
         if len(found) != len(steps):
             do = (
-                "Split the response at ppo.step_separator, leave out what is blank, and give one"
-                " reward for each part."
+                "Split the response at ppo.step_separator, skip blank parts, and return one "
+                "reward for each other part."
             )
             given = f"{self._name}: {len(found)} rewards for {''.join(steps)!r:.120}"
             raise RunError(
-                "Process rewards of another number of steps.",
+                "There is a wrong number of step rewards.",
                 given=given,
                 expected=f"{len(steps)} rewards",
                 do=do,
@@ -175,7 +173,7 @@ class CallableReward(RewardSource):
         read: Callable[[Any], list[float]],
         count: int,
     ) -> list[float]:
-        """The call's rewards; so many zeros where there is none."""
+        """The call's rewards; this many zeros if there is none."""
         if call is None:
             return [0.0] * count
         try:
@@ -183,7 +181,7 @@ class CallableReward(RewardSource):
         except MedusaError:
             raise
         except Exception as error:  # the user's own code
-            do = "Correct the function; it must handle any text, also an empty one."
+            do = "Correct the function; it must handle any text, even an empty one."
             given = f"{self._name} on response {response!r:.120}: {type(error).__name__}: {error}"
             expected = "a number (with ppo.step_separator a list of them)"
             raise RunError(
@@ -213,8 +211,8 @@ class JudgedTexts:
 class ReadReward(RewardSource):
     """What a classifier of one output says of texts, wherever it is computed.
 
-    The same text has the same reward to the bit, whatever else is in the batch: the shape of what
-    goes through the model follows from the text's own length alone, and padding is there always.
+    The same text gets the same reward to the bit, whatever else is in the batch: the shape of the
+    input depends only on the text's own length, and there is always padding.
     """
 
     def __init__(
@@ -237,10 +235,10 @@ class ReadReward(RewardSource):
         tokens = len(tokenizer)
         if tokens > rows:
             raise ModelError(
-                "The reward model's vocabulary is not its training's.",
+                "The reward model's tokenizer does not match it.",
                 given=f"{path}: a tokenizer of {tokens} tokens, a model of {rows}",
                 expected="no more tokens than the model has",
-                do="Put the tokenizer of its training beside it.",
+                do="Put the tokenizer that it was trained with next to it.",
             )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -248,12 +246,12 @@ class ReadReward(RewardSource):
             config.pad_token_id = tokenizer.pad_token_id
         self._config = config
         self._cuts = cuts
-        # One less than fits: a batch without padding would be computed in another way.
+        # One less than fits: a batch without padding would be computed differently.
         self._longest = self._most_tokens() - 1
 
     def _most_tokens(self) -> int:
-        """Tokens that the model reads at most: as many as it has positions; where they have no end,
-        as many as its tokenizer says. One that says nothing has a number beyond all texts.
+        """Most tokens that the model can read: its number of positions; if that is unlimited, its
+        tokenizer's limit. A tokenizer without a limit has a number beyond all texts.
         """
         positions = int(getattr(self._config, "max_position_embeddings", 0) or 0)
         return positions if positions > 1 else int(self._tokenizer.model_max_length)
@@ -274,7 +272,7 @@ class ReadReward(RewardSource):
         long = [place for place, text in enumerate(ids) if len(text) > self._longest]
         if long:
             self._note_too_long([len(ids[place]) for place in long])
-            # The end of the text is what such models judge by; special tokens stay.
+            # Such models judge by the end of the text; special tokens stay.
             self._tokenizer.truncation_side = "left"
             shorter = self._tokenizer(
                 [texts[place] for place in long], truncation=True, max_length=self._longest
@@ -305,7 +303,7 @@ class ReadReward(RewardSource):
             over = sum(map(len, parts)) + len(after) - self._longest
             if over > 0:
                 self._note_too_long([over + self._longest])
-                # Each step keeps its end, which its reward is read at.
+                # Each step keeps its end, where its reward is read.
                 if over >= len(parts[0]):
                     raise self._too_long(
                         over + self._longest, "Set a smaller sampling.max_new_tokens."
@@ -317,7 +315,7 @@ class ReadReward(RewardSource):
             )
         rewards: list[list[float]] = [[] for _ in ids]
         for chosen, logits_BTX in self._logits(ids):
-            # Two labels: how likely the step is right.
+            # Two labels: the probability that the step is right.
             judged_BT = (
                 logits_BTX[..., 0] if logits_BTX.shape[-1] == 1 else logits_BTX.softmax(-1)[..., 1]
             )
@@ -326,12 +324,12 @@ class ReadReward(RewardSource):
         return rewards
 
     def _note_too_long(self, lengths: Sequence[int]) -> None:
-        """Count texts that are to be cut. RunError where none may be."""
+        """Count texts to cut. Raises RunError if none may be cut."""
         if not self._cuts:
             raise self._too_long(
                 max(lengths),
-                "Set ppo.reward_too_long=cut, or smaller sampling.max_new_tokens or"
-                " data.max_prompt_tokens.",
+                "Set ppo.reward_too_long=cut, or lower sampling.max_new_tokens or "
+                "data.max_prompt_tokens.",
             )
         self.cut += len(lengths)
         logger.warning("Texts were too long for the reward model and lost their first tokens.")
@@ -345,7 +343,7 @@ class ReadReward(RewardSource):
         )
 
     def _logits(self, ids: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
-        """Which texts, and the model's output for them, float32 on the CPU."""
+        """Indices of texts, and the model's output for them, float32 on the CPU."""
         widths = [min(_width(len(text)), self._longest + 1) for text in ids]
         by_width = sorted(range(len(ids)), key=lambda s: (widths[s], s))
         groups = [
@@ -439,21 +437,21 @@ class ModelReward(ReadReward):
 
 
 def _template_parts(template: str) -> tuple[str, str]:
-    """What stands before the response, with the prompt's place in it, and what stands behind it."""
+    """The template's parts before the response (with the prompt's place in it) and after it."""
     fields = template_fields(template)
     if fields != ["prompt", "response"]:
         raise ConfigError(
             "The reward model's template is not usable.",
             given=f"{template!r}: {', '.join(fields) or 'no field'}",
             expected="{prompt} and {response}, once each and in this order",
-            do="Write ppo.reward_template as the texts of its training were made.",
+            do="Write ppo.reward_template in the format of its training texts.",
         )
     before, _, after = template.partition("{response}")
     return before, after.replace("{{", "{").replace("}}", "}")
 
 
 def _width(length: int) -> int:
-    """Columns of a batch for texts of this length: one more at least, in steps of an eighth."""
+    """Columns of a batch for texts of this length: at least one more, in steps of an eighth."""
     step = max(SMALLEST_WIDTH, 1 << max(0, length.bit_length() - 4))
     return (length // step + 1) * step
 
@@ -485,11 +483,11 @@ def earned_by_steps(
 
 
 def step_ends(pieces: Sequence[str], separator: str) -> list[tuple[int, int]]:
-    """Where each step ends: the number of characters up to there, and the token that holds the last
-    of them.
+    """Where each step ends: the number of characters up to there, and the token with the last of
+    them.
 
-    Steps are what stands between separators and is not blank; what follows the last one belongs to
-    it. There is one at least.
+    Steps are the non-blank parts between separators; text after the last step belongs to it. There
+    is at least one.
     """
     text = "".join(pieces)
     last = 0
@@ -517,7 +515,7 @@ def _not_finite(given: str, do: str) -> RunError:
 
 
 def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> RewardSource:
-    """The reward that the configuration names.
+    """The configured reward.
 
     Raises:
         ConfigError: `module:function` does not exist or can't take (prompt, response, row), or the
@@ -543,7 +541,7 @@ def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> Reward
 
 
 def is_model(reward: str) -> bool:
-    """A reward model judges, and no function that could read a reference answer."""
+    """Whether a reward model judges, rather than a function that could read a reference answer."""
     return ":" not in reward
 
 
@@ -587,16 +585,16 @@ def _reference(row: dict[str, Any]) -> Decimal:
 
 
 def _marked_number(text: str) -> Decimal | None:
-    """The number that stands alone after the last answer mark; None where there is no mark or
-    something else behind it.
+    """The number alone after the last answer mark; None if there is no mark, or anything else after
+    it.
     """
     marked = _MARKED.findall(text)
     return _number(marked[-1]) if marked else None
 
 
 def _number(text: str) -> Decimal | None:
-    """The text as one number; a currency or percent sign, a full stop at its end and commas between
-    digits don't count.
+    """The text as a single number, ignoring a currency or percent sign, a final full stop and
+    commas between digits.
     """
     bare = text.strip().strip("$€£% ").rstrip(".").strip()
     if not _NUMBER.fullmatch(bare):

@@ -1,5 +1,5 @@
-"""How a step's rollouts are made: responses are written and scored, one after the other or, cut
-into pieces, at the same time.
+"""How a step's rollouts are made: responses are written and scored, one after the other or, in
+pieces, at the same time.
 
     ppo.piece_prompts=null    engine ------------------ | actor, reference, critic, reward on the
                               whole batch
@@ -11,14 +11,12 @@ into pieces, at the same time.
                               step t: scored, learned from    |
 
 There is one call of the engine for a step's responses, with or without pieces, so its running set
-stays full, and what it writes does not depend on them. A piece is all responses to n prompts that
-follow each other, whenever they end: what is computed together follows from the configuration,
-never from timing, so the numbers are to the bit those of the same pieces scored after the
-generation.
-
-The calls: the engine's is in a thread of its own, the models' passes in another one, rewards in the
-caller's. Whoever taps the actor's passes (the companion) wants to know all responses first: final
-states of a piece wait on the host until then.
+stays full, and what it writes does not depend on them. A piece is all responses to n consecutive
+prompts, whenever they end: the configuration decides what is computed together, never timing, so
+the numbers equal to the bit those of the same pieces scored after generation. The engine's call
+runs in its own thread, the models' passes in another one, and rewards in the caller's. Whoever taps
+the actor's passes (the companion) must know all responses first, so final states of a piece wait on
+the host until then.
 """
 
 from __future__ import annotations
@@ -49,19 +47,18 @@ from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.scores import Measured, Scores
 
 Rewards = Callable[[Rollouts, list[Prompt]], Tensor]
-"""rewards_S of responses, or with steps rewards_SR."""
+"""rewards_S of responses, or rewards_SR with steps."""
 Written = tuple[list[Prompt], Rollouts, dict[str, float]]
-"""The prompts that are answered, their rollouts, and figures: of the pair, of what is carried
-over.
+"""The answered prompts, their rollouts, and figures about the pair and about what is carried over.
 """
 Answered = tuple[Rollouts, dict[str, float]]
-"""The rollouts that a step learns from, and those figures."""
+"""The rollouts that a step learns from, and these figures."""
 
 
 @dataclass
 class Piece:
-    """Responses to some prompts that follow each other: their places in the batch, those that have
-    ended, and what is known about them.
+    """Responses to some consecutive prompts: their places in the batch, those that have ended, and
+    what is known about them.
     """
 
     places: range
@@ -73,8 +70,8 @@ class Piece:
 
 @dataclass
 class Step:
-    """What is made in one step. `news` for the caller's thread: a piece that is whole, what failed,
-    None when the engine is done.
+    """What is made in one step. `news` is for the caller's thread: a complete piece, what failed,
+    or None when the engine is done.
     """
 
     prompts: list[Prompt]
@@ -86,7 +83,7 @@ class Step:
 
 
 class RolloutMaker:
-    """Makes and scores the rollouts of one step after the other.
+    """Makes and scores the rollouts of one step after another.
 
         write, score                 here and now, in pieces where the configuration says so
         write_with_carried, score    here and now, with prompts of earlier steps
@@ -131,11 +128,10 @@ class RolloutMaker:
     def write(
         self, step: int, prompts: list[Prompt], sampling: Sampling, *, tapped: bool = False
     ) -> Answered:
-        """The rollouts of a step, and figures of how they were written; pieces are scored
-        meanwhile.
+        """The rollouts of a step, and figures about writing them; pieces are scored meanwhile.
 
         Args:
-            tapped: `score` will be given a tap.
+            tapped: `score` will get a tap.
         """
         self.timeline = Timeline()
         self._fetch_images(prompts)
@@ -163,7 +159,7 @@ class RolloutMaker:
         return _with_their_images(rollouts, prompts), figures
 
     def write_with_carried(self, step: int, prompts: list[Prompt], sampling: Sampling) -> Answered:
-        """As `write`, of the step's prompts and those that were carried over into it as many as are
+        """Like `write`, for as many of the step's prompts and those carried over into it as are
         answered in time.
         """
         self.timeline = Timeline()
@@ -172,34 +168,34 @@ class RolloutMaker:
         return self._answered(written, sampling)
 
     def carried_into(self, step: int) -> tuple[Carried, ...]:
-        """Prompts that the step before has left to this one."""
+        """Prompts carried over from the previous step."""
         return self._tail.into(step) if self._tail is not None else ()
 
     def figures(self) -> dict[str, Any]:
-        """What the step's timeline says."""
+        """Figures from the step's timeline."""
         return self.timeline.figures()
 
     # ---- ahead
 
     @property
     def idle(self) -> bool:
-        """The engine has nothing to write: it can be given new weights."""
+        """Whether the engine has nothing to write, so that it can get new weights."""
         return all(call.done() for _, call in self._begun.values())
 
     def has_begun(self, step: int) -> bool:
-        """The step's rollouts are being written, or wait to be taken."""
+        """Whether the step's rollouts are being written, or wait to be taken."""
         return step in self._begun
 
     def begin(self, step: int, prompts: list[Prompt], sampling: Sampling) -> None:
-        """Let the engine write a step's rollouts as soon as it has written those that were begun
-        before; those that are carried over into it are among them.
+        """Let the engine write a step's rollouts, including those carried over into it, as soon as
+        it has written the ones begun before.
         """
         self._fetch_images(prompts)
         call = self._engine_thread.submit(self._write_ahead, prompts, sampling, step)
         self._begun[step] = (sampling, call)
 
     def take(self, step: int) -> Answered:
-        """The rollouts of a step that was begun, when they are written; its timeline begins."""
+        """The rollouts of a begun step, once they are written; its timeline begins."""
         self.timeline = Timeline()
         sampling, call = self._begun[step]
         written = call.result()
@@ -207,7 +203,7 @@ class RolloutMaker:
         return self._answered(written, sampling)
 
     def figures_ahead(self) -> dict[str, Any]:
-        """The spans of the step's timeline alone: who waited for whom says nothing where the engine
+        """Only the spans of the step's timeline: who waited for whom means nothing if the engine
         never waits.
         """
         if not self.idle:
@@ -215,7 +211,7 @@ class RolloutMaker:
         return {names.SPANS: self.timeline.figures()[names.SPANS]}
 
     def _write_ahead(self, prompts: list[Prompt], sampling: Sampling, step: int) -> Written:
-        """In the engine's thread; its seconds stand in the timeline of the step in which they
+        """Runs in the engine's thread; its seconds count in the timeline of the step in which they
         end.
         """
         ask = self._ask if self._tail is None else self._ask_with_carried
@@ -230,12 +226,10 @@ class RolloutMaker:
     def score(
         self, rollouts: Rollouts, tap: Tap | None = None
     ) -> tuple[PPOBatch, Tensor, Scores, dict[str, float]]:
-        """The batch, its rewards, what is known about it, and what the log should say; of the
-        rollouts that were given last.
-        """
+        """The batch of the last rollouts, its rewards, its scores, and figures for the log."""
         work = self._step
         self._step = None
-        assert work is not None, "the rollouts are written first"
+        assert work is not None, "the rollouts must be written first"
         batch = PPOBatch(rollouts, self._learner.device, self._pad_id)
         if work.pieces:
             work.news.put(None)
@@ -249,17 +243,17 @@ class RolloutMaker:
         ):
             measured, rewards = self._joined(batch, work.pieces)
             if tap is not None and work.held is not None:
-                # Whoever taps may read the actor's tables.
+                # A tap may read the actor's tables.
                 with self._learner.turns.on(ACTOR):
                     work.held.hand_over(self._learner.actor, tap)
         else:
-            # In one go; after an engine was lost other responses may have come than those that were
+            # In one go: after an engine was lost, the responses may differ from those already
             # scored.
             self._learner.begin_batch(work.sampling)
             measured = self._learner.measure(batch, work.sampling, tap, self.timeline)
             with self.timeline.at_work(
                 "reward"
-            ):  # After the critic, in whose place a reward model stands where roles take turns.
+            ):  # After the critic, whose place a reward model takes if roles take turns.
                 rewards = self._rewards(rollouts, work.prompts)
         return batch, rewards, *self._learner.conclude(batch, measured, rewards)
 
@@ -272,12 +266,12 @@ class RolloutMaker:
         return prompts, *self._speed.generate(token_ids, sampling, step, finished)
 
     def _ask_with_carried(self, prompts: list[Prompt], sampling: Sampling, step: int) -> Written:
-        assert self._tail is not None, "only asked for where prompts are carried over"
+        assert self._tail is not None, "only asked for if prompts are carried over"
         answered, rollouts = self._tail.write(step, prompts, sampling)
         return answered, rollouts, {names.PROMPTS_CARRIED: len(self._tail.into(step + 1))}
 
     def _answered(self, written: Written, sampling: Sampling) -> Answered:
-        """What was written as a whole, to be scored as a whole."""
+        """Rollouts that were written as a whole, to be scored as a whole."""
         prompts, rollouts, figures = written
         self._step = Step(prompts, sampling, [], None)
         return _with_their_images(rollouts, prompts), figures
@@ -295,8 +289,8 @@ class RolloutMaker:
         return [Piece(range(start, min(start + size, total))) for start in range(0, total, size)]
 
     def _ended(self, work: Step, place: int, response: Response) -> None:
-        """In the engine's threads. A response that comes once more is too late for its piece;
-        `score` sees to it.
+        """Runs in the engine's threads. A response that arrives again is too late for its piece;
+        `score` handles that.
         """
         piece = work.pieces[place // len(work.pieces[0].places)]
         with work.lock:
@@ -320,8 +314,8 @@ class RolloutMaker:
         return self._learner.measure(batch, work.sampling, tap, self.timeline)
 
     def _reward_whole(self, work: Step) -> None:
-        """Rewards of pieces as they become whole, until there is no more news. What failed
-        meanwhile is raised, and no piece is begun.
+        """Rewards of pieces as they become complete, until there is no more news. Failures
+        meanwhile are raised, and no further piece begins.
         """
         try:
             while (news := work.news.get()) is not None:
@@ -381,7 +375,7 @@ def _part(work: Step, piece: Piece) -> Rollouts:
 
 @dataclass
 class PastPass(ActorView):
-    """An actor of which a pass was tapped before: inside `tap` nothing needs to happen any more."""
+    """An actor whose pass was tapped earlier: nothing needs to happen inside `tap` any more."""
 
     actor: ActorView
     hidden_BTD: Tensor
@@ -400,15 +394,15 @@ class PastPass(ActorView):
 
 
 class HeldPasses:
-    """The actor's final states of passes whose tap comes later, on the host: from the first that
-    predicts a response token on.
+    """The actor's final states from passes that are tapped later, on the host, from the first that
+    predicts a response token.
     """
 
     def __init__(self) -> None:
         self._passes: list[tuple[Tensor, Tensor, tuple[int, ...]]] = []
 
     def tap(self, first: int) -> Tap:
-        """To put around the passes over a piece, whose first sequence stands at this place of the
+        """Context around the passes over a piece whose first sequence is at this place of the
         batch.
         """
 
@@ -427,7 +421,7 @@ class HeldPasses:
         return held
 
     def hand_over(self, actor: Actor, tap: Tap) -> None:
-        """To the tap, pass by pass, in the order in which they were made."""
+        """Hand them to the tap, pass by pass, in their original order."""
         passes = self._passes
         self._passes = []
         for hidden_BTD, response_mask_BT, places in passes:

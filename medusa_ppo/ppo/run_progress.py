@@ -1,4 +1,4 @@
-"""What a PPO run tells whoever watches it: a small protocol of events, and three listeners (silent,
+"""How a PPO run reports its progress: a small protocol of events, and three listeners (silent,
 live, plain lines).
 """
 
@@ -33,7 +33,7 @@ RAY, ACTOR, RANKS, ENGINE = (
 WARM_UP = "warm up the heads"
 GENERATE, SCORE, UPDATE, SYNC, EVALUATE = "generate", "score", "update", "sync", "evaluate"
 SAVE, COMPARE, FINISH = "save", "compare", "write the report"
-"""Names of the phases: of the preparation, of a step, of the end."""
+"""Names of the phases: of the preparation, of a step, and of the end."""
 
 
 ROLES = ("engine", "actor", "reference", "critic", "reward", "update", "sync")
@@ -41,9 +41,38 @@ ROLES = ("engine", "actor", "reference", "critic", "reward", "update", "sync")
 FORGET_PEAK, PROCESS_STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 SIDES = (ROLES[:1], ROLES[1:5])
 
+LINE_WIDTH = 100
+"""Columns of a line in a log or a terminal."""
+STEP_FORMS = {
+    names.REWARD_MEAN: "reward {:.3f}",
+    names.CORRECT_FRAC: "right {:.0%}",
+    names.EVAL_REWARD: "evaluation {:.3f}",
+    names.KL_REFERENCE: "kl {:.3f}",
+    names.ENTROPY: "entropy {:.2f}",
+    names.MAL_SERVING: "{:.2f} tokens a step",
+    names.HEADS_VERSION: "heads v{}",
+    names.TOKENS_PER_S: "{:.0f} tokens/s",
+    names.PAIR_PLAIN_TOKENS_PER_S: "({:.0f} without drafts)",
+    names.IMAGES: "{} images",
+}
+"""Metrics in a step's line, in the order in which they stand there."""
+SHOWN = (
+    names.REWARD_MEAN,
+    names.MAL_SERVING,
+    names.TOKENS_PER_S,
+    names.EVAL_REWARD,
+    names.PAIR_PLAIN_TOKENS_PER_S,
+    names.HEADS_VERSION,
+    names.KL_REFERENCE,
+    names.CORRECT_FRAC,
+    names.ENTROPY,
+    names.IMAGES,
+)
+"""The same, the most important first."""
+
 
 class Timeline:
-    """Who is at work when: spans of seconds since it began. Any thread may add to it."""
+    """Who works when: spans of seconds since the timeline began. Any thread may add to it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -60,7 +89,7 @@ class Timeline:
             self.add(role, began)
 
     def add(self, role: str, began: float) -> None:
-        """The role has worked since then, by the clock; what was before the timeline is left
+        """Record that the role worked from then until now; anything before the timeline is left
         out.
         """
         self.spans.setdefault(role, []).append(
@@ -68,8 +97,8 @@ class Timeline:
         )
 
     def figures(self) -> dict[str, Any]:
-        """The spans; seconds from the engine's first to the scoring's last, and the share of these
-        in which one of the two stood idle.
+        """The spans, the seconds from the start of generation to the end of scoring, and the share
+        of these in which one of the two was idle.
         """
         sides = [
             sorted(span for role in side for span in self.spans.get(role, [])) for side in SIDES
@@ -86,7 +115,7 @@ class Timeline:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the spans lies; they come in order."""
+    """Seconds covered by at least one of the spans, which are in order."""
     total = 0.0
     reached = 0.0
     for began, ended in spans:
@@ -100,8 +129,8 @@ def _rounded(spans: list[tuple[float, float]]) -> list[list[float]]:
 
 
 class PeakMemory:
-    """The most memory that each phase of a step has: of torch on this process's GPU, or else of the
-    process itself (Linux).
+    """Peak memory of each phase of a step: torch's on this process's GPU, or else the process's own
+    (Linux).
     """
 
     def __init__(self) -> None:
@@ -109,14 +138,14 @@ class PeakMemory:
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Kept under this metric's name; not at all where nobody counts."""
+        """Record the peak under this metric's name, if the system counts it."""
         counted = _forget_peak()
         yield
         if counted:
             self.gib[name] = _peak_bytes() / 2**30
 
     def take(self) -> dict[str, float]:
-        """Of the step's phases; counting begins anew."""
+        """The peaks of the step's phases; counting restarts."""
         taken = self.gib
         self.gib = {}
         return taken
@@ -152,7 +181,7 @@ class ProgressSink:
         """A phase of a step (or of the preparation, step None) begins."""
 
     def phase_advanced(self, done: float, total: float, note: str = "") -> None:
-        """The running phase has done so much of its total."""
+        """The running phase has done this much of its total."""
 
     def phase_finished(self, phase: str, seconds: float) -> None:
         """The phase ended after so many seconds."""
@@ -165,7 +194,9 @@ class ProgressSink:
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[Callable[[], float]]:
-        """A phase as a block; gives a function that says afterwards how many seconds it took."""
+        """A phase as a block; yields a function that returns afterwards how many seconds it
+        took.
+        """
         began = time.monotonic()
         taken = 0.0
         self.phase_started(name, step)
@@ -195,7 +226,7 @@ class LineProgress(PrintedProgress):
     """One line for each step and each long phase of the preparation: for logs, pipes and CI."""
 
     ANNOUNCE_S = 5.0
-    """At least so many seconds between two lines about one phase."""
+    """Minimum seconds between two lines about a phase."""
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(console)
@@ -219,7 +250,8 @@ class LineProgress(PrintedProgress):
 
     def step_finished(self, values: Mapping[str, Any]) -> None:
         self._clock.finished()
-        self.note(f"{step_line(values)}  left {self._clock.left_text()}")
+        left = f"  left {self._clock.left_text()}"
+        self.note(step_line(values, LINE_WIDTH - len(left)) + left)
 
 
 class LiveProgress(PrintedProgress):
@@ -300,22 +332,17 @@ class StepClock:
         return f"{minutes}:{seconds:02d}"
 
 
-def step_line(values: Mapping[str, Any]) -> str:
-    """One line about a finished step; figures that the step does not have are left out."""
-    shown = (
-        (names.REWARD_MEAN, "reward {:.3f}"),
-        (names.CORRECT_FRAC, "right {:.0%}"),
-        (names.EVAL_REWARD, "evaluation {:.3f}"),
-        (names.KL_REFERENCE, "kl {:.3f}"),
-        (names.ENTROPY, "entropy {:.2f}"),
-        (names.MAL_SERVING, "{:.2f} tokens a step"),
-        (names.HEADS_VERSION, "heads v{}"),
-        (names.TOKENS_PER_S, "{:.0f} tokens/s"),
-        (names.PAIR_PLAIN_TOKENS_PER_S, "({:.0f} without drafts)"),
-        (names.IMAGES, "{} images"),
-    )
-    parts = [form.format(values[key]) for key, form in shown if values.get(key) is not None]
-    return "  ".join([f"step {values[names.STEP]:>3}", *parts])
+def step_line(values: Mapping[str, Any], room: int = LINE_WIDTH) -> str:
+    """One line about a finished step, of at most `room` columns. Figures that the step does not
+    have are left out, and so are the last of `SHOWN` where there is no room for all.
+    """
+    known = [key for key in SHOWN if values.get(key) is not None]
+    while True:
+        parts = [form.format(values[key]) for key, form in STEP_FORMS.items() if key in known]
+        line = "  ".join([f"step {values[names.STEP]:>3}", *parts])
+        if len(line) <= room or not known:
+            return line
+        known.pop()
 
 
 def make_progress(console: Console | None = None) -> LineProgress | LiveProgress:

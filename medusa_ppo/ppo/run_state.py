@@ -64,10 +64,10 @@ STATE_FILE = "state.json"
 MEMORY_FILE = "memory.safetensors"
 EVALUATION_FILE = "evaluation.json"
 UNFINISHED = ".*.new-*"
-"""What all that writes aside and renames calls its files and folders."""
+"""Suffixes of files and folders that are written aside and then renamed."""
 FORMAT_VERSION = 1
 BEFORE = {"heads": {"context": 0}}
-"""What a run had whose state lacks these keys, where that is not today's default."""
+"""Values for runs whose state lacks these keys, if they differ from today's defaults."""
 FIXED_KEYS = (
     "model.path",
     "model.critic_path",
@@ -77,8 +77,8 @@ FIXED_KEYS = (
     "seed",
     "ppo.prompts_per_step",
 )
-"""What of a release before 0.2 is compared under --resume: its other keys had other forms. Today
-all of them are.
+"""Keys of releases before 0.2 that --resume compares: their other keys had other forms. Today all
+keys are compared.
 """
 PLACE_KEYS = ("name", "out")
 ACTOR_SIZES = (
@@ -89,7 +89,7 @@ ACTOR_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-"""What of a model's config.json makes it another actor; its weights change with every step."""
+"""Parts of a model's config.json that identify an actor; its weights change with every step."""
 State = Mapping[str, Tensor]
 CHUNK_BYTES = 1 << 22
 
@@ -102,7 +102,7 @@ class RunPosition:
         next_step: the step that comes next.
         policy_version: version of the actor's weights.
         wall_s: seconds of all sessions of the run so far.
-        carried: prompts that the next step goes on with.
+        carried: prompts that continue in the next step.
     """
 
     next_step: int = 0
@@ -122,7 +122,7 @@ def save_checkpoint(
     complete.
 
     Args:
-        memory: of the engines; None or empty: they have none.
+        memory: the engines' memory; None or empty: they have none.
     """
     with fresh_folder(run_dir / FOLDER) as folder:
         learner.save(folder)
@@ -150,8 +150,8 @@ def save_checkpoint(
 
 
 def _keep(run_dir: Path, step: int, count: int) -> None:
-    """Keep the new checkpoint beside those before it, as many as there should be. A file is never
-    changed, so a link is a copy.
+    """Keep the new checkpoint and the configured number before it. Files never change, so links are
+    copies.
     """
     with fresh_folder(run_dir / KEPT_FOLDER / f"step-{step:06d}") as folder:
         shutil.copytree(run_dir / FOLDER, folder, dirs_exist_ok=True, copy_function=_link)
@@ -166,7 +166,7 @@ def keep_best(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Keep the actor if no evaluation of the run was better. A full disk must not end a run: a
-    failure is logged, and the old one stays.
+    failure is logged, and the old actor stays.
     """
     file = run_dir / BEST_FOLDER / EVALUATION_FILE
     try:
@@ -183,22 +183,21 @@ def keep_best(
                 json.dumps(dict(figures), indent=1) + "\n", encoding="utf-8"
             )
     except (OSError, KeyError, TypeError, ValueError, MedusaError) as error:
-        logger.error("The best actor so far could not be kept; the one before stays: %s", error)
+        logger.error("The best actor so far could not be saved; the previous one stays: %s", error)
 
 
 @contextlib.contextmanager
 def fresh_folder(target: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `target` when the block ends well, and is gone when it
-    doesn't.
+    """A new folder that replaces `target` if the block succeeds, and is removed if it doesn't.
 
-    Two renames: a reader finds the old folder aside if it comes in between.
+    This takes two renames; a reader in between finds the old folder aside.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent))
     old = target.with_name(f".{target.name}.old")
     try:
         yield new
-        new.chmod(0o755)  # mkdtemp makes it ours alone.
+        new.chmod(0o755)  # mkdtemp makes it accessible only to us.
         _to_disk(new)
         if os.path.lexists(target):
             remove_directory(old)
@@ -211,16 +210,16 @@ def fresh_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove what a run that was killed had begun to write beside what it would replace: a
-    checkpoint's files can be as large as the run's.
+    """Remove what a killed run had begun to write aside: a checkpoint's files can be as large as
+    the run's.
 
-    Whoever calls this is the only one that writes there.
+    The caller must be the only writer there.
     """
     for path in sorted(run_dir.rglob(UNFINISHED)):
         if path.is_dir():
             remove_directory(path)
         else:
-            path.unlink(missing_ok=True)  # Went with its folder, or is a link.
+            path.unlink(missing_ok=True)  # Gone with its folder, or a link.
 
 
 def _to_disk(path: Path) -> None:
@@ -233,8 +232,7 @@ def _to_disk(path: Path) -> None:
 
 
 def _sums(folder: Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of each file of a checkpoint but state.json; all are on the disk
-    afterwards.
+    """Size and CRC-32 of each file of a checkpoint except state.json; all are on disk afterwards.
     """
     sums = {}
     for path in sorted(
@@ -250,14 +248,14 @@ def _sums(folder: Path) -> dict[str, list[int]]:
 
 
 def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -> RunPosition:
-    """Where the saved run stands; checks that this configuration is the one that was saved.
+    """The saved run's position, after checking that the configuration is the saved one.
 
     Args:
         allow: keys, or whole sections, that may have changed.
 
     Raises:
         CheckpointError: nothing was saved, or state.json is damaged.
-        ConfigError: a key has changed, or `allow` names none.
+        ConfigError: a key has changed, or `allow` names an unknown one.
     """
     keys = [key for key in known_keys() if key not in PLACE_KEYS]
     for name in allow:
@@ -279,9 +277,9 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         if "version" in raw:
             whole = merged(
                 merged(default, BEFORE), old
-            )  # With the keys that are newer than the state.
+            )  # Add the keys that are newer than the state.
             was = {key: _look_up(whole, key) for key in keys}
-        else:  # An empty text is how earlier releases wrote what is the default today.
+        else:  # Earlier releases wrote an empty text for what is the default today.
             was = {
                 key: _look_up(default if _look_up(old, key) == "" else old, key)
                 for key in FIXED_KEYS
@@ -314,7 +312,7 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
             f" {' '.join(f'--allow {key}' for key in changed)}."
         )
         raise ConfigError(
-            "The configuration is not the one that was saved.",
+            "The configuration differs from the saved one.",
             given=given,
             expected="the same values",
             do=do,
@@ -325,12 +323,14 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
 
 
 def _within(key: str, name: str) -> bool:
-    """A dotted key is `name`, or stands in a section of that name."""
+    """Whether a dotted key is `name`, or is in a section of that name."""
     return key == name or key.startswith(f"{name}.")
 
 
 def only_warmed_up(run_dir: Path) -> bool:
-    """The run was stopped in its warm-up, or in its first step: there is nothing else to lose."""
+    """Whether the run was stopped in its warm-up or its first step, so that there is nothing else
+    to lose.
+    """
     saves = (run_dir / FOLDER, run_dir / f".{FOLDER}.old", run_dir / KEPT_FOLDER)
     steps = run_dir / METRICS_FILE
     begun = any(path.exists() for path in saves) or (steps.is_file() and steps.stat().st_size)
@@ -338,11 +338,11 @@ def only_warmed_up(run_dir: Path) -> bool:
 
 
 def saved_folder(run_dir: Path) -> Path:
-    """The newest whole checkpoint's folder: the last one, also right after a crash between the two
-    renames of `save_checkpoint`, or one of those that were kept before it.
+    """The folder of the newest intact checkpoint: the last one, even after a crash between the two
+    renames of `save_checkpoint`, or an earlier one that was kept.
 
     Raises:
-        CheckpointError: there is none, or none is whole.
+        CheckpointError: there is none, or none is intact.
     """
     damage: list[str] = []
     kept = sorted((run_dir / KEPT_FOLDER).glob("step-*"), reverse=True)
@@ -356,7 +356,7 @@ def saved_folder(run_dir: Path) -> Path:
         if not fault:
             if damage:
                 logger.error(
-                    "A checkpoint is damaged, the run goes on from %s: %s",
+                    "A checkpoint is damaged, the run continues from %s: %s",
                     folder,
                     "; ".join(damage),
                 )
@@ -383,8 +383,8 @@ def saved_folder(run_dir: Path) -> Path:
 
 @functools.lru_cache(maxsize=16)
 def _fault_of(folder: Path, stamp: tuple[tuple[Path, int, int], ...]) -> str:
-    """What is wrong with a checkpoint's files; empty when they are those that were written.
-    `stamp`: they are read once.
+    """What is wrong with a checkpoint's files; empty if they are as written. `stamp`: lets the
+    cache read them only once.
     """
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
@@ -393,13 +393,13 @@ def _fault_of(folder: Path, stamp: tuple[tuple[Path, int, int], ...]) -> str:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         return repr(error)
     if not isinstance(said, dict):
-        return ""  # Of a release that wrote no sums.
+        return ""  # From a release that wrote no sums.
     wrong = sorted(name for name in said.keys() | found.keys() if said.get(name) != found.get(name))
     return f"{', '.join(wrong)}: other bytes than were written" if wrong else ""
 
 
 def companion_state(run_dir: Path) -> str:
-    """Folder with the companion's saved state, for MedusaPlugin.start(resume_from=...); empty when
+    """Folder with the companion's saved state, for MedusaPlugin.start(resume_from=...); empty if
     there is none.
     """
     folder = saved_folder(run_dir) / COMPANION_FOLDER
@@ -407,16 +407,16 @@ def companion_state(run_dir: Path) -> str:
 
 
 def saved_memory(run_dir: Path) -> State | None:
-    """What the engines remembered when the run was saved; None: nothing. CheckpointError when it
-    can't be read.
+    """What the engines remembered when the run was saved; None: nothing. Raises CheckpointError if
+    it can't be read.
     """
     file = saved_folder(run_dir) / MEMORY_FILE
     return load_state(file) if file.is_file() else None
 
 
 def memory_of(tokenizer: PreTrainedTokenizerBase, actor: Mapping[str, Any]) -> dict[str, bytes]:
-    """Digests that say whose responses a memory holds: of the tokenizer's vocabulary, and of the
-    actor's configuration.
+    """Digests that identify whose responses a memory holds: of the tokenizer's vocabulary and of
+    the actor's configuration.
     """
     parts = {
         "tokenizer": sorted(tokenizer.get_vocab().items()),
@@ -429,8 +429,8 @@ def memory_of(tokenizer: PreTrainedTokenizerBase, actor: Mapping[str, Any]) -> d
 
 
 def _take_companion(source: Path, target: Path) -> None:
-    """Keep the state that the companion wrote last. It replaces its files and never changes them,
-    so a link is a copy.
+    """Keep the companion's last state. It replaces its files and never changes them, so links are
+    copies.
     """
     if not source.is_dir():
         return
@@ -457,14 +457,14 @@ def try_save(
     config: RunConfig,
     memory: State | None = None,
 ) -> None:
-    """Save where a full disk must not end a run that trains well: the failure is logged and the
-    last checkpoint stays.
+    """Save without letting a full disk end the run: a failure is logged, and the last checkpoint
+    stays.
     """
     try:
         save_checkpoint(run_dir, learner, position, config, memory)
     except (OSError, MedusaError) as error:
         logger.error(
-            "The checkpoint of step %d could not be written; the one before stays: %s",
+            "The checkpoint of step %d could not be written; the previous one stays: %s",
             position.next_step,
             error,
         )

@@ -1,8 +1,7 @@
-"""The warm-up of the heads as a run makes it: before step 0, with its own prompts, sampling and
-actor.
+"""A run's warm-up of the heads: before step 0, with its own prompts, sampling and actor.
 
-What the policy learns is not touched: prompts and seeds of a step are functions of its number, and
-the actor is only read.
+It does not affect what the policy learns: a step's prompts and seeds are functions of its number,
+and the actor is only read.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from medusa_ppo.ppo.session import Parts
 logger = logging.getLogger(__name__)
 
 TOKENS_PER_PROMPT = 16
-"""So many of the tokens ask for one more prompt: short responses come from many of them."""
+"""Request one prompt per this many tokens: short responses need many prompts."""
 
 
 def wanted(config: RunConfig, position: RunPosition) -> bool:
-    """Heads that begin at nothing, in a run that has not begun, with an engine that will draft."""
+    """Whether the heads are untrained, the run has not begun, and the engine will draft."""
     return bool(
         config.heads.warm_up_tokens
         and not config.heads.path
@@ -41,9 +40,9 @@ def wanted(config: RunConfig, position: RunPosition) -> bool:
 
 
 def warm_up(config: RunConfig, parts: Parts, progress: ProgressSink, position: RunPosition) -> None:
-    """Train the heads before step 0, where that is `wanted`; says what it took and brought.
+    """Train the heads before step 0, if `wanted`, and report cost and gain.
 
-    The engine is awake before and after it, with the actor's weights of now.
+    The engine is awake before and after, with the current actor.
     """
     if isinstance(parts.plugin, NoPlugin) or not wanted(config, position):
         return

@@ -1,5 +1,5 @@
-"""What becomes known about a rollout batch before the update: what actor, reference and critic say
-about each token, and what follows from it for the update.
+"""What is known about a rollout batch before the update: what actor, reference and critic say about
+each token, and what follows for the update.
 
 Shape letters: S sequences of the rollout batch, R response positions (padded to the longest), M
 response tokens of a micro batch, packed row after row. All tensors are float32, on the CPU, and
@@ -33,7 +33,7 @@ class PolicyScores:
 
     @classmethod
     def zeros(cls, batch: PPOBatch) -> PolicyScores:
-        """To be filled, micro batch by micro batch."""
+        """Empty scores, to be filled micro batch by micro batch."""
         shape = batch.mask_SR.shape
         return cls(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape))
 
@@ -44,7 +44,7 @@ class PolicyScores:
         self.entropy_SR.add_(share.entropy_SR)
 
     def put_actor(self, batch: PPOBatch, micro: MicroBatch, stats: TokenStats) -> None:
-        """Write what the actor says about a micro batch to its places."""
+        """Write the actor's scores of a micro batch to their places."""
         assert stats.entropy_M is not None, "asked for"
         batch.unpack(stats.logprobs_M, micro, self.logprobs_SR)
         batch.unpack(stats.entropy_M, micro, self.entropy_SR)
@@ -63,10 +63,10 @@ class Measured:
 
     @classmethod
     def join(cls, batch: PPOBatch, pieces: Sequence[tuple[int, Measured]]) -> Measured:
-        """Of pieces of the batch, each with the place of its first sequence."""
+        """Join pieces of the batch, each with the place of its first sequence."""
 
         def joined(parts: list[tuple[int, Tensor]]) -> Tensor:
-            # A piece is only as wide as its own longest response.
+            # A piece is only as wide as its longest response.
             whole_SR = torch.zeros(batch.mask_SR.shape)
             for first, part_SR in parts:
                 sequences, width = part_SR.shape
@@ -88,7 +88,7 @@ class Scores:
     Attributes:
         weights_SR: importance of each token; None: 1.
         sequences: those that are learned from.
-        kl_coefficient: of the penalty where it is a part of the loss.
+        kl_coefficient: of the penalty, if it is a part of the loss.
     """
 
     logprobs_SR: Tensor

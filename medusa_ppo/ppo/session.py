@@ -1,5 +1,5 @@
 """A run's beginning and end: everything is checked before anything heavy starts, and whatever was
-started is closed, come what may.
+started is always closed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ HEADS_FOLDER = "heads-final"
 
 @dataclass
 class Parts:
-    """What the loop works with. `plugin` a NoPlugin: plain PPO; `evaluation` and `texts` (to
-    learn by heart) None: there are none; `remembered` gives the engines' memory, to be saved.
+    """What the loop works with. If `plugin` is a NoPlugin, this is plain PPO; `evaluation` and
+    `texts` (to train on) may be None; `remembered` returns the engines' memory, to be saved.
     """
 
     prompts: PromptStream
@@ -97,7 +97,7 @@ class RunSession:
         """Check, load and start everything.
 
         Raises:
-            MedusaError: the first thing that is wrong, the cheap checks first.
+            MedusaError: the first problem; cheap checks come first.
         """
         config = self._config
         check_trackers(config.report.trackers)
@@ -106,8 +106,8 @@ class RunSession:
         warmed_up = False
         if resume and run_state.only_warmed_up(config.run_dir):
             self._progress.note(
-                "The run was stopped in its warm-up. It begins anew, with the responses that are"
-                " there already."
+                "The run was stopped in its warm-up. It starts again with the responses it "
+                "already has."
             )
             resume = False
             warmed_up = True
@@ -136,7 +136,7 @@ class RunSession:
         self._writer = RunWriter(
             config.run_dir, config.model_dump(mode="json"), resume_step=next_step, copy=lines
         )
-        if not resume and not warmed_up:  # Of an earlier run in this folder.
+        if not resume and not warmed_up:  # Left by an earlier run in this folder.
             remove_directory(config.run_dir / WARM_UP_FOLDER)
         if config.model.path in RECIPES:
             self._writer.add(actor_note=actor_note(Path(actor_path)))
@@ -174,8 +174,8 @@ class RunSession:
         actor_path: str,
         resume: bool,
     ) -> Callable[[], run_state.State]:
-        """Give the engines what they had remembered when the run was saved; what gives their memory
-        to save it again.
+        """Restore the engines' memory from the saved run; returns a function that gets their memory
+        for the next save.
         """
         memory = engine.memory if isinstance(engine, EnginePool) else None
         if memory is None or not memory.most_bytes:
@@ -188,7 +188,7 @@ class RunSession:
         return lambda: memory.state_dict(of, engine.policy_version)
 
     def _place(self, learner: PPOLearner, reward: RewardSource) -> None:
-        """Everyone who computes in this process has a place. ConfigError when they have no room."""
+        """Give every role in this process a place. Raises ConfigError if they don't fit."""
         turns = learner.turns
         config = self._config.engine
         ppo = self._config.ppo
@@ -207,8 +207,8 @@ class RunSession:
             turns.check_room(turns.free_memory())
 
     def _engine_bytes(self, actor_path: str, actor: Actor) -> int:
-        """Of all engines while they are awake: on a GPU their share of it, else weights, keys and
-        values. 0: of running servers.
+        """Bytes of all engines while they are awake: on a GPU their share of it, else weights, keys
+        and values. 0 for running servers.
         """
         config = self._config.engine
         if config.addresses:
@@ -229,9 +229,7 @@ class RunSession:
     def _streams(
         self, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
     ) -> tuple[PromptStream, PromptStream | None, PromptStream | None]:
-        """The prompts; where they are asked for those of the evaluation, and texts to learn by
-        heart.
-        """
+        """The prompts, and if configured the evaluation's prompts and texts to train on."""
         config = self._config
         data = self._config.data
         needs_answer = not is_model(config.ppo.reward)
@@ -314,7 +312,7 @@ class RunSession:
         return MegatronLearner(team, actor_path, critic, config)
 
     def _start_ray(self) -> None:
-        """Once; the actor's ranks need it first, everything else later."""
+        """Only once: the actor's ranks need it first, everything else later."""
         if self._ray_started:
             return
         config = self._config
@@ -328,7 +326,7 @@ class RunSession:
                     gpus=offered,
                 )
             )
-            self._signals.install()  # Ray has put a handler of its own in place.
+            self._signals.install()  # Ray has installed its own handler.
         self._ray_started = True
 
     def save(self, parts: Parts, position: RunPosition) -> None:
@@ -348,9 +346,9 @@ class RunSession:
                 parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
 
     def compare(self, parts: Parts, measure: Callable[[Parts], dict[str, Any]]) -> None:
-        """Let `measure` have the same parts without the plugin, with an engine that is started for
-        it: no speculation, compiled, vLLM's defaults otherwise. Its figures go to the run's files;
-        where it fails the run is none the worse. Nothing happens where there is no plugin.
+        """Give `measure` the same parts without the plugin, and a new engine: no speculation,
+        compiled, otherwise vLLM's defaults. Its figures go to the run's files; if it fails the run
+        is not affected. Without a plugin nothing happens.
         """
         assert self._writer is not None, "compare() follows prepare()"
         if isinstance(parts.plugin, NoPlugin):
@@ -401,7 +399,7 @@ class RunSession:
         if not stopped:
             first_line = next(iter(str(error).splitlines()), "")
             logger.error(
-                "The run failed (%s: %s); what was finished is in %s",
+                "The run failed (%s: %s); finished steps are in %s",
                 type(error).__name__,
                 first_line,
                 self._config.run_dir,
@@ -411,13 +409,12 @@ class RunSession:
                 "interrupted" if stopped else "failed", None if stopped else {"error": str(error)}
             )
         except (OSError, MedusaError) as problem:
-            # The first error is the one to show; a report can be written again from the files with
-            # `medusa-ppo report`.
+            # Show the first error; `medusa-ppo report` can rewrite the report from the files.
             logger.error("The partial report could not be written: %s", problem)
 
     def _folder_of(self, path: str) -> str:
-        """A model's folder or hub name; an embedded actor is trained first if the cache has
-        none.
+        """A model's folder or hub name; an embedded actor is trained first if it is not in the
+        cache.
         """
         if path not in RECIPES:
             return path
@@ -430,8 +427,8 @@ class RunSession:
             )
 
     def _prepare_heads(self, actor: Actor) -> str:
-        """Folder with the heads to begin with; empty when neither drafting nor the companion is
-        wanted: then there is no plugin.
+        """Folder with the initial heads; empty if neither drafting nor the companion is wanted:
+        then there is no plugin.
         """
         if not num_drafts(self._config) and not self._config.companion.enabled:
             return ""
@@ -461,8 +458,7 @@ class RunSession:
 
 
 def _load(path: str) -> PreTrainedModel:
-    """A model with float32 weights on this process's device (model.dtype says what products are
-    computed in).
+    """A model with float32 weights on this process's device (model.dtype is the dtype of products).
     """
     model = load_actor(path, "float32")
     nn.Module.to(model, _device())

@@ -1,6 +1,6 @@
 """What happens to rewards before they become advantages, and how the KL coefficient follows the KL.
 
-What is remembered from step to step (the coefficient, the scale of the rewards) is saved with the
+The state kept from step to step (the coefficient, the scale of the rewards) is saved with the
 weights.
 
 Shape letters: S sequences, R response positions.
@@ -21,11 +21,11 @@ from medusa_ppo.ppo.batch import PPOBatch
 
 STATE_FILE = "shaping.json"
 KL_CHANGE = 0.1
-"""The most that the coefficient changes in a step, as a share of it."""
+"""Largest relative change of the coefficient in a step."""
 
 
 class Shaping:
-    """The rewards of a step as the advantages see them.
+    """A step's rewards as used for the advantages.
 
     Attributes:
         kl_coefficient: of this step.
@@ -46,8 +46,8 @@ class Shaping:
         return torch.ones(len(batch), dtype=torch.bool)
 
     def rewards(self, batch: PPOBatch, rewards: Tensor) -> Tensor:
-        """The rewards of responses (S) or of their tokens (S, R), less what length and cuts cost,
-        in units of their own spread.
+        """The rewards of responses (S) or of their tokens (S, R), minus penalties for length and
+        cuts, in units of their own spread.
         """
         config = self._config
         penalties_S = torch.zeros(len(batch))
@@ -63,7 +63,7 @@ class Shaping:
         return rewards / self._spread(rewards) if config.scale_rewards else rewards
 
     def _spread(self, rewards: Tensor) -> float:
-        """Standard deviation of all rewards so far, these included; 1 while all are the same."""
+        """Standard deviation of all rewards so far, including these; 1 while all are the same."""
         rewards_S = rewards if rewards.dim() == 1 else rewards.sum(dim=1)
         for reward in rewards_S.tolist():
             self._count += 1
@@ -73,8 +73,8 @@ class Shaping:
         return math.sqrt(self._squares / self._count) or 1.0
 
     def adapt(self, kl: float) -> None:
-        """Move the next step's coefficient: up where this step's KL (nats a token) is above the
-        goal, down where it is below.
+        """Adapt the coefficient for the next step: up if this step's KL (nats a token) is above the
+        goal, down if it is below.
         """
         if self._config.kl_goal is None or not math.isfinite(kl):
             return
@@ -88,9 +88,9 @@ class Shaping:
         )
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; a fixed coefficient stays the configuration's.
+        """Read what `save` wrote; a fixed coefficient stays as configured.
 
-        Without a file nothing changes: early releases wrote none.
+        Without a file nothing changes, since early releases wrote none.
         """
         file = folder / STATE_FILE
         if not file.is_file():

@@ -1,5 +1,5 @@
-"""What a policy says about response tokens: their log-probs and entropies, over the tokens that the
-sampling left.
+"""What a policy says about response tokens: their log-probs and entropies, over the tokens that
+top-k and top-p left.
 
 Shape letters: B rows, T tokens (right-padded), D hidden, V vocabulary, X one of the two, M response
 tokens of a micro batch, packed row after row, C some of them.
@@ -29,7 +29,7 @@ from medusa_ppo.ppo.batch import MicroBatch
 from medusa_ppo.ppo.recompute import CHECKPOINT_OPTIONS
 
 NEVER = -1e30
-"""A logit whose probability is 0, with log-probs that 0 can be multiplied with."""
+"""A logit with probability 0 whose log-prob can still be multiplied by 0."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class TokenStats:
 
 
 PACKED_BLOCK = 64
-"""Rows whose kept tokens are looked for at once."""
+"""Rows whose kept tokens are searched at once."""
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """Which tokens of the vocabulary some rows keep, on the device of the logits: their ids where
-    that is shorter, which after top-k or top-p it nearly always is, otherwise a bit for each token.
+    """Which tokens of the vocabulary some rows keep, on the device of the logits: as ids if that is
+    shorter, as it nearly always is after top-k or top-p, otherwise as one bit per token.
 
     Attributes:
         counts: tokens that each row keeps.
@@ -76,7 +76,7 @@ class KeptTokens:
         weights_8 = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], device=kept_CV.device)
         bits_CX = torch.empty(rows, -(-width // 8), dtype=torch.uint8, device=kept_CV.device)
         padded_CV = nn.functional.pad(kept_CV, (0, -width % 8))
-        # The product is in int64: some rows at a time.
+        # The product is in int64, so only some rows at a time.
         for first in range(0, rows, PACKED_BLOCK):
             block = slice(first, first + PACKED_BLOCK)
             bits_CX[block] = (padded_CV[block].unflatten(1, (-1, 8)) * weights_8).sum(-1).byte()
@@ -91,7 +91,7 @@ class KeptTokens:
         return 0 if held is None else held.nbytes
 
     def part(self, first: int, last: int) -> KeptTokens:
-        """Of the rows from `first` on, up to `last`."""
+        """The part for the rows from `first` up to `last`."""
         counts = self.counts[first:last]
         if self.bits_CX is not None:
             return KeptTokens(counts, None, self.bits_CX[first:last])
@@ -113,38 +113,38 @@ class KeptTokens:
 
 
 class Support:
-    """Which tokens top-k and top-p left to the actor that wrote the rollouts, at each of their
-    positions; nothing where neither is on.
+    """The top-k/top-p mask of the actor that wrote the rollouts, at each of their positions; empty
+    if neither is on.
 
-    Old and new policy and the reference are all taken over these: the distribution that was sampled
-    from, and what the same choice leaves of the others. Each policy's own choice would give tokens
-    that were sampled a probability of 0 after an update.
+    Old policy, new policy and reference all use it: the first is the distribution that was sampled
+    from, and the others are restricted to the same tokens. With its own mask, an updated policy
+    could give sampled tokens a probability of 0.
 
-    It stays on the device of the logits: nothing of the size of the vocabulary crosses to the host
-    or back.
+    It stays on the device of the logits: nothing as large as the vocabulary moves to the host or
+    back.
     """
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self.cuts = sampling.top_k > 0 or sampling.top_p < 1.0
-        # Of each sequence, by its place in the batch: rows in their order.
+        # For each sequence, by its place in the batch: rows in order.
         self._kept: dict[int, list[KeptTokens]] = {}
-        self._begun: list[KeptTokens] = []  # Of a micro batch that comes in parts.
+        self._begun: list[KeptTokens] = []  # For a micro batch that comes in parts.
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept for the batch so far."""
+        """Bytes kept for the batch so far."""
         return sum(part.nbytes for parts in self._kept.values() for part in parts)
 
     def cut(self, logits_CV: Tensor, micro: MicroBatch, first: int = 0) -> Tensor:
         """The logits, with `NEVER` for all tokens outside the support.
 
-        The first pass over a sequence decides its support, so it must be that of the actor that
-        wrote it.
+        The first pass over a sequence decides its support, so it must be by the actor that wrote
+        it.
 
         Args:
-            logits_CV: of C response tokens of the micro batch, from the one at `first` on. Whoever
-                does not give all at once gives them in their order.
+            logits_CV: of C response tokens of the micro batch, starting with the one at `first`.
+                Parts must come in order.
         """
         if not self.cuts:
             return logits_CV
@@ -160,10 +160,10 @@ class Support:
         return logits_CV.masked_fill(~kept_CV, NEVER)
 
     def _choose(self, logits_CV: Tensor, ids_C: Tensor) -> Tensor:
-        """Which tokens the sampling leaves of these logits, bool `CV`."""
+        """Which tokens sampling keeps of these logits, bool `CV`."""
         truncated_CV = self._truncate(logits_CV)
-        # The engine rounds in its own way, so the token that it sampled may lie just outside of
-        # what we would keep. It was sampled: it belongs to the support.
+        # The engine rounds differently, so its sampled token may be just outside of what we would
+        # keep. Since it was sampled, it belongs to the support.
         return (truncated_CV > -torch.inf) | self._sampled(logits_CV, ids_C)
 
     def _truncate(self, logits_CV: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Support:
         return none_CV.scatter_(1, ids_C.unsqueeze(1), True)
 
     def _remember(self, kept: KeptTokens, micro: MicroBatch, rows: slice) -> None:
-        """Keep it by sequence, once that of the whole micro batch is there."""
+        """Store it by sequence, once the whole micro batch is there."""
         if rows.start == 0:
             self._begun = []
         self._begun.append(kept)
@@ -192,7 +192,7 @@ class Support:
 
 
 def _overlapping(parts: Sequence[KeptTokens], rows: slice) -> Iterator[tuple[KeptTokens, int]]:
-    """What of parts that follow each other lies within these rows, and from which of them on."""
+    """Which of the consecutive parts lie within these rows, and from which row on."""
     start = 0
     for part in parts:
         first, last = max(rows.start, start), min(rows.stop, start + len(part))
@@ -218,8 +218,8 @@ def token_stats(
     products run in bfloat16 while weights and log-probs stay float32.
 
     With a large vocabulary the logits of all tokens would need more memory than the model. So they
-    are made in chunks of rows, and made again in the backward pass. A model whose logits are more
-    than lm_head's product gives its own, whole; then only what follows is done in chunks.
+    are computed in chunks of rows, and again in the backward pass. A model whose logits are more
+    than lm_head's product computes its own, all at once; then only what follows is chunked.
 
     Args:
         chunk_rows: rows of logits at a time; None: as many as in the companion's losses.
@@ -287,5 +287,5 @@ def _response_logits(actor: nn.Module, micro: MicroBatch) -> Tensor:
 
 
 def bfloat16_products(device: torch.device, on: bool) -> contextlib.AbstractContextManager[object]:
-    """In the block products run in bfloat16, if it is on; weights stay what they are."""
+    """Within the block products run in bfloat16, if enabled; weights don't change."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if on else contextlib.nullcontext()

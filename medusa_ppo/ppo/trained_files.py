@@ -20,7 +20,7 @@ def save_trained(
 ) -> None:
     """Write `NAME.safetensors`, the weights, and `NAME_optimizer.safetensors`, AdamW's moments.
 
-    A moment is called `weight/moment`; before the first optimizer step there are none. Tied weights
+    A moment's name is `weight/moment`; before the first optimizer step there are none. Tied weights
     are written once, under their first name (safetensors holds no aliases). Buffers are rebuilt,
     not saved.
     """
@@ -42,7 +42,7 @@ def load_trained(
     """Fill both from what `save_trained` wrote.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another model.
+        CheckpointError: a file is missing, damaged, or from a different model.
     """
     own = dict(module.named_parameters())
     weights = load_state(folder / f"{name}.safetensors")
@@ -61,12 +61,12 @@ def load_trained(
     optimizer.state.clear()
     for full_name, moment in moments.items():
         weight, key = _split(full_name)
-        # AdamW keeps moments beside the weight; when fused its step counter too.
+        # AdamW keeps moments with the weight; if fused, its step counter too.
         optimizer.state[own[weight]][key] = moment.to(own[weight].device)
 
 
 def _misfit_weights(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
-    """Names that only one of them has, or that have another shape."""
+    """Names that only one of them has, or whose shapes differ."""
     one_sided = own.keys() ^ saved.keys()
     reshaped = [name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape]
     return [*one_sided, *reshaped]

@@ -1,4 +1,4 @@
-"""The actor's loss, and what an update of it adds up for the log.
+"""The actor's loss, and the sums of its update for the log.
 
 Shape letters: M response tokens of a micro batch, packed row after row.
 """
@@ -31,9 +31,9 @@ class UpdateTotals:
 
     @classmethod
     def over(cls, shares: Sequence[UpdateTotals]) -> UpdateTotals:
-        """Of replicas that took the same steps, each on its own sequences.
+        """Combine replicas that took the same steps, each on its own sequences.
 
-        Their sums are added; tokens and norms are those of all replicas already.
+        Sums are added; tokens and norms already cover all replicas.
         """
         total = cls()
         total.tokens = shares[0].tokens
@@ -52,10 +52,10 @@ class UpdateTotals:
         stats: TokenStats,
         config: PPOConfig,
     ) -> Tensor:
-        """The loss of a micro batch, summed over its tokens; its figures are added up.
+        """The loss of a micro batch, summed over its tokens; its figures are added to the totals.
 
         loss = clipped surrogate + kl_coefficient KL(pi || pi_ref) - entropy_coefficient entropy.
-        Every token weighs the same, wherever it stands.
+        Every token has the same weight, wherever it is.
         """
         terms = arithmetic.clipped_surrogate(
             stats.logprobs_M,

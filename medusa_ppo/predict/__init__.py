@@ -1,4 +1,4 @@
-"""What would drafting bring, on which machine, at which lengths? Step times on paper, rollouts with
+"""What would drafting gain, on which machine, at which lengths? Step times on paper, rollouts with
 their long tail, and the answer; nothing here starts an engine.
 
 Seconds come from measured tables of operators where the package aiconfigurator-core is installed,

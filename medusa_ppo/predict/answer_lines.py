@@ -1,4 +1,4 @@
-"""A prediction as text: the sentence first, then what it is made of."""
+"""A prediction as text: the answer first, then the figures behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From options and a run's settings to a question: what nobody said follows from the run, and what
+"""Turns options and a run's settings into a question: missing options come from the run, and what
 the run doesn't say has a default.
 """
 
@@ -19,14 +19,14 @@ from medusa_ppo.predict.rollout_model import ResponseLengths
 from medusa_ppo.runtime.hardware import ModelSizes
 
 RESPONSES, LENGTH_MEAN, PROMPT, SEQUENCES = 256, 1024.0, 512, 256
-"""Where neither options nor a run say more."""
+"""Defaults if neither options nor a run say more."""
 DRAFT_VOCABULARY, LARGE_VOCABULARY = 8_192, 32_768
 """An engine's own default: `engine.draft_vocab`."""
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """What is accepted, and how that is known.
+    """The acceptance, and where it comes from.
 
     Attributes:
         shares: of draft runs that reach each position.
@@ -40,11 +40,11 @@ class Accepted:
 
 
 ASSUMED = (0.53, 0.27, 0.13, 0.07, 0.04, 0.02)
-"""Two tokens a step, by position as trained heads have them."""
+"""Two tokens a step, spread over positions as with trained heads."""
 
 
 def assumed(heads: int) -> Accepted:
-    """What is taken for granted before there are heads."""
+    """The acceptance assumed before there are heads."""
     shares = ASSUMED[:heads]
     return Accepted(
         shares, f"assumed, {1 + sum(shares):.2f} tokens a step; `medusa-ppo eval` measures yours"
@@ -58,14 +58,14 @@ def question_of(
     run: RunConfig | None = None,
     trained: HeadsConfig | None = None,
 ) -> Question:
-    """The question that options, a run's settings and trained heads ask together.
+    """The question made from options, a run's settings and trained heads.
 
     Args:
         raw: the model's config.json.
-        trained: sizes of the heads whose acceptance it is; None: those of the run, or new ones.
+        trained: sizes of the heads with this acceptance; None: those of the run, or new ones.
 
     Raises:
-        UsageError, ModelError: they can't be asked together.
+        UsageError, ModelError: they don't go together.
     """
     model, longest = read_sizes(raw)
     section = run.heads if run else HeadsSection(num_heads=max(1, len(accepted.shares)))
@@ -97,7 +97,9 @@ def question_of(
 
 
 def _lengths(options: PredictOptions, run: RunConfig | None, room: int | None) -> ResponseLengths:
-    """Given, of the run, or the default; `room` is what the model has for a response."""
+    """The lengths as given, from the run, or the default; `room` is the model's room for a
+    response.
+    """
     if options.lengths is not None:
         if options.length_mean:
             raise UsageError(
@@ -110,14 +112,14 @@ def _lengths(options: PredictOptions, run: RunConfig | None, room: int | None) -
     count, mean, longest = RESPONSES, LENGTH_MEAN, 0
     if run is not None:
         longest = run.sampling.max_new_tokens
-        # Half of the longest: a run does not say how long its responses are.
+        # Half of the longest, since a run does not say how long its responses are.
         mean = longest / 2
         all_of_them = run.ppo.prompts_per_step * run.sampling.responses_per_prompt
         count = -(-all_of_them // run.engine.replicas)
     mean = options.length_mean or mean
     longest = options.longest or longest
     if not longest and room is not None and mean < room:
-        # The few that would not fit end where the model ends.
+        # The few that would not fit are cut at the model's limit.
         longest = room
     return ResponseLengths.log_normal(
         options.responses or count, mean, options.length_spread, longest or None
@@ -125,7 +127,7 @@ def _lengths(options: PredictOptions, run: RunConfig | None, room: int | None) -
 
 
 def _width(engine: EngineConfig, model: ModelSizes, heads: HeadsConfig) -> int:
-    """Tokens that drafts come from, as an engine decides."""
+    """Number of tokens that drafts come from, as an engine decides it."""
     if engine.draft_vocab is not None:
         return min(engine.draft_vocab or model.vocab, model.vocab)
     large = model.vocab >= LARGE_VOCABULARY and heads.lm_head == "shared"

@@ -1,6 +1,6 @@
 """How to check a prediction on a GPU: the command lines, ready to be typed.
 
-Without heads of ours, vLLM's own Medusa is started with weights that nobody trained and accepts
+Without heads of ours, the lines start vLLM's own Medusa with untrained weights and let it accept
 drafts at the given rates (`rejection_sample_method: synthetic`): the text means nothing, the speed
 does. vLLM knows the method `medusa` up to 0.32.
 """
@@ -13,12 +13,12 @@ import shlex
 from medusa_ppo.predict.prediction import Prediction
 
 FOLDER = "any-heads"
-"""Where the configuration of heads without weights goes."""
+"""Folder for the configuration of heads without weights."""
 
 
 def check_lines(prediction: Prediction, heads: str = "HEADS", on_gpu: bool = True) -> list[str]:
     """Shell lines: vLLM plain, vLLM with synthetic acceptance, ours with real heads; on a CPU only
-    the last, for vLLM has no synthetic acceptance there.
+    the last, because vLLM has no synthetic acceptance there.
     """
     asked = prediction.question
     sequences = prediction.drafted_slots
@@ -67,9 +67,10 @@ def check_lines(prediction: Prediction, heads: str = "HEADS", on_gpu: bool = Tru
         "# 1. vLLM without speculation",
         serve,
         bench,
-        f"# 2. drafts that cost what Medusa's cost, accepted at {sum(rates) + 1:.2f} tokens a step",
+        f"# 2. drafts that cost as much as Medusa's, accepted at {sum(rates) + 1:.2f} tokens a "
+        "step",
         f"mkdir -p {FOLDER} && echo {shlex.quote(json.dumps(stock))} > {FOLDER}/config.json",
-        # Our plugin refuses rates that would change what is sampled; here nothing is sampled.
+        # Our plugin refuses rates that would change the samples; here the samples don't matter.
         f"VLLM_PLUGINS=none {serve} --speculative-config {shlex.quote(json.dumps(speculative))}",
         bench,
         "# 3. with trained heads, on your prompts",

@@ -1,9 +1,9 @@
 """Steps on this machine's CPU, from microbenchmarks of a few seconds and without an engine: the
 actor's products, its samplers, our drafting call and verification, timed alone.
 
-What cannot be timed alone is vLLM's own work on the host (scheduling, inputs, outputs). It is
-`HOST`, seconds measured once beside such a calibration, times what a fixed piece of Python takes
-here over what it took there.
+What cannot be timed alone is vLLM's own work on the host (scheduling, inputs, outputs). That is
+`HOST`, seconds measured once next to such a calibration, scaled by how long a fixed piece of Python
+takes here compared with there.
 
 Shape letters: B requests, N rows, T places of a cache, D hidden, V vocabulary, K drafts.
 """
@@ -35,26 +35,26 @@ from medusa_ppo.predict.draft_work import layer_products
 from medusa_ppo.runtime.hardware import ModelSizes
 
 MOST_WEIGHTS = 1 << 30
-"""Bytes of weights that are made; of a larger actor a part of the layers is timed."""
+"""Most bytes of weights to create; for a larger actor only some of the layers are timed."""
 REPEATS, LEAST_REPEATS = 9, 3
 LONGEST_S = 0.25
-"""What is slow is repeated less: a calibration is to take seconds."""
+"""Slow operations are repeated less, since a calibration should take seconds."""
 WARM = 1
 PYTHON_REFERENCE_S = 0.0035
-"""What `python_seconds` took on the machine where `HOST` was measured."""
+"""Result of `python_seconds` on the machine where `HOST` was measured."""
 
 
 @dataclass(frozen=True)
 class HostCosts:
     """vLLM's work on the host in a step, in seconds on the machine of PYTHON_REFERENCE_S.
 
-    Fitted to an engine's own step times (0.32, `gsm8k-4m` in float32, 1 to 64 running), less a
-    calibration of the same sizes. The fit gives none to each sequence of a drafted step, so
-    what the calls of drafting take alone for many sequences holds it already.
+    Fitted to an engine's own step times (0.32, `gsm8k-4m` in float32, 1 to 64 running), minus a
+    calibration of the same sizes. The fitted time per sequence of a drafted step is zero, so the
+    timed drafting calls already include it.
 
     Attributes:
         plain_s, plain_sequence_s: of vLLM's plain step, and of each running sequence.
-        drafted_s, drafted_sequence_s: the same where drafts are verified and drawn.
+        drafted_s, drafted_sequence_s: the same for steps with drafts.
     """
 
     plain_s: float = 0.0026
@@ -67,7 +67,7 @@ HOST = HostCosts()
 
 
 def python_seconds() -> float:
-    """A fixed piece of Python of the kind that a scheduler is made of."""
+    """Time a fixed piece of Python, of the kind found in a scheduler."""
 
     def once() -> None:
         table: dict[int, list[int]] = {}
@@ -166,7 +166,7 @@ class CpuSteps:
 
     def drafted(self, sequences: float, drafts: int, context: float) -> float:
         if not drafts:
-            # A step in which nothing is drafted takes vLLM's plain path.
+            # A step without drafts takes vLLM's plain path.
             return self.plain(sequences, context)
         host = self._speed * (self._host.drafted_s + self._host.drafted_sequence_s * sequences)
         return (
@@ -188,7 +188,7 @@ class CpuSteps:
     def _of_drafts(
         self, cells: dict[tuple[int, int], float], sequences: float, drafts: int
     ) -> float:
-        """A cell by sequences and drafts; numbers of drafts in between lie on a line."""
+        """A cell by sequences and drafts; other numbers of drafts are interpolated linearly."""
         line = {
             count: _between({s: t for (s, k), t in cells.items() if k == count}, sequences)
             for count in {k for _, k in cells}
@@ -197,7 +197,7 @@ class CpuSteps:
 
 
 def _between(cells: dict[int, float], at: float) -> float:
-    """On the line between the two nearest sizes, and beyond the last one along the last line."""
+    """Linear between the two nearest sizes, and extrapolated beyond the last."""
     sizes = sorted(cells)
     if len(sizes) == 1:
         return cells[sizes[0]]
@@ -208,10 +208,10 @@ def _between(cells: dict[int, float], at: float) -> float:
 
 
 class _Actor:
-    """A stand-in of the actor's sizes with random weights, packed as vLLM packs them.
+    """A stand-in with the actor's sizes and random weights, packed as vLLM packs them.
 
     Attributes:
-        scale: layers of the actor over those that were made.
+        scale: the actor's layers over those created.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class _Actor:
         self._logits: dict[int, torch.Tensor] = {}
 
     def layers(self, rows: int) -> None:
-        """All layers' products with what lies between them."""
+        """All layers' products and the operations between them."""
         model = self._model
         hidden_ND = torch.ones(rows, model.hidden, dtype=self._dtype)
         width = model.heads * model.head_dim
@@ -254,7 +254,7 @@ class _Actor:
         self._lm_head(torch.ones(rows, self._model.hidden, dtype=self._dtype))
 
     def attention(self, sequences: int, queries: int) -> None:
-        """All layers' attention of new rows on the cache; rows that share keys are rows of one
+        """All layers' attention of new rows on the cache; rows with the same keys share one
         product, so that keys are read once, as in vLLM's kernel.
         """
         model = self._model
@@ -270,7 +270,9 @@ class _Actor:
         return self._logits[rows]
 
     def sample(self, sequences: int) -> None:
-        """vLLM's sampler: one fused draw, and the log-probs that PPO asks for with their ranks."""
+        """vLLM's sampler: one fused draw, and the log-probs with their ranks, which PPO asks
+        for.
+        """
         self._score(self._rows(sequences).div(1.0).argmax(-1), sequences)
 
     def _score(self, ids_N: torch.Tensor, rows: int) -> None:
@@ -334,7 +336,7 @@ class _Drafting:
                 )
 
     def call(self, batch: int, drafts: int) -> None:
-        """One call, two tokens of each request having come since the one before."""
+        """One call, with two new tokens per request since the previous one."""
         hidden_BD = torch.ones(batch, self._hidden, dtype=self._dtype)
         requests_B = torch.arange(batch)
         places_B = torch.full((batch,), self._context)

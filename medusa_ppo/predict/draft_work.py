@@ -1,8 +1,8 @@
 """What drafting does on the device, counted from sizes: products, passes over memory, launches.
 
 Of our heads that is the drafting call of `medusa_ppo/drafting/core.py`; a test compares these
-formulas with what that code dispatches. Drafters that run pass by pass (EAGLE, MTP) are here for
-the published measurements that a prediction is validated on.
+formulas with what that code dispatches. Drafters that run pass by pass (EAGLE, MTP) are included
+for the published measurements that validate the prediction.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from heads.heads_config import HeadsConfig
 from medusa_ppo.runtime.hardware import BFLOAT16, FLOAT32, ModelSizes
 
 LAUNCHES = {"medusa": (15, 4), "hydra": (19, 14)}
-"""Operations of a call, once and for each head, by kind: products, norms, the draw."""
+"""Operations per call and per head, by kind: products, norms, the draw."""
 CONTEXT_LAUNCHES = (11, 3)
-"""The same of the first attention over the last pairs, and of the cell behind it."""
+"""The same for the first attention over the last pairs and the cell after it."""
 LAYER_LAUNCHES, FEED_LAUNCHES = 13, 9
-"""Of each further attention, and of the layer behind each."""
+"""For each further attention and the layer after it."""
 RING_LAUNCHES = 26
-"""Of keeping the last pairs and looking back at them, which an engine does beside the call."""
+"""For storing the last pairs and reading them back, which an engine does outside the call."""
 COPY_LAUNCHES, COPIED_LAUNCHES = 45, 3
-"""Of the search for what followed the last tokens, and of taking it up in each head."""
+"""For searching what followed the last tokens, and for using it in each head."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HeadsDrafter:
 
     @property
     def parameters(self) -> int:
-        """Weights that are read in a call; lm_head is the actor's."""
+        """Weights read in a call; lm_head is the actor's."""
         return sum(_size(shape) for shape in self.config.tensor_shapes().values())
 
     def kept_bytes(self, sequences: int) -> float:
@@ -65,9 +65,9 @@ class HeadsDrafter:
             part, _, rest = name.partition(".")
             index = rest.partition(".")[0]
             if index.isdigit() and part != "context" and int(index) >= drafts:
-                # Of a head that is not asked.
+                # Heads that are not used.
                 continue
-            # The cell's own products are made once for each head, its start once a call.
+            # The cell's own products run once per head, its start once per call.
             times = drafts if name.startswith(("cell.", "copy.out")) else 1
             if name == "cell.start.weight":
                 times = 1
@@ -87,7 +87,7 @@ class HeadsDrafter:
         return sequences * drafts
 
     def launches(self, drafts: int) -> int:
-        """Operations that a call dispatches; they do not grow with the sequences."""
+        """Number of operations that a call dispatches; it does not grow with the sequences."""
         config = self.config
         once, head = LAUNCHES[config.kind]
         if config.context:
@@ -97,7 +97,7 @@ class HeadsDrafter:
         return once + self.beside(drafts) + drafts * head
 
     def beside(self, drafts: int) -> int:
-        """Those of them that an engine dispatches around the call: rings, and what is copied."""
+        """Operations that an engine dispatches around the call: for rings and copying."""
         config = self.config
         copied = (COPY_LAUNCHES + COPIED_LAUNCHES * drafts) * config.copies
         return RING_LAUNCHES * bool(config.context) + copied

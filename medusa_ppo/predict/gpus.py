@@ -1,4 +1,4 @@
-"""GPUs that a prediction knows: their vendors' figures, and where their measured tables are."""
+"""Known GPUs: their vendors' figures, and where their measured tables are."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ GPUS = {
         GpuFigures("a100", 312e12, 2.039e12, 80 * 2**30, 300e9, 32e9, "a100_sxm"),
     )
 }
-"""The SXM forms, which nodes for training have."""
+"""SXM variants, as in training nodes."""
 CPU = "cpu"
-"""This machine's, which is measured and not looked up."""
+"""This machine's CPU, which is measured rather than looked up."""
 
 
 def find_gpu(name: str) -> GpuFigures:
     """The GPU of this name.
 
     Raises:
-        UsageError: nothing is known of it.
+        UsageError: the GPU is unknown.
     """
     if name not in GPUS:
         raise UsageError(
-            "Nothing is known of this GPU.",
+            "This GPU is unknown.",
             given=f"--gpu {name}",
             expected=" | ".join([*GPUS, CPU]),
             do=(
-                "Take the nearest one and read the ratio as a guess, or measure yours:"
+                "Choose the most similar one and take the ratio as a guess, or measure yours:"
                 " `medusa-ppo bench rollout`."
             ),
         )

@@ -1,9 +1,9 @@
-"""What vLLM's operators took on real GPUs: aiconfigurator-core's tables (Apache-2.0), read from the
-installed package's Parquet files.
+"""Measured times of vLLM's operators on real GPUs: aiconfigurator-core's tables (Apache-2.0), read
+from the installed package's Parquet files.
 
 The package measures products by rows and both widths, attention by sequences and context, and
-all-reduces by bytes, on grids. Between the points of a grid seconds are a power law: exact where an
-operation is bound by memory or by arithmetic, a line in the logarithms where the two meet.
+all-reduces by bytes, on grids. Between grid points seconds follow a power law, which is exact if an
+operation is bound by memory or by arithmetic, and log-linear where the two meet.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def tables_folder(gpu: GpuFigures) -> Path | None:
 
 
 def operator_times(gpu: GpuFigures, costs: StepCosts, *, tables: bool = True) -> RooflineTimes:
-    """Measured seconds where the package is installed, the roofline where it is not."""
+    """Measured times if the package is installed, otherwise the roofline."""
     folder = tables_folder(gpu) if tables else None
     return RooflineTimes(gpu, costs) if folder is None else TableTimes(gpu, costs, folder)
 
 
 class TableTimes(RooflineTimes):
-    """Measured seconds; what the tables lack is the roofline's."""
+    """Measured times; the roofline fills in what the tables lack."""
 
     def __init__(self, gpu: GpuFigures, costs: StepCosts, folder: Path) -> None:
         super().__init__(gpu, costs)
@@ -63,8 +63,8 @@ class TableTimes(RooflineTimes):
         )
         if found is None:
             return super().attention(model, ranks, sequences, queries, context)
-        # The tables have one new row a sequence. More rows read the same keys and values, so only
-        # their products may take longer.
+        # The tables have one new row per sequence. More rows read the same keys and values, so only
+        # their products can take longer.
         flops = attention_flops(model, sequences, queries, context) / ranks
         return max(found.seconds(sequences, context), self.bounded(0.0, flops))
 
@@ -81,7 +81,7 @@ class _Grid:
     def __init__(self, axes: list[list[float]], values: np.ndarray) -> None:
         self._axes = [np.log(axis) for axis in axes]
         self._values = np.log(values)
-        # A prediction asks for the same products at each end of each uncertain cost.
+        # A prediction needs the same products at both ends of each uncertain cost.
         self._known: dict[tuple[float, ...], float] = {}
 
     def seconds(self, *sizes: float) -> float:
@@ -98,7 +98,7 @@ class _Grid:
             at = np.log(max(size, 1e-9))
             above = min(max(bisect_left(axis, at), 1), len(axis) - 1)
             share = (at - axis[above - 1]) / (axis[above] - axis[above - 1])
-            # Below the smallest size an operation takes what its launch takes.
+            # Below the smallest size an operation takes as long as its launch.
             share = max(share, 0.0)
             found = found[above - 1] + share * (found[above] - found[above - 1])
         return float(np.exp(found)) / 1e3
@@ -114,10 +114,8 @@ def _newest(folder: Path, kind: str, name: str) -> Path | None:
 
 
 def _columns(path: Path, names: list[str], wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Columns of the rows that have these values. Older tables lack some columns, which then say
-    nothing.
-    """
-    # Slow to load: only who has tables needs it.
+    """Columns of the rows with these values. Columns that older tables lack are ignored."""
+    # Slow to load, and only needed with tables.
     from pyarrow import parquet
 
     there = set(parquet.read_schema(path).names)
@@ -141,7 +139,7 @@ def _filled(values: np.ndarray) -> np.ndarray:
 
 
 def _gridded(columns: dict[str, np.ndarray], names: list[str]) -> _Grid:
-    """Rows of a table as a grid; of several measurements of a point the quickest counts, as vLLM
+    """Rows of a table as a grid; if a point was measured several times the fastest counts, as vLLM
     picks among kernels.
     """
     axes = [np.unique(columns[name]) for name in names]

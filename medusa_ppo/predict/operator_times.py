@@ -1,7 +1,7 @@
 """Seconds of one operation on a GPU: a product, an attention, a pass over memory, an all-reduce.
 
-`RooflineTimes` knows the vendor's figures and shares of them. `TableTimes` (`measured_tables.py`)
-has what vLLM's operators really took.
+`RooflineTimes` uses shares of the vendor's figures. `TableTimes` (`measured_tables.py`) has
+measured times of vLLM's operators.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ class RooflineTimes:
     def __init__(self, gpu: GpuFigures, costs: StepCosts) -> None:
         self.gpu = gpu
         self.costs = costs
-        self.source = f"a roofline of the {gpu.name}'s figures by its vendor"
+        self.source = f"a roofline of the {gpu.name}from its vendor's figures"
 
     def product(self, rows: float, inputs: int, outputs: int) -> float:
-        """Rows `[N, in]` by a bf16 weight `[out, in]`."""
+        """Seconds for rows `[N, in]` times a bf16 weight `[out, in]`."""
         read = BFLOAT16 * (inputs * outputs + rows * (inputs + outputs))
         return self.bounded(read, 2.0 * rows * inputs * outputs)
 
     def attention(
         self, model: ModelSizes, ranks: int, sequences: float, queries: int, context: float
     ) -> float:
-        """Of one layer: `queries` new rows of each sequence on `context` cached tokens."""
+        """Seconds for one layer: `queries` new rows per sequence on `context` cached tokens."""
         cached = 2 * model.kv_heads * model.head_dim * BFLOAT16 * context * sequences
         return self.bounded(
             cached / ranks, attention_flops(model, sequences, queries, context) / ranks
         )
 
     def bounded(self, nbytes: float, flops: float) -> float:
-        """What a large operation that reads so much and multiplies so much takes."""
+        """Seconds for a large operation with this many bytes and products."""
         return max(
             nbytes / (self.gpu.memory_bytes_per_s * self.costs.memory_share),
             flops / (self.gpu.flops * self.costs.flops_share),
         )
 
     def passes(self, rows: float, width: float, reads: float, element: int = FLOAT32) -> float:
-        """Small operations that read or write rows `[N, width]` so many times."""
+        """Seconds for small operations that read or write rows `[N, width]` this many times."""
         speed = self.gpu.memory_bytes_per_s * self.costs.small_share
         return element * rows * width * reads / speed
 

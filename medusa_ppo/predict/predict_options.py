@@ -15,14 +15,15 @@ LENGTH_SPREAD = 0.6
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """Options of `medusa-ppo predict`. 0 is: as the run says, or the default."""
+    """Options of `medusa-ppo predict`. 0 means: from the run, or the default."""
 
     model: Annotated[
         str,
         Option(help="Folder or hub name of the actor; only its configuration is read."),
     ] = ""
     gpu: Annotated[
-        str, Option(metavar=f"{'|'.join([*GPUS, CPU])}", help="Of the engines; cpu: this machine.")
+        str,
+        Option(metavar=f"{'|'.join([*GPUS, CPU])}", help="GPU of the engines; cpu: this machine."),
     ] = "h100"
     tp: Annotated[int, Option(min=0, help="GPUs of an engine (tensor parallel).")] = 0
     acceptance: Annotated[
@@ -43,15 +44,15 @@ class PredictOptions:
     length_spread: Annotated[
         float, Option(min=0, help="Standard deviation of the lengths' logarithm.")
     ] = LENGTH_SPREAD
-    longest: Annotated[int, Option(min=0, help="Longest response in tokens; 0: no bound.")] = 0
+    longest: Annotated[int, Option(min=0, help="Longest response in tokens; 0: no limit.")] = 0
     responses: Annotated[int, Option(min=0, help="Responses of an engine in a rollout.")] = 0
-    sequences: Annotated[int, Option(min=0, help="Sequences that run at once, at most.")] = 0
+    sequences: Annotated[int, Option(min=0, help="Most sequences that run at once.")] = 0
     prompt: Annotated[int, Option(min=0, help="Tokens of a prompt.")] = 0
     drafts: Annotated[
         int, Option(min=-1, help="Drafts in every step; -1: as many as pay best.")
     ] = -1
     other_seconds: Annotated[
-        float, Option(min=-1, help="Seconds of a step beside its rollouts; -1: by arithmetic.")
+        float, Option(min=-1, help="Seconds of a step without its rollouts; -1: estimate them.")
     ] = -1.0
     config: Annotated[
         Path | None, Option(help="YAML file of a run: its model, heads, engines and lengths.")

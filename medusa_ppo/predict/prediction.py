@@ -1,5 +1,5 @@
-"""What drafting would bring: rollouts and steps on paper, the best number of drafts by running
-sequences, the acceptance from which it pays, and how sure all that is.
+"""What drafting would gain: predicted rollouts and steps, the best number of drafts by running
+sequences, the acceptance from which it pays, and how certain all that is.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from medusa_ppo.predict.step_model import GpuSteps, Steps
 from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes
 
 MODEL_ERROR = 0.10
-"""Mean absolute error of speed-ups on published cases that nothing was fitted to
-(`python benchmarks/predict_published.py`); a part of every interval.
+"""Mean absolute error of speed-ups on published cases held out from the fit (`python
+benchmarks/predict_published.py`); a part of every interval.
 """
 MEMORY_SHARE = 0.9
-"""Of a GPU, for weights and KV cache: vLLM's default."""
+"""Share of a GPU for weights and KV cache: vLLM's default."""
 OTHER_BYTES = 4 * 2**30
-"""Of a GPU, for CUDA, graphs and activations."""
+"""Bytes of a GPU for CUDA, graphs and activations."""
 TRAIN_SHARE = 0.4
-"""Of a GPU's products per second, reached in scoring and updates."""
+"""Share of a GPU's products per second that scoring and updates reach."""
 SWAP_S = 0.3
-"""A swap of heads beside moving them: checks, tables, a pause between two steps."""
+"""Seconds of a swap besides moving the heads: checks, tables, a pause between two steps."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure, and between which two it lies."""
+    """A figure with its interval."""
 
     value: float
     low: float
@@ -50,7 +50,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class LoopWork:
-    """What a step does beside its rollouts.
+    """What a step does besides its rollouts.
 
     Attributes:
         seconds: measured or given; None: estimated by arithmetic.
@@ -67,21 +67,21 @@ class LoopWork:
 
 @dataclass(frozen=True)
 class Question:
-    """What a prediction is asked for.
+    """What to predict.
 
     Attributes:
-        name: of the model, as it was given.
+        name: the model's name as given.
         model: its sizes.
         heads: the heads' sizes.
         acceptance: share of draft runs that reach each position, falling.
         acceptance_said: where it comes from, in words.
         acceptance_error: half of the interval of the mean acceptance length; 0: given.
         lengths: of the responses of one engine.
-        sequences: that run at once, at most (vLLM's max_num_seqs).
+        sequences: most that run at once (vLLM's max_num_seqs).
         prompt: tokens of a prompt.
-        alike: responses to each prompt, which is read once for all of them.
+        alike: responses per prompt, which is prefilled once for all of them.
         ranks: GPUs of an engine (tensor parallel).
-        engines: alike, each with such lengths.
+        engines: number of equal engines, each with such lengths.
         drafts: in every step; None: as many as pay best at each number of running sequences.
         width: tokens that drafts come from; 0: all.
         loop: the rest of a step.
@@ -113,18 +113,18 @@ class Question:
                 "Responses are longer than the model can hold.",
                 given=f"a prompt of {self.prompt} and a response of {max(self.lengths.tokens)}",
                 expected=f"at most {self.longest} tokens together",
-                do="Give shorter ones: --length-mean, --longest, --lengths or --prompt.",
+                do="Give shorter lengths: --length-mean, --longest, --lengths or --prompt.",
             )
         if self.model.heads % self.ranks or self.ranks < 1:
             raise UsageError(
-                "The attention can't be split so.",
+                "The attention can't be split that way.",
                 given=f"--tp {self.ranks}, {self.model.heads} heads",
                 expected="a number that divides them",
                 do="Correct --tp.",
             )
         if self.drafts is not None and not 0 <= self.drafts <= len(self.acceptance):
             raise UsageError(
-                "There is no acceptance for so many drafts.",
+                "There is no acceptance for that many drafts.",
                 given=f"--drafts {self.drafts}, {len(self.acceptance)} positions of acceptance",
                 expected=f"0 to {len(self.acceptance)}",
                 do="Give one share for each draft.",
@@ -140,7 +140,7 @@ def check_acceptance(shares: Sequence[float], heads: int) -> None:
     """Shares of draft runs that reach each position.
 
     Raises:
-        UsageError: one is no share, they rise, or there are more of them than heads.
+        UsageError: one is not a share, they rise, or there are more of them than heads.
     """
     falling = all(a >= b for a, b in pairwise(shares))
     if shares and falling and all(0 <= share <= 1 for share in shares) and len(shares) <= heads:
@@ -148,7 +148,8 @@ def check_acceptance(shares: Sequence[float], heads: int) -> None:
     problem = (
         "There are more positions than heads."
         if len(shares) > heads
-        else "Shares of draft runs that reach each position lie in 0 to 1 and never rise."
+        else "Shares of draft runs that reach each position must lie between 0 and 1 and never "
+        "rise."
     )
     raise UsageError(
         problem,
@@ -167,8 +168,8 @@ def read_sizes(raw: Mapping[str, Any]) -> tuple[ModelSizes, int | None]:
     text = {**raw, **(raw.get("text_config") or {})}
     if any(text.get(key) for key in EXPERTS):
         raise ModelError(
-            "Mixtures of experts can't be predicted: which experts rows of one step share decides"
-            " what verification costs, and no table here has that.",
+            "Mixtures of experts can't be predicted: the cost of verification depends on which "
+            "experts the rows of a step share, and no table has that.",
             given=f"{text.get('model_type')}: {_mixture(text)}",
             expected="a dense model",
             do="Measure it: `medusa-ppo bench rollout` on your GPU.",
@@ -197,12 +198,12 @@ def _mixture(text: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class SizeRow:
-    """At so many running sequences: what each number of drafts brings.
+    """What each number of drafts gains at this many running sequences.
 
     Attributes:
-        sequences: that run.
+        sequences: running.
         speedups: tokens/s over vLLM's plain step, with 1, 2, ... drafts.
-        best: drafts that bring most; 0: none is faster than vLLM's plain step.
+        best: number of drafts that gains most; 0: none is faster than vLLM's plain step.
         pays_from: mean acceptance length from which `best` (or one draft) is faster.
     """
 
@@ -228,7 +229,7 @@ class Prediction:
         slots, drafted_slots: sequences that fit at once, without and with drafting.
         rows: by running sequences.
         source: where the seconds of operations come from.
-        assumptions: every number that was taken for granted.
+        assumptions: every number that was assumed.
     """
 
     question: Question
@@ -251,7 +252,7 @@ class Prediction:
 
     @property
     def sentence(self) -> str:
-        """What a reader wants first."""
+        """The answer that a reader wants first."""
         asked = self.question
         faster = f"rollouts {self.speedup} times as fast"
         step = f", a step {self.step.value:.2f}" if self.step else ""
@@ -267,7 +268,7 @@ class Prediction:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Everything as plain values."""
         values = dataclasses.asdict(self)
         question = values.pop("question")
         question["lengths"] = {
@@ -282,7 +283,7 @@ class Prediction:
 def predict_on_gpu(
     question: Question, gpu: GpuFigures, costs: StepCosts | None = None, *, tables: bool = True
 ) -> Prediction:
-    """The answer for engines on such GPUs."""
+    """The prediction for engines on such GPUs."""
     costs = costs or StepCosts()
     drafter = HeadsDrafter(question.heads, question.width or question.model.vocab)
 
@@ -317,7 +318,7 @@ def predict_on_gpu(
             "train_share": TRAIN_SHARE,
             "swap_s": swap,
             "model_error": MODEL_ERROR,
-            "companion": "trains on a device of its own",
+            "companion": "trains on its own device",
         },
     )
 
@@ -325,7 +326,7 @@ def predict_on_gpu(
 def predict_on(
     question: Question, machine: str, steps: Steps, measured: Mapping[str, Any], error: float
 ) -> Prediction:
-    """The answer where this machine's own steps were measured."""
+    """The prediction from measured steps of this machine."""
     slots = (question.sequences, question.sequences)
     assumptions = {"measured": dict(measured), "model_error": error}
     other = question.loop.seconds
@@ -359,7 +360,8 @@ def _answer(
     drafted = model.drafted(question.acceptance, question.drafts)
     plain_s, drafted_s = plain.seconds + prefill, drafted.seconds + prefill
     speedup = plain_s / drafted_s
-    # Each cost by itself at both ends, and the model's error: independent, so squares add.
+    # Each cost is varied by itself to both ends, plus the model's error: they are independent, so
+    # squares add.
     downs, ups = [assumptions["model_error"] ** 2], [assumptions["model_error"] ** 2]
     pairs = [
         (
@@ -426,7 +428,7 @@ def _size_rows(model: RolloutModel, acceptance: Sequence[float]) -> Iterator[Siz
 
 
 def _scaled(acceptance: Sequence[float], factor: float) -> tuple[float, ...]:
-    """Shares whose sum is so many times as large, falling as before."""
+    """Shares scaled so that their sum is this many times as large, still falling."""
     wanted = factor * sum(acceptance)
     low, high = 0.0, 50.0
     for _ in range(50):
@@ -439,8 +441,8 @@ def _scaled(acceptance: Sequence[float], factor: float) -> tuple[float, ...]:
 
 
 def _bent(acceptance: Sequence[float], power: float) -> tuple[float, ...]:
-    """Better (power below 1) or worse heads of the same shape: shares to a power."""
-    # A share of 0 or 1 would stay what it is whatever the power.
+    """Better (power below 1) or worse heads with a similar profile: shares to a power."""
+    # A share of 0 or 1 would not change with any power.
     return tuple(min(max(share, 1e-4), 1 - 1e-4) ** power for share in acceptance)
 
 

@@ -1,9 +1,9 @@
 """Rollouts with their long tail: responses of unequal lengths on an engine's slots, with drafts and
 without.
 
-Responses take free slots in order, each running one brings as many tokens a step as are accepted,
-and when one ends the next begins. Towards the end few are left, and steps are short: there drafts
-pay most. Between two ends nothing changes, so time goes from end to end.
+Responses take free slots in order, each running one gains as many tokens a step as are accepted,
+and when one ends the next begins. Towards the end few are left and steps are short: there drafts
+pay most. Nothing changes between two ends, so the simulation jumps from end to end.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from heads.errors import DataError, UsageError
 from medusa_ppo.predict.step_model import Steps
 
 TOKEN_STEPS = 64
-"""Times between two ends are cut so that contexts, which lengthen meanwhile, stay true."""
+"""Intervals between two ends are split, because contexts grow meanwhile."""
 CONTEXT_FACTOR = 8
-"""Between contexts so far apart a step's time is a line: only attention depends on them."""
+"""Between contexts this far apart a step's time is linear: only attention depends on them."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class ResponseLengths:
     def log_normal(
         cls, count: int, mean: float, spread: float, longest: int | None = None, seed: int = 0
     ) -> ResponseLengths:
-        """As responses of reasoning models are, about: the logarithm is normal, with `spread` its
-        standard deviation; what would be longer than `longest` is cut there, and `mean` is what
-        remains.
+        """Roughly like responses of reasoning models: log-normal, where `spread` is the standard
+        deviation of the logarithm. Longer ones are cut at `longest`; `mean` is the mean after
+        cutting.
         """
         if mean < 1 or spread < 0 or count < 1:
             raise UsageError(
@@ -61,7 +61,8 @@ class ResponseLengths:
                 expected="a mean below the longest response",
                 do="Correct --length-mean or --longest.",
             )
-        # Quantiles in a shuffled order: as even as a sample can be, so that a small one has a tail.
+        # Quantiles in shuffled order: the most even sample possible, so that even a small one has a
+        # tail.
         normal = NormalDist()
         factors = [math.exp(spread * normal.inv_cdf((n + 0.5) / count)) for n in range(count)]
         most = longest or math.inf
@@ -84,7 +85,7 @@ class ResponseLengths:
         """One number a line, in the order in which the responses started.
 
         Raises:
-            DataError: the file is missing, or a line is no whole number above 0.
+            DataError: the file is missing, or a line is not a whole number above 0.
         """
         try:
             lines = path.read_text(encoding="utf-8").split()
@@ -98,7 +99,7 @@ class ResponseLengths:
         bad = [line for line in lines if not line.isdecimal() or int(line) < 1]
         if bad or not lines:
             raise DataError(
-                "The file of lengths has a line that is no length.",
+                "The file of lengths has a line that is not a length.",
                 given=f"{path}: {bad[0] if bad else 'nothing'}",
                 expected="a whole number above 0 on each line",
                 do="Correct the line.",
@@ -112,7 +113,7 @@ class ResponseLengths:
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """A rollout on paper.
+    """A simulated rollout.
 
     Attributes:
         seconds: until the last response ends.
@@ -128,7 +129,7 @@ class RolloutTime:
 
 
 class StepTable:
-    """Step times by running sequences and context, between a few sizes that are computed once."""
+    """Step times by running sequences and context, interpolated between a few computed sizes."""
 
     def __init__(self, compute: Callable[[float, float], float], most: int, longest: float) -> None:
         self._compute = compute
@@ -176,9 +177,9 @@ class RolloutModel:
     ) -> None:
         """
         Args:
-            slots: sequences that run at once, at most.
+            slots: most sequences that run at once.
             prompt: tokens of a prompt, in the cache of each sequence from its start.
-            drafted_slots: the same beside drafting, which takes memory from the KV cache.
+            drafted_slots: the same with drafting, which takes memory from the KV cache.
         """
         self.lengths = lengths
         self.slots = max(1, min(slots, len(lengths.tokens)))
@@ -203,7 +204,7 @@ class RolloutModel:
         )
 
     def drafted(self, acceptance: Sequence[float], drafts: int | None = None) -> RolloutTime:
-        """With so many drafts in every step; None: as many as pay best, none included."""
+        """With this many drafts in every step; None: the best number, possibly zero."""
         tokens = list(accumulate(acceptance, initial=1.0))
         return self._run(
             self.drafted_slots,
@@ -213,7 +214,7 @@ class RolloutModel:
     def best_step(
         self, tokens: Sequence[float], sequences: int, context: float, drafts: int | None = None
     ) -> tuple[float, float, int]:
-        """(seconds, tokens of each sequence, drafts) of the step that brings most a second."""
+        """(seconds, tokens per sequence, drafts) of the step with the most tokens per second."""
         allowed = range(len(tokens)) if drafts is None else (drafts,)
         found = (
             (self._drafted[count].seconds(sequences, context), tokens[count], count)
@@ -222,8 +223,8 @@ class RolloutModel:
         return max(found, key=lambda step: step[1] / step[0])
 
     def price(self, sequences: int, drafts: int) -> float:
-        """A step with so many drafts over a plain one, at so many running sequences half way
-        through a response of mean length. It pays where more tokens are accepted.
+        """Time of a step with this many drafts over a plain one, at this many running sequences and
+        half-way through a response of mean length. It pays if more tokens are accepted.
         """
         context = self.prompt + self.lengths.mean / 2
         plain = self._plain.seconds(sequences, context)
@@ -232,9 +233,10 @@ class RolloutModel:
     def _run(
         self, slots: int, step: Callable[[int, float], tuple[float, float, int]]
     ) -> RolloutTime:
-        """From one end of a response to the next."""
+        """Advance from the end of one response to the next."""
         waiting = list(reversed(self.lengths.tokens))
-        # Progress of all that run is the same, so each is known by the progress at which it ends.
+        # All running responses progress equally, so each is identified by the progress at which it
+        # ends.
         running: list[tuple[float, float]] = []
         progress = seconds = tail = steps = drafted = 0.0
         begun = 0.0
@@ -244,7 +246,7 @@ class RolloutModel:
                 begun += progress
             count = len(running)
             while running[0][0] > progress:
-                # The sum of what each has written is known without looking at each of them.
+                # The sum of their progress is known without visiting each of them.
                 context = self.prompt + progress - begun / count
                 one_s, tokens, drafts = step(count, context)
                 ahead = min(running[0][0] - progress, TOKEN_STEPS * tokens)

@@ -1,5 +1,4 @@
-"""What a prediction takes for granted beside a GPU's tables: each number with its unit, its reason
-and the range that it may lie in.
+"""Assumptions of a prediction besides a GPU's tables: each number with its unit, reason and range.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Prices of an engine's step that no table of operators has.
+    """Costs of an engine's step that no table of operators has.
 
     `plain_host_s`, `draft_host_s` and `pass_host_s` are fitted to the first half of
     benchmarks/published_cases.json by `python benchmarks/predict_published.py`; a test compares
@@ -23,9 +22,9 @@ class StepCosts:
         small_share: of the memory's speed, reached by the passes of samplers and norms.
         layer_passes: reads and writes of a layer's rows between its products (norms, rotations,
             gate), in widths of the hidden state.
-        layer_launches: kernels of a layer that are no products.
-        launch_s: from one kernel to the next inside of a CUDA graph.
-        eager_s: the host's time to launch one operation outside of a graph.
+        layer_launches: kernels of a layer other than products.
+        launch_s: from one kernel to the next inside a CUDA graph.
+        eager_s: the host's time to launch one operation outside a graph.
         reduce_s: an all-reduce of a few rows between tensor-parallel ranks; two a layer. Without
             tables.
         sampler_reads: float32 passes over the logits of a row in vLLM's samplers.
@@ -37,7 +36,7 @@ class StepCosts:
             are kept by request on the host. From vllm 49548: K = 0 costs 0.95 ms at 2 sequences and
             16.6 ms at 189 (V1 runner).
         pass_host_s: the host's time for one pass of a drafter that runs pass by pass. The device
-            works meanwhile, so a pass takes what is longer.
+            works meanwhile, so the longer of the two counts.
     """
 
     flops_share: float = 0.65
@@ -68,13 +67,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "draft_host_s": (0.0002, 0.002),
     "draft_sequence_s": (10e-6, 100e-6),
 }
-"""Where a cost may lie: its interval is what the prediction becomes at both ends. What is not named
-moves no prediction by a percent.
+"""Ranges of costs: a prediction's interval is what it becomes at both ends. Costs not listed here
+change no prediction by a percent.
 """
 
 
 def varied(costs: StepCosts) -> Iterator[tuple[str, StepCosts, StepCosts]]:
-    """Each uncertain cost at the lower and the upper end of its range, the others as they are."""
+    """Each uncertain cost at the lower and the upper end of its range, with the others
+    unchanged.
+    """
     for name, (low, high) in RANGES.items():
         yield (
             name,

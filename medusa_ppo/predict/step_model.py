@@ -1,8 +1,8 @@
 """Seconds of one engine step: the actor's pass over all rows, its samplers, drafting, the host.
 
-A step with K drafts for S sequences passes S (K + 1) rows through the actor, judges them, and
-drafts anew. Compared is vLLM's own plain step: asynchronous, in CUDA graphs, not configured for
-speculation.
+A step with K drafts for S sequences passes S (K + 1) rows through the actor, verifies them, and
+drafts again. It is compared with vLLM's own plain step: asynchronous, in CUDA graphs, not
+configured for speculation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PREFILL_ROWS = 2048
 
 
 class Steps(Protocol):
-    """What steps take on some machine.
+    """Step times on some machine.
 
     Attributes:
         source: where the seconds come from, in words.
@@ -34,16 +34,16 @@ class Steps(Protocol):
         ...
 
     def drafted(self, sequences: float, drafts: int, context: float) -> float:
-        """A step of an engine with heads, drafting so many for each sequence; 0: none."""
+        """A step of an engine with heads and this many drafts per sequence; 0: none."""
         ...
 
     def prefill(self, tokens: float) -> float:
-        """Reading so many tokens of prompts."""
+        """Prefilling this many prompt tokens."""
         ...
 
 
 class GpuSteps:
-    """Steps on GPUs, from the seconds of operations."""
+    """Steps on GPUs, from the times of operations."""
 
     def __init__(
         self,
@@ -85,9 +85,7 @@ class GpuSteps:
         return model.layers * layer + head + sampler
 
     def drafting(self, sequences: float, drafts: int, context: float) -> float:
-        """One drafting call. The host launches while the device works, so the slower of them
-        counts.
-        """
+        """One drafting call. The host launches while the device works, so the slower one counts."""
         drafter, costs = self.drafter, self._costs
         device = self._products(drafter.products(sequences, drafts))
         if isinstance(drafter, HeadsDrafter):

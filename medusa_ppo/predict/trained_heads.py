@@ -13,15 +13,15 @@ def read_trained(folder: Path) -> HeadsConfig:
     """Sizes and kind of native heads.
 
     Raises:
-        CheckpointError: the folder holds none.
+        CheckpointError: there are none in the folder.
     """
     try:
         text = (folder / "config.json").read_text(encoding="utf-8")
         return HeadsConfig.from_dict(json.loads(text)["medusa_ppo"]["heads"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            "This is no folder of native heads.",
+            "This is not a folder of native heads.",
             given=f"{folder}: {type(error).__name__}",
             expected="a config.json with a section medusa_ppo",
-            do="Check the path, or make one: `medusa-ppo convert SRC DST --to native`.",
+            do="Check the path, or create one: `medusa-ppo convert SRC DST --to native`.",
         ) from None

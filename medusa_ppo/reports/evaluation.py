@@ -18,14 +18,14 @@ Figures = Mapping[str, Any]
 HEADINGS = ("tokens a step", "95 % interval", "accepted at position 1, 2, ...", "draft steps")
 STEP_HEADINGS = ("tokens a step", "draft steps")
 COMPARED = ("the others", "difference", "its interval")
-# Pixels: of a row, above the first one, and below the last for the axis.
+# Pixels: height of a row, above the first one, and below the last for the axis.
 ROW, TOP, BOTTOM = 34, 8, 26
 POSITIONS_HEIGHT = 180
 TONES = ("serving", "candidate")
 
 
 def lines(result: Figures) -> list[str]:
-    """What the terminal shows."""
+    """Lines for the terminal."""
     low, high = result["confidence_interval"]
     shown = [
         (
@@ -43,7 +43,7 @@ def lines(result: Figures) -> list[str]:
     ]
     if "compare" in result:
         shown.append(f"against {result['settings']['compare']}: {verdict(result)}")
-    # The first section is the headline, which stands above already.
+    # The first section is the headline, which is already above.
     for part in sections(result)[1:]:
         shown += ["", *aligned([part.header, *part.rows])]
     for title, rows in breakdowns(result):
@@ -55,7 +55,7 @@ def breakdowns(result: Figures) -> list[tuple[str, list[list[str]]]]:
     """Where drafts are accepted: titles, and tables with a header."""
     found = []
     for title, parts in result.get("parts", {}).items():
-        # What a memory knew is counted draft by draft, everything else step by step.
+        # A memory is counted per draft, everything else per step.
         by_draft = bool(parts) and "accepted_share" in parts[0]
         header = ["", "accepted", "drafts verified"] if by_draft else ["", *STEP_HEADINGS]
         rows = [header]
@@ -82,7 +82,7 @@ def verdict(result: Figures) -> str:
 
 
 class ReportTable:
-    """A table of the report: a title, a header, rows, and the figures that each row stands for."""
+    """A table of the report: a title, a header, rows, and the figures behind each row."""
 
     def __init__(self, title: str, first: str, rows: Sequence[tuple[str, Figures]]) -> None:
         self.title = title
@@ -106,7 +106,7 @@ def sections(result: Figures) -> list[ReportTable]:
             )
         )
     column = result["settings"]["category"]
-    # With one temperature there are no rows: the headline stands for it.
+    # With a single temperature there are no rows: the headline covers it.
     for row in result.get("temperatures", [{**result, "temperature": temperature}]):
         if "categories" in row:
             title = f"By {column}, temperature {row['temperature']:g}"
@@ -160,11 +160,11 @@ def headline(result: Figures) -> str:
 
 
 def method(result: Figures) -> str:
-    """How the figures came about."""
+    """How the figures were measured."""
     if result["settings"]["engine"] == "vllm":
         return (
-            "Acceptance is vLLM's own count; intervals are Student's over groups of prompts, each"
-            " answered in a call of its own."
+            "Acceptance is vLLM's own count; intervals are Student's over groups of prompts, each "
+            "answered in its own call."
         )
     return (
         "Acceptance is the replay estimate on the model's own responses; intervals are Student's"
@@ -173,7 +173,7 @@ def method(result: Figures) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with columns one under the other."""
+    """Rows with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -208,12 +208,12 @@ def _given(result: Figures) -> list[tuple[str, Any]]:
 
 
 def _row(cells: Sequence[str]) -> str:
-    # A bar would end the cell.
+    # A vertical bar would end the cell.
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 def render_eval_page(result: Figures) -> str:
-    """The page as one HTML text; nothing in it is loaded from anywhere."""
+    """The page as one HTML text that loads nothing from elsewhere."""
     parts = sections(result)
     return page_template("evaluation.html.jinja").render(
         heads=result["settings"]["heads"],
@@ -236,7 +236,7 @@ def render_eval_page(result: Figures) -> str:
             zip(
                 TONES,
                 filter(None, (result["settings"]["heads"], result["settings"]["compare"])),
-                # One set of heads has one entry, two have two.
+                # One entry for each set of heads.
                 strict=False,
             )
         ),
@@ -246,12 +246,12 @@ def render_eval_page(result: Figures) -> str:
 
 
 def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures]) -> str:
-    """A dot with its interval for each row; where two sets of heads are compared, the second one's
-    below.
+    """A dot with its interval for each row; when two sets of heads are compared, the second one's
+    is below.
     """
     rows = [[row, *([row["compare"]] if "compare" in row else [])] for row in figures]
     ends = [end for row in rows for one in row for end in one["confidence_interval"]]
-    # 1 is what an engine without drafts does, so it is always on the axis.
+    # An engine without drafts makes 1, so 1 is always on the axis.
     ticks = nice_ticks(min(1.0, *ends), max(*ends, 1.0 + 1e-6))
     height = TOP + ROW * len(rows)
     shapes = []
@@ -265,7 +265,7 @@ def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures])
             f'<text class="tick y" x="-8" y="{middle + 4:.0f}">{escape(_short(name))}</text>'
         )
         for place, one in enumerate(row):
-            # Two sets stand one above the other, or their intervals would cover each other.
+            # Two sets are drawn one above the other, so that their intervals don't overlap.
             y = middle + (12 * place - 6 if len(row) > 1 else 0)
             low, high = (_percent(end, ticks) for end in one["confidence_interval"])
             x = _percent(one["mean_acceptance_length"], ticks)
@@ -317,7 +317,7 @@ def draw_positions(sets: Sequence[Sequence[float]]) -> str:
 
 def _tiles(result: Figures) -> list[tuple[str, str, str]]:
     low, high = result["confidence_interval"]
-    # No positions where the engine drafted nothing.
+    # There are no positions if the engine drafted nothing.
     first = w.percent(next(iter(result["acceptance_per_position"]), None))
     speed = f"{w.whole(result['tokens_per_s'])} tokens/s, {result['prompts']} prompts"
     tiles = [

@@ -1,5 +1,5 @@
-"""What the model of `medusa-ppo predict` says of a run that is over: from its GPU, actor, responses
-and the acceptance that it really had.
+"""What `medusa-ppo predict` would say about a finished run, from its GPU, actor, responses and
+measured acceptance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST_SHARE = 1e-6
 
 
 def expected_speed(run: Run, acceptance: list[float] | None) -> Prediction | None:
-    """The prediction; None where the GPU, the actor or what was accepted is not known."""
+    """The prediction; None if the GPU, the actor or the acceptance is unknown."""
     gpu = _gpu(run)
     config = _config(run)
     if gpu is None or config is None or not acceptance:
@@ -33,7 +33,7 @@ def expected_speed(run: Run, acceptance: list[float] | None) -> Prediction | Non
     lengths = [length for length in run.column(m.RESPONSE_LENGTH) if length]
     if raw is None or not lengths:
         return None
-    # Measured shares wander by their noise, and may rise a little.
+    # Measured shares are noisy, and may rise slightly.
     falling = tuple(
         max(LEAST_SHARE, min(acceptance[: place + 1])) for place in range(len(acceptance))
     )
@@ -42,7 +42,7 @@ def expected_speed(run: Run, acceptance: list[float] | None) -> Prediction | Non
         question = question_of(options, raw, Accepted(falling, "as the engine counted"), config)
         return predict_on_gpu(question, gpu)
     except MedusaError:
-        # A mixture, or lengths that no model of these sizes could have had: nothing is said then.
+        # A mixture of experts, or impossible lengths for a model of this size: no prediction.
         return None
 
 
@@ -56,7 +56,7 @@ def _config(run: Run) -> RunConfig | None:
     try:
         return RunConfig.model_validate(run.config)
     except (ValidationError, MedusaError):
-        # A run of another loop, or of another release.
+        # A run of a different loop or release.
         return None
 
 

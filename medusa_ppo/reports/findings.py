@@ -1,5 +1,4 @@
-"""Findings: what a reader of a run should be warned about, each in one sentence with the next step;
-and the events among them.
+"""Findings: what a reader of a run should be warned about, each in one sentence with the next step.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from medusa_ppo.runtime import wording as w
 STALE_UPDATES = 5
 """Serving heads this many policy updates old are called stale."""
 KEPT_SHARE = 0.95
-"""... when less than this share of the extra accepted tokens of the best stretch is left."""
+"""... if less than this share of the best stretch's extra accepted tokens is left."""
 LOGPROB_GAP_NATS = 0.05
 """float32 against float32 is near 0.0001, bfloat16 near 0.01: above this the engine and the actor
 are not the same policy.
 """
 IMPORTANCE_CUT_SHARE = 0.01
-"""Share of tokens that are far likelier to the actor than to the engine: above this the update
-learns from another policy's tokens.
+"""Share of tokens that are far more likely under the actor than under the engine: above this the
+update learns from a different policy's tokens.
 """
 EXPOSED_SHARE = 0.1
 MOST_EVENTS = 10
@@ -37,37 +36,37 @@ TRUNCATED_SHARE = 0.5
 COLLAPSED_ENTROPY_SHARE = 0.2
 LENGTH_GROWTH = 1.5
 NEVER_PAID_SHARE = 0.95
-"""An engine that drafted nothing in so many of its steps would be as fast, or faster, without being
+"""An engine that drafted nothing in this share of its steps would be at least as fast without being
 set up for drafts.
 """
 ENOUGH_STEPS = 1000
-"""Engine steps that say so."""
+"""Engine steps needed to say so."""
 CURVE_STEPS = 10
-"""Of fewer steps no curve is judged."""
+"""No curve is judged with fewer steps."""
 JUMP = 8
-"""A change of the mean reward within a step is called a jump from this many times the median change
-on: of rewards that move by chance alone one in ten million does. Of few changes the median itself
-is chance: n of them ask for 1 + 10 / n times as much.
+"""A change of the mean reward within a step counts as a jump from this many times the median
+change: by chance alone one in ten million does. With few changes the median itself is random, so n
+changes require 1 + 10 / n times as much.
 """
 JUMP_ALONE = 2
-"""... and when it is this many times the changes beside it, which a quick rise is not."""
+"""... and if it is this many times the neighbouring changes, which a quick rise is not."""
 CRITIC_STEPS = 20
-"""A critic has so many steps to learn something."""
+"""A critic has this many steps to learn something."""
 VALUE_LOSS_KEPT = 0.9
-"""A value loss of which this share is left has not fallen."""
+"""A value loss with this share left has not fallen."""
 EXPLAINED_SHARE = 0.1
 """A critic that explains less of the returns' variance knows next to nothing."""
 STILL_REWARD = 0.2
-"""Rewards whose means are this near to each other, relative to the larger, are called the same."""
+"""Mean rewards this close to each other, relative to the larger, count as equal."""
 FLAT_KL_NATS = 1e-6
-"""Nats a token: a policy that has moved less has not moved, as rounding makes that much."""
+"""Nats a token: a policy that moved less has not moved, since rounding makes as much."""
 FAR_KL_NATS = 0.5
-"""Nats a token from which on a policy is far away from its reference, however it got there."""
+"""Nats a token above which a policy is far from its reference, however it got there."""
 RUNAWAY_KL_NATS = 0.15
 RUNAWAY_GROWTH = 2.5
-"""A KL above RUNAWAY_KL_NATS that grew by this factor since the middle of the run runs away."""
+"""A KL above this that grew by RUNAWAY_GROWTH since the middle of the run is running away."""
 NOTICEABLE_RATIO = 1.005
-"""Of the times of whole steps: what is below is called the same time."""
+"""Relative difference of step times below which they count as equal."""
 SWAP_LOSS_SHARE = 0.2
 """A swap after which less than this share of the extra accepted tokens is left is called broken."""
 
@@ -85,7 +84,7 @@ Summary = dict[str, Any]
 
 
 def find(run: Run, summary: Summary) -> list[Finding]:
-    """All findings of a run, the gravest first."""
+    """All findings of a run, the most serious first."""
     return [
         *_of_the_run(run, summary),
         *_of_swaps(run, summary),
@@ -101,7 +100,7 @@ def find(run: Run, summary: Summary) -> list[Finding]:
 
 def _of_the_run(run: Run, _: Summary) -> Iterator[Finding]:
     error = str(run.section("extras").get("error") or "").strip()
-    finished = "the figures are those of the steps it finished."
+    finished = "the figures cover the steps that it finished."
     if run.status == "failed":
         yield Finding(
             "failed",
@@ -110,12 +109,12 @@ def _of_the_run(run: Run, _: Summary) -> Iterator[Finding]:
         )
     elif run.status == "interrupted":
         yield Finding(
-            "interrupted", f"The run was stopped before its end; {finished}", "Resume it to go on."
+            "interrupted", f"The run was stopped early; {finished}", "Resume it to go on."
         )
     elif run.status == KILLED:
         yield Finding(
             "killed",
-            f"The run's process is gone and left no word; {finished}",
+            f"The run's process is gone without a final status; {finished}",
             "Resume it to go on.",
         )
     if run.unreadable_lines:
@@ -131,12 +130,12 @@ def _of_the_run(run: Run, _: Summary) -> Iterator[Finding]:
         names = step.get(NONFINITE)
         for name in names if isinstance(names, list) else ():
             found.setdefault(str(name), []).append(step[m.STEP])
-    # Before the companion's first batch it has no loss: not a fault.
+    # Before the companion's first batch there is no loss, which is not a fault.
     found.pop(m.COMPANION_LOSS, None)
     for name, steps in found.items():
         text = f"{name} was not a finite number in {len(steps)} step(s), first in step {steps[0]}."
         yield Finding(
-            "not_finite", text, "Lower the learning rate, or look at that step's rollouts."
+            "not_finite", text, "Lower the learning rate, or inspect that step's rollouts."
         )
 
 
@@ -150,12 +149,12 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
         new = number(after.get(m.MAL_SERVING))
         old_version = number(before.get(m.HEADS_VERSION))
         new_version = number(after.get(m.HEADS_VERSION))
-        # Lines of other loops, or damaged ones, may lack any of them.
+        # Lines from other loops, or damaged ones, may lack any of them.
         if old is None or new is None or old_version is None or new_version is None:
             continue
         swapped = old_version != new_version
         drafted = number(before.get(m.DRAFTS)) and number(after.get(m.DRAFTS))
-        # Heads that hardly drafted anything right before can't lose much by a swap.
+        # Heads that were hardly ever right before can't lose much by a swap.
         if swapped and drafted and old > 1.1 and new - 1 < SWAP_LOSS_SHARE * (old - 1):
             swap = (
                 f"after heads version {new_version:.0f} came in (step {after[m.STEP]}: {old:.2f} to"
@@ -167,21 +166,21 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
         alarms = number(step.get(m.SWAP_ALARMS)) or 0.0
         if alarms > seen:
             swap = (
-                f"New heads were accepted next to never in step {step[m.STEP]}, though replay had"
-                " promised more"
+                f"New heads were hardly ever accepted in step {step[m.STEP]}, though replay had "
+                "predicted more"
             )
             do = (
                 "Compare engine and companion: dtype, lm_head after the last sync, and `medusa-ppo"
                 " doctor`."
             )
-            yield Finding("swap_alarm", f"{swap}; the heads before went back in.", do)
+            yield Finding("swap_alarm", f"{swap}; the previous heads went back in.", do)
         seen = alarms
     for name, what in ((m.ENGINE_RESTARTS, "An engine"), (m.COMPANION_RESTARTS, "The companion")):
-        # Counters of the whole run: the largest is the last, also where later lines lack it.
+        # These counters cover the whole run: the largest is the last, even if later lines lack it.
         times = max((number(step.get(name)) or 0.0 for step in run.steps), default=0.0)
         if times:
-            text = f"{what} was lost and started again, {times:.0f} time(s). No step was lost."
-            yield Finding("restarts", text, "Read the logs of Ray's workers, and mind the memory.")
+            text = f"{what} was lost and restarted, {times:.0f} time(s). No step was lost."
+            yield Finding("restarts", text, "Read the logs of Ray's workers, and check the memory.")
 
 
 def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
@@ -203,8 +202,8 @@ def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
             " steps."
         )
         do = (
-            "Start the next run without the plugin (companion.enabled=false): an engine that is set"
-            " up for drafts can't schedule ahead of its steps, as vLLM does by default on a GPU."
+            "Start the next run without the plugin (companion.enabled=false): an engine that is "
+            "set up for drafts can't schedule asynchronously, as vLLM does by default on a GPU."
         )
         yield Finding("drafts_never_paid", text, do)
     ratio = summary["step_ratio"]
@@ -218,28 +217,30 @@ def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
             f" {w.more_time(ratio)}."
         )
         do = (
-            "Give the companion cores or a device of its own, let it train less (companion.epochs),"
-            " or do without where generation is a small part of a step."
+            "Give the companion its own cores or device, let it train less (companion.epochs), or "
+            "do without the plugin if generation is a small part of a step."
         )
         yield Finding("plugin_did_not_pay", text, do)
 
 
 def _of_the_prediction(run: Run, summary: Summary) -> Iterator[Finding]:
-    """Rollouts that gain less than such a GPU should: something else than acceptance is wrong."""
+    """Rollouts that gain less than they should on such a GPU: something other than acceptance is
+    wrong.
+    """
     measured = summary["rollout_speedup"]
     if measured is None:
         return
     expected = expected_speed(run, summary["acceptance_per_position"])
     if expected is not None and measured < expected.speedup.low:
         text = (
-            f"Rollouts were {w.ratio(measured)} as fast as without drafts, where"
-            f" {expected.speedup} is predicted for what was accepted on {expected.machine}."
+            f"Rollouts were {w.ratio(measured)} as fast as without drafts, but"
+            f" {expected.speedup} is predicted for this acceptance on {expected.machine}."
         )
         yield Finding(
             "slower_than_predicted",
             text,
-            "Look for another program on the GPU, or eager engines (engine.enforce_eager);"
-            " `medusa-ppo predict` prints the lines that measure its part.",
+            "Look for other programs on the GPU, or eager engines (engine.enforce_eager); "
+            "`medusa-ppo predict` prints commands to measure its part.",
         )
 
 
@@ -247,8 +248,8 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     lengths = summary["mean_acceptance_length"]
     gain = lengths["gain"]
     error = lengths["gain_standard_error"]
-    # Two standard errors: replay of a small holdout moves by itself. The last term keeps equal
-    # heads from being warned of for a rounding.
+    # Two standard errors: replay on a small holdout fluctuates. The last term prevents a warning
+    # about equal heads because of rounding.
     if gain is not None and gain < -2 * (error if error is not None else 0.0) - 1e-9:
         figures = f"{w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])}"
         text = f"The serving heads are worse than the frozen ones by replay ({figures})."
@@ -261,12 +262,12 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     window = summary["window_steps"]
     if last is None or last < STALE_UPDATES:
         return
-    # Old heads are a fault only when they accept less than they once did: the gate may have found
-    # nothing better.
+    # Old heads are a fault only if their acceptance has fallen: the gate may have found nothing
+    # better.
     drafted = [step for step in run.steps if number(step.get(m.DRAFTS))]
     lengths = [number(step.get(m.MAL_SERVING)) for step in drafted]
     served = [length for length in lengths if length is not None]
-    # Single steps are noisy: windows of the length that the summary has are compared.
+    # Single steps are noisy, so windows as long as the summary's are compared.
     windows = range(max(0, len(served) - window + 1))
     means = [fmean(served[start : start + window]) for start in windows]
     fell = ""
@@ -277,30 +278,30 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
             f", and tokens per engine step fell from {max(means):.2f} at their best to"
             f" {means[-1]:.2f}"
         )
-    text = f"The heads got stale: in the last step they were {last:.0f} policy updates old{fell}."
+    text = f"The heads are stale: in the last step they were {last:.0f} policy updates old{fell}."
     yield Finding(
         "stale_heads",
         text,
-        "See whether the companion still trains and whether its gate refuses candidates (replay"
-        " chart).",
+        "Check whether the companion still trains and whether its gate refuses candidates (replay "
+        "chart).",
     )
 
 
 def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
     trained = run.column(m.COMPANION_TRAINED_TOKENS)
-    # A counter that stands still from here on: nothing was trained since.
+    # The counter does not move from here on: nothing was trained since.
     final = next((value for value in reversed(trained) if value is not None), None)
     since = trained.index(final) if final else len(trained)
-    # In a step with no passes it was given nothing, because nothing was to be gained.
+    # In a step with zero passes it got nothing, because there was nothing to gain.
     rests = sum(step.get(m.COMPANION_PASSES) == 0 for step in run.steps[since:])
-    # One step without a trained batch is the overlap itself; a quarter of the run is a companion
-    # that stopped.
+    # One step without a trained batch is normal overlap; a quarter of the run means that the
+    # companion stopped.
     if len(trained) - 1 - since - rests > max(3, window_steps(len(trained))):
         text = f"The companion trained nothing after step {run.steps[since][m.STEP]}."
         yield Finding(
             "companion_stopped",
             text,
-            "Read its error in the log; PPO went on with the heads it had.",
+            "Read its error in the log; PPO continued with the heads it had.",
         )
     dropped = summary["companion"]["batches_dropped"]
     exposed = summary["companion"]["exposed_s"]
@@ -311,8 +312,8 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
             " loop."
         )
         do = (
-            "Heads learn from the newest ones. Give it more threads or a GPU, or set fewer"
-            " companion.epochs."
+            "Heads learn from the newest batches. Give the companion more threads or a GPU, or "
+            "lower companion.epochs."
         )
         yield Finding("batches_dropped", text, do)
     if exposed and wall and exposed > EXPOSED_SHARE * wall:
@@ -320,7 +321,7 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
         yield Finding(
             "plugin_exposed",
             text,
-            "See whether companion.wait is on; else the hand-over of hidden states is slow.",
+            "Check whether companion.wait is on; if not, handing over hidden states is slow.",
         )
 
 
@@ -339,18 +340,18 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
     _, far = _first_and_recent(run, m.IMPORTANCE_CUT)
     if far is not None and far > IMPORTANCE_CUT_SHARE:
         text = (
-            f"{w.percent(far)} of the last tokens are far likelier to the actor than to the engine"
-            " that sampled them."
+            f"{w.percent(far)} of the last tokens are far more likely under the actor than under "
+            "the engine that sampled them."
         )
         yield Finding(
             "off_policy",
             text,
-            "Set ppo.importance_bound (2 is usual), and engine.dtype as model.dtype.",
+            "Set ppo.importance_bound (2 is usual), and engine.dtype to model.dtype.",
         )
     skipped = sum(number(step.get(m.STEPS_SKIPPED)) or 0.0 for step in run.steps)
     if skipped:
         text = (
-            f"{skipped:.0f} optimizer step(s) were left out, since their gradient was not finite."
+            f"{skipped:.0f} optimizer step(s) were skipped because their gradient was not finite."
         )
         yield Finding("steps_skipped", text, "Lower the learning rate, or look for huge rewards.")
     _, moved = _first_and_recent(run, m.KL_UPDATE)
@@ -373,8 +374,8 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
         yield Finding(
             "entropy_collapse",
             text,
-            "Judge the heads by serving against frozen; raise ppo.kl_coefficient if variety"
-            " matters.",
+            "Judge the heads by comparing serving with frozen; raise ppo.kl_coefficient if "
+            "variety matters.",
         )
     first, recent = _first_and_recent(run, m.RESPONSE_LENGTH)
     if first is not None and recent is not None and recent > LENGTH_GROWTH * first:
@@ -382,11 +383,11 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
             f"Responses grew from {first:.0f} to {recent:.0f} tokens: the reward may pay for"
             " length."
         )
-        yield Finding("longer_responses", text, "Read some responses of the last steps.")
+        yield Finding("longer_responses", text, "Read some responses from the last steps.")
 
 
 def _of_the_curves(run: Run, _: Summary) -> Iterator[Finding]:
-    """What PPO's curves look like where something is wrong, in runs that are long enough."""
+    """What PPO's curves look like when something is wrong, in runs that are long enough."""
     if len(run.steps) < CURVE_STEPS:
         return
     yield from _reward_jumps(run)
@@ -408,7 +409,7 @@ def _reward_jumps(run: Run) -> Iterator[Finding]:
     found = []
     for place, change in enumerate(changes):
         beside = changes[max(0, place - 1) : place] + changes[place + 1 : place + 2]
-        # A fall back after a spike is as large, the other way round.
+        # The fall after a spike is as large as the rise.
         alike = max((abs(other) for other in beside if other * change > 0), default=0.0)
         if abs(change) > max(least, JUMP_ALONE * alike) and change:
             found.append(place)
@@ -418,10 +419,10 @@ def _reward_jumps(run: Run) -> Iterator[Finding]:
         times = f", the first of {len(found)} such jumps" if len(found) > 1 else ""
         yield Finding(
             "reward_jump",
-            f"The mean reward jumped from {before:.3g} to {after:.3g} in step {step}{times}, where"
-            f" a step changes it by {usual:.2g}.",
-            "Read the responses of the steps before and after: a policy that found a gap in the"
-            " reward, or a reward that failed, looks like this.",
+            f"The mean reward jumped from {before:.3g} to {after:.3g} in step {step}{times}, "
+            f"while a step usually changes it by {usual:.2g}.",
+            "Read the responses of the steps before and after: a policy that found a loophole in "
+            "the reward, or a reward that failed, looks like this.",
         )
 
 
@@ -434,7 +435,7 @@ def _value_loss(run: Run) -> Iterator[Finding]:
     _, explained = _first_and_recent(run, m.VALUE_EXPLAINED)
     reward, reward_now = _first_and_recent(run, m.REWARD_MEAN)
     if explained is None:
-        # Rewards that move have another variance, and the loss of as good a critic moves with it.
+        # When rewards move their variance changes, and so does the loss of an equally good critic.
         if reward is None or reward_now is None:
             return
         if abs(reward_now - reward) > STILL_REWARD * max(abs(reward), abs(reward_now)):
@@ -448,8 +449,8 @@ def _value_loss(run: Run) -> Iterator[Finding]:
         "value_loss_flat",
         f"The value loss did not fall: {first:.3g} in the first steps, {recent:.3g} in the last"
         f" ones, {knows}.",
-        "Raise ppo.critic_learning_rate or ppo.epochs, or look at ppo.value_clip_range: values that"
-        " may move by less than rewards do are cut.",
+        "Raise ppo.critic_learning_rate or ppo.epochs, or check ppo.value_clip_range: it cuts off "
+        "values if rewards move by more.",
     )
 
 
@@ -464,8 +465,8 @@ def _kl(run: Run) -> Iterator[Finding]:
             "kl_flat",
             f"The policy has not moved: its KL to the reference is {recent:.1g} nats a token after"
             f" {len(run.steps)} steps.",
-            "Raise ppo.actor_learning_rate, and see whether optimizer steps were left out or all"
-            " responses to a prompt have the same reward.",
+            "Raise ppo.actor_learning_rate, and check whether optimizer steps were skipped or all "
+            "responses to a prompt have the same reward.",
         )
         return
     window = window_steps(len(known))
@@ -477,20 +478,20 @@ def _kl(run: Run) -> Iterator[Finding]:
             "kl_runaway",
             f"The policy runs away from its reference: {recent:.2f} nats a token in the last steps,"
             f" {middle:.2f} in the middle of the run.",
-            "Raise ppo.kl_coefficient or set ppo.kl_goal, lower ppo.actor_learning_rate, and read"
-            " responses of the last steps.",
+            "Raise ppo.kl_coefficient or set ppo.kl_goal, lower ppo.actor_learning_rate, and read "
+            "responses from the last steps.",
         )
 
 
 def _logged(run: Run, _: Summary) -> Iterator[Finding]:
-    """What our own code warned of while the run went on."""
+    """Warnings of our own code during the run."""
     events = _sound_events(run.meta.get("events"))
     for event in events[:MOST_EVENTS]:
         times = f" ({event['times']} times)" if event.get("times", 1) != 1 else ""
         yield Finding(
             "event",
             f"Step {event.get('step')}{times}: {event.get('text')}",
-            "See docs/faults.md for what a run does then.",
+            "docs/faults.md explains what a run does then.",
         )
     if len(events) > MOST_EVENTS:
         yield Finding(
@@ -501,24 +502,24 @@ def _logged(run: Run, _: Summary) -> Iterator[Finding]:
 
 
 def _first_and_recent(run: Run, name: str) -> tuple[float | None, float | None]:
-    """Means over the first and over the last window of steps."""
+    """Means over the first and the last window of steps."""
     means = first_last(run.column(name), window_steps(len(run.steps)))
     return means["first"], means["last"]
 
 
 def _sound_events(found: object) -> list[dict[str, Any]]:
-    """The events of run.json, which a user or a killed run may have left in any state."""
+    """The events in run.json, which a user or a killed run may have left in any state."""
     if not isinstance(found, list):
         return []
     return [event for event in found if isinstance(event, dict)]
 
 
 class Events(logging.Handler):
-    """What our own code warns of while a run goes on, kept in run.json.
+    """Warnings of our own code during a run, kept in run.json.
 
     Attributes:
-        fresh: a warning came since this was last set to False.
-        next_step: the step that goes on.
+        fresh: there was a warning since this was last set to False.
+        next_step: the current step.
         told: the events: `step`, `text`, and how many `times` it was logged.
     """
 
@@ -531,8 +532,8 @@ class Events(logging.Handler):
 
         Args:
             next_step: as the attribute.
-            before: the events of the run until now, as they stand in its file.
-            clean: takes out of a text what no file may hold.
+            before: the events of the run until now, as in its file.
+            clean: removes from a text what no file may contain.
         """
         super().__init__(logging.WARNING)
         self.next_step = next_step
@@ -543,19 +544,18 @@ class Events(logging.Handler):
             logging.getLogger(name).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Warnings quote addresses and settings, and with them whatever secrets these hold.
+        # Warnings quote addresses and settings, which may contain secrets.
         text = str(self._clean(record.getMessage()))[: self.LONGEST]
-        # A warning that comes in every step is one event with a number, or it would push out all
-        # others.
+        # A warning in every step becomes one event with a count, or it would crowd out all others.
         known = next((event for event in self.told if event.get("text") == text), None)
         if known is not None:
             known["times"] = known.get("times", 1) + 1
-        # run.json is written anew with each of them, and must stay small.
+        # run.json is rewritten for each of them, and must stay small.
         elif len(self.told) < self.MOST:
             self.told.append({"step": self.next_step, "text": text, "times": 1})
         self.fresh = True
-        # Where nobody set up logging, Python shows warnings only as long as there is no handler at
-        # all; without this, listening would hide them from the user.
+        # Where nobody set up logging, Python shows warnings only while there is no handler at all;
+        # without this, listening would hide them from the user.
         alone = not logging.root.handlers and all(
             logging.getLogger(name).handlers == [self] for name in self.LOGGERS
         )

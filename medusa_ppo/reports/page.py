@@ -1,4 +1,4 @@
-"""render_page: one self-contained HTML text of a run; nothing in it is loaded from anywhere."""
+"""render_page: one self-contained HTML text of a run that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE = "summary.json", "report.md", "report.html"
-# Seconds after which the page of a run that goes on loads itself again.
+# Seconds after which the page of a running run reloads itself.
 REFRESH_S = 10
 
 
@@ -39,14 +39,15 @@ def render_page(
     """The page as one HTML text.
 
     Args:
-        run: the run, finished or not, also without a single step.
+        run: the run, finished or not, even without a single step.
         summary: its build_summary.
-        other: a second run to lay over it.
-        refresh_s: the page loads itself again after so many seconds; 0: never.
+        other: a second run to compare with.
+        refresh_s: the page reloads itself after this many seconds; 0: never.
     """
     panels = Panels(run, other)
     script = (HERE / "page.js").read_text(encoding="utf-8")
-    # The page's policy names this one script: text of a run that looks like a script never runs.
+    # The page's policy names this one script: text from a run that looks like a script is never
+    # executed.
     digest = hashlib.sha256(script.encode()).digest()
     script_hash = "sha256-" + base64.b64encode(digest).decode()
     figures = {
@@ -90,7 +91,7 @@ def render_page(
 
 
 def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """The headline figures: label, figure, what it is to be compared with, a small line."""
+    """The headline figures: label, figure, what to compare it with, a small line."""
     lengths, pairs, right, reward = (
         summary[key]
         for key in ("mean_acceptance_length", "rollout_speedup_pairs", "correct_frac", "reward")
@@ -110,7 +111,7 @@ def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
         f"{w.percent(right['first'])} {start}",
         _spark(run, m.CORRECT_FRAC, "good"),
     )
-    # Tasks without an answer to compare with have rewards alone.
+    # Tasks without reference answers only have rewards.
     if right["last"] is None:
         learning = (
             "Reward",
@@ -138,7 +139,7 @@ def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
-    """What a user feels, where it was measured."""
+    """What users notice most, if it was measured."""
     speed = summary["tokens_per_s"]
     spark = _spark(run, m.TOKENS_PER_S, "rollouts")
     if summary["step_ratio"] is not None:
@@ -164,13 +165,11 @@ def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each phase's seconds and its share of the run; the time that no phase accounts for comes
-    last.
-    """
+    """Each phase's seconds and share of the run; unaccounted time comes last."""
     phases = {name: value for name, value in summary["phases_s"].items() if value}
     known = sum(phases.values())
     wall = summary["wall_s"] or 0.0
-    # Less than this is rounding, and a sliver that nobody could see.
+    # Less than this is rounding, and too thin to see.
     if phases and wall > known * 1.005:
         phases["rest"] = wall - known
     shares = {name: value / sum(phases.values()) for name, value in phases.items()}
@@ -181,16 +180,14 @@ def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _spark(run: Run, metric: str, tone: str) -> Markup:
-    # Metrics of paired steps only would be mostly gaps: a small line needs no true distances.
+    # Metrics of paired steps would be mostly gaps, and a small line needs no true distances.
     return Markup(
         svg.draw_spark([value for value in spark_values(run, metric) if value is not None], tone)
     )
 
 
 def _status_text(run: Run, summary: dict[str, Any]) -> str:
-    """Steps, time, actor, heads and start in one line; what a run's configuration does not say is
-    left out.
-    """
+    """Steps, time, actor, heads and start in one line; unknown parts are left out."""
     planned = run.setting("ppo", "steps")
     done = w.whole(summary["steps"])
     if isinstance(planned, int) and planned != summary["steps"]:
@@ -218,24 +215,24 @@ def _comparison(run: Run, summary: dict[str, Any], other: Run | None) -> dict[st
 
 def _script_data(panels: Panels, figures: list[Figure]) -> Markup:
     grid = panels.grid
-    # The last column may reach beyond the last step.
+    # The last column may extend beyond the last step.
     last = max([*panels.steps, *panels.other_steps], default=0)
     data = {
         "grid": {"first": grid.first, "width": grid.width, "count": grid.count, "last": last},
         "charts": {figure.key: figure.series for figure in figures if figure.svg},
     }
-    # "</script>" inside of a name would end the block.
+    # "</script>" inside a name would end the block.
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
 
 
 @cache
 def page_template(name: str) -> jinja2.Template:
-    """A template that lies beside this file, with our style sheet in it."""
-    # Kept, because a page that follows a run is written every few seconds.
+    """A template from this folder, with our style sheet included."""
+    # Cached, because a page that follows a run is written every few seconds.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
-        # A name that is missing fails here and not as a gap on somebody's page.
+        # A missing name fails here instead of leaving a gap on somebody's page.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -250,17 +247,17 @@ def page_template(name: str) -> jinja2.Template:
 def write_report(
     run_dir: Path | str, html_path: Path | str | None = None, compare: Path | str | None = None
 ) -> Path:
-    """Write the reports of a run that has finished, was stopped, or still goes on; the page's path
-    comes back.
+    """Write the reports of a run that has finished, was stopped, or is still going, and return the
+    page's path.
 
     Args:
         run_dir: folder of the run.
-        html_path: where the page goes; None: RUN/report.html, with summary.json and report.md
-            beside it.
-        compare: folder of a second run to lay over the first.
+        html_path: where the page goes; None: RUN/report.html, with summary.json and report.md next
+            to it.
+        compare: folder of a second run to compare with.
 
     Raises:
-        UsageError: a folder is no run.
+        UsageError: a folder is not a run.
         RunError: its files are damaged beyond use.
     """
     run = read_run(run_dir)
@@ -274,9 +271,7 @@ def write_report(
 
 
 def write_files(run: Run, other: Run | None = None) -> dict[str, Any]:
-    """Write summary.json, report.md and report.html into the run's folder; the summary comes
-    back.
-    """
+    """Write summary.json, report.md and report.html into the run's folder; returns the summary."""
     summary = build_summary(run)
     # Summary first: it is what programs read, and the page may still fail.
     write_atomic(run.path / SUMMARY_FILE, json.dumps(summary, indent=2, allow_nan=False) + "\n")
@@ -294,27 +289,26 @@ def follow(
     poll_s: float = 2.0,
     wait: Callable[[float], None] = time.sleep,
 ) -> Path:
-    """Write the page again whenever the run grows, until the run ends (or Ctrl-C); the page's path
-    comes back.
+    """Rewrite the page whenever the run grows, until the run ends (or Ctrl-C), and return the
+    page's path.
 
-    While the run goes on the page loads itself again every REFRESH_S seconds; the last page that is
-    written does not.
+    During the run the page reloads itself every REFRESH_S seconds; the final page does not.
 
     Args:
         run_dir, html_path, compare: as for write_report.
         on_refresh: called with the path after each write.
-        poll_s: seconds between two looks at the folder.
-        wait: sleeps for so many seconds; tests pass their own.
+        poll_s: seconds between two checks of the folder.
+        wait: sleeps for this many seconds; tests pass their own.
     """
     path = Path(run_dir)
     target = Path(html_path or path / HTML_FILE)
     seen: object = None
     try:
         while True:
-            # Before the run is read: what comes in between is seen next time.
+            # Before reading the run: anything written in between is seen next time.
             mark = _fingerprint(path)
             run = read_run(path)
-            # Written once more below, without the refresh.
+            # It is written once more below, without the refresh.
             if run.status != "running":
                 break
             if mark != seen:
@@ -326,9 +320,9 @@ def follow(
                 if on_refresh:
                     on_refresh(target)
             wait(poll_s)
-    # How following ends: the last page is written below, without the refresh.
+    # This is how following ends: the final page is written below, without the refresh.
     except KeyboardInterrupt:
-        logger.info("Stopped following %s; the run itself goes on", path)
+        logger.info("Stopped following %s; the run itself continues", path)
     write_report(path, html_path, compare)
     if on_refresh:
         on_refresh(target)

@@ -1,5 +1,5 @@
-"""The charts of the page: which metrics stand in which chart, and the sentence that says what to
-look for.
+"""The charts of the page: which metrics go into which chart, and a sentence that says what to look
+for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from medusa_ppo.reports.svg import Grid, Series, bin_values
 from medusa_ppo.runtime.wording import FORMATS, percent, seconds
 
 Column = str | list[float | None]
-"""A metric by its name, or its values step by step."""
+"""A metric by name, or its values step by step."""
 
 ROLE_TONES = {
     "engine": "generate",
@@ -28,7 +28,7 @@ ROLE_TONES = {
     "sync": "sync",
 }
 """Roles of a step, as `medusa_ppo.ppo.run_progress` has them."""
-# More pairs than these are drawn as lines, and without their ratios: they would overlap.
+# With more pairs than this, lines are drawn without ratios, which would overlap.
 PAIR_DOTS_UP_TO = 60
 PAIR_LABELS_UP_TO = 8
 # Pixels.
@@ -50,8 +50,8 @@ class Small(NamedTuple):
 
 
 RISES_SLOWLY = "Should rise slowly; a sudden jump is more often a loophole than a skill."
-LENGTH_GROWS = "Growth together with the reward: perhaps length is what is paid for."
-CUT_ARE_GUESSES = "Near zero is good: the reward of a cut one is a guess."
+LENGTH_GROWS = "If it grows together with the reward, the reward may pay for length."
+CUT_ARE_GUESSES = "Near zero is good: the reward of a cut response is a guess."
 GAP_GROWS = "Flat and small; growth means that syncs or dtypes don't match."
 SMALL = (
     Small(
@@ -69,7 +69,7 @@ SMALL = (
         "KL to the reference",
         m.KL_REFERENCE,
         "kl",
-        "Grows while the policy learns; it should not while the reward stands still.",
+        "Grows while the policy learns; it should not grow while the reward is flat.",
     ),
     Small(
         "klupdate",
@@ -137,7 +137,7 @@ class Figure:
 
 
 class Panels:
-    """Draws the charts of one run, or of two laid over each other, on one common step axis."""
+    """Draws the charts of one run, or of two overlaid runs, on a common step axis."""
 
     def __init__(self, run: Run, other: Run | None = None) -> None:
         self.run = run
@@ -170,14 +170,14 @@ class Panels:
         if self.other:
             series = [
                 series[0],
-                # Engine and frozen heads of this run, and the engine of the other: more lines could
-                # not be told apart.
+                # This run's engine and frozen heads, and the other run's engine: with more lines
+                # one could not tell them apart.
                 series[3],
                 self._overlay(self._drafted(self.other), format="length"),
             ]
         hint = (
-            "Blue above grey is what training along the way is worth: grey are the first published"
-            " heads, never trained again. Each flag is a new version of the heads."
+            "Blue above grey is what continued training is worth: grey shows the first published "
+            "heads, never trained again. Each flag is a new version of the heads."
         )
         marks = version_marks(self.run)
         return self._lines(
@@ -193,8 +193,8 @@ class Panels:
 
     def entropy(self) -> Figure:
         hint = (
-            "A surer policy (lower entropy) is easier to draft for: acceptance that only mirrors"
-            " this line is not the heads' doing."
+            "A more certain policy (lower entropy) is easier to draft for: acceptance that only "
+            "mirrors this line is not due to the heads."
         )
         series = self._single("entropy, nats", "entropy", m.ENTROPY)
         return self._lines(
@@ -206,7 +206,7 @@ class Panels:
         rates = [
             (
                 numbers(step.get(m.ACCEPTANCE_PER_POSITION))
-                # A step without drafts has zeros here, which are no rates.
+                # A step without drafts has zeros here, which are not rates.
                 if number(step.get(m.DRAFTS)) != 0
                 else None
             )
@@ -232,13 +232,12 @@ class Panels:
     def passes(self) -> Figure:
         """How much the companion trained on each batch."""
         hint = (
-            "As many as companion.share pays for while new versions come, nothing while they don't."
-            " A line that stays high under a chart of acceptance that stays flat is work for"
-            " nothing."
+            "As much as companion.share allows while new versions come, none while they don't. A "
+            "line that stays high while acceptance stays flat is wasted work."
         )
         series = self._single("passes over the batch", "hidden", m.COMPANION_PASSES, connect=True)
         return self._lines(
-            "passes", "How much the heads are trained", hint, series, height=SMALL_HEIGHT, floor=0.0
+            "passes", "How much the heads train", hint, series, height=SMALL_HEIGHT, floor=0.0
         )
 
     def speed(self) -> Figure:
@@ -264,12 +263,12 @@ class Panels:
         )
         series = [drafting, plain, rollouts, *self._overlays(m.TOKENS_PER_S, format="whole")]
         pairs = len(drafting.values.present)
-        # Stems and dots of many pairs would run into each other.
+        # Stems and dots of many pairs would overlap.
         if pairs == 0 or pairs > PAIR_DOTS_UP_TO:
             if pairs == 0:
                 hint = (
-                    "The run's own rollouts. A run generates nothing twice unless it is asked to"
-                    " (report.speed_every)."
+                    "The run's own rollouts. A run generates nothing twice unless asked to "
+                    "(report.speed_every)."
                 )
             return self._lines(
                 "speed",
@@ -309,8 +308,8 @@ class Panels:
         up, down = ([item for item in side if item.values.present] for side in sides)
         title = "Seconds of each step"
         hint = (
-            "Above the line the loop's own phases; below it the companion: green ran behind PPO,"
-            " orange is what the loop waited for."
+            "Above the line are the loop's own phases, below it the companion: green ran in "
+            "parallel to PPO, orange is what the loop waited for."
         )
         drawing = (
             svg.draw_bars("phases", title, up, down, self.grid, height=WIDE_HEIGHT)
@@ -320,9 +319,7 @@ class Panels:
         return self._figure("phases", title, hint, drawing, [*up, *down])
 
     def timelines(self) -> list[Figure]:
-        """Who worked when in the last step that says so; of the run, and of the one that is laid
-        over it.
-        """
+        """Who worked when, in the last step that recorded it, for the run and an overlaid run."""
         found = []
         for index, run in enumerate(run for run in (self.run, self.other) if run is not None):
             # A run that was stopped may have a last line without spans.
@@ -335,8 +332,8 @@ class Panels:
             )
             idle = percent(number(step.get(m.GENERATE_SCORE_IDLE)))
             hint = (
-                "Gaps are idle time: while responses were made and scored, engine and scoring"
-                f" stood idle for {idle} on average."
+                "Gaps are idle time: while responses were generated and scored, engine and"
+                f" scoring were idle for {idle} on average."
             )
             rows = [(role, tone, spans[role]) for role, tone in ROLE_TONES.items() if role in spans]
             legend = tuple(
@@ -355,7 +352,7 @@ class Panels:
         return found
 
     def learning(self) -> list[Figure]:
-        """The small charts on what PPO does; those without a single value are left out."""
+        """The small charts about PPO; those without any value are left out."""
         figures = []
         for small in SMALL:
             series = self._single(small.title, small.tone, small.metric, format=small.format)
@@ -365,17 +362,15 @@ class Panels:
         return figures
 
     def others(self) -> list[Figure]:
-        """Every other number in the lines, drawn as it is, so that nothing that was logged is out
-        of sight.
-        """
+        """Every other logged number, drawn as it is, so that nothing is hidden."""
         described = m.describe()
-        unknown = "Logged by this run; the report knows no more about it."
+        unknown = "Logged by this run; the report has no explanation for it."
         drawn = [
             (name, described.get(name, unknown), self._single(name, "rollouts", name, connect=True))
             for name in other_metrics(self.run)
         ]
         return [
-            # Numbered: a metric's name may hold what an id may not.
+            # Numbered, because a metric's name may contain what an id may not.
             self._lines(f"x-{index}", *what, height=SMALL_HEIGHT)
             for index, what in enumerate(drawn)
         ]
@@ -388,8 +383,8 @@ class Panels:
         return Series(name, tone, bin_values(self.grid, run.step_numbers(), column), **options)
 
     def _single(self, name: str, tone: str, metric: str, **options: Any) -> list[Series]:
-        """The line of a chart of one metric; where two runs are laid over each other, each is
-        called by its run.
+        """The line of a single-metric chart; when two runs are overlaid, each line is named after
+        its run.
         """
         return [
             self._series(self.run.name if self.other else name, tone, metric, **options),
@@ -404,8 +399,8 @@ class Panels:
         return [self._overlay(metric, **options)] if self.other else []
 
     def _drafted(self, run: Run) -> list[float | None]:
-        """MAL of the steps that drafted at all: a step without drafting has no acceptance, not one
-        of 1.
+        """MAL of the steps that drafted at all: a step without drafting has no acceptance rather
+        than 1.
         """
         return [
             number(step.get(m.MAL_SERVING)) if number(step.get(m.DRAFTS)) != 0 else None
@@ -438,7 +433,7 @@ class Panels:
 
 
 def role_spans(step: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """When each role worked in a step; what is no span is left out."""
+    """When each role worked in a step; invalid spans are left out."""
     given: Any = step.get(m.SPANS)
     found: dict[str, list[tuple[float, float]]] = {}
     for role in ROLE_TONES if isinstance(given, dict) else ():
@@ -454,8 +449,8 @@ def role_spans(step: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
 
 
 def version_marks(run: Run) -> list[tuple[int, str]]:
-    """(step, name) for each step that drafted with another version than the step before, version 0
-    at the start left out.
+    """(step, name) for each step that drafted with a different version than the step before,
+    without version 0 at the start.
     """
     marks = []
     before = 0.0
@@ -468,8 +463,8 @@ def version_marks(run: Run) -> list[tuple[int, str]]:
 
 
 def rest_seconds(run: Run) -> list[float | None]:
-    """Seconds of each step that no phase accounts for (timed pairs, reports); None for steps
-    without a neighbour to subtract.
+    """Unaccounted seconds of each step (timed pairs, reports); None for steps without a neighbour
+    to subtract.
     """
     rest: list[float | None] = []
     before: tuple[int, float] | None = None
@@ -477,7 +472,7 @@ def rest_seconds(run: Run) -> list[float | None]:
         wall = number(step.get(m.WALL_S))
         known = [number(step.get(metric)) or 0.0 for metric in PHASES]
         index = int(step[m.STEP])
-        # A line that is missing would give its seconds to the next step.
+        # Otherwise a missing line's seconds would count for the next step.
         follows = before is not None and before[0] == index - 1
         rest.append(
             max(0.0, wall - before[1] - sum(known))
@@ -489,7 +484,7 @@ def rest_seconds(run: Run) -> list[float | None]:
 
 
 def other_metrics(run: Run) -> list[str]:
-    """Names of numeric metrics in the lines that no chart or column of the page shows otherwise."""
+    """Names of numeric metrics that no other chart or column of the page shows."""
     shown = {
         m.STEP,
         m.WALL_S,
@@ -508,7 +503,7 @@ def other_metrics(run: Run) -> list[str]:
         m.COMPANION_HIDDEN_S,
     }
     shown |= {m.PLUGIN_EXPOSED_S, *PHASES, *(small.metric for small in SMALL)}
-    # In the order of the lines, which a set would lose.
+    # In the order of the lines, which a set would not keep.
     logged = dict.fromkeys(
         name for step in run.steps for name, value in step.items() if number(value) is not None
     )
@@ -516,8 +511,8 @@ def other_metrics(run: Run) -> list[str]:
 
 
 def _hover(item: Series, grid: Grid) -> dict[str, Any]:
-    """What the page's script needs to show values under the pointer; five digits are more than a
-    screen shows.
+    """What the page's script needs to show values under the pointer; five digits are enough for a
+    screen.
     """
     data: dict[str, Any] = {
         "name": item.name,
@@ -539,7 +534,7 @@ def _short(values: Sequence[float | None]) -> list[float | int | None]:
 
 
 def spark_values(run: Run, metric: str, columns: int = 60) -> list[float | None]:
-    """One metric in at most about `columns` means, for a headline tile."""
+    """One metric as at most about `columns` means, for a headline tile."""
     steps = run.step_numbers()
     if not steps:
         return []

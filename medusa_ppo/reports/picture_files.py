@@ -1,6 +1,4 @@
-"""Pictures that are SVG files of their own: speed-up against running sequences, acceptance against
-steps.
-"""
+"""Pictures as separate SVG files: speed-up against running sequences, acceptance against steps."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def draw_curves(
 
     Args:
         sizes: where each curve has a value.
-        curves: name -> one value for each size.
+        curves: name -> one value per size.
         unit: what the sizes count.
     """
     return _draw(title, sizes, curves, unit, math.log2, 1.0)
@@ -31,7 +29,7 @@ def draw_curves(
 def draw_steps(
     title: str, steps: Sequence[int], curves: Mapping[str, Sequence[float]], unit: str
 ) -> str:
-    """Values against steps, both axes linear; arguments as of `draw_curves`."""
+    """Values against steps, both axes linear; arguments as for `draw_curves`."""
     return _draw(title, steps, curves, unit, float, None)
 
 
@@ -78,7 +76,7 @@ def _draw(
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
         )
-        # A legend in the order of the curves; names at their ends would lie on each other.
+        # A legend in the order of the curves; names at their ends would overlap.
         row = TOP + 8 + 18 * index
         parts.append(_line(WIDTH - RIGHT + 10, row - 4, WIDTH - RIGHT + 26, row - 4, colour))
         parts.append(_text(WIDTH - RIGHT + 30, row, name))

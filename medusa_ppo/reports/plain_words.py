@@ -1,6 +1,4 @@
-"""What a run was worth, in three sentences that a person understands: the last that the terminal
-shows.
-"""
+"""What a run was worth, in three plain sentences, which the terminal shows at its end."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from medusa_ppo.runtime import wording as w
 
 
 def in_plain_words(summary: dict[str, Any]) -> list[str]:
-    """At most three sentences: how fast, what the heads brought, what the policy learned. What a
-    run did not measure is left out.
+    """At most three sentences: how fast, what the heads gained, what the policy learned. Anything
+    that was not measured is left out.
     """
     said = (_speed(summary), _heads(summary), _policy(summary))
     return [sentence for sentence in said if sentence]
@@ -34,12 +32,12 @@ def _heads(summary: dict[str, Any]) -> str:
     if mal["serving"] is None:
         return ""
     most = 1 + len(summary["acceptance_per_position"] or [])
-    sentence = f"In the last steps an engine step gave {mal['serving']:.2f} tokens of {most}"
+    sentence = f"In the last steps an engine step wrote {mal['serving']:.2f} tokens of {most}"
     if mal["frozen"] is None or mal["serving_replay"] is None:
         return f"{sentence}."
     return (
-        f"{sentence}: {mal['serving_replay']:.2f} by replay with the heads that were trained"
-        f" beside the loop, {mal['frozen']:.2f} with those of the first version."
+        f"{sentence}: {mal['serving_replay']:.2f} by replay with the heads trained beside the "
+        f"loop, {mal['frozen']:.2f} with those of the first version."
     )
 
 

@@ -1,4 +1,4 @@
-"""Reading a run folder: metrics.jsonl and run.json, finished or not, into one Run."""
+"""Reads a run folder (metrics.jsonl and run.json), finished or not, into a Run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 META_FILE = "run.json"
 BEST_FOLDER = "best"
-"""Holds the actor that did best in an evaluation."""
+"""Folder of the actor with the best evaluation."""
 KEPT_FOLDER = "checkpoints"
-"""Holds the last saves of the run's state."""
+"""Folder of the last saves of the run's state."""
 ROLLOUTS_FOLDER = "rollouts"
-# Columns of the rollout files; beside them stand step, policy_version, temperature, top_p and
-# top_k.
+# Columns of the rollout files, besides step, policy_version, temperature, top_p and top_k.
 PROMPT_IDS = "prompt_ids"
 RESPONSE_IDS = "response_ids"
 LOGPROBS = "logprobs"
 STATUSES = ("running", "finished", "interrupted", "failed")
-"""What a run writes of itself; the two below are what a reader finds out instead."""
+"""Statuses that a run writes itself; readers infer the two below."""
 KILLED = "killed"
 UNKNOWN = "unknown"
 LAST_STEP = 1 << 53
@@ -43,14 +42,14 @@ are stored as null).
 
 @dataclass(frozen=True)
 class Run:
-    """One run as it lies on disk.
+    """One run as stored on disk.
 
     Attributes:
         path: its folder.
         steps: one dict per PPO step, ascending in `step`, keys from medusa_ppo/contract/metrics.py.
         meta: run.json (name, config, versions, hardware, started_at, status ...); empty when the
             file is missing.
-        unreadable_lines: lines of metrics.jsonl that were no JSON object with a step; a torn last
+        unreadable_lines: lines of metrics.jsonl that are not a JSON object with a step; a torn last
             line is not counted.
         status: running | finished | interrupted | failed, `killed` when run.json says running but
             the process is gone, `unknown` without run.json.
@@ -71,14 +70,14 @@ class Run:
         return self.section("config")
 
     def section(self, name: str) -> dict[str, Any]:
-        """A mapping of run.json (config, versions, hardware, extras), empty when it is missing or
-        something else.
+        """A mapping of run.json (config, versions, hardware, extras); empty if it is missing or not
+        a mapping.
         """
         value = self.meta.get(name)
         return value if isinstance(value, dict) else {}
 
     def setting(self, section: str, key: str) -> Any:
-        """One value of the configuration, or None: a run of another loop may have another
+        """One value of the configuration, or None: another loop's run may have a different
         configuration.
         """
         values = self.config.get(section)
@@ -93,19 +92,19 @@ class Run:
 
 
 def number(value: object) -> float | None:
-    """A finite number as float, anything else as None (a bool is not a number)."""
-    # bool is an int to Python.
+    """A finite number as float, anything else (including bools) as None."""
+    # In Python a bool is an int.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    # A whole number beyond all floats.
+    # An integer too large for a float.
     except OverflowError:
         return None
 
 
 def numbers(value: object) -> list[float] | None:
-    """A list of finite numbers, or None when it is anything else or empty."""
+    """A list of finite numbers, or None if it is anything else or empty."""
     if not isinstance(value, list | tuple) or not value:
         return None
     found = [number(item) for item in value]
@@ -118,7 +117,7 @@ def read_run(run_dir: Path | str) -> Run:
     counted.
 
     Raises:
-        UsageError: the folder does not exist or is no run.
+        UsageError: the folder does not exist or is not a run.
         RunError: it is a run, but its files are damaged beyond use.
     """
     path = Path(run_dir)
@@ -132,16 +131,16 @@ def read_run(run_dir: Path | str) -> Run:
 
 
 def _no_run(path: Path) -> UsageError:
-    """The error for a folder that holds no run; names the runs nearby."""
+    """The error for a folder without a run, naming the runs nearby."""
     place = path if path.is_dir() else path.parent
     runs = place.glob(f"*/{METRICS_FILE}") if place.is_dir() else ()
-    # Mostly the folder of all runs was given: these are what was meant.
+    # Usually the folder of all runs was given, and one of these was meant.
     near = sorted(str(found.parent) for found in runs)[:8]
     expected = f"a folder with {METRICS_FILE}"
     if near:
         expected += f", e.g. {', '.join(near)}"
     return UsageError(
-        "This folder is no run." if path.is_dir() else "There is no such run folder.",
+        "This folder is not a run." if path.is_dir() else "There is no such run folder.",
         given=path,
         expected=expected,
         do="Give the folder of one run, OUT/NAME of its configuration.",
@@ -160,28 +159,26 @@ def read_meta(path: Path) -> dict[str, Any]:
         found = str(error)
     if found:
         given = f"{path}: {found}"
-        do = "Move the file away and ask again."
+        do = "Move the file away and try again."
         raise RunError(f"{META_FILE} is damaged.", given=given, expected="a JSON object", do=do)
     return dict(meta)
 
 
 def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Steps ascending (the last line wins when a step stands twice) and the number of unreadable
-    lines.
+    """Steps ascending (the last line of a repeated step wins) and the number of unreadable lines.
 
     Raises:
-        RunError: not one line is readable.
+        RunError: no line is readable.
     """
     if not path.is_file():
         return [], 0
-    # Bytes, because a line that was torn in the middle may be no UTF-8; each line is decoded by
-    # itself.
+    # Bytes, because a torn line may not be valid UTF-8; each line is decoded by itself.
     *lines, last = path.read_bytes().split(b"\n")
     records = [parse_line(line) for line in [*lines, last] if line.strip()]
-    # A resumed run may have written a step again before its old line was cut.
+    # A resumed run may have rewritten a step before its old line was cut.
     by_step = {int(record[metrics.STEP]): record for record in records if record is not None}
     bad = records.count(None)
-    # A line that is being written just now, or was when the process was killed.
+    # A line that is being written now, or was when the process was killed.
     if last.strip() and records[-1] is None:
         logger.info("%s ends in a torn line; it is left out", path)
         bad -= 1
@@ -199,10 +196,10 @@ def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """A step, or None when the line is no JSON object with a whole-numbered step."""
+    """A step, or None if the line is not a JSON object with an integer step."""
     try:
         record = json.loads(line)
-    # Hundreds of nested brackets are valid JSON, and more than Python's reader takes.
+    # Hundreds of nested brackets are valid JSON, but too deep for Python's parser.
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):
@@ -214,7 +211,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _status(meta: dict[str, Any]) -> str:
-    """What run.json says, or `killed` where the process that was running is gone."""
+    """The status in run.json, or `killed` if the running process is gone."""
     status = meta.get("status")
     if status not in STATUSES:
         return UNKNOWN
@@ -224,13 +221,13 @@ def _status(meta: dict[str, Any]) -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in ticks since the boot, which no change of the clock moves; None
-    without such a process or /proc.
+    """When a process started, in ticks since boot, which clock changes don't affect; None without
+    such a process or /proc.
     """
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        # The process's name may hold spaces and brackets; the fields after it don't. The start
-        # time is field 22 (proc(5)), the 20th behind the name.
+        # The process's name may contain spaces and brackets; the fields after it don't. The start
+        # time is field 22 (proc(5)), the 20th after the name.
         _, _, fields = line.rpartition(")")
         return int(fields.split()[19])
     except (OSError, ValueError, IndexError):
@@ -238,21 +235,20 @@ def start_ticks(pid: int) -> int | None:
 
 
 def process_alive(meta: dict[str, Any]) -> bool:
-    """Whether the process that wrote run.json still runs; True when that can't be told from here
-    (another host).
+    """Whether the process that wrote run.json is still running; True if that can't be determined
+    from here (another host).
     """
     process = meta.get("process")
-    # Process numbers of another host say nothing here.
+    # Process ids of another host mean nothing here.
     if not isinstance(process, dict) or process.get("host") != platform.node():
         return True
     try:
-        # psutil's time follows the clock, and a clock that is set would make a living run look
-        # dead.
+        # psutil's time follows the clock, so setting the clock would make a live run look dead.
         if "start_ticks" in process:
             return start_ticks(int(process["pid"])) == process["start_ticks"]
         started = psutil.Process(int(process["pid"])).create_time()
     except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
         return False
-    # Another process may have got the number since; it has another start time.
-    # psutil works the time out of the boot's, which moves with the clock by a little.
+    # Another process may have the same id now, but with a different start time. psutil derives the
+    # time from the boot time, which shifts slightly with the clock.
     return abs(started - (number(process.get("create_time")) or 0.0)) < 2.0

@@ -59,17 +59,17 @@ NEEDED = (
 )
 PACKAGES = (*NEEDED, "megatron-core", "trl", "verl", "openrlhf")
 GIB = 1024**3
-# nvidia-smi hangs where a driver has died, and git where a disk has; a run begins all the same.
+# nvidia-smi hangs if a driver has died, and git if a disk has; a run starts anyway.
 TOOL_TIMEOUT_S = 10.0
-# Forms that services give their tokens, so that one is found in a text that names no key.
+# Formats of services' tokens, so that tokens are recognised even without a key.
 SECRETS = re.compile(
     r"hf_[A-Za-z0-9]{6,}|\bgh[oprsu]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}"
     r"|\bsk-[\w-]{20,}|\bAKIA[A-Z0-9]{12,}"
     r"|(?<=Bearer )\S+|(?<=Authorization: Basic )\S+|(?<=://)[^/@\s]+(?=@)"
     r"|(?P<kept>[?&][\w.-]*(?i:token|secret|password|key|credential|sig|signature)=)[^&#\s\"']+"
 )
-"""What no file of a run may hold, wherever it stands in a text: tokens of known forms or in a
-request's header, the user and password in an address, and the parameters that sign one.
+"""What no file of a run may contain: tokens of known formats or in a request's header, user and
+password in an address, and parameters that sign one.
 """
 SECRET_KEYS = re.compile(
     r"(?:^|[._-])(?:token|secret|password|passwd|key|apikey|credentials?|authorization)$",
@@ -117,7 +117,7 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Marketing name of the CPU where the system tells it, else its architecture."""
+    """Marketing name of the CPU if the system knows it, else its architecture."""
     if cpuinfo.is_file():
         # `platform.processor` says x86_64, or nothing, on Linux.
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -127,10 +127,8 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def gpu_names() -> list[str]:
-    """One `name, memory` line per NVIDIA GPU; empty when there is none or its driver does not
-    answer.
-    """
-    # Asked of the driver's tool, because a report must not import torch.
+    """One `name, memory` line per NVIDIA GPU; empty if there is none or no answer by the driver."""
+    # By the driver's tool, because a report must not import torch.
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -146,10 +144,10 @@ def gpu_names() -> list[str]:
 
 
 def commit(root: Path = Path(__file__).parents[2]) -> str | None:
-    """The commit of the checkout that this program runs from, marked where files differ from it;
-    None for an installed wheel.
+    """The commit of the checkout that this program runs from, marked if files differ from it; None
+    for an installed wheel.
     """
-    # In a wheel the folders above may belong to somebody else's checkout.
+    # For a wheel, the folders above may belong to somebody else's checkout.
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root)]
@@ -162,22 +160,22 @@ def commit(root: Path = Path(__file__).parents[2]) -> str | None:
 
     try:
         found = ask("rev-parse", "HEAD")
-        # Untracked files (runs, notes) are no change of the program.
+        # Untracked files (runs, notes) don't change the program.
         changes = ask("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("git did not say the commit (%s); the report will name none", error)
+        logger.warning("git did not report the commit (%s); the report will name none", error)
         return None
     return f"{found} with changes" if changes else found
 
 
 def command_line(words: list[str] | None = None) -> str:
-    """The command that started this process, as one would type it, without secrets."""
+    """The command that started this process, as typed, without secrets."""
     program, *rest = sys.argv if words is None else words
     said = [Path(program).name]
-    # Not strict: the last word stands before nothing.
+    # Not strict: the last word has no successor.
     for before, word in zip(["", *rest], rest, strict=False):
         key, sign, value = word.partition("=")
-        # The value of an option stands in the next word.
+        # An option's value is in the next word.
         if before.startswith("--") and SECRET_KEYS.search(before):
             said.append("***")
         elif sign:
@@ -188,7 +186,7 @@ def command_line(words: list[str] | None = None) -> str:
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """Text, or a nested mapping with text in it, with *** in the place of tokens and passwords."""
+    """A text, or a nested mapping of texts, with *** instead of tokens and passwords."""
     if isinstance(value, dict):
         return {name: without_secrets(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -201,16 +199,15 @@ def without_secrets(value: Any, key: str = "") -> Any:
 
 
 class RunWriter:
-    """Writes a run while it goes on: one line per step, flushed, so that a stopped run leaves
+    """Writes a run while it is running: one line per step, flushed, so that a stopped run leaves
     everything it finished.
 
     Args:
-        run_dir: folder of the run; made when missing. What an earlier run left in it moves to
-            `earlier/`.
+        run_dir: folder of the run; created if missing. Files of an earlier run move to `earlier/`.
         config: the run's configuration as plain data; stored in run.json.
-        resume_step: go on with this step: lines of this and later steps are cut, earlier ones stay.
-        copy: a copy of metrics.jsonl as it was before that step; a line that the file has lost is
-            taken from it.
+        resume_step: continue with this step: lines of this and later steps are cut, earlier ones
+            stay.
+        copy: a copy of metrics.jsonl from before that step, from which lost lines are restored.
 
     Raises:
         UsageError: `resume_step` is given but the folder holds no run.
@@ -231,7 +228,7 @@ class RunWriter:
         old = read_meta(self.run_dir / META_FILE)
         # Before anything is moved or cut: the other run's files are still being written.
         self._refuse_second_writer(old)
-        # A run that goes on keeps what it was warned of.
+        # A resumed run keeps its warnings.
         before = old.get("events") if resume_step is not None else []
         self._events = Events(resume_step or 0, before, without_secrets)
         try:
@@ -242,12 +239,11 @@ class RunWriter:
                 self._cut(resume_step, copy)
                 self.meta = self._resumed_meta(old, config, resume_step)
             self._write_meta()
-            # Without a buffer: what was written is what the file has, also when this process is
-            # killed.
+            # Unbuffered: the file has everything that was written, even if this process is killed.
             path = self.run_dir / METRICS_FILE
-            # It lives as long as the run.
+            # It stays open as long as the run.
             self._stream = open(path, "ab", buffering=0)  # noqa: SIM115
-        # A writer that never came to be must not go on listening to the loggers.
+        # A writer that failed to start must not keep listening to the loggers.
         except BaseException:
             self._events.close()
             raise
@@ -257,8 +253,8 @@ class RunWriter:
         """Append one step and flush it. NaN and infinities are stored as null and named under
         `nonfinite`.
 
-        A line that can't be written (a full disk) is told in the log and tried again with the next
-        step, and at the end.
+        If a line can't be written (a full disk), the log says so, and it is tried again with the
+        next step and at the end.
 
         Raises:
             UsageError: `step` is missing or does not grow.
@@ -266,7 +262,7 @@ class RunWriter:
         step = values.get(metrics.STEP)
         if not isinstance(step, int) or isinstance(step, bool) or step <= self._last_step:
             raise UsageError(
-                "A step line needs a step number that grows.",
+                "Step numbers must grow.",
                 given=repr(step),
                 expected=f"a whole number > {self._last_step}",
                 do="Count PPO steps from 0, and open the writer with resume_step after a restart.",
@@ -289,29 +285,28 @@ class RunWriter:
                 "Step %d could not be written, and is kept in memory until it can: %s", step, error
             )
         self._events.next_step = step + 1
-        # Warnings are written at once, so that they outlive a run that is killed later.
+        # Warnings are written at once, so that they survive if the run is killed later.
         if self._events.fresh:
             self._events.fresh = False
-            # A full disk must not end the run over its notes; they are written with the next
-            # chance.
+            # A full disk must not end the run over its notes; they are written at the next chance.
             with contextlib.suppress(OSError):
                 self._write_meta()
 
     def add(self, **sections: Any) -> None:
-        """Put more sections into run.json, in the place of those of the same name."""
+        """Put sections into run.json, replacing those of the same name."""
         self.meta.update(clean(sections))
         self._write_meta()
 
     def finish(
         self, status: str = "finished", extras: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Close the run and write summary.json, report.md and report.html; also for a run that
+        """Close the run and write summary.json, report.md and report.html, even for a run that
         stops half-way.
 
         Args:
             status: finished | interrupted | failed.
-            extras: more figures for summary.json; they stand under `extras` (for a failed run:
-                `error`, its message).
+            extras: more figures for summary.json, under `extras` (for a failed run: `error`, its
+                message).
 
         Returns:
             The summary, as written.
@@ -331,8 +326,8 @@ class RunWriter:
         return write_files(read_run(self.run_dir))
 
     def close(self) -> None:
-        """Close the file; more steps can't follow. Calling it twice is fine. OSError when lines are
-        left that can't be written.
+        """Close the file; no steps can follow. Calling it twice is fine. Raises OSError if lines
+        are left that can't be written.
         """
         self._events.close()
         try:
@@ -342,26 +337,26 @@ class RunWriter:
             self._stream.close()
 
     def _write_waiting(self) -> None:
-        """Write all waiting lines, or nothing: half a line would spoil the next one."""
+        """Write all waiting lines or nothing: half a line would corrupt the next one."""
         size = os.fstat(self._stream.fileno()).st_size
         try:
             written = 0
             while written < len(self._waiting):
-                # A raw file may take only a part, as a nearly full disk does.
+                # A raw file may accept only a part, e.g. on a nearly full disk.
                 written += self._stream.write(self._waiting[written:]) or 0
             os.fsync(self._stream.fileno())
         except OSError:
-            # Whatever part was taken is cut off again: it would spoil the next line.
+            # Cut off a partial write again: it would corrupt the next line.
             os.ftruncate(self._stream.fileno(), size)
             raise
         self._waiting = b""
 
     def _refuse_second_writer(self, old: dict[str, Any]) -> None:
-        """RunError when run.json names another process that still writes here."""
+        """Raise RunError if run.json names another process that still writes here."""
         process = old.get("process") or {}
         if (
             old.get("status") == "running"
-            # What this very process left open is no second writer.
+            # A writer left open by this very process is not a second writer.
             and process.get("pid") != os.getpid()
             and process_alive(old)
         ):
@@ -376,18 +371,18 @@ class RunWriter:
             )
 
     def _move_earlier(self, old: dict[str, Any]) -> None:
-        """Keep what an earlier run left here: nothing that was measured is ever overwritten."""
-        # `lexists`: a link is moved too, even one that leads nowhere.
+        """Move an earlier run's files aside: nothing measured is ever overwritten."""
+        # `lexists`: broken links are moved too.
         present = [
             self.run_dir / name for name in OWN_FILES if os.path.lexists(self.run_dir / name)
         ]
         if not present:
             return
-        # In a run folder that somebody else made, `started_at` may be any text, also a path.
+        # In somebody else's run folder `started_at` may be any text, even a path.
         stamp = re.sub(r"[^\w+-]", "-", str(old.get("started_at") or _now()))[:40]
         target = self.run_dir / EARLIER_FOLDER / stamp
         counter = 1
-        # Two runs may have begun in the same second.
+        # Two runs may have started in the same second.
         while target.exists():
             counter += 1
             target = target.with_name(f"{stamp}.{counter}")
@@ -397,12 +392,12 @@ class RunWriter:
         logger.info("The folder held an earlier run; it moved to %s", target)
 
     def _cut(self, resume_step: int, copy: Path | None) -> None:
-        """Keep the lines before `resume_step`; the steps from there on are taken again."""
+        """Keep the lines before `resume_step`; the steps from there on are repeated."""
         path = self.run_dir / METRICS_FILE
         files = [file for file in (copy, path) if file is not None and file.is_file()]
         if not files:
             raise UsageError(
-                "There is no run to go on with.",
+                "There is no run to continue.",
                 given=self.run_dir,
                 expected=f"a folder with {METRICS_FILE}",
                 do="Start without resume.",
@@ -410,9 +405,9 @@ class RunWriter:
         steps: dict[int, dict[str, Any]] = {}
         for file in files:
             try:
-                # The run's own lines come last and win; the copy only fills what they have lost.
+                # The run's own lines come last and win; the copy only restores lost ones.
                 steps |= {step[metrics.STEP]: step for step in read_steps(file)[0]}
-            # The other file may have all of its lines.
+            # The other file may be complete.
             except RunError as error:
                 logger.warning("%s is damaged. %s", file, error)
         kept = [steps[number] for number in sorted(steps) if number < resume_step]
@@ -448,11 +443,11 @@ class RunWriter:
     def _resumed_meta(
         self, old: dict[str, Any], config: dict[str, Any], resume_step: int
     ) -> dict[str, Any]:
-        # What it runs on now is described anew; when it began stays.
+        # The machine is described again; the start time stays.
         meta = self._new_meta(config) | {
             key: old[key] for key in ("started_at", "extras", "resumed") if key in old
         }
-        # What stopped the run before is no word on the run that goes on.
+        # What stopped the run earlier does not apply to the resumed run.
         meta["extras"] = {
             key: value for key, value in meta.get("extras", {}).items() if key != "error"
         }
@@ -477,7 +472,7 @@ def _started() -> dict[str, float]:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """What differed before the run was stopped: dotted key -> the value that it had then."""
+    """What was different before the run was stopped: dotted key -> its value then."""
     sections = ("command", "commit", "config", "versions", "hardware")
     before = flatten({name: old.get(name) for name in sections})
     now = flatten({name: new.get(name) for name in sections})
@@ -491,9 +486,9 @@ def clean(value: Any, lost: list[float] | None = None) -> Any:
     infinities become None (and go to `lost`).
 
     Raises:
-        UsageError: something that is none of these.
+        UsageError: something else.
     """
-    # JSON has no NaN; what Python's writer would make of it other programs can't read.
+    # JSON has no NaN, and other programs can't read what Python writes for it.
     if isinstance(value, float) and not math.isfinite(value):
         if lost is not None:
             lost.append(value)
@@ -506,7 +501,7 @@ def clean(value: Any, lost: list[float] | None = None) -> Any:
         return [clean(item, lost) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    # numpy scalars and arrays, torch tensors: none of them needs to be imported for this.
+    # numpy scalars and arrays, and torch tensors, without importing either.
     if hasattr(value, "tolist"):
         return clean(value.tolist(), lost)
     given = f"{type(value).__name__}: {value!r}"

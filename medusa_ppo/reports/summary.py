@@ -1,4 +1,4 @@
-"""build_summary: the figures of a run, each with one definition, and null where there is no
+"""build_summary: the figures of a run, each with one definition, and null if there is no
 measurement.
 
 SUMMARY_KEYS explains every key; docs/metrics.md is generated from it.
@@ -45,8 +45,8 @@ LEDGER = ("engine", "actor", "reference", "critic", "reward")
 SUMMARY_KEYS: dict[str, str] = {
     "name": "Name of the run.",
     "status": (
-        "`running`, `finished`, `interrupted`, `failed`, `killed` (its process is gone without a"
-        " word) or `unknown`."
+        "`running`, `finished`, `interrupted`, `failed`, `killed` (its process is gone without a "
+        "final status) or `unknown`."
     ),
     "started_at": "When the run started, UTC.",
     "wall_s": "Seconds since the start at the end of the last step.",
@@ -64,16 +64,16 @@ SUMMARY_KEYS: dict[str, str] = {
         " later)."
     ),
     "mean_acceptance_length.frozen": (
-        "Replay estimate of the first published heads, never trained again; mean over those steps"
-        " of the last window that have it for both sets of heads."
+        "Replay estimate of the first published heads, never trained again; mean over the steps "
+        "of the last window that have it for both sets of heads."
     ),
     "mean_acceptance_length.serving_replay": (
-        "The serving heads by the same estimator on the same steps: this, not `serving`, is what"
-        " `frozen` compares with."
+        "The serving heads by the same estimator on the same steps: compare `frozen` with this, "
+        "not with `serving`."
     ),
     "mean_acceptance_length.gain": "`serving_replay` minus `frozen`.",
     "mean_acceptance_length.gain_standard_error": (
-        "Standard error of that gain over the steps it is the mean of; null for fewer than two."
+        "Standard error of that gain over its steps; null for fewer than two."
     ),
     "mean_acceptance_length.replay_steps": "Steps behind the three replay figures.",
     "acceptance_per_position": (
@@ -88,24 +88,24 @@ SUMMARY_KEYS: dict[str, str] = {
         " timed in turn."
     ),
     "rollout_speedup_pairs.against": (
-        "What drafting was timed against. `vllm`: an engine of its own without speculation,"
-        " compiled, at vLLM's defaults, after the last step; `own`: this run's engine without"
-        " drafts, in its paired steps; null: nothing."
+        "What drafting was timed against. `vllm`: a separate engine without speculation, "
+        "compiled, at vLLM's defaults, after the last step; `own`: this run's engine without "
+        "drafts, in its paired steps; null: nothing."
     ),
     "rollout_speedup_pairs.count": "Number of pairs.",
     "rollout_speedup_pairs.min": "Smallest ratio.",
     "rollout_speedup_pairs.max": "Largest ratio.",
     "rollout_speedup_pairs.lower_quartile": (
-        "A quarter of the pairs lies below; null for fewer than four pairs."
+        "A quarter of the pairs is below; null for fewer than four pairs."
     ),
     "rollout_speedup_pairs.upper_quartile": (
-        "A quarter of the pairs lies above; null for fewer than four pairs."
+        "A quarter of the pairs is above; null for fewer than four pairs."
     ),
     "rollout_speedup_pairs.last": "The last pair's ratio.",
     "step_ratio": (
-        "Seconds of a whole PPO step with the plugin / seconds without it (in an engine of its own"
-        " at vLLM's defaults), the same prompts in turn after the last step, of the middle pair (of"
-        " an even number the upper one): above 1 the plugin makes the loop slower."
+        "Seconds of a whole PPO step with the plugin / seconds without it (a separate engine at "
+        "vLLM's defaults), on the same prompts in turn after the last step, for the median pair "
+        "(the upper one of an even number): above 1 the plugin slows the loop down."
     ),
     "step_pairs.count": "Number of pairs.",
     "step_pairs.min": "Smallest ratio.",
@@ -115,18 +115,17 @@ SUMMARY_KEYS: dict[str, str] = {
     "step_pairs.generate_with_s": "Of the first, seconds of generation.",
     "step_pairs.generate_without_s": "Of the second, seconds of generation.",
     "actor_note": (
-        "What has to be said of the actor beside any figure, e.g. that it was grown by zero-gated"
-        " neurons; null: nothing."
+        "A note on the actor that belongs next to any figure, e.g. that it was grown by "
+        "zero-gated neurons; null: none."
     ),
     "tokens_per_s.drafting": (
-        "Response tokens per second with drafting, of the pair whose ratio is in the middle (of two"
-        " the larger)."
+        "Response tokens per second with drafting, for the median pair (the larger of two)."
     ),
     "tokens_per_s.plain": "The same without drafting.",
     "tokens_per_s.rollouts": (
         "Response tokens per second of the run's own generation, mean over the last window."
     ),
-    "reward.first": "Mean reward over the first window, KL penalty not included.",
+    "reward.first": "Mean reward over the first window, without the KL penalty.",
     "reward.last": "The same over the last window.",
     "correct_frac.first": "Share of responses with the right answer, mean over the first window.",
     "correct_frac.last": "The same over the last window.",
@@ -134,38 +133,35 @@ SUMMARY_KEYS: dict[str, str] = {
     "companion.optimizer_steps": "Optimizer steps it took.",
     "companion.passes": "Passes over a rollout batch, mean over the steps.",
     "companion.reasons": (
-        "Why so many: pairs of a state of the training and its steps, the most frequent first."
+        "The reasons: pairs of a training state and its number of steps, the most frequent first."
     ),
     "companion.versions_published": "Versions of the heads it published.",
     "companion.versions_followed": (
-        "Of these, compared with the one before on the batches that came after the swap."
+        "Of these, the versions compared with their predecessor on batches after the swap."
     ),
-    "companion.versions_worse": "Of these, surely worse than the one before there.",
+    "companion.versions_worse": "Of those, the versions that were significantly worse.",
     "companion.batches_dropped": (
-        "Rollout batches it dropped: no room was left, or newer policies had come."
+        "Rollout batches it dropped, because there was no room or newer policies had arrived."
     ),
     "companion.train_s": "Seconds it trained.",
-    "companion.hidden_s": "Of these, seconds that no hook of the loop waited for.",
+    "companion.hidden_s": "Of these, seconds in which no hook of the loop waited for it.",
     "companion.exposed_s": "Seconds the loop spent inside the plugin's hooks.",
     "companion.saved_s": (
-        "Seconds of generation less than the same tokens took with the heads that the run began"
-        " with."
+        "Seconds of generation saved, compared with the heads that the run began with."
     ),
     "companion.lost_s": (
-        "Seconds that the companion took from the loop: in hooks, and on cores or a device of both."
+        "Seconds that the companion took from the loop: in hooks, and on shared cores or devices."
     ),
     "companion.taken_frac": (
-        "Share of the loop's seconds that training took; companion.share is the most."
+        "Share of the loop's seconds that training took; companion.share is the limit."
     ),
-    "companion.net_s": (
-        "Saved less lost. What a loop without the plugin would take is in neither: see step_ratio."
-    ),
+    "companion.net_s": ("Saved minus lost. For a loop without the plugin see step_ratio."),
     "warm_up.seconds": "Seconds of the warm-up before the first step; null: there was none.",
-    "warm_up.tokens": "Response tokens that heads were trained and judged on in it.",
+    "warm_up.tokens": "Response tokens that it trained and judged heads on.",
     "warm_up.before": (
         "Replay estimate of the heads before it, on its held-out prompts: tokens per engine step."
     ),
-    "warm_up.after": "The same of the heads that it gave the engine.",
+    "warm_up.after": "The same for the heads that it gave to the engine.",
     "staleness.last": (
         "Policy updates between the serving heads' last training batch and the last step's"
         " rollouts."
@@ -177,17 +173,17 @@ SUMMARY_KEYS: dict[str, str] = {
     "phases_s.generate": "Seconds of rollout generation in the whole run.",
     "phases_s.score": "Seconds of the log-prob, value and reward passes.",
     "phases_s.update": "Seconds of the PPO updates.",
-    "phases_s.sync": "Seconds of carrying the actor into the engine.",
-    "phases_s.swap": "Seconds of swapping heads into the engine.",
+    "phases_s.sync": "Seconds to send the actor to the engine.",
+    "phases_s.swap": "Seconds to swap heads into the engine.",
     "memory_peak_gib.generate": (
-        "Most memory of the loop's process in the generation, over the run: torch's on its GPU, or"
-        " resident."
+        "Peak memory of the loop's process during generation, over the run: torch's on its GPU, "
+        "or resident."
     ),
-    "memory_peak_gib.score": "The same while it scores.",
-    "memory_peak_gib.update": "The same in the update.",
-    "memory_peak_gib.sync": "The same in the sync.",
+    "memory_peak_gib.score": "The same during scoring.",
+    "memory_peak_gib.update": "The same during the update.",
+    "memory_peak_gib.sync": "The same during the sync.",
     "ledger.peak_gib": (
-        "Most bytes that all roles had on devices at once: weights, gradients, moments, keys and"
+        "Most memory that all roles had on devices at once: weights, gradients, moments, keys and"
         " values."
     ),
     **{f"ledger.{role}_gib": f"The most that the {role} had." for role in LEDGER},
@@ -195,39 +191,37 @@ SUMMARY_KEYS: dict[str, str] = {
         "Seconds of carrying roles to host memory and back in a step, mean over the last window"
         " (ppo.placement other than separate)."
     ),
-    "ledger.offload_bytes": "Bytes that were copied for it, mean over the last window.",
+    "ledger.offload_bytes": "Bytes copied for that, mean over the last window.",
     "ledger.wake_s": (
-        "Seconds that the engine took to fall asleep and to wake up in a step, mean over the last"
+        "Seconds that the engine took to go to sleep and to wake up in a step, mean over the last"
         " window."
     ),
     "generate_score.seconds": (
-        "Seconds from the generation's first to the scoring's last in a step, mean over the last"
+        "Seconds from the start of generation to the end of scoring in a step, mean over the last"
         " window."
     ),
     "generate_score.idle_frac": (
-        "Share of these in which engine or scoring stood idle (mean of the two), mean over the last"
+        "Share of these in which engine or scoring was idle (mean of the two), mean over the last"
         " window."
     ),
-    "actor_sync.seconds": (
-        "Seconds that carrying the actor into the engines took, mean over the last window."
-    ),
+    "actor_sync.seconds": ("Seconds to send the actor to the engines, mean over the last window."),
     "actor_sync.collect_s": (
         "Of these, seconds until its weights were collected from its processes and written."
     ),
     "actor_sync.bytes": "Bytes of the actor's weights that each engine read in the last step.",
     "versions": "Versions of the packages.",
-    "extras": "What the program that wrote the run added.",
+    "extras": "Added by the program that wrote the run.",
 }
 
 
 def build_summary(run: Run) -> dict[str, Any]:
     """All figures of a run as nested plain data (keys: SUMMARY_KEYS). Missing data gives None,
-    never a made-up number.
+    never an invented number.
     """
     window = window_steps(len(run.steps))
     pairs, against = speed_pairs(run)
     speedups = _present([pair.get(m.PAIR_SPEEDUP) for pair in pairs])
-    # Of one pair, so that they fit its ratio.
+    # From one pair, so that they match its ratio.
     told = sorted(
         (pair for pair in pairs if pair[m.PAIR_PLAIN_TOKENS_PER_S]),
         key=lambda pair: pair[m.PAIR_SPEEDUP] or 0.0,
@@ -235,7 +229,7 @@ def build_summary(run: Run) -> dict[str, Any]:
     rates = told[len(told) // 2] if told else {}
     steps = step_pairs(run)
     middle = middle_pair(steps)
-    # Without a step the window is 0, and there is nothing to cut.
+    # Without any steps the window is 0, and there is nothing to cut.
     last = run.steps[-window:]
     return {
         "name": run.name,
@@ -334,7 +328,7 @@ def ledger_rows(ledger: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def window_steps(steps: int) -> int:
-    """How many steps the `first` and `last` figures of a run of this length are taken over."""
+    """Number of steps behind the `first` and `last` figures of a run of this length."""
     return min(WINDOW_MOST, max(1, steps // WINDOW_SHARE)) if steps else 0
 
 
@@ -349,8 +343,8 @@ def mean_acceptance_length(steps: Sequence[dict[str, Any]]) -> float | None:
         if some and taken is not None:
             drafts = drafts + some
             accepted = accepted + taken
-    # Sums first, then the ratio: a mean of the steps' ratios would weigh a short step like a long
-    # one.
+    # Sums first, then the ratio: a mean of the steps' ratios would give a short step the weight of
+    # a long one.
     return 1.0 + accepted / drafts if drafts else None
 
 
@@ -369,7 +363,7 @@ def acceptance_per_position(steps: Sequence[dict[str, Any]]) -> list[float] | No
         if not some or rates is None:
             continue
         drafts += some
-        # Where K is chosen, a later step may have more positions.
+        # If K is chosen, a later step may have more positions.
         accepted += [0.0] * (len(rates) - len(accepted))
         for position, rate in enumerate(rates):
             accepted[position] += rate * some
@@ -386,9 +380,9 @@ def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None
         if found is None or tokens is None:
             continue
         engines = max(engines, len(found))
-        # A damaged line may have lists of two lengths.
+        # A damaged line may have lists of different lengths.
         for index, (length, generated) in enumerate(zip(found, tokens, strict=False)):
-            # An engine without work has a length of 1 by definition, and no acceptance.
+            # An idle engine has a length of 1 by definition, and no acceptance.
             if generated:
                 lengths.setdefault(index, []).append(length)
     if not engines:
@@ -398,11 +392,11 @@ def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None
 
 def speed_pairs(run: Run) -> tuple[list[dict[str, float | None]], str | None]:
     """Tokens/s with drafts and without, pair by pair, and against what: those after the last step
-    where there are some.
+    if there are any.
     """
     columns = (m.PAIR_DRAFTING_TOKENS_PER_S, m.PAIR_PLAIN_TOKENS_PER_S, m.PAIR_SPEEDUP)
-    # An engine of its own at vLLM's defaults is what a user would have; this run's engine without
-    # drafts only stands in for it.
+    # A separate engine at vLLM's defaults is what a user would have; this run's engine without
+    # drafts is only a substitute.
     for lines, against in ((_entries(run, "rollouts"), "vllm"), (run.steps, "own")):
         pairs = [{name: number(line.get(name)) for name in columns} for line in lines]
         pairs = [pair for pair in pairs if pair[m.PAIR_SPEEDUP] is not None]
@@ -412,10 +406,10 @@ def speed_pairs(run: Run) -> tuple[list[dict[str, float | None]], str | None]:
 
 
 def step_pairs(run: Run) -> list[StepPair]:
-    """Seconds of the steps that were taken in turn with the plugin and without it, and of their
-    phases, by the names of the metrics.
+    """Seconds of the steps taken in turn with and without the plugin, and of their phases, by the
+    names of the metrics.
 
-    `step_s` is the whole step; a pair that can't be read is left out.
+    `step_s` is the whole step; unreadable pairs are left out.
     """
     pairs = [
         (_seconds(entry.get("with")), _seconds(entry.get("without")))
@@ -425,7 +419,7 @@ def step_pairs(run: Run) -> list[StepPair]:
 
 
 def _seconds(side: object) -> dict[str, float]:
-    """Seconds by phase of one side of a pair, without what is no number."""
+    """Seconds by phase of one side of a pair, without anything that is not a number."""
     if not isinstance(side, dict):
         return {}
     found = {str(name): number(given) for name, given in side.items()}
@@ -433,7 +427,7 @@ def _seconds(side: object) -> dict[str, float]:
 
 
 def _entries(run: Run, kind: str) -> list[dict[str, Any]]:
-    """What the comparison after the last step holds of a kind; run.json may hold anything."""
+    """One kind of entry of the comparison after the last step; run.json may contain anything."""
     entries = run.section("comparison").get(kind)
     if not isinstance(entries, list):
         return []
@@ -441,8 +435,8 @@ def _entries(run: Run, kind: str) -> list[dict[str, Any]]:
 
 
 def middle_pair(pairs: Sequence[StepPair], name: str = STEP_S) -> StepPair | None:
-    """The pair whose ratio of seconds in a phase is the median, of an even number the upper one:
-    its seconds fit its ratio, which medians of each side, taken by themselves, need not.
+    """The pair with the median ratio of seconds in a phase (the upper one of an even number): its
+    seconds match its ratio, unlike separate medians of each side.
     """
     ordered = sorted(pairs, key=lambda pair: pair[0][name] / pair[1][name])
     return ordered[len(ordered) // 2] if ordered else None
@@ -462,7 +456,7 @@ def _step_figures(pairs: list[StepPair]) -> dict[str, float | int | None]:
 
 
 def replay_pairs(steps: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Replay estimates of the serving and of the frozen heads, of those steps that have both."""
+    """Replay estimates of the serving and of the frozen heads, for the steps that have both."""
     pairs = [
         (number(step.get(m.REPLAY_SERVING)), number(step.get(m.REPLAY_FROZEN))) for step in steps
     ]
@@ -472,7 +466,7 @@ def replay_pairs(steps: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
 
 
 def _acceptance_lengths(run: Run, last: Sequence[dict[str, Any]]) -> dict[str, float | int | None]:
-    # Both from the same steps: a mean over other steps each would compare rollouts, not heads.
+    # Both from the same steps: means over different steps would compare rollouts, not heads.
     both = replay_pairs(last)
     gains = [serving - frozen for serving, frozen in both]
     published = (
@@ -517,13 +511,13 @@ def _companion(run: Run) -> dict[str, Any]:
 
 
 def _spread(ratios: list[float]) -> dict[str, float | int | None]:
-    """Count, range and quartiles of ratios. Of fewer than four, quartiles would say no more than
+    """Count, range and quartiles of ratios. With fewer than four, quartiles would say no more than
     the range.
     """
     lower: float | None = None
     upper: float | None = None
     if len(ratios) >= 4:
-        # `inclusive` keeps quartiles within the range: these pairs are all there are.
+        # `inclusive` keeps quartiles within the range: these pairs are the whole population.
         lower, _, upper = quantiles(ratios, n=4, method="inclusive")
     return {
         "count": len(ratios),
@@ -545,7 +539,8 @@ def _last(column: Sequence[float | None]) -> float | None:
 
 def _sum(column: Sequence[float | None]) -> float | None:
     values = _present(column)
-    # Exact: a run has thousands of steps, and sums of seconds are subtracted from each other.
+    # An exact sum: a run has thousands of steps, and sums of seconds are subtracted from each
+    # other.
     return math.fsum(values) if values else None
 
 
@@ -555,13 +550,13 @@ def _median(column: Sequence[float | None]) -> float | None:
 
 
 def mean(column: Sequence[float | None]) -> float | None:
-    """Mean of what was measured; None where nothing was."""
+    """Mean of the measured values; None if there are none."""
     values = _present(column)
     return fmean(values) if values else None
 
 
 def first_last(column: Sequence[float | None], window: int) -> dict[str, float | None]:
-    """Means over the first and over the last window of steps; None where nothing was measured."""
+    """Means over the first and the last window of steps; None if nothing was measured."""
     return {"first": mean(column[:window]), "last": mean(column[-window:])}
 
 

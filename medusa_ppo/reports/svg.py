@@ -1,8 +1,8 @@
 """Inline SVG charts, drawn in Python: lines, bars, a heat strip, pairs.
 
-A chart is an <svg> as wide as its box and `height` pixels high. Grid lines and texts stand at
-percent positions, so that texts keep their size; the data lies in an inner <svg> of 1000 x height
-units that stretches to the box (strokes keep their width). Axis texts stand outside of the box.
+A chart is an <svg> as wide as its box and `height` pixels high. Grid lines and texts have percent
+positions, so that texts keep their size; the data is in an inner <svg> of 1000 x height units that
+stretches to the box (strokes keep their width). Axis texts are outside the box.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import fmean
 from medusa_ppo.runtime.wording import FORMATS, ratio, seconds, short
 
 MAX_COLUMNS = 360
-"""About as many as a chart is pixels wide on a telephone; more would only make the page heavier."""
+"""About the width of a chart in pixels on a phone; more would only make the page larger."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Grid:
 
     @classmethod
     def over(cls, steps: Iterable[int]) -> Grid:
-        """The grid that holds all these steps; an empty one has a single column for step 0."""
+        """The grid for all these steps; with no steps, a single column for step 0."""
         found = list(steps)
         low, high = (min(found), max(found)) if found else (0, 0)
         span = high - low + 1
@@ -47,12 +47,12 @@ class Grid:
         return (step - self.first) // self.width
 
     def position(self, step: float) -> float:
-        """Where a step lies on the axis, 0 (left edge) to 1 (right edge)."""
-        # A step stands in the middle of its place, as a column's value does.
+        """A step's position on the axis, 0 (left edge) to 1 (right edge)."""
+        # A step is drawn in the middle of its place, like a column's value.
         return ((step - self.first + 0.5) / self.width) / self.count
 
     def center(self, column: int) -> float:
-        """Where the middle of a column lies, 0 to 1."""
+        """Position of the middle of a column, 0 to 1."""
         return (column + 0.5) / self.count
 
 
@@ -78,7 +78,7 @@ class Binned:
 
 
 def bin_values(grid: Grid, steps: Sequence[int], values: Sequence[float | None]) -> Binned:
-    """Values per column; nothing is lost of the extremes when a column holds many steps."""
+    """Values per column; extremes survive when a column holds many steps."""
     cells: list[list[float]] = [[] for _ in range(grid.count)]
     for step, value in zip(steps, values, strict=True):
         if value is not None:
@@ -94,25 +94,25 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round numbers (1, 2, 2.5 or 5 times a power of ten) that cover low..high, at most about
     `most` of them.
     """
-    # A range without width, and NaN, get some; the logarithm below needs it.
+    # Give empty ranges and NaN some width, which the logarithm below needs.
     if not high > low:
         low = low - (abs(low) or 1.0) * 0.5
         high = high + (abs(high) or 1.0) * 0.5
     rough = (high - low) / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
-    # The small share less keeps a range that is just a round number from the next larger distance.
+    # Subtracting a tiny share keeps an exactly round range from getting the next larger distance.
     size = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-    # A bound that is a tick but for its rounding must not get another tick beyond it.
+    # A bound that equals a tick up to rounding must not get another tick beyond it.
     start = math.floor(low / size + 1e-9)
     stop = math.ceil(high / size - 1e-9)
-    # 3 * 0.1 is 0.30000000000000004, and would be written so.
+    # 3 * 0.1 is 0.30000000000000004, and would be printed like that.
     return [round(index * size, 12) for index in range(start, stop + 1)]
 
 
 def step_ticks(grid: Grid, most: int = 6) -> list[int]:
-    """Whole step numbers inside the grid, at round distances."""
+    """Integer steps inside the grid, at round distances."""
     last = grid.first + grid.width * grid.count - 1
-    # Distances of 2.5 or of less than 1 give places between two steps.
+    # Distances of 2.5 or below 1 would give positions between two steps.
     ticks = (tick for tick in nice_ticks(grid.first, last, most) if tick == int(tick))
     return [int(tick) for tick in ticks if grid.first <= tick <= last] or [grid.first]
 
@@ -121,11 +121,11 @@ UNITS = 1000
 # Shades of a heat strip: more can't be told apart.
 HEAT_LEVELS = 20
 DOTS_UP_TO = 48
-"""Lines with at most so many points also show the points."""
-# More lines would hide the curves; then small strokes above the chart stand for them.
+"""Lines with at most this many points also show the points."""
+# More lines would hide the curves; small strokes above the chart replace them.
 MARK_LINES_UP_TO = 40
 MARK_NAME_PERCENT = 8.0
-"""Names of flags keep this distance, so that they can be read on a telephone."""
+"""Minimum distance between names of flags, so that they are readable on a phone."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ class Series:
     """One thing that is drawn.
 
     Attributes:
-        name: as it stands in legend and tooltip.
-        tone: CSS class suffix that gives its colour.
+        name: as in legend and tooltip.
+        tone: CSS class suffix for its colour.
         values: per column.
         style: solid | dash | dot | thin (lines only).
         format: key of wording.FORMATS.
-        connect: draw through columns without a value (metrics that are not measured in every step).
+        connect: draw through columns without a value (for metrics not measured in every step).
     """
 
     name: str
@@ -172,11 +172,11 @@ def fit_scale(
     high = max((bound[1] for bound in bounds), default=1.0)
     if floor is not None:
         low = min(low, floor)
-        # Never of no height, also where all values lie on the floor.
+        # Never empty, even if all values equal the floor.
         high = max(high, floor + 1e-6)
     if low == high and low >= 0:
-        # A metric that never moved: its axis starts at zero, and has some height even when it is
-        # zero.
+        # A metric that never moved: its axis starts at zero, and has some height even if the metric
+        # is zero.
         low = 0.0
         high = high or 1.0
     ticks = nice_ticks(low, high)
@@ -206,7 +206,7 @@ def draw_lines(
             f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>'
         )
         points = len(item.values.present)
-        # One or two values make no line that could be seen, whatever its style.
+        # One or two values make no visible line, whatever its style.
         if points <= 2 or (points <= DOTS_UP_TO and item.style == "solid"):
             shapes.append(
                 f'<path class="dots t-{item.tone}" d="{_dots(item.values, grid, scale)}"/>'
@@ -237,7 +237,7 @@ def draw_bars(
     )
     ticks = nice_ticks(-bottom, top or 1.0)
     scale = Scale(ticks[0], ticks[-1], height)
-    # With more bars the gaps would be thinner than a pixel, and shimmer.
+    # With more bars the gaps would be thinner than a pixel and flicker.
     gap = 0.12 if grid.count <= 120 else 0.0
     shapes = [
         f'<path class="fill t-{item.tone}" d="{path}"/>'
@@ -265,11 +265,10 @@ def draw_heat(
     """
     height = row_height * len(rows)
     top = max((value for row in rows for value in row.values.present), default=1.0) or 1.0
-    # One path for each shade rather than one element for each cell: a long run has thousands of
-    # cells.
+    # One path per shade instead of one element per cell: a long run has thousands of cells.
     levels: list[list[str]] = [[] for _ in range(HEAT_LEVELS + 1)]
     step = UNITS / grid.count
-    # A hair wider than the column, or the seams would shine through.
+    # Slightly wider than the column, or the seams would show.
     wide = _px(step + 0.4)
     for index, row in enumerate(rows):
         for column, value in enumerate(row.values.mean):
@@ -353,9 +352,7 @@ def draw_spans(
     *,
     row_height: int = 22,
 ) -> str:
-    """When each of some (name, tone, spans of seconds) worked: a row each, over the seconds from 0
-    to the last end.
-    """
+    """When each (name, tone, spans of seconds) worked: one row each, from 0 to the last end."""
     height = row_height * len(rows)
     last = max((end for _, _, spans in rows for _, end in spans), default=1.0) or 1.0
     shapes = []
@@ -384,7 +381,7 @@ def draw_spans(
 
 
 def draw_spark(values: Sequence[float | None], tone: str) -> str:
-    """A small line without axes for a headline tile; empty text for fewer than two values."""
+    """A small line without axes for a headline tile; empty for fewer than two values."""
     grid = Grid(0, 1, max(1, len(values)))
     binned = Binned(tuple(values), tuple(values), tuple(values))
     bounds = binned.extremes
@@ -401,7 +398,7 @@ def draw_spark(values: Sequence[float | None], tone: str) -> str:
 
 
 def describe(series: Sequence[Series]) -> str:
-    """A chart in words, for those who can't see it."""
+    """A chart in words, for readers who can't see it."""
     parts = []
     for item in series:
         values = item.values.present
@@ -458,7 +455,7 @@ def _frame(
 def _svg(
     key: str, title: str, description: str, height: int, inner: str, *, still: bool = False
 ) -> str:
-    """`still`: its columns are no steps, so the pointer has nothing to show."""
+    """`still`: its columns are not steps, so the pointer has nothing to show."""
     kind = "plot still" if still else "plot"
     return (
         f'<svg class="{kind}" height="{height}" role="img" tabindex="0" data-chart="{escape(key)}"'
@@ -491,7 +488,7 @@ def _marks(marks: Sequence[tuple[int, str]], grid: Grid, height: int) -> str:
     named = -1.0
     few = len(marks) <= MARK_LINES_UP_TO
     for index, (step, name) in enumerate(marks):
-        # Between two steps: the swap came before this one.
+        # Between two steps, because the swap came before this one.
         place = 100 * grid.position(step - 0.5 if grid.width == 1 else step)
         x = f"{place:.2f}%"
         if few:
@@ -527,7 +524,7 @@ def _line(item: Series, grid: Grid, scale: Scale) -> str:
 
 def _dots(values: Binned, grid: Grid, scale: Scale) -> str:
     """Lines of length zero: with round caps and a fixed stroke width they are round dots however
-    the chart is stretched.
+    the chart stretches.
     """
     return "".join(f"M{point}h0" for point in chain(*_points(values.mean, grid, scale)))
 
@@ -543,11 +540,11 @@ def _band(values: Binned, grid: Grid, scale: Scale) -> str:
 def _stack_paths(
     series: Sequence[Series], grid: Grid, scale: Scale, sign: int, gap: float
 ) -> list[str]:
-    """A path for each series, its bars on top of those before it."""
+    """A path per series, with its bars on top of the previous ones."""
     paths = []
     levels = [0.0] * grid.count
     width = UNITS / grid.count
-    # As in the heat strip: seams between bars without gaps would shine through.
+    # As in the heat strip, seams between bars without gaps would show.
     size = _px((1 - gap) * width + (0.4 if gap == 0 else 0))
     for item in series:
         bars = []
@@ -564,7 +561,6 @@ def _stack_paths(
 
 
 def _px(value: float) -> str:
-    """A coordinate with one digit after the point, as short as it can be written."""
-    # A tenth of a pixel is more than a screen shows, and pages of long runs hold many thousand of
-    # these.
+    """A coordinate with one decimal, as short as possible."""
+    # A tenth of a pixel is finer than a screen, and pages of long runs have thousands of these.
     return f"{value:.1f}".removesuffix(".0")

@@ -1,4 +1,4 @@
-"""A run in rows: the figures that sum it up, report.md, and the tables of the page."""
+"""A run in rows: the summary, report.md, and the tables of the page."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from medusa_ppo.runtime import wording as w
 
 MIB = 1024**2
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250
-"""More versions than these two together are cut in the middle, or the table would outweigh the
-page.
+"""Versions beyond these two numbers are cut from the middle, or the table would dominate the page.
 """
 
 WORTH_PHASES = {
@@ -35,12 +34,12 @@ WORTH_PHASES = {
     m.UPDATE_S: "update",
     m.SYNC_S: "sync",
 }
-"""Seconds that stand side by side, with the plugin and without it."""
+"""Phases whose seconds are shown side by side, with the plugin and without it."""
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """(what, figure) rows that sum a run up; for the terminal, report.md and the comparison of two
-    runs.
+    """(what, figure) rows that summarise a run; for the terminal, report.md and the comparison of
+    two runs.
     """
     mal = summary["mean_acceptance_length"]
     speed = summary["tokens_per_s"]
@@ -97,10 +96,10 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{w.whole(companion['trained_tokens'])}, {w.whole(companion['versions_published'])}",
         ),
         (
-            "Versions compared with the one before on later batches; of these worse",
+            "Versions compared with their predecessor on later batches; of these worse",
             f"{w.whole(companion['versions_followed'])}; {w.whole(companion['versions_worse'])}",
         ),
-        ("Companion: passes over a batch, and in how many steps why", _passes(companion)),
+        ("Companion: passes over a batch, and the reasons by number of steps", _passes(companion)),
         (
             "Companion: seconds hidden behind PPO / the loop waited",
             f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}",
@@ -115,7 +114,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _warm_up_rows(warm_up: dict[str, Any]) -> list[tuple[str, str]]:
-    """What it cost beside what it brought; none for runs without one."""
+    """The warm-up's cost and gain; none for runs without one."""
     if warm_up.get("seconds") is None:
         return []
     brought = f"{w.length(warm_up['before'])} -> {w.length(warm_up['after'])} by replay"
@@ -124,7 +123,7 @@ def _warm_up_rows(warm_up: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a user feels; nothing where no step was taken without the plugin."""
+    """What users notice most; nothing if no step was taken without the plugin."""
     ratio = summary["step_ratio"]
     pairs = summary["step_pairs"]
     note = [("Measured on", summary["actor_note"])] if summary["actor_note"] else []
@@ -151,21 +150,21 @@ def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _generate_score_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Nothing for runs that don't say who worked when."""
+    """Nothing for runs that don't record who worked when."""
     if found is None or found["seconds"] is None:
         return []
     figure = f"{w.seconds(found['seconds'])}, {w.percent(found['idle_frac'])} idle"
-    return [("Responses made and scored, in each step; engine and scoring idle", figure)]
+    return [("Generating and scoring responses, per step; engine and scoring idle", figure)]
 
 
 def _memory_rows(peaks: dict[str, float | None]) -> list[tuple[str, str]]:
-    """Nothing for runs that don't count it."""
+    """Nothing for runs that don't record it."""
     known = [f"{phase} {w.plain(gib)}" for phase, gib in peaks.items() if gib is not None]
-    return [("Most memory of the loop's process by phase, GiB", ", ".join(known))] if known else []
+    return [("Peak memory of the loop's process by phase, GiB", ", ".join(known))] if known else []
 
 
 def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Nothing where the loop does not say how large the actor's weights are."""
+    """Nothing if the loop does not report the size of the actor's weights."""
     if sync is None or sync["bytes"] is None:
         return []
     figure = (
@@ -176,7 +175,7 @@ def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _account_rows(companion: dict[str, Any]) -> list[tuple[str, str]]:
-    """What training saved and cost the loop, where that was booked."""
+    """What training saved and cost the loop, if that was recorded."""
     if companion.get("net_s") is None:
         return []
     seconds = " / ".join(w.seconds(companion[name]) for name in ("saved_s", "lost_s", "net_s"))
@@ -208,7 +207,7 @@ def _speedup(value: float | None, pairs: dict[str, Any]) -> str:
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """What happened in one or two sentences, made only of what was measured."""
+    """What happened, in one or two sentences based only on measurements."""
     if not summary["steps"]:
         return "No PPO step has finished yet."
     mal = summary["mean_acceptance_length"]
@@ -255,7 +254,7 @@ def verdict(summary: dict[str, Any]) -> str:
 
 
 def render_markdown(run: Run, summary: dict[str, Any]) -> str:
-    """The whole of report.md."""
+    """The full text of report.md."""
     hardware = run.section("hardware")
     machine = [
         hardware.get("cpu") or "unknown CPU",
@@ -299,16 +298,16 @@ def render_markdown(run: Run, summary: dict[str, Any]) -> str:
 
 
 def _cell(text: object) -> str:
-    """Text that can't break a table or bring markup of its own."""
+    """Text that can't break a table or add markup."""
     return (
-        # Names come from folders and other people's files; "](" would make a link of them.
+        # Names come from folders and other people's files; "](" would turn them into links.
         " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
     )
 
 
 class VersionRow(NamedTuple):
     """One version of the heads while it was serving; VERSION_COLUMNS says what each figure is. None
-    where it is unknown.
+    if unknown.
     """
 
     version: int
@@ -332,7 +331,7 @@ VERSION_COLUMNS: tuple[tuple[str, Callable[[Any], str], str], ...] = (
     (
         "version",
         lambda number: f"v{number}",
-        "Number of the heads; 0 are those the run started with",
+        "Version of the heads; 0 are those the run started with",
     ),
     ("from step", w.whole, "First step that drafted with them"),
     ("steps", w.whole, "Steps that drafted with them"),
@@ -340,7 +339,7 @@ VERSION_COLUMNS: tuple[tuple[str, Callable[[Any], str], str], ...] = (
     (
         "staleness",
         w.whole,
-        "Policy updates since their last training batch, the most while they served",
+        "Most policy updates since their last training batch while they served",
     ),
     ("engine", w.length, "Tokens per engine step, counted by vLLM while they served"),
     ("replay", w.length, "Tokens per engine step by replay while they served"),
@@ -351,8 +350,8 @@ VERSION_COLUMNS: tuple[tuple[str, Callable[[Any], str], str], ...] = (
 
 
 class ChoiceRow(NamedTuple):
-    """What the engine chose while so many sequences ran: share of the steps with 0..K drafts, and
-    what the last step's report promised.
+    """What the engine chose with this many running sequences: share of the steps with 0..K drafts,
+    and the speed-up by the last step's report.
     """
 
     running: str
@@ -362,20 +361,18 @@ class ChoiceRow(NamedTuple):
 
 
 def choice_rows(run: Run) -> list[ChoiceRow]:
-    """K chosen against running sequences, over the whole run; empty when the engine did not
-    choose.
-    """
+    """Chosen K by running sequences, over the whole run; empty if the engine did not choose."""
     steps: dict[int, list[int]] = {}
     speedup: dict[int, float] = {}
     for row in (row for step in run.steps for row in step.get(m.DRAFT_CHOICES) or []):
         # Rows end with the largest K that was chosen, so they differ in length.
         both = zip_longest(steps.get(row["running"], []), row["steps"], fillvalue=0)
         steps[row["running"]] = [before + now for before, now in both]
-        # The last word of the engine, which has learned most; its earlier ones are not averaged in.
+        # The engine's last estimate, which knows most; earlier ones are not averaged in.
         speedup[row["running"]] = row["speedup"]
     rows = []
     for running, counts in sorted(steps.items()):
-        # Cells double: the number is the smallest of its cell.
+        # Cells double in size: the number is the smallest of its cell.
         label = "1" if running == 1 else f"{running} to {2 * running - 1}"
         total = sum(counts)
         rows.append(
@@ -390,12 +387,12 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
 
 
 def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """What, with the plugin, without it, ratio, its range, pairs; empty for a run that was not
-    compared after its last step.
+    """Rows of phase, seconds with and without the plugin, ratio, range and pairs; empty for a run
+    without a comparison after its last step.
     """
     rows: list[tuple[str, ...]] = []
     pairs, against = speed_pairs(run)
-    # Pairs on the run's own engine are no answer to what a user would have without the plugin.
+    # Pairs on the run's own engine don't show what a user would have without the plugin.
     if against == "vllm":
         speed = summary["tokens_per_s"]
         spread = summary["rollout_speedup_pairs"]
@@ -413,7 +410,7 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
             )
         )
     for name, what in WORTH_PHASES.items():
-        # A phase that some pairs lack is compared over those that have it.
+        # A phase missing in some pairs is compared over those that have it.
         both = [
             (ours, plain) for ours, plain in step_pairs(run) if name in ours and plain.get(name)
         ]
@@ -433,8 +430,8 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def advice(run: Run, summary: dict[str, Any]) -> str:
-    """Is drafting worth it here, with how many sequences, and what would change that; empty where
-    no rollouts were timed.
+    """Whether drafting pays here, with how many sequences, and what would change that; empty if no
+    rollouts were timed.
     """
     speed = summary["rollout_speedup"]
     accepted = summary["mean_acceptance_length"]["serving"]
@@ -450,8 +447,8 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     text = f"{'Worth it' if speed >= 1 else 'Not worth it'} for rollouts {where}: "
     text += (
         f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step; it pays above"
-        # A draft step costs accepted / speed plain ones: below so many tokens it takes longer than
-        # they do.
+        # A draft step costs as much as accepted / speed plain steps, so below that many tokens it
+        # is slower.
         f" {w.length(accepted / speed)}."
     )
     rows = [(row.running, row.speedup) for row in choice_rows(run) if row.speedup is not None]
@@ -468,12 +465,12 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
         steps["count"]
         and all(steps[name] is not None for name in ("generate_with_s", "generate_without_s"))
     ):
-        return text + " Fewer sequences at once and surer policies make it more."
+        return text + " It gains more with fewer sequences at once and more certain policies."
     rest = steps["with_s"] - steps["generate_with_s"]
     others = steps["without_s"] - steps["generate_without_s"]
     share = steps["generate_without_s"] / steps["without_s"]
-    # Twice the generation on both sides, the same rest: the plugin's worth grows with what it makes
-    # faster.
+    # Twice the generation on both sides, the rest unchanged: the plugin gains more when generation,
+    # which it speeds up, takes longer.
     twice = (rest + 2 * steps["generate_with_s"]) / (others + 2 * steps["generate_without_s"])
     text += (
         f" Generation is {w.percent(share)} of a step without the plugin; if responses took twice"
@@ -495,7 +492,7 @@ def version_rows(run: Run) -> list[VersionRow]:
     known = [step for step in run.steps if number(step.get(m.HEADS_VERSION)) is not None]
     return [
         _version_row(int(version), list(steps))
-        # Neighbours only: heads that were put back after an alarm are a stretch of their own.
+        # Neighbours only: heads that were put back after an alarm form a separate stretch.
         for version, steps in groupby(known, key=lambda step: step[m.HEADS_VERSION])
     ]
 
@@ -510,7 +507,7 @@ def _version_row(version: int, steps: Sequence[dict[str, Any]]) -> VersionRow:
         version,
         int(steps[0][m.STEP]),
         len(steps),
-        # Staleness is the distance to the policy that they were trained on.
+        # Staleness is the distance to the policy they were trained on.
         None if policy is None or age is None else int(policy - age),
         max(
             (value for s in steps if (value := number(s.get(m.STALENESS))) is not None),
@@ -543,8 +540,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def config_rows(config: dict[str, Any]) -> list[tuple[str, str, bool]]:
-    """(dotted key, value, whether it differs from the default) in the configuration's own order."""
-    # Of this release: what an older one had as its default is shown as a choice.
+    """(dotted key, value, whether it differs from the default), in the configuration's order."""
+    # Defaults of this release: an older release's default is shown as a choice.
     defaults = flatten(RunConfig().model_dump(mode="json"))
     return [
         (key, show(value), key in defaults and defaults[key] != value)
@@ -553,7 +550,7 @@ def config_rows(config: dict[str, Any]) -> list[tuple[str, str, bool]]:
 
 
 def show(value: Any) -> str:
-    """A configuration value as YAML people would write it."""
+    """A configuration value as one would write it in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -585,7 +582,7 @@ def machine_rows(run: Run) -> list[tuple[str, str]]:
 
 
 def _resumed(item: dict[str, Any]) -> str:
-    """At which step, and what was otherwise before."""
+    """At which step it resumed, and what was different before."""
     was = ", ".join(f"{key} was {show(value)}" for key, value in (item.get("was") or {}).items())
     return f"at step {item.get('step')}" + (f", before it {was}" if was else "")
 
@@ -606,12 +603,12 @@ def comparison_rows(summary: dict[str, Any], other: dict[str, Any]) -> list[tupl
 
 def config_differences(run: Run, other: Run) -> list[tuple[str, str, str]]:
     """Configuration keys in which two runs differ: (key, this run, the other run); names and
-    folders are left out.
+    folders are ignored.
     """
     here = flatten(run.config)
     there = flatten(other.config)
     keys = [*here, *(key for key in there if key not in here)]
-    # None is a value that a key may have.
+    # None is a valid value of a key.
     missing = object()
     return [
         (

@@ -1,5 +1,5 @@
-"""Trackers: where a run's figures are shown while it goes on; checked before anything starts,
-started once Ray is up.
+"""Trackers: where a run's figures are shown live; checked before anything starts, started once Ray
+is up.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics
 from medusa_ppo.reports.store import without_secrets
 
-# Prometheus sees it behind Ray's own, `ray_`.
+# Prometheus shows it after Ray's own prefix, `ray_`.
 PREFIX = "medusa_ppo_"
 TAGS = ("run", "position")
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "ray": "ray"}
 """Name in the configuration -> the package that it needs."""
 
 MOST_WAITING, CLOSE_S = 256, 30.0
-"""Steps that wait for a tracker, and seconds that a run's end waits for all of them."""
+"""Most steps that wait for a tracker, and seconds that the end of a run waits for all trackers."""
 Figures = tuple[int, dict[str, float]]
 
 logger = logging.getLogger(__name__)
 
 
 class RayTracker:
-    """One gauge for each name of medusa_ppo/contract/metrics.py that the run has figures for."""
+    """One gauge per name in medusa_ppo/contract/metrics.py that the run has figures for."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -42,13 +42,13 @@ class RayTracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
-            # A gauge has one name and tags; a list's places become the tag.
+            # A gauge has one name and tags; positions in a list become the tag.
             name, _, position = key.partition("/")
             if name in self._notes:
                 self._gauge(name).set(value, tags={"run": self._run, "position": position})
 
     def close(self) -> None:
-        """Ray keeps the last figures until its nodes are stopped."""
+        """Ray keeps the last figures until its nodes stop."""
         self._gauges.clear()
 
     def _gauge(self, name: str) -> Any:
@@ -63,7 +63,7 @@ class TensorBoardTracker:
     """Event files in a folder of the run; look with `tensorboard --logdir runs`."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """Points of `first_step` and later, left by a run that was stopped, are hidden."""
+        """Points from `first_step` on, left by a stopped run, are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
@@ -71,7 +71,7 @@ class TensorBoardTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        # TensorBoard shows what is in the file; its own buffer waits for two minutes.
+        # TensorBoard shows what is in the file; its own buffer would wait two minutes.
         self._writer.flush()
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class TensorBoardTracker:
 
 
 class ServiceTracker:
-    """A run of a library with the calls of Weights & Biases."""
+    """A run in a library with Weights & Biases' interface."""
 
     _run: Any
 
@@ -103,7 +103,7 @@ class WandbTracker(ServiceTracker):
 
 
 class TrackioTracker(ServiceTracker):
-    """A trackio run, kept on this machine unless trackio is set up otherwise."""
+    """A trackio run, kept on this machine unless trackio is configured otherwise."""
 
     def __init__(
         self, project: str, name: str, config: Mapping[str, Any], *, resumed: bool = False
@@ -114,14 +114,14 @@ class TrackioTracker(ServiceTracker):
             project=project,
             name=name,
             config=dict(config),
-            # A new run of an old name must not go on in the old one's charts.
+            # A new run with an old name must not continue the old one's charts.
             resume="allow" if resumed else "never",
             embed=False,
         )
 
 
 class Tracker(Protocol):
-    """One place that shows figures while a run goes on."""
+    """One place that shows figures during a run."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show the figures of one step, flat (`flatten`)."""
@@ -131,17 +131,17 @@ class Tracker(Protocol):
 
 
 class TrackerGroup:
-    """All trackers of a run, each in a thread of its own: one that fails or hangs is told in the
-    log once, and PPO goes on.
+    """All trackers of a run, each in its own thread: if one fails or hangs, the log says so once,
+    and PPO continues.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker] | None = None) -> None:
-        """`trackers`: by the name that the configuration gives them."""
+        """`trackers`: by their names in the configuration."""
         self._told: set[str] = set()
         self._lines: dict[str, queue.Queue[Figures | None]] = {}
         self._threads: dict[str, threading.Thread] = {}
         for name, tracker in (trackers or {}).items():
-            # Bounded: a service that hangs must not fill the memory of a run that goes on for days.
+            # Bounded: a service that hangs must not fill the memory of a run that lasts days.
             line: queue.Queue[Figures | None] = queue.Queue(MOST_WAITING)
             self._lines[name] = line
             self._threads[name] = threading.Thread(
@@ -154,22 +154,22 @@ class TrackerGroup:
             self._threads[name].start()
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """One step's figures, as they stand in metrics.jsonl."""
+        """One step's figures, as in metrics.jsonl."""
         for name in self._lines:
             self._put(name, (int(values[metrics.STEP]), flatten(values)))
 
     def close(self) -> None:
-        """Let all send what is left, CLOSE_S together, and close them; harmless when called
-        again.
+        """Let all trackers send what is left, within CLOSE_S in total, and close them; harmless
+        when called again.
         """
         lines = self._lines
-        # A second call, or figures that come late, find nobody to send to.
+        # After this, a second call or late figures have nowhere to go.
         self._lines = {}
         for name, line in lines.items():
             self._put(name, None, line)
         deadline = time.monotonic() + CLOSE_S
         for name, thread in self._threads.items():
-            # One deadline for all: three dead services must not take three times as long.
+            # One common deadline: three dead services must not take three times as long.
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 self._tell(
@@ -199,14 +199,14 @@ class TrackerGroup:
         try:
             call(*args)
         except Exception as error:
-            # Libraries and networks fail in any way they like; figures are in metrics.jsonl anyway.
+            # Libraries and networks can fail in any way; the figures are in metrics.jsonl anyway.
             self._tell(name, f"{type(error).__name__}: {error}")
 
     def _tell(self, name: str, what: str) -> None:
         # Once: a tracker without network fails at every step.
         if name not in self._told:
             self._told.add(name)
-            logger.warning("Tracker %s failed, PPO goes on without it: %s", name, what)
+            logger.warning("Tracker %s failed, PPO continues without it: %s", name, what)
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, float]:
@@ -225,7 +225,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as others may see it: a tracker's service is somebody else's machine."""
+    """The configuration without secrets: a tracker's service is somebody else's machine."""
     return dict(without_secrets(config.model_dump(mode="json")))
 
 
@@ -241,15 +241,14 @@ STARTS: dict[str, Callable[[RunConfig, int], Tracker]] = {
     ),
     "ray": lambda config, _: RayTracker(config.name),
 }
-"""Name in the configuration -> how it is started; the step is 0, or the one that a resumed run goes
-on with.
+"""Name in the configuration -> how to start it; the step is 0, or the first step of a resumed run.
 """
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
     """Refuse a tracker whose package is missing, before anything starts. ConfigError."""
     for name in names:
-        # Looked for and not imported: wandb alone takes seconds.
+        # Looked up, not imported: wandb alone takes seconds.
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(
                 f"The tracker {name} needs a package that is not installed.",
@@ -260,22 +259,22 @@ def check_trackers(names: tuple[str, ...]) -> None:
 
 
 def start_trackers(config: RunConfig, first_step: int) -> TrackerGroup:
-    """Start what `report.trackers` names; Ray must be up for `ray`. ConfigError when one does not
-    start.
+    """Start the trackers in `report.trackers`; `ray` needs Ray to be up. Raises ConfigError if one
+    does not start.
     """
     started: dict[str, Tracker] = {}
     for name in config.report.trackers:
         try:
             started[name] = STARTS[name](config, first_step)
         except Exception as error:
-            # Each library has errors of its own: not logged in, no network, a folder that can't be
-            # written.
-            # Those that were started already: their services would show a run that never ended.
+            # Each library has its own errors: not logged in, no network, an unwritable folder.
+            # Close the trackers that already started: their services would show a run that never
+            # ended.
             TrackerGroup(started).close()
             raise ConfigError(
                 f"The tracker {name} did not start.",
                 given=f"{type(error).__name__}: {error}",
-                expected="a tracker that takes figures",
+                expected="a tracker that accepts figures",
                 do=(
                     f"Remove the cause (is {name} set up on this machine?), or leave it out of"
                     " report.trackers."

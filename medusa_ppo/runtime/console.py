@@ -40,15 +40,15 @@ __all__ = [
 
 FAILED = 1
 INTERRUPTED = 130
-# Faults of the disk come from wherever something is written, as bare OSErrors that carry no advice
-# of ours, and they are the user's to solve: not something to report to us.
-NO_SPACE = "make room on the disk; a run goes on with --resume."
+# Disk errors can come from any write, as bare OSErrors without our advice, and the user has to
+# solve them: they are not something to report to us.
+NO_SPACE = "make room on the disk; a run continues with --resume."
 NO_WRITING = "give the folder to this user, or choose another with out=FOLDER."
 DISK: dict[int | None, str] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), NO_SPACE),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), NO_WRITING),
 }
-"""What to do about a disk that takes nothing."""
+"""What to do about a disk that can't be written to."""
 
 console = Console()
 errors = Console(stderr=True)
@@ -57,8 +57,8 @@ errors = Console(stderr=True)
 class Debug:
     """Whether --debug was given anywhere on the command line."""
 
-    # Not an option of typer's: the script takes it off the command line before typer reads it, so
-    # that it may stand before or after any command.
+    # Not an option of typer's: the script removes it from the command line before typer reads it,
+    # so that it may come before or after any command.
     on = False
 
 
@@ -72,7 +72,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(*args, **kwargs)
         except KeyboardInterrupt:
-            errors.print("Stopped. What was finished is on disk.", style="yellow")
+            errors.print("Stopped. Everything finished is on disk.", style="yellow")
             raise typer.Exit(INTERRUPTED) from None
         # To Python both are RuntimeErrors, so `except Exception` below would report a wanted exit
         # as a fault.
@@ -93,9 +93,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def say(text: object) -> None:
-    """A line as it is: brackets are no markup, numbers are not coloured, and the terminal breaks it
-    where it likes.
-    """
+    """Print a line as it is: no markup, no coloured numbers, and the terminal wraps it."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -106,7 +104,7 @@ def _show(error: BaseException, text: str) -> None:
 
 
 LINE_EVERY_S = 15.0
-"""Seconds between two lines of a phase where there is no terminal to draw a bar on."""
+"""Seconds between two lines of a phase if there is no terminal for a bar."""
 
 
 class Advance(Protocol):
@@ -116,7 +114,7 @@ class Advance(Protocol):
 
 
 class OfflineProgress:
-    """Bars on a terminal; plain lines when the output is not one. Use as a context manager."""
+    """Bars on a terminal, plain lines elsewhere. Use as a context manager."""
 
     def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
         self._console = console or Console()
@@ -157,7 +155,7 @@ class OfflineProgress:
         def advance(amount: float = 1, note: str = "") -> None:
             nonlocal done, last, said
             done += amount
-            # Most calls have no news; the last figures stay in sight until there are newer ones.
+            # Most calls have no news; the last figures stay visible until there are newer ones.
             last = note or last
             self._bars.update(task, completed=done, note=last)
             now = time.monotonic()
@@ -181,7 +179,7 @@ class OfflineProgress:
 
 def offline_progress() -> OfflineProgress:
     """Progress of a command without PPO; other libraries' bars and warnings are silenced."""
-    # That module loads Ray, which no other command that prints has to wait for.
+    # That module loads Ray, which other commands that print should not wait for.
     from medusa_ppo.runtime.processes import quiet_libraries
 
     quiet_libraries()

@@ -1,6 +1,4 @@
-"""Who may reach the control routes of a vLLM server: the token, and the middleware that asks for
-it.
-"""
+"""Access to the control routes of a vLLM server: the token, and the middleware that requires it."""
 
 from __future__ import annotations
 
@@ -13,17 +11,16 @@ GUARD = "medusa_ppo.runtime.control_guard.ControlGuard"
 TOKEN = "MEDUSA_PPO_TOKEN"
 """Environment variable of the secret without which a server answers no control request."""
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/metrics/", "/tokenize", "/detokenize")
-"""What a server answers to everybody who reaches it; below /v1 vLLM's own --api-key rules, but for
-GUARDED.
+"""Routes open to everybody; under /v1 vLLM's own --api-key applies, except for GUARDED.
 """
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GUARDED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""They change what the server serves, too."""
+"""These also change what the server serves."""
 
 
 def token_header(token: str | None = None) -> dict[str, str]:
-    """The header that opens a server's control routes: of `token`, or of the environment's; empty
-    where there is none.
+    """The header that opens a server's control routes: from `token`, or from the environment; empty
+    if there is none.
     """
     token = token or os.environ.get(TOKEN, "")
     return {"Authorization": f"Bearer {token}"} if token else {}
@@ -31,7 +28,7 @@ def token_header(token: str | None = None) -> dict[str, str]:
 
 class ControlGuard:
     """ASGI middleware of vLLM's server (`--middleware`): everything but OPEN_PATHS and /v1 needs
-    the token, where there is one.
+    the token, if there is one.
 
     vLLM's --api-key does not cover the routes that pause the engine, reset its cache, and call and
     refill its workers.
@@ -43,7 +40,7 @@ class ControlGuard:
         """
         Args:
             token: None: the environment's.
-            name: of the variable that holds it, for those who lack it.
+            name: of its variable, for the error message.
         """
         self.app = app
         self._name = name

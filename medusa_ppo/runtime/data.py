@@ -57,11 +57,10 @@ def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int 
 
 
 def stream_rows(path: str | os.PathLike[str], *, split: str = "train") -> Iterator[Row]:
-    """The same rows one after the other, read only as far as they are asked for: for data that is
-    larger than the memory or the disk.
+    """The same rows one by one, read only on demand: for data larger than the memory or the disk.
 
     Raises:
-        DataError: as `load_rows`; for content further on, when it is reached.
+        DataError: like `load_rows`; for later content, when it is reached.
     """
     name = os.fspath(path)
     found = _load(name, split, streaming=True)
@@ -70,16 +69,16 @@ def stream_rows(path: str | os.PathLike[str], *, split: str = "train") -> Iterat
 
 
 def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "prompt") -> list[str]:
-    """One prompt per row: the template with the row's fields in braces, or the prompt column when
+    """One prompt per row: the template with the row's fields in braces, or the prompt column if
     there is no template.
 
     Raises:
         DataError: a field or the column is missing, the template is malformed, or a prompt is empty
-            or no text.
+            or not a text.
     """
     if not rows:
         raise DataError(
-            "There are no rows to make prompts of.",
+            "There are no rows to make prompts from.",
             given="0 rows",
             expected="at least one",
             do="Check the data.",
@@ -100,18 +99,18 @@ def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "pr
 
 
 def image_files(rows: Sequence[Row], column: str, path: str) -> list[tuple[bytes, ...]]:
-    """Each row's images as files hold them; none where the column is empty.
+    """Each row's images in file form; none if the column is empty.
 
     Args:
-        column: a path or a file's bytes, what `datasets` has of its own images (both in a mapping),
-            or a list of these.
-        path: the data's own: paths that are not absolute begin at its folder.
+        column: a path or a file's bytes, an image as `datasets` stores it (both in a mapping), or a
+            list of these.
+        path: of the data; relative paths start at its folder.
 
     Raises:
         DataError: no such column, or a file that can't be read.
     """
     require_column(rows, column)
-    # A dataset from the hub is neither file nor folder; its images carry their bytes.
+    # A dataset from the hub is neither a file nor a folder; its images include their bytes.
     place = Path(path).expanduser()
     folder = place if place.is_dir() else place.parent if place.is_file() else Path()
     found = []
@@ -126,7 +125,7 @@ def image_files(rows: Sequence[Row], column: str, path: str) -> list[tuple[bytes
 
 def _image_file(item: Any, folder: Path, where: str) -> bytes:
     if isinstance(item, dict):
-        # `datasets` writes both keys; where there are bytes, the path is no more than a name.
+        # `datasets` writes both keys; with bytes, the path is only a name.
         item = item.get("bytes") or item.get("path")
     if isinstance(item, bytes):
         return item
@@ -141,9 +140,9 @@ def _image_file(item: Any, folder: Path, where: str) -> bytes:
         )
     try:
         return (folder / item).read_bytes()
-    # ValueError: a path with a zero byte in it.
+    # ValueError: a path with a null byte.
     except (OSError, ValueError) as error:
-        do = "Correct the path, or remove the row; paths begin at the data file's folder."
+        do = "Correct the path, or remove the row; paths are relative to the data file's folder."
         raise DataError(
             "An image can't be read.", given=f"{where}: {error}", expected="an image file", do=do
         ) from None
@@ -162,15 +161,15 @@ def template_fields(template: str) -> list[str]:
             "The template is malformed.",
             given=f"{template!r}: {error}",
             expected="{field}, and {{ }} for braces",
-            do="Correct the braces: a field in single ones, a brace of the text in double ones.",
+            do="Correct the braces: single ones for a field, double ones for a literal brace.",
         ) from None
     for field, spec, sign in parts:
-        # `format_map` reads a.b and a[b] as parts of the value of column a, and a column may well
-        # be called so; what would be printed is then not what stands in the file.
+        # `format_map` reads a.b and a[b] as parts of the value of column a, but a column may have
+        # such a name; it would then print something other than the column.
         if not field or spec or sign or any(mark in field for mark in ".[]"):
             given = f"{{{field}{'!' * bool(sign)}{sign or ''}{':' * bool(spec)}{spec}}}"
             raise DataError(
-                "The template holds something that is no field.",
+                "The template contains something that is not a field.",
                 given=given,
                 expected="the name of a column",
                 do="Write the bare name of a column between the braces.",
@@ -179,9 +178,7 @@ def template_fields(template: str) -> list[str]:
 
 
 def require_column(rows: Sequence[Row], column: str) -> None:
-    """Raise DataError, naming the available columns and the nearest, when any row lacks the
-    column.
-    """
+    """Raise DataError if any row lacks the column, naming the available columns and the closest."""
     if all(column in row for row in rows):
         return
     names = list(rows[0])
@@ -191,8 +188,8 @@ def require_column(rows: Sequence[Row], column: str) -> None:
 
 
 def _is_file_like(name: str) -> bool:
-    """A hub name is `name` or `owner/name`; what exists as a file, is written as a path or ends
-    like a file is meant as a file.
+    """A hub name is `name` or `owner/name`; anything that exists as a file, is written as a path or
+    ends like a file is treated as a file.
     """
     path = Path(name)
     return (
@@ -205,17 +202,16 @@ def _is_file_like(name: str) -> bool:
 
 
 def _load(name: str, split: str, streaming: bool = False) -> Any:
-    # Before the rules for names: a folder called `owner/name` here is meant, not the hub's.
+    # Before the rules for names: a local folder `owner/name` wins over the hub's.
     if Path(name).is_dir():
         for file in sorted(
             path for path in Path(name).rglob("*.json*") if FILE_TYPES.get(path.suffix) == "json"
         ):
-            # All JSON files below it, since `datasets` picks the ones of the split by rules of its
-            # own.
+            # All JSON files below it, since `datasets` picks those of the split by its own rules.
             _refuse_null_lines(file)
         return _quietly(name, name, split=split, streaming=streaming)
     if not _is_file_like(name):
-        # A hub name has no colon of its own, as a path may have.
+        # Unlike a path, a hub name contains no colon.
         repository, _, configuration = name.partition(":")
         return _quietly(name, repository, configuration or None, split=split, streaming=streaming)
     path = Path(name).expanduser()
@@ -248,8 +244,8 @@ def _load(name: str, split: str, streaming: bool = False) -> Any:
 
 
 def _refuse_null_lines(path: Path) -> None:
-    """DataError for a line that begins with null: pyarrow (26) ends the process over one that comes
-    first in a block of its reader.
+    """Raise DataError for a line that begins with null: pyarrow (26) crashes the process if one
+    comes first in a block of its reader.
     """
     if not path.is_file() or path.stat().st_size == 0:
         return
@@ -259,9 +255,9 @@ def _refuse_null_lines(path: Path) -> None:
             before = place - 1
             while before >= 0 and data[before] in b" \t\r":
                 before -= 1
-            # A byte order mark may stand before the first line.
+            # A byte order mark may precede the first line.
             if before < 0 or data[before] in b"\n" or (before == 2 and data[:3] == codecs.BOM_UTF8):
-                # Counted once, for the error: a file of gigabytes without a null is only searched.
+                # Counted only for the error: a file of gigabytes without a null is only searched.
                 line = data[:place].count(b"\n") + 1
                 raise DataError(
                     "A row of the data is null.",
@@ -273,7 +269,7 @@ def _refuse_null_lines(path: Path) -> None:
 
 
 def _quietly(given: object, *args: Any, **kwargs: Any) -> Any:
-    """datasets.load_dataset without its bars, and with one sentence for whatever it raises."""
+    """datasets.load_dataset without progress bars, and with one sentence for whatever it raises."""
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -286,12 +282,13 @@ def _quietly(given: object, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _one_sentence(given: object) -> Iterator[None]:
-    """Whatever `datasets` raises in the block, as a DataError."""
+    """Turn whatever `datasets` raises in the block into a DataError."""
     try:
         yield
-    # `datasets` raises errors of its own, of pyarrow, pandas, the hub's client and the system.
+    # `datasets` raises its own errors and those of pyarrow, pandas, the hub's client and the
+    # system.
     except Exception as error:
-        # `datasets` wraps what went wrong in an error that only says that something did.
+        # `datasets` wraps the cause in an error that only says that something went wrong.
         cause = error.__cause__ or error
         first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise DataError(

@@ -1,5 +1,5 @@
-"""Files and folders that survive a crash: atomic writes, and temporary folders that go with the
-process that made them.
+"""Files and folders that survive a crash: atomic writes, and temporary folders that are removed
+with the process that made them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def write_atomic(path: Path, text: str) -> None:
     """Write UTF-8 text through a temporary file in the same folder and a rename.
 
     Raises:
-        OSError: the folder can't be written to; the old file is then unharmed.
+        OSError: the folder can't be written to; the old file is then intact.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.new-")
@@ -25,23 +25,23 @@ def write_atomic(path: Path, text: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
             stream.flush()
-            # A rename can reach the disk before the text does: after a power cut the new name would
-            # stand for an empty file.
+            # A rename can reach the disk before the text: after a power cut the new name would
+            # refer to an empty file.
             os.fsync(stream.fileno())
         # mkstemp makes the file private; a report should be as readable as any other new file.
-        # A process can't ask for its umask, only replace it.
+        # A process can't read its umask, only replace it.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
-    # Ctrl-C too: nobody would remove the temporary file later.
+    # Also for Ctrl-C: nobody would remove the temporary file later.
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
 def cache_folder(name: str) -> Path:
-    """`<cache>/medusa-ppo/NAME` of this user; nobody makes it before something is written."""
+    """This user's `<cache>/medusa-ppo/NAME`; it is created only when something is written."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "medusa-ppo" / name
 
@@ -51,13 +51,13 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("medusa-ppo-", "mppo-")
 LOCK = ".owner"
-"""Locked by the owner for as long as it lives. The kernel frees a lock with its process, across
-containers too, where numbers of processes say nothing.
+"""Locked by the owner for as long as it lives. The kernel frees a lock with its process, even
+across containers, where process ids mean nothing.
 """
 
 
 class OwnedFolder:
-    """A new folder of this process. It goes by `close` (harmless when called again), with this
+    """A new folder of this process, removed by `close` (harmless when called again), with this
     object, or with the process.
     """
 
@@ -65,26 +65,26 @@ class OwnedFolder:
         """
         Args:
             prefix: begins with one of PREFIXES.
-            shared_memory: in shared memory where there is some; else among the temporary files.
+            shared_memory: in shared memory if there is any; else among the temporary files.
         """
         base = SHARED_MEMORY if shared_memory and os.access(SHARED_MEMORY, os.W_OK) else None
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        # `sweep` of another process looks for LOCK, and takes a folder whose lock is free for a
-        # dead owner's.
+        # Another process's `sweep` looks for LOCK, and assumes that the owner of a folder with a
+        # free lock is dead.
         made = self.path / f"{LOCK}.new"
         lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        made.rename(self.path / LOCK)  # Locked before anybody can find it.
+        made.rename(self.path / LOCK)  # Locked before anyone can find it.
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def close(self) -> None:
         self._end()
 
     def keep(self) -> Path:
-        """Leave the folder behind for a reader; nobody sweeps it."""
+        """Leave the folder for a reader; `sweep` ignores it."""
         if (ending := self._end.detach()) is not None:
             _object, _function, (_folder, lock, _owner), _keywords = ending
-            # A folder without a lock file is nobody's business but the reader's: `sweep` goes by
+            # A folder without a lock file belongs to the reader: `sweep` only removes folders with
             # lock files.
             (self.path / LOCK).unlink(missing_ok=True)
             os.close(lock)
@@ -92,13 +92,13 @@ class OwnedFolder:
 
 
 def _remove(folder: Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:  # Not a child that was forked from it.
+    if os.getpid() == owner:  # Not in a forked child.
         shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
 
 
 def sweep() -> list[Path]:
-    """Remove the folders whose owners are dead. Returns what was removed."""
+    """Remove the folders of dead owners. Returns what was removed."""
     removed = []
     for base in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for lock in [path for prefix in PREFIXES for path in base.glob(f"{prefix}*/{LOCK}")]:
@@ -107,7 +107,7 @@ def sweep() -> list[Path]:
                 removed.append(lock.parent)
     if removed:
         logger.info(
-            "Removed what %d killed processes had left: %s",
+            "Removed leftovers of %d killed processes: %s",
             len(removed),
             ", ".join(map(str, removed)),
         )
@@ -116,10 +116,9 @@ def sweep() -> list[Path]:
 
 def _is_free(lock: Path) -> bool:
     try:
-        # Others may write into these folders too: what is theirs stays, and no link is followed to
-        # whatever it names.
+        # Others may write into these folders too: their files stay, and links are never followed.
         handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # It went away, is another user's, or a link.
+    except OSError:  # It is gone, another user's, or a link.
         return False
     try:
         if os.fstat(handle).st_uid != os.geteuid() or lock.parent.is_symlink():
@@ -134,10 +133,10 @@ def _is_free(lock: Path) -> bool:
 
 
 def forget_registration() -> None:
-    """Remove this process's entry of Intel's OpenMP (vLLM's CPU build asks for it), by which the
-    library would find a second copy of itself, now that it has looked.
+    """Remove this process's shared-memory entry of Intel's OpenMP (needed by vLLM's CPU build),
+    with which the library detects a second copy of itself, now that it has checked.
 
-    It removes the entry itself only where a process ends by returning; Ray ends actors, and faults
-    end engines, otherwise.
+    The library removes it only if the process ends by returning, but Ray kills actors, and faults
+    kill engines.
     """
     (SHARED_MEMORY / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""A small HTTP server of ours: on loopback unless told otherwise, and behind a token wherever there
-is one.
+"""A small HTTP server of ours: on loopback unless told otherwise, and behind a token if there is
+one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MOST_CONNECTIONS = 256
 
 
 def require_token_beyond_loopback(host: str, token_name: str, problem: str, whose: str) -> None:
-    """ConfigError for an address that other machines reach, without a token.
+    """Raise ConfigError for an address that other machines can reach, without a token.
 
     Args:
         token_name: environment variable of the secret.
-        problem: what who lacks it could do.
-        whose: needs the same token, in words.
+        problem: what others could do without it.
+        whose: who else needs the token, in words.
     """
     if host not in LOOPBACK and not os.environ.get(token_name):
         raise ConfigError(
@@ -36,14 +36,14 @@ def require_token_beyond_loopback(host: str, token_name: str, problem: str, whos
 
 
 class GuardedServer:
-    """Runs an ASGI application of these routes. With a token in the environment it answers 401 to
-    whoever lacks it.
+    """Runs an ASGI application with these routes. With a token in the environment it answers 401 to
+    anyone without it.
     """
 
     def __init__(self, routes: Sequence[BaseRoute], host: str, port: int, token_name: str) -> None:
         """
         Args:
-            port: 0: any that is free.
+            port: 0: any free one.
             token_name: environment variable of the secret.
         """
         token = os.environ.get(token_name)
@@ -62,16 +62,16 @@ class GuardedServer:
         )
 
     def run(self) -> None:
-        """Answer until `stop`, or a signal where it runs in the main thread."""
+        """Serve until `stop`, or until a signal if it runs in the main thread."""
         self._server.run()
 
     def stop(self) -> None:
-        """End after the requests that are being answered."""
+        """Stop after answering current requests."""
         self._server.should_exit = True
 
     @property
     def port(self) -> int:
-        """The one that it listens on; 0 before it does."""
+        """The port that it listens on; 0 before that."""
         if not self._server.started:
             return 0
         return int(self._server.servers[0].sockets[0].getsockname()[1])

@@ -1,4 +1,4 @@
-"""What a machine has, what a model asks of it, and what follows for settings that are null: dtype,
+"""What a machine has, what a model needs, and what follows for settings that are null: dtype,
 memory share, compiled or eager, threads (no torch).
 """
 
@@ -24,20 +24,19 @@ BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 QUERY = ("nvidia-smi", "--query-gpu=compute_cap,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 SHARED_MEMORY, OWN_MEMORY = 0.35, 0.9
-"""Shares of a GPU for an engine: beside PPO's update, which needs more than half, and on a GPU
-where nobody else computes.
+"""Shares of a GPU for an engine: next to PPO's update, which needs more than half, and on a GPU of
+its own.
 """
 TURNS_MEMORY = 0.8
-"""The same where PPO leaves the GPU while the engine writes: what its context and torch keep
-stays.
+"""The same if PPO leaves the GPU while the engine writes; its context and torch keep some memory.
 """
 CPU_MEMORY = 0.1
 MODEL_LEN = 512
-"""Longest prompt plus response of an engine whose loop does not say how long they are."""
+"""Longest prompt plus response of an engine whose loop does not set lengths."""
 PRESSURE = Path("/proc/pressure/cpu")
 COMPANION_SHARE = 0.1
 COMPANION_CORES = 4
-"""One core in so many is the companion's, where it shares them with PPO and the engine."""
+"""The companion gets one core in this many, if it shares them with PPO and the engine."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,11 @@ class Hardware:
     """What a machine has.
 
     Attributes:
-        gpus: that torch can use and CUDA_VISIBLE_DEVICES lets through.
-        bfloat16: they compute in it.
+        gpus: number that torch can use and CUDA_VISIBLE_DEVICES allows.
+        bfloat16: they support it.
         cores: that this process may use.
-        found: how it was found, in words.
-        gpu_bytes: memory of the smallest of them; 0: none, or not known.
+        found: how it was determined, in words.
+        gpu_bytes: memory of the smallest GPU; 0: none, or unknown.
     """
 
     gpus: int
@@ -60,7 +59,7 @@ class Hardware:
 
 
 class Choice(NamedTuple):
-    """What a setting that was null has become."""
+    """The value chosen for a setting that was null."""
 
     key: str
     value: Any
@@ -70,11 +69,11 @@ class Choice(NamedTuple):
 @functools.cache
 def find_hardware() -> Hardware:
     """What this machine has."""
-    # Not os.cpu_count(): a container or a job may have been given some of the machine's cores.
+    # Not os.cpu_count(): a container or a job may have only some of the machine's cores.
     cores = len(os.sched_getaffinity(0))
     able, why = _capabilities()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # nvidia-smi shows all GPUs, whatever the variable says. Names in it may be UUIDs, so they are
+    # nvidia-smi shows all GPUs, whatever the variable says. It may contain UUIDs, so its names are
     # only counted.
     if able and visible is not None:
         named = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -82,7 +81,7 @@ def find_hardware() -> Hardware:
         why += f", CUDA_VISIBLE_DEVICES={visible}"
     return Hardware(
         len(able),
-        # One dtype for all: the oldest of them has to compute in it.
+        # One dtype for all, so the oldest of them must support it.
         bool(able) and min(capability for capability, _ in able) >= BF16_FROM,
         cores,
         f"{cores} cores, {len(able)} GPUs ({why})",
@@ -92,10 +91,10 @@ def find_hardware() -> Hardware:
 
 def _capabilities() -> tuple[list[tuple[float, int]], str]:
     """Compute capability and bytes of memory of each GPU that the installed torch could use, and
-    where it is known from.
+    the source of this.
     """
     try:
-        # `import torch` would take seconds, and `medusa-ppo plan` needs nothing else of it.
+        # `import torch` would take seconds, and `medusa-ppo plan` needs nothing else from it.
         torch = importlib.metadata.version("torch")
         if "+cpu" in torch:
             return [], f"torch {torch} uses none"
@@ -114,13 +113,13 @@ def _capabilities() -> tuple[list[tuple[float, int]], str]:
 
 
 def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
-    """What a plan is made for: this machine, or one with or without GPUs as `gpus` says."""
+    """The hardware for a plan: this machine, or one with or without GPUs according to `gpus`."""
     here = find_hardware()
     engine = config.engine
     if gpus is None or gpus == (here.gpus > 0):
         return here
-    # `gpus` says whether there are any, not how many: one, or the eight that a node usually has
-    # where one can't be enough.
+    # `gpus` says whether there are any, not how many: assume one, or a node's usual eight if one
+    # can't be enough.
     several = (
         engine.replicas * int(engine.extra.get("tensor_parallel_size", 1)) * config.actor.ranks > 1
     )
@@ -130,10 +129,10 @@ def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
 
 
 def settled(config: RunConfig, hardware: Hardware | None = None) -> RunConfig:
-    """The run's settings with a value for each that was null and follows from the hardware or from
-    other settings.
+    """The run's settings with values for those that were null and follow from the hardware or other
+    settings.
 
-    The companion's share of a GPU is left open: it is asked for when it starts, of what is free
+    The companion's share of a GPU is left open: it is requested at its start, from what is free
     then.
     """
     return applied(
@@ -143,7 +142,7 @@ def settled(config: RunConfig, hardware: Hardware | None = None) -> RunConfig:
 
 
 def applied(config: RunConfig, decided: Iterable[Choice]) -> RunConfig:
-    """The settings with these values."""
+    """The settings with these choices filled in."""
     for choice in decided:
         section, _, name = choice.key.partition(".")
         config = config.model_copy(
@@ -153,7 +152,7 @@ def applied(config: RunConfig, decided: Iterable[Choice]) -> RunConfig:
 
 
 def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]:
-    """What becomes of settings that are null; what was said stays."""
+    """Choose values for settings that are null; others stay."""
     hardware = hardware or find_hardware()
     model = config.model
     engine = config.engine
@@ -173,8 +172,7 @@ def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]
                 "engine.max_model_len", length, "data.max_prompt_tokens + sampling.max_new_tokens"
             )
         )
-    # Before the engine's own rules, which know nothing of PPO leaving the GPU; what is found here
-    # counts.
+    # Before the engine's own rules, which don't know that PPO leaves the GPU; these choices win.
     if engine.memory_fraction is None and ppo.placement == "shared" and hardware.gpus:
         found.append(
             Choice("engine.memory_fraction", TURNS_MEMORY, "PPO and the engine take turns")
@@ -187,7 +185,7 @@ def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]
             Choice(
                 "companion.num_gpus",
                 share,
-                "a share, left free between batches" if share else "no GPU",
+                "a share, freed between batches" if share else "no GPU",
             )
         )
     if ppo.micro_batch_size is None:
@@ -205,7 +203,7 @@ def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]
 
 
 def settled_engine(engine: EngineConfig, hardware: Hardware | None = None) -> EngineConfig:
-    """The same for an engine by itself, where no run says more."""
+    """The same for an engine alone, without a run's settings."""
     return engine.model_copy(
         update={
             choice.key.removeprefix("engine."): choice.value
@@ -215,7 +213,7 @@ def settled_engine(engine: EngineConfig, hardware: Hardware | None = None) -> En
 
 
 def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choice]:
-    # Nothing is open, so nothing need be asked: nvidia-smi may take many seconds.
+    # Nothing is open, so nothing needs checking: nvidia-smi may take many seconds.
     if None not in (
         engine.dtype,
         engine.max_model_len,
@@ -229,7 +227,7 @@ def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choi
         why = "a GPU that has it" if hardware.bfloat16 else "no GPU that has bfloat16"
         yield Choice("engine.dtype", "bfloat16" if hardware.bfloat16 else "float32", why)
     if engine.max_model_len is None:
-        yield Choice("engine.max_model_len", MODEL_LEN, "nobody says how long responses are")
+        yield Choice("engine.max_model_len", MODEL_LEN, "the length of responses is not set")
     gpus = hardware.gpus
     if engine.memory_fraction is None:
         key = "engine.memory_fraction"
@@ -243,7 +241,7 @@ def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choi
         yield Choice(
             "engine.enforce_eager",
             not gpus,
-            "a GPU does not wait for Python" if gpus else "no GPU: a quick start",
+            "so that a GPU does not wait for Python" if gpus else "no GPU: a quick start",
         )
     if engine.threads is None:
         why = f"{hardware.cores} cores, {engine.replicas} engine{'s' * (engine.replicas > 1)}"
@@ -251,8 +249,8 @@ def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choi
 
 
 def cores_wanted_s() -> float:
-    """Seconds since this machine's start in which some process waited for a core, by the kernel's
-    own count; NaN where it doesn't tell.
+    """Seconds since boot in which some process waited for a core, by the kernel's count; NaN if it
+    is not available.
     """
     try:
         some = PRESSURE.read_text(encoding="utf-8").splitlines()[0]
@@ -262,12 +260,12 @@ def cores_wanted_s() -> float:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 with units of its own."""
+    """Whether this CPU has bfloat16 units."""
     return bool(BFLOAT16_FLAGS & _cpu_flags())
 
 
 def processor_name() -> str:
-    """The CPU's model, as Linux gives it."""
+    """The CPU's model, according to Linux."""
     names = [line for line in _cpu_lines() if line.lower().startswith(("model name", "cpu part"))]
     return names[0].partition(":")[2].strip() if names else platform.machine()
 
@@ -302,12 +300,12 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 class GpuPlaces(NamedTuple):
-    """Who on this node gets which of its GPUs, beside the loop, which has the first.
+    """Who on this node gets which GPUs, besides the loop, which has the first.
 
     Attributes:
-        servers: of each engine behind HTTP that is started here, one GPU for each of its ranks;
-            empty ones without GPUs.
-        ray: those that a Ray of ours offers to everyone else.
+        servers: for each engine behind HTTP that is started here, one GPU per rank; empty without
+            GPUs.
+        ray: those that our own Ray offers to everyone else.
     """
 
     servers: tuple[tuple[str, ...], ...]
@@ -315,12 +313,12 @@ class GpuPlaces(NamedTuple):
 
 
 def gpu_places(engine: EngineConfig, visible: tuple[str, ...]) -> GpuPlaces:
-    """Places on a node with these GPUs. A single GPU is everybody's.
+    """Places on a node with these GPUs. A single GPU is shared by all.
 
     Raises:
-        ConfigError: engines behind HTTP have not a GPU for each of their ranks.
+        ConfigError: engines behind HTTP don't have a GPU for each of their ranks.
     """
-    # Colocated engines are Ray's to place, and servers that run already have their places.
+    # Ray places colocated engines, and running servers already have their places.
     servers = engine.replicas if engine.backend == SERVER else 0
     ranks = math.prod(
         int(engine.extra.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data")
@@ -331,7 +329,7 @@ def gpu_places(engine: EngineConfig, visible: tuple[str, ...]) -> GpuPlaces:
     if servers * ranks > len(free):
         one = "they share" if len(visible) == 1 else "the first is the loop's"
         raise ConfigError(
-            "The engines behind HTTP have not a GPU each.",
+            "The engines behind HTTP don't have a GPU each.",
             given=f"{servers} engines of {ranks} GPUs; visible: {', '.join(visible)}, {one}",
             expected=f"at most {len(free)} GPUs for all of them",
             do="Lower engine.replicas, or set engine.backend=colocated on a cluster, or start"
@@ -343,15 +341,13 @@ def gpu_places(engine: EngineConfig, visible: tuple[str, ...]) -> GpuPlaces:
 
 
 def companion_gpus(free: float, workers: int) -> float:
-    """GPUs for each worker of a companion that was not told: a share where so much is free, else
-    none.
-    """
+    """GPUs for each companion worker by default: a share if that much is free, else none."""
     return COMPANION_SHARE if free >= COMPANION_SHARE * workers else 0.0
 
 
 def companion_threads(cores: tuple[int, ...] | None, *, alone: bool) -> int:
-    """CPU threads of a worker: one on each core that it is pinned to; else a part of the node's, or
-    all where the node is its own.
+    """CPU threads of a worker: one on each core that it is pinned to; else a part of the node's
+    cores, or all if the node is its own.
     """
     if cores:
         return len(cores)
@@ -391,10 +387,10 @@ class ModelSizes:
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> ModelSizes:
-        """From a transformers config.json. ModelError when a size is missing, or the model is a
-        mixture of experts.
+        """From a transformers config.json. Raises ModelError if a size is missing, or the model is
+        a mixture of experts.
         """
-        # Vision-language models keep the sizes of their language model in a section of its own.
+        # Vision-language models have a separate section with the sizes of their language model.
         text = {**raw, **(raw.get("text_config") or {})}
         if any(text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
             raise ModelError(
@@ -403,7 +399,7 @@ class ModelSizes:
                 expected="a dense model",
                 do="Measure a short run.",
             )
-        # GPT-2 and its kin have names of their own.
+        # GPT-2 and its relatives use different names.
         hidden, layers, heads = (
             _first(text, *names)
             for names in (
@@ -416,7 +412,7 @@ class ModelSizes:
             hidden,
             layers,
             heads,
-            # Absent in families from before grouped-query attention, which have as many as query
+            # Missing in families older than grouped-query attention, which have as many as query
             # heads.
             int(text.get("num_key_value_heads") or heads),
             int(text.get("head_dim") or hidden // heads),
@@ -424,8 +420,7 @@ class ModelSizes:
             int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden),
             _first(text, "vocab_size"),
             text.get("model_type") not in WITHOUT_GATE,
-            # transformers leaves out of the file what is a family's default: for GPT-2 that is a
-            # tied table.
+            # transformers omits a family's defaults from the file: for GPT-2 that is a tied table.
             bool(text.get("tie_word_embeddings", text.get("model_type") == "gpt2")),
         )
 
@@ -434,7 +429,7 @@ class ModelSizes:
         """Weights of matrices and RMS norms; biases and learned positions (older families) are left
         out.
         """
-        # Query and output are as wide as the heads, key and value as the heads that share them.
+        # Query and output are as wide as all heads, key and value as the shared heads.
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         tables = (1 if self.tied else 2) * self.vocab * self.hidden
@@ -442,15 +437,15 @@ class ModelSizes:
 
     @property
     def product_parameters(self) -> int:
-        """Weights that a token is multiplied with in a forward pass: all but the embedding."""
+        """Weights that multiply a token in a forward pass: all but the embedding."""
         return self.parameters - (0 if self.tied else self.vocab * self.hidden)
 
     def layer_bytes(self, bfloat16: bool) -> int:
-        """What a layer keeps of a token for its backward pass: what norms, attention, products and
-        the MLP's gate read. With products in bfloat16 each of them has a copy of its own.
+        """What a layer keeps per token for its backward pass: the inputs of norms, attention,
+        products and the MLP's gate. With bfloat16 products each of them has its own copy.
         """
-        # Queries, keys, values and what the output product reads; then the MLP's gate, its
-        # activation, the up projection and their product.
+        # Queries, keys, values and the output product's input; then the MLP's gate, its activation,
+        # the up projection and their product.
         inner = (
             2 * (self.heads + self.kv_heads) * self.head_dim
             + (4 if self.gated else 3) * self.intermediate
@@ -461,7 +456,7 @@ class ModelSizes:
 
     @property
     def cache_elements(self) -> int:
-        """Keys and values of one token."""
+        """Size of the keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 

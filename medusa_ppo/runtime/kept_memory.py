@@ -1,9 +1,9 @@
-"""Memory that a process frees stays with it, for the next step to use.
+"""Keeps freed memory in the process for the next step.
 
-glibc gives large blocks back to the kernel as soon as they are freed. A training step frees and
-takes the same hundreds of megabytes again and again, and the kernel fills every page with zeros
-each time. So blocks below KEPT_BYTES come from the heap, and the heap shrinks only when more than
-that is free at its end. A user's own settings of the allocator stay.
+glibc returns large blocks to the kernel as soon as they are freed. A training step frees and
+allocates the same hundreds of megabytes again and again, and the kernel zeroes every page each
+time. So blocks below KEPT_BYTES come from the heap, and the heap shrinks only when more than that
+is free at its end. A user's own allocator settings are respected.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import os
 import sys
 
 KEPT_BYTES = 1024**3
-"""Most bytes at the end of the heap that stay, and size of the blocks that are given back at
+"""Most free bytes kept at the end of the heap, and the block size from which memory is returned at
 once.
 """
-AHEAD_BYTES = 64 * 1024**2  # What the heap takes more than it was asked for, when it grows.
+AHEAD_BYTES = 64 * 1024**2  # Extra bytes that the heap requests when it grows.
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
     "MALLOC_TOP_PAD_": str(AHEAD_BYTES),
-    # One heap for all threads: others can't hold large blocks.
+    # One heap for all threads, since other arenas can't hold large blocks.
     "MALLOC_ARENA_MAX": "1",
 }
 """Read by glibc before anything runs in a process."""
@@ -29,16 +29,16 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 def environment() -> dict[str, str]:
-    """What a process that we start is given; nothing where the user has set one of ENVIRONMENT."""
+    """Environment for processes that we start; empty if the user has set one of ENVIRONMENT."""
     return {} if _set_by_user() else ENVIRONMENT
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees, as far as its main thread takes it.
+    """Let this process keep what its main thread frees.
 
     Returns:
-        Whether the allocator did as it was asked: it does nothing where that is not glibc's, or
-        where the user has set one of ENVIRONMENT.
+        Whether the allocator accepted this: not if it isn't glibc's, or if the user has set one of
+        ENVIRONMENT.
     """
     if not sys.platform.startswith("linux") or _set_by_user():
         return False
@@ -50,7 +50,9 @@ def keep_freed_memory() -> bool:
         (M_TRIM_THRESHOLD, KEPT_BYTES),
         (M_TOP_PAD, AHEAD_BYTES),
     )
-    taken = [mallopt(name, value) for name, value in settings]  # All, whatever the first says.
+    taken = [
+        mallopt(name, value) for name, value in settings
+    ]  # Call all of them, whatever the first returns.
     return all(taken)
 
 

@@ -1,4 +1,4 @@
-"""Actors that processes of one Ray find by their names: a feed, a companion."""
+"""Actors that processes of one Ray cluster find by name: a feed, a companion."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from heads.errors import MedusaError, RunError
 
 NAMESPACE = "medusa-ppo"
-"""Names are looked up here, whatever namespace a process is in."""
+"""Namespace for looking up names, whatever namespace a process is in."""
 
 
 def join_ray() -> None:
-    """Connect this process to the Ray of RAY_ADDRESS, or to the one that runs on its node, where it
-    is in none. RunError when there is none.
+    """Connect this process to the Ray at RAY_ADDRESS, or to the one on its node, unless it is
+    already connected. Raises RunError if there is none.
     """
     if ray.is_initialized():
         return
@@ -30,7 +30,7 @@ def join_ray() -> None:
     # Ray raises ConnectionError, ValueError and bare RuntimeErrors here.
     except Exception as error:
         raise RunError(
-            "This process is in no Ray.",
+            "This process is not connected to Ray.",
             given=f"{type(error).__name__}: {error}"[:500],
             expected="a Ray on this node, or RAY_ADDRESS",
             do="Call ray.init first, or set RAY_ADDRESS.",
@@ -38,7 +38,7 @@ def join_ray() -> None:
 
 
 def named_actor(name: str) -> Any:
-    """Its handle. RunError when there is no such actor."""
+    """The actor's handle. Raises RunError if there is no such actor."""
     join_ray()
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
@@ -52,7 +52,9 @@ def named_actor(name: str) -> Any:
 
 
 def answer_of(ref: Any, timeout_s: float) -> Any:
-    """What a call gives. RunError when it gives nothing in time; our own errors as they are."""
+    """The result of a call. Raises RunError if there is none in time; our own errors pass
+    unchanged.
+    """
     try:
         return ray.get(ref, timeout=timeout_s)
     except RayError as error:

@@ -1,5 +1,5 @@
-"""Other processes: a local Ray, room on its nodes, the signals that stop a run, and what a killed
-process leaves behind.
+"""Other processes: a local Ray, room on its nodes, the signals that stop a run, and leftovers of
+killed processes.
 """
 
 from __future__ import annotations
@@ -36,23 +36,21 @@ RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Older Rays hide all GPUs from a process that asked for none, and warn that newer ones won't.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Batches that nobody holds leave shared memory at once, not after a second.
+    # Unreferenced batches leave shared memory at once, not after a second.
     "RAY_free_objects_period_milliseconds": "100",
 }
 OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
-    # Else Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
+    # Otherwise Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
     "RAY_task_events_report_interval_ms": "0",
-    # Ray's own 15 and the companion's 5 are 19 together: beside a busy loop it would get next
-    # to nothing.
+    # Ray's own 15 and the companion's 5 add up to 19: beside a busy loop it would get almost
+    # nothing.
     "RAY_worker_niceness": "0",
 }
 
 
 def quiet_libraries() -> None:
-    """No progress bars of transformers between our own; for commands, which show their progress
-    themselves.
-    """
-    # transformers takes seconds to load; whoever only starts Ray does without.
+    """Silence transformers' progress bars; for commands, which show their own progress."""
+    # transformers takes seconds to load, and starting Ray does not need it.
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -62,25 +60,24 @@ def quiet_libraries() -> None:
 def local_ray(
     *, cpus: int = 2, queue_bytes: int = 0, gpus: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """Ray for the time of the block: the caller's when it is initialised, RAY_ADDRESS's when that
-    is set, else a local one of ours.
+    """Ray during the block: the caller's if it is initialised, that of RAY_ADDRESS if set, else our
+    own local one.
 
     Only what was started here is shut down. A local Ray's folder is removed with it, unless the
     block failed: then its logs stay.
 
     Args:
-        cpus: CPUs that the processes of the block ask for; the machine's own number when that is
-            larger.
-        queue_bytes: what is on its way to the companion at most.
-        gpus: that a local Ray of ours offers, as CUDA_VISIBLE_DEVICES names them; None: all that
-            this process sees. Another Ray offers what it was started with.
+        cpus: CPUs that the processes of the block request; the machine's number if that is larger.
+        queue_bytes: most bytes in transit to the companion.
+        gpus: that our local Ray offers, as CUDA_VISIBLE_DEVICES names them; None: all that this
+            process sees. Any other Ray offers what it was started with.
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
-    # Ray's servers read them as they start, and inherit them from here; a value that the user has
-    # set stands.
+    # Ray's servers inherit them from here and read them at their start; values set by the user are
+    # kept.
     for name, value in (RAY_ENVIRONMENT if joins else OWN_RAY_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
-    # What killed runs left in shared memory is missing from what the object store may take.
+    # Leftovers of killed runs in shared memory reduce the room for the object store.
     sweep()
     if ray.is_initialized():
         yield
@@ -92,14 +89,14 @@ def local_ray(
         finally:
             ray.shutdown()
         return
-    folder = OwnedFolder("mppo-")  # Short on purpose: a socket's path may have 107 characters.
+    folder = OwnedFolder("mppo-")  # Short on purpose: a socket's path has at most 107 characters.
     keep = False
     try:
         store_bytes = _object_store_bytes(queue_bytes)
         with _offering(gpus) as offered:
             _start(folder.path, max(os.cpu_count() or 1, cpus, 2), store_bytes, offered)
         yield
-    # Not for an interrupt: whoever stops a run does not look for its faults in Ray's logs.
+    # Not for an interrupt: nobody who stops a run looks for faults in Ray's logs.
     except Exception:
         keep = True
         raise
@@ -113,12 +110,13 @@ def local_ray(
 
 @contextlib.contextmanager
 def _offering(gpus: Sequence[str] | None) -> Iterator[int | None]:
-    """For a Ray that is started in the block: it sees these GPUs alone; gives their number."""
+    """For a Ray started in the block: it sees only these GPUs; yields their number."""
     if gpus is None:
         yield None
         return
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Ray hands out what the variable names when it starts. torch has read it, or does so later.
+    # Ray offers the GPUs that the variable names at its start. torch has already read it, or does
+    # so later.
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
         yield len(gpus)
@@ -132,10 +130,10 @@ def _offering(gpus: Sequence[str] | None) -> Iterator[int | None]:
 def _start(folder: Path, cpus: int, store_bytes: int, gpus: int | None = None) -> None:
     """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError.
 
-    Whoever Ray listens to runs code in it: here that is this machine alone, and on it only who has
-    this process's token.
+    Ray runs the code of anyone it listens to: here that is only this machine, and on it only
+    holders of this process's token.
     """
-    # Without one Ray makes its own and writes it into the home folder.
+    # Without a token Ray makes its own and writes it into the home folder.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     for left in reversed(range(START_ATTEMPTS)):
         try:
@@ -151,7 +149,7 @@ def _start(folder: Path, cpus: int, store_bytes: int, gpus: int | None = None) -
                     _temp_dir=str(folder),
                 )
             return
-        # Ray raises a bare Exception here, and ValueError and OSError for what it is given.
+        # Ray raises a bare Exception here, and ValueError and OSError for bad arguments.
         except Exception as error:
             ray.shutdown()
             if not left:
@@ -165,10 +163,10 @@ def _start(folder: Path, cpus: int, store_bytes: int, gpus: int | None = None) -
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """A Ray that is started in the block listens on 127.0.0.1, as it does by itself where it
-    supports no clusters (Windows, macOS).
+    """A Ray started in the block listens on 127.0.0.1, as it does by itself on systems without
+    cluster support (Windows, macOS).
     """
-    # A constant by now: the environment variable behind it was read when Ray was imported.
+    # By now a constant: its environment variable was read when Ray was imported.
     before = getattr(ray_constants, CLUSTERS, None)
     setattr(ray_constants, CLUSTERS, False)
     try:
@@ -178,8 +176,8 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _object_store_bytes(queue_bytes: int) -> int:
-    """Room for what is on its way to the companion, and a little for everything else; never more
-    than a quarter of the free memory.
+    """Room for data in transit to the companion, and a little for everything else; never more than
+    a quarter of the free memory.
     """
     wanted = queue_bytes + 128 * MIB
     # Ray refuses a store below 75 MiB.
@@ -187,10 +185,10 @@ def _object_store_bytes(queue_bytes: int) -> int:
 
 
 class StopSignals:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt once in the block; from then on they are ignored,
-    so that the clean-up is not cut short.
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt once in the block; after that they are ignored, so
+    that the clean-up is not cut short.
 
-    Outside of the main thread it does nothing (Python allows handlers only there).
+    Does nothing outside the main thread, the only one where Python allows handlers.
     """
 
     def __init__(self) -> None:
@@ -198,11 +196,11 @@ class StopSignals:
         self.stopping = False
 
     def install(self) -> StopSignals:
-        """Put the handlers in place; again after a library (Ray) has put its own."""
+        """Install the handlers; call it again after a library (Ray) has installed its own."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self._handle)
-                # At a second call the handler found here is Ray's or our own; only the first one is
+                # At a second call the current handler is Ray's or ours; only at the first one is it
                 # the caller's.
                 self._before.setdefault(number, before)
         return self
@@ -215,14 +213,12 @@ class StopSignals:
         self._before.clear()
 
     def ignore(self) -> None:
-        """From now on (clean-up has begun) further signals are noted and do nothing."""
+        """Clean-up has begun: from now on signals are noted but ignored."""
         self.stopping = True
 
     def _handle(self, number: int, frame: object) -> None:
         if self.stopping:
-            logger.warning(
-                "Stopping already; a moment, please: engine and companion are being closed."
-            )
+            logger.warning("Already stopping, please wait: engine and companion are being closed.")
             return
         self.stopping = True
         raise KeyboardInterrupt
@@ -230,13 +226,13 @@ class StopSignals:
 
 @contextlib.contextmanager
 def ray_errors(kind: type[MedusaError], who: str, do: str) -> Iterator[None]:
-    """Our own errors as they are; whatever else Ray says of a process in the block as one of
+    """Pass our own errors unchanged; turn Ray's other errors about a process in the block into
     `kind`.
     """
     try:
         yield
     except RayError as error:
-        # It has its own given, expected and do, which say more than that a process failed.
+        # Its own given, expected and do say more than that a process failed.
         if isinstance(error, RayTaskError) and isinstance(error.cause, MedusaError):
             raise error.cause from None
         what = "failed"
@@ -247,18 +243,18 @@ def ray_errors(kind: type[MedusaError], who: str, do: str) -> Iterator[None]:
         if isinstance(error, RayTaskError):
             given = repr(error.cause)
         else:
-            # Ray begins with paragraphs about the process and where to look; the reason comes last.
+            # Ray starts with paragraphs about the process and where to look; the reason comes last.
             given = (str(error).strip().splitlines() or [repr(error)])[-1]
         raise kind(f"{who} {what}.", given=given, expected="a running process", do=do) from error
 
 
 TIMEOUT_S = 180.0
-TOKEN = 0.001  # Of a node's resource: it says where, not how many.
+TOKEN = 0.001  # Amount of a node's resource: it decides where, not how many.
 
 
 def bundle(gpus: float, resource: str | None) -> dict[str, float]:
-    """What one process asks of its node. CPUs are shared, not reserved; Ray wants a token of
-    something in each bundle.
+    """What one process requests from its node. CPUs are shared, not reserved, but Ray requires some
+    amount in each bundle.
     """
     asked = {name: amount for name, amount in (("GPU", gpus), (resource, TOKEN)) if name and amount}
     return asked or {"CPU": TOKEN}
@@ -271,15 +267,15 @@ def reserve(
 
     Args:
         what: whose room it is, for the error.
-        layout: of Ray's. `PACK`, as near to each other as it goes, is right for all who send each
-            other much, and costs the others nothing.
+        layout: Ray's placement strategy. `PACK`, as close together as possible, suits processes
+            that exchange much data, and costs others nothing.
 
     Raises:
-        RunError: there is no such room in the cluster.
+        RunError: the cluster has no such room.
     """
     group = placement_group(bundles, strategy=layout)
     if not group.wait(timeout_s):
-        # Ray would go on waiting, and take the room when it becomes free, for nobody.
+        # Otherwise Ray would keep waiting, and later take the room for nobody.
         remove_placement_group(group)
         asked = Counter(map(str, bundles))
         raise RunError(
@@ -299,13 +295,13 @@ def reserve(
 
 def release(group: PlacementGroup | None) -> None:
     """Give the room back; whatever runs in it is ended."""
-    # A group goes with its Ray; asking a Ray that has ended would start a new one.
+    # A group ends with its Ray; asking a Ray that has ended would start a new one.
     if group is not None and ray.is_initialized():
         remove_placement_group(group)
 
 
 def in_bundle(group: PlacementGroup | None, index: int) -> dict[str, Any]:
-    """Options of the Ray actor that has a place of the group; none without a group."""
+    """Options that put a Ray actor into the group; none without a group."""
     return (
         {}
         if group is None
@@ -324,12 +320,12 @@ def _free() -> str:
 
 @contextlib.contextmanager
 def without_line(words: str) -> Iterator[None]:
-    """Leave a line with these words out of what this process writes to stderr in the block, by C++
-    too; the rest comes at its end.
+    """Suppress a line with these words in this process's stderr during the block, including C++;
+    the rest is written at the end.
     """
-    # What was written before the block has its place before what comes out of it.
+    # Flush what was written before the block, so that the order is right.
     sys.stderr.flush()
-    # C++ writes to the file descriptor and passes over sys.stderr.
+    # C++ writes to the file descriptor and bypasses sys.stderr.
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as kept:
         os.dup2(kept.fileno(), 2)

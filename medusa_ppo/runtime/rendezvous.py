@@ -1,8 +1,8 @@
-"""Where processes meet: a store at an address that one of them opens, and the group of those that
-came.
+"""How processes meet: a store at an address that one of them opens, and the group of those that
+joined.
 
-A group is gloo's, through the host's memory, or NCCL's between GPUs; torch's global one is left
-alone. No Ray: vLLM's workers come too.
+A group uses gloo, through host memory, or NCCL between GPUs; torch's global group is not touched.
+It does not use Ray, since vLLM's workers join too.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ Backend = Literal["gloo", "nccl"]
 
 
 def choose_backend(devices: Sequence[str]) -> Backend:
-    """NCCL where every rank has a GPU of its own: it refuses ranks that share one."""
+    """NCCL if every rank has its own GPU: it refuses ranks that share one."""
     return "nccl" if "cpu" not in devices and len(set(devices)) == len(devices) else "gloo"
 
 
 def device_id(device: torch.device) -> str:
-    """A GPU's own id, the same in all processes; `cpu` elsewhere."""
+    """A GPU's id, the same in all processes; `cpu` otherwise."""
     return (
         str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
     )
 
 
 class PeerLostError(Exception):
-    """Another process is gone, or did not answer in time. Nothing that was summed since the last
-    step can be trusted.
+    """Another process is gone, or did not answer in time. Sums since the last step can't be
+    trusted.
     """
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where `size` processes meet, and which of them this is. `rank` 0 has opened it."""
+    """Where `size` processes meet, and which one this is. `rank` 0 has opened it."""
 
     host: str
     port: int
@@ -63,13 +63,13 @@ class Place:
 
 
 class Meeting:
-    """One process's end. Rank 0 makes it with `open`, the others of its `place`; after `join` all
+    """One process's end. Rank 0 makes it with `open`, the others from its `place`; after `join` all
     are there.
 
     Attributes:
-        place: where, and as what.
-        store: torch's, for whoever makes groups of their own of it.
-        device: where what crosses stands.
+        place: where, and as which rank.
+        store: torch's, for making other groups from it.
+        device: where exchanged tensors are.
     """
 
     def __init__(self, place: Place, store: dist.TCPStore | None = None) -> None:
@@ -99,11 +99,11 @@ class Meeting:
     def open(
         cls, host: str, size: int, *, backend: Backend = "gloo", timeout_s: float = TIMEOUT_S
     ) -> Self:
-        """Rank 0's end, at this address and no other. PeerLostError when it can't be had."""
+        """Rank 0's end, at this address only. Raises PeerLostError if it can't be opened."""
         place = Place(host, 0, size, 0, backend, timeout_s)
         try:
-            # A store that opens its port itself listens on every address of the machine; it takes a
-            # socket that listens already.
+            # A store that opens its own port listens on every address of the machine, but it also
+            # accepts a listening socket.
             listening = socket.create_server((host, 0))
         except OSError as error:
             raise cls.lost(place, "The processes can't be met here.", error) from error
@@ -113,8 +113,7 @@ class Meeting:
             port,
             is_master=True,
             timeout=place.timeout,
-            # The others learn the port from what this call returns, so they can't be waited for in
-            # it.
+            # The others learn the port from this call's result, so it can't wait for them.
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
@@ -122,23 +121,25 @@ class Meeting:
 
     @staticmethod
     def lost(place: Place, problem: str, error: Exception) -> Exception:
-        """What is raised when a process is gone, or does not come or answer in time."""
+        """The error for a process that is gone, or does not come or answer in time."""
         return PeerLostError(f"{problem} {place}: {error}")
 
     def join(self) -> Self:
-        """Form the group; waits until all are there. PeerLostError when they don't come in time."""
+        """Form the group; waits until all are there. Raises PeerLostError if they don't come in
+        time.
+        """
         try:
             self._group = (_nccl if self.place.backend == "nccl" else _gloo)(self.store, self.place)
         except RuntimeError as error:
             raise self.lost(self.place, "The processes did not meet.", error) from error
-        # Who went on and left before all are connected would be waited for, five times as long.
+        # If one left before all are connected, the others would wait for it five times as long.
         # (NCCL connects when it is first used.)
         self.add_up(torch.zeros(1, device=self.device))
         return self
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Fill the tensor with rank 0's. PeerLostError, as for all that follow, when a process is
-        gone or does not answer in time.
+        """Fill the tensor with rank 0's. Like all methods below, raises PeerLostError if a process
+        is gone or does not answer in time.
         """
         options: Any = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
@@ -146,22 +147,22 @@ class Meeting:
         return tensor
 
     def add_up(self, tensor: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
-        """Replace the tensor by the sum of all processes' tensors, in place."""
+        """Replace the tensor with the sum of all processes' tensors, in place."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = how
         self._wait(lambda: self._group.allreduce([tensor], options))
 
     def most(self, count: int) -> int:
-        """The largest of all processes' counts."""
+        """The maximum of all processes' counts."""
         found = torch.tensor([count], dtype=torch.int64)
         self.add_up(found, dist.ReduceOp.MAX)
         return int(found)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All processes' rows, those of the first one first. A sum in which every row has one
-        summand.
+        """All processes' rows, the first process's first. Implemented as a sum in which every row
+        has one summand.
         """
-        # gloo's own gather wants equally many rows of each.
+        # gloo's own gather needs equally many rows from each.
         counts = torch.zeros(self.place.size, dtype=torch.int64)
         counts[self.place.rank] = rows.shape[0]
         self.add_up(counts)
@@ -172,15 +173,14 @@ class Meeting:
         return everything
 
     def process_group(self, device: torch.device) -> Any:
-        """The group as torch's own wrappers take it (DDP), for tensors on this device. All
-        processes call it, each with its own device.
+        """The group as torch's wrappers (DDP) need it, for tensors on this device. All processes
+        call it, each with its own device.
 
-        Between GPUs of which each process has one NCCL carries it; processes that share a GPU use
-        gloo, which takes its tensors through the host. What crosses on the host stays with gloo
-        either way.
+        It uses NCCL if each process has its own GPU; processes that share a GPU use gloo, which
+        sends tensors through the host. Host tensors always use gloo.
         """
         # DDP asks a group for its backend by device. A bare gloo or NCCL group, made without
-        # torch's global one, has no such table.
+        # torch's global group, has no such table.
         group = dist.ProcessGroup(self.store, self.place.rank, self.place.size)
         carriers = {self.device: (self.place.backend, self._group)}
         if device.type != self.device.type:
@@ -192,7 +192,7 @@ class Meeting:
         return group
 
     def _carrier(self, device: torch.device) -> tuple[Backend, Any]:
-        """What sums tensors of a device that this meeting's own group does not stand on."""
+        """The backend that sums tensors on a device other than this group's own."""
         self.store.set(f"device of {self.place.rank}", device_id(device))
         devices = [self.store.get(f"device of {rank}").decode() for rank in range(self.place.size)]
         if choose_backend(devices) == "gloo":
@@ -223,8 +223,7 @@ def _gloo(store: dist.Store, place: Place) -> Any:
     options = gloo._Options()
     options._timeout = place.timeout
     options._devices = [
-        # By itself gloo takes the address that the machine's name stands for, which other machines
-        # may reach.
+        # By default gloo uses the address of the machine's name, which other machines may reach.
         gloo.create_device(hostname=LOOPBACK)
         if place.host == LOOPBACK
         else gloo.create_default_device()
@@ -233,8 +232,8 @@ def _gloo(store: dist.Store, place: Place) -> Any:
 
 
 def _nccl(store: dist.Store, place: Place) -> Any:
-    """Not run yet: no machine with GPUs. Without the blocking wait torch ends the whole process
-    when a rank is lost, PPO's own too.
+    """Not run yet, for lack of a machine with GPUs. Without the blocking wait torch kills the whole
+    process when a rank is lost, even PPO's.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = place.timeout

@@ -1,4 +1,4 @@
-"""How numbers are written for people: one function per kind of quantity, an em dash where there is
+"""How numbers are written for people: one function per kind of quantity, and an em dash if there is
 no measurement.
 """
 
@@ -27,7 +27,7 @@ def span(low: float | None, high: float | None) -> str:
 def percent(value: float | None) -> str:
     if value is None:
         return NONE
-    # From there on one digit would write 10.0 %.
+    # From there on, one digit would give 10.0 %.
     digits = 1 if abs(value) < 0.0995 and value else 0
     return f"{100 * value:.{digits}f} %"
 
@@ -43,17 +43,15 @@ def plain(value: float | None) -> str:
     size = abs(value)
     if size == 0:
         return "0"
-    # Three significant digits would write 1e+03.
+    # Three significant digits would give 1e+03.
     if size >= 999.5:
         return f"{value:,.0f}" if size < 1e9 else f"{value:.3g}"
     return f"{value:.3g}" if size >= 1e-4 else f"{value:.1e}"
 
 
 def short(text: str, value: float) -> str:
-    """A figure beside an axis, where there is room for about six characters: thousands and millions
-    by their letter.
-    """
-    # A text that is no bare number (a percentage, a time) is short already and has its unit.
+    """A figure at an axis, with room for about six characters: thousands and millions by letter."""
+    # A text that is not a bare number (a percentage, a time) is already short and has its unit.
     if abs(value) < 10_000 or not text.replace(",", "").lstrip("-").isdigit():
         return text
     return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k"
@@ -79,12 +77,12 @@ def seconds(value: float | None) -> str:
 
 
 def exact_seconds(value: float | None) -> str:
-    """Seconds that stand beside others that are hardly different."""
+    """Seconds next to others that hardly differ."""
     return NONE if value is None else f"{value:.1f} s"
 
 
 def more_time(ratio: float) -> str:
-    """A ratio of times, as what it means for whoever waits."""
+    """A ratio of times, in words."""
     percent = round(100 * (ratio - 1))
     return (
         f"{abs(percent)} % {'less' if percent < 0 else 'more'} time" if percent else "the same time"
@@ -101,4 +99,4 @@ AGAINST = {
 FORMATS: dict[str, Callable[[float | None], str]] = {
     say.__name__: say for say in (length, percent, whole, plain, seconds)
 }
-"""Those of charts, by name."""
+"""Formats of charts, by name."""

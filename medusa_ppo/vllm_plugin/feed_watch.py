@@ -1,5 +1,5 @@
-"""The thread that looks into a feed beside an engine: what is newer is fetched and looked at in
-whole, so that between two steps it only has to be loaded. Imports no vLLM.
+"""The thread that watches a feed for an engine: it fetches and fully checks newer versions, so that
+they only have to be loaded between two steps. Imports no vLLM.
 
 Whatever is wrong with a feed ends here: one warning, and the engine drafts with what it has.
 """

@@ -1,5 +1,5 @@
-"""Every private name of vLLM that we rely on, as data: what for, where, in which releases, and how
-that was checked. Importing this imports no vLLM.
+"""Every private name of vLLM that we rely on, as data: its purpose, place and releases, and how it
+was checked. Importing this does not import vLLM.
 
 `python -m medusa_ppo.vllm_plugin.hook_table` prints as JSON how the installed vLLM compares;
 `medusa-ppo doctor` shows it.
@@ -68,7 +68,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class HookCheck:
-    """A hook in the installed vLLM; `fault` is empty when it is there as it was checked."""
+    """A hook in the installed vLLM; `fault` is empty if it is as it was checked."""
 
     need: str
     where: str
@@ -453,11 +453,11 @@ HOOKS: tuple[Hook, ...] = (
 def compare(
     originals: Mapping[str, Callable[..., Any]] | None = None, hooks: tuple[Hook, ...] = HOOKS
 ) -> Iterator[HookCheck]:
-    """Each hook of the installed release beside what stands there.
+    """Each hook of the installed release with what is there.
 
     Args:
-        originals: holder and attribute (`GPUModelRunner._sample`) to what stood there before we put
-            ours in its place.
+        originals: holder and attribute (`GPUModelRunner._sample`) -> the original that ours
+            replaced.
     """
     installed = release(vllm_version())
     for hook in hooks:

@@ -1,5 +1,5 @@
-"""Puts what is ours in the places of vLLM's, once in a process, after a look at the names that we
-rely on (hook_table.py): a vLLM that has others is refused, and stays as it is.
+"""Replaces vLLM's parts with ours, once per process, after checking the names that we rely on
+(hook_table.py): a vLLM with other names is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ INSTALLED = Installed()
 
 
 def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
-    """What is missing or has another signature in the installed vLLM; empty when all is as it was
+    """What is missing or has a different signature in the installed vLLM; empty if everything is as
     checked.
     """
     originals = {

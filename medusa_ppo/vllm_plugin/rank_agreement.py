@@ -1,8 +1,8 @@
-"""Whether all ranks of an engine say the same.
+"""Agreement of all ranks of an engine.
 
-A rank that raises where others go on to a product leaves them waiting for it for good. So what may
-fail on one rank alone (a file that is there on one node only, memory that runs out) is done
-`together`: it ends on all ranks before anything is multiplied.
+A rank that raises while others go on to a product leaves them waiting for ever. So anything that
+may fail on a single rank (a file that exists on only one node, memory that runs out) is done
+`together`: it finishes on all ranks before anything is multiplied.
 """
 
 from __future__ import annotations

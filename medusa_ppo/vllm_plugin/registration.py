@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Patch vLLM's CPU sampler and bring our proposer; harmless when called again.
+    """Patch vLLM's CPU sampler and add our proposer; harmless when called again.
 
-    With a version of vLLM that is refused nothing is touched, so that other users of that vLLM are
-    left in peace; our own engines and worker extension refuse to start there (`require_active`).
+    With a refused version of vLLM nothing is touched, so that its other users are not affected; our
+    own engines and worker extension refuse to start there (`require_active`).
     """
     version = vllm_version()
     if not is_allowed(version):

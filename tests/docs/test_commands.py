@@ -1,6 +1,7 @@
-"""Each `medusa-ppo` line in a block of the documents is one that the program takes; nothing is run.
+"""Commands in the documents' blocks: the program takes each `medusa-ppo` line as shown, and each
+command, whatever its program, is run by a test or marked with the reason why it is not.
 
-A line with brackets, bars or dots in it is a synopsis, and left out.
+Nothing is run here. A line with brackets, bars or dots in it is a synopsis, and not parsed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,58 @@ PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT /
 SYNOPSIS = re.compile(r"\[|\.\.\.|\|")
 
 
+SHELL = re.compile(
+    r"(?:[A-Z_]+=\S+ +)*(?:taskset -c \d+ +)?"
+    r"(medusa-ppo (?:(?:bench|feed|companion) )?[a-z-]+|python [\w/]+\.py"
+    r"|(?:make|ray|kubectl|vllm|pip|uv|git) [a-z-]+|torchrun|export)(?: |$)"
+)
+# Command -> the file that runs it on something real, and what of it stands there.
+RUN_BY = {
+    "make check": (".ci/run", "make check"),
+    "make demo": ("tests/medusa_ppo/ppo/test_loop_end_to_end.py", "demo"),
+    "make setup": (".ci/run", "make setup"),
+    "make test": (".ci/run", "make test"),
+    "medusa-ppo bench companion": ("tests/medusa_ppo/bench/test_commands.py", '"companion"'),
+    "medusa-ppo bench rollout": ("tests/medusa_ppo/bench/test_commands.py", "test_rollout"),
+    "medusa-ppo check-loop": ("tests/medusa_ppo/loops/test_check_loop.py", "check_loop"),
+    "medusa-ppo companion serve": ("tests/medusa_ppo/loops/test_tap.py", '"serve"'),
+    "medusa-ppo convert": ("tests/medusa_ppo/offline/test_convert.py", "convert"),
+    "medusa-ppo doctor": ("tests/medusa_ppo/cli/test_machine_checks.py", "doctor"),
+    "medusa-ppo eval": ("tests/medusa_ppo/offline/test_train_and_eval.py", "eval"),
+    "medusa-ppo feed list": ("tests/medusa_ppo/cli/test_feed_commands.py", '"list"'),
+    "medusa-ppo feed serve": ("tests/medusa_ppo/cli/test_feed_commands.py", '"serve"'),
+    "medusa-ppo feed verify": ("tests/medusa_ppo/cli/test_feed_commands.py", '"verify"'),
+    "medusa-ppo ppo": ("tests/medusa_ppo/ppo/test_resume.py", '"ppo"'),
+    "medusa-ppo predict": ("tests/medusa_ppo/predict/test_predict_command.py", "predict"),
+    "medusa-ppo push": ("tests/medusa_ppo/offline/test_hub.py", "push"),
+    "medusa-ppo report": ("tests/medusa_ppo/cli/test_cli.py", "report"),
+    "medusa-ppo serve": ("tests/medusa_ppo/loops/conftest.py", '"serve"'),
+    "medusa-ppo train": ("tests/medusa_ppo/offline/test_train_and_eval.py", "train"),
+    "python tests/robustness/faults.py": ("tests/robustness/test_faults.py", '"faults"'),
+    "python tests/robustness/soak.py": ("tests/robustness/test_soak.py", '"soak"'),
+    "ray job": ("tests/medusa_ppo/test_ray_job.py", "ray job submit"),
+    "torchrun": ("tests/medusa_ppo/loops/test_trl_grpo_ranks.py", "torchrun"),
+}
+NOT_RUN = {
+    "export": "sets a variable for the lines after it",
+    "git clone": "needs the network",
+    "kubectl apply": "needs a Kubernetes cluster; tests/test_kuberay.py checks the manifest",
+    "kubectl get": "needs a Kubernetes cluster",
+    "make docs": "installs mkdocs from the network",
+    "make test-chaos": "takes an hour; tests/robustness/test_chaos.py runs some of its faults",
+    "make test-gpu": "needs a GPU",
+    "make test-slow": "is itself tests, run before a release",
+    "pip install": "needs the network",
+    "python benchmarks/companion_defaults.py": "takes an hour; tests/benchmarks has its parts",
+    "python benchmarks/grown_actor.py": "a benchmark; tests/medusa_ppo/demo grows actors",
+    "python benchmarks/trl_pairs.py": "a benchmark of an hour; the TRL tests import its parts",
+    "python tests/robustness/load.py": "takes minutes; run before a release",
+    "ray start": "joins machines; tests/medusa_ppo/test_ray_job.py starts a cluster itself",
+    "uv pip": "installs the wheel; `make test-wheel` does the same",
+    "vllm serve": "vLLM's own; tests/medusa_ppo/engines/test_self_feeding.py has the engine",
+}
+
+
 def lines(page: Path) -> list[str]:
     """Commands in fenced and in indented blocks, comments cut off."""
     text = page.read_text(encoding="utf-8")
@@ -30,6 +83,32 @@ def lines(page: Path) -> list[str]:
 
 
 COMMANDS = [(page.name, line) for page in PAGES for line in lines(page)]
+
+
+def every_command(page: Path) -> set[str]:
+    """Program and command of each line in blocks for a shell, synopses included."""
+    text = page.read_text(encoding="utf-8")
+    # All blocks, or the end of one in another language would look like the start of one.
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    fenced = [block for language, block in blocks if language in ("", "sh", "bash")]
+    indented = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+    return {
+        found[1]
+        for line in "\n".join([*fenced, *indented]).splitlines()
+        if (found := SHELL.match(line.strip()))
+    }
+
+
+def test_each_command_is_run_or_marked() -> None:
+    shown = {command for page in PAGES for command in every_command(page)}
+    assert shown == RUN_BY.keys() | NOT_RUN.keys()
+    assert not RUN_BY.keys() & NOT_RUN.keys()
+
+
+@pytest.mark.parametrize("command", RUN_BY)
+def test_the_file_that_runs_a_command_has_it(command: str) -> None:
+    file, text = RUN_BY[command]
+    assert text in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_there_are_some() -> None:

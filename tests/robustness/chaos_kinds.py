@@ -501,7 +501,7 @@ KINDS = (
     Kind(
         "broadcast breaks off",
         broadcast_breaks,
-        "goes to the engines as a file",
+        "to the engines as a file",
         engine="broadcast",
     ),
     Kind("GPU error in the loop", gpu_error, "illegal memory access(.|\n)*Resumed at step"),

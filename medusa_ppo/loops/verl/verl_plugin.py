@@ -23,7 +23,7 @@ OURS = "medusa_ppo.loops.verl.verl_trainer"
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Does something right after a module was imported, in the place of importing it now."""
+    """Runs something right after a module is imported, instead of importing it now."""
 
     def __init__(self, module: str, then: Callable[[], None]) -> None:
         self._module = module
@@ -54,8 +54,8 @@ def _bring_ours() -> None:
     try:
         importlib.import_module(OURS)
     except ImportError as error:
-        # Whoever does not ask for our trainer is left in peace; who does is told by verl that it is
-        # unknown, and why here.
+        # Users who don't ask for our trainer are not bothered; if you do ask, verl says that it is
+        # unknown, and this says why.
         logger.error(
             "medusa-ppo's trainer `medusa_sync` is not available: something of verl that it hangs"
             " on is not where it was (made for verl 0.9, docs/hooks.md): %s",

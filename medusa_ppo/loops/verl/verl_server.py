@@ -16,7 +16,7 @@ from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
 
 class MedusaHttpServer(vLLMHttpServer):
-    """The server's own `collective_rpc` drops what the workers answer."""
+    """The server's own `collective_rpc` drops the workers' answers."""
 
     async def medusa_call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         """A method of the worker extension on all workers of this server."""
@@ -28,7 +28,7 @@ class MedusaHttpServer(vLLMHttpServer):
 
 
 class MedusaReplica(vLLMReplica):
-    """Starts our server class in the place of verl's."""
+    """Starts our server class instead of verl's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,6 +36,6 @@ class MedusaReplica(vLLMReplica):
 
 
 class MedusaVerlWorker(MedusaWorker, vLLMColocateWorkerExtension):
-    """Both extensions in one class, because vLLM takes only one. verl's weight transfer passes over
-    draft models that are not MTP: the heads are only ours to feed.
+    """Both extensions in one class, because vLLM takes only one. verl's weight transfer skips
+    drafters other than MTP, so only we load the heads.
     """

@@ -93,7 +93,7 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_take(self, policy_version: int) -> RolloutBatch | None:
-        """What was tapped since the last call; from the rank that reports only."""
+        """What was tapped since the last call; only from the rank that reports."""
         return self._medusa_tap.take(policy_version) if self._medusa_tap is not None else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -114,7 +114,7 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
 @contextlib.contextmanager
 def on_device(engine: Any) -> Iterator[None]:
-    """verl's weights that it keeps off the GPU are there for a moment."""
+    """Weights that verl keeps off the GPU are there for a moment."""
     if engine.is_param_offload_enabled:
         engine.to(get_device_name(), model=True, optimizer=False, grad=False)
     yield
@@ -201,7 +201,7 @@ class MegatronEngineTap(RowTap):
         try:
             yield
         finally:
-            del engine.forward_step  # The class's own stands behind it.
+            del engine.forward_step  # The class's own method shows again.
 
     def tables(self) -> Tables | None:
         """lm_head and embedding, on the rank that reports."""
@@ -222,7 +222,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
     """verl's trainer, with the heads' companion beside it."""
 
     def __init__(self, config: Any) -> None:
-        # Here rather than at the import: verl imports this module whoever trains.
+        # Here rather than at import, because verl always imports this module.
         require_loop("verl")
         medusa = as_config(
             OmegaConf.to_container(config.get("medusa") or OmegaConf.create({}), resolve=True)

@@ -143,7 +143,7 @@ class RankTeam:
             return [getattr(rank, method).remote(*arguments) for rank in self._ranks]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all ranks; the answers of those that have one."""
+        """Call a method of all ranks; returns the answers of those that have one."""
         return self.wait(self.begin(method, *arguments))
 
     def wait(self, references: list[Any]) -> list[Any]:
@@ -206,7 +206,7 @@ class RankedActor(SpreadActor):
 
     @contextlib.contextmanager
     def tap(self) -> Iterator[RankedActor]:
-        """Around `hold`: the ranks have made the pass already."""
+        """Context around `hold`: the ranks have already made the pass."""
         yield self
 
     def hold(self, hidden_BTD: Tensor) -> None:
@@ -282,7 +282,7 @@ class MegatronLearner(PPOLearner):
 
         def finish() -> PolicyScores:
             total = PolicyScores.zeros(batch)
-            with timeline.at_work("actor"):  # What is left of its passes and the reference's.
+            with timeline.at_work("actor"):  # The rest of its passes and the reference's.
                 shares = self._team.wait(answers)
             for share in shares:
                 total.add_share(share.policy)
@@ -323,7 +323,9 @@ class MegatronLearner(PPOLearner):
         answers = self._team.begin("values", self._hand(batch), batch.pad_id, batch.first)
 
         def finish() -> Tensor:
-            with timeline.at_work("critic"):  # After the actor: ranks do one thing after the other.
+            with timeline.at_work(
+                "critic"
+            ):  # After the actor, because ranks do one thing at a time.
                 shares: list[Tensor] = self._team.wait(answers)
             return torch.stack(shares).sum(dim=0)
 
@@ -389,7 +391,7 @@ class MegatronLearner(PPOLearner):
                     writer.put(f"{name}/{moment}", tensor)
 
     def _load_policy(self, folder: Path) -> None:
-        # Ranks on other nodes have another working directory.
+        # Ranks on other nodes have a different working directory.
         self._team.call("load", ACTOR, os.path.abspath(folder))
         self.actor.changed()
 

@@ -59,7 +59,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class RankScores:
-    """What the rank that reports for a replica hands to the loop.
+    """What a replica's reporting rank hands to the loop.
 
     Attributes:
         policy: of the whole batch's shape, zero outside of this replica's sequences.
@@ -74,7 +74,7 @@ class RankScores:
 
 
 class ActorRank:
-    """Lives in a Ray actor. `start` comes first, on all ranks at once, after `meet_here` on the
+    """Runs in a Ray actor. Call `start` first, on all ranks at once, after `meet_here` on the
     first.
     """
 
@@ -115,7 +115,7 @@ class ActorRank:
 
     def start(self, place: Place) -> None:
         section = self._config.actor
-        # Before anything is built: it may replace layers of Megatron's.
+        # Before anything is built, because it may replace Megatron's layers.
         if section.imports:
             importlib.import_module(section.imports)
         torch.set_num_threads(self._config.ppo.threads or 1)
@@ -199,7 +199,7 @@ class ActorRank:
     # ---- passes
 
     def begin_batch(self, sampling: Sampling) -> None:
-        """New rollouts will be scored: what was kept of those before is forgotten."""
+        """New rollouts will be scored: forget what was kept from the previous ones."""
         self._support = ShardedSupport(sampling, self._vocabulary)
         self._scored = set()
 
@@ -397,7 +397,7 @@ class ActorRank:
                 )
 
     def steps(self, role: str) -> float:
-        """Optimizer steps of actor or critic so far."""
+        """Number of optimizer steps of actor or critic so far."""
         return self._learning[role][1].steps
 
     def load(self, role: str, folder: str) -> None:

@@ -211,7 +211,7 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 
 def test_folder_without_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="holds no transformers model"):
+    with pytest.raises(ModelError, match="does not contain a transformers model"):
         hf.load_actor(tmp_path)
 
 

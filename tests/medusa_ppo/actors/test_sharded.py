@@ -72,7 +72,7 @@ def test_compiled(tmp_path: Path):
 
 def test_a_piece_is_never_taken_for_the_table(ranks: dict[str, Any]):
     assert all(
-        "a piece of the actor's table only" in rank["error"] for rank in ranks["unrefreshed"]
+        "only a shard of the actor's table" in rank["error"] for rank in ranks["unrefreshed"]
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,26 @@ def run(*arguments: str, code: int) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_an_example(command: str) -> None:
     assert f"medusa-ppo {command}" in run(command, "--help", code=0).replace("\n", " ")
+
+
+def test_without_a_command_it_says_what_to_do_first() -> None:
+    shown = run(code=0)
+    first = re.findall(r"^  medusa-ppo ([a-z]+)", shown, re.MULTILINE)
+    assert first[:2] == ["doctor", "demo"] and "--help" in shown
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert set(first) <= set(known)
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_a_run_ends_with_its_sentences_before_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plain_words, "in_plain_words", lambda summary: ["One.", "Two."])
+    monkeypatch.setattr(tables, "summary_rows", lambda summary: [("a row", "its figure")])
+    run_commands._print_summary({}, tmp_path / "run")
+    shown = capsys.readouterr().out
+    assert shown.index("One.") < shown.index("Two.") < shown.index("a row") < shown.index("Report:")
+    assert shown.count("a row") == shown.count("One.") == 1
 
 
 def test_a_missing_model_folder_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_what_follows_from_the_hardware_is_said_and_what_was_set_stays(folder: P
     }
     text = "\n".join(lines(plan))
     assert (
-        "What follows from the hardware: eight" in text
+        "Decided by the hardware: eight" in text
         and "engine.memory_fraction = 0.9: a GPU of its own" in text
     )
 
@@ -534,7 +534,7 @@ def test_a_gpu_is_asked_what_drafting_would_bring(tmp_path: Path) -> None:
     assert "on one H200" in result.output
     assert "assumed, 1.80 tokens a step" in result.output
     refused = CliRunner().invoke(app, [*words, "abacus"])
-    assert refused.exit_code == 2 and "Nothing is known of this GPU" in refused.output
+    assert refused.exit_code == 2 and "This GPU is unknown" in refused.output
 
 
 def test_roles_that_take_turns_come_once_for_each_piece() -> None:

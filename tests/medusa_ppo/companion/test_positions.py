@@ -99,7 +99,7 @@ def test_a_loss_that_reads_neighbours_refuses_a_sample_without_them(chain) -> No
     weights_M = some_weights(batch.lengths_S, 0.4, seed=2)
     trainer = trainer_of(task, "medusa", loss="kl")
     assert trainer.train_batch(replace(batch, weights_M=weights_M)).problem == ""
-    with pytest.raises(DataError, match="states of the rows that follow"):
+    with pytest.raises(DataError, match="states of the following rows"):
         trainer.train_batch(compact(batch, weights_M))
 
 

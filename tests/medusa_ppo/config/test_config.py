@@ -195,7 +195,7 @@ def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
         ("extends: ./b.yaml", "a.yaml -> b.yaml -> a.yaml"),
         ("extends: nosuch", "preset does not exist"),
         ("extends: ./nosuch.yaml", "does not exist"),
-        ("extends: [one-gpu]", "names one preset"),
+        ("extends: [one-gpu]", "must name one preset"),
     ):
         file.write_text(text)
         (tmp_path / "b.yaml").write_text("extends: a.yaml")
@@ -210,18 +210,18 @@ def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
             ["ppo.advantages=grpo", "sampling.responses_per_prompt=1"],
             "no others to be compared with",
         ),
-        (["ppo.advantages=rloo", "ppo.step_separator=x"], "no rewards of single steps"),
-        (["ppo.kl_in_loss=true"], "k1 has no gradient"),
+        (["ppo.advantages=rloo", "ppo.step_separator=x"], "no rewards for single steps"),
+        (["ppo.kl_in_loss=true"], "k1 has a gradient of zero"),
         (["ppo.kl_goal=0.1", "ppo.kl_coefficient=0"], "stays 0"),
-        (["ppo.ptx_coefficient=1"], "a weight needs texts"),
-        (["ppo.eval_every=1", "data.eval_split=train"], "on the prompts of the training"),
-        (["ppo.kl_stop=0.1", "actor.backend=megatron"], "early end"),
-        (["ppo.recompute=attention"], "keeps nothing that could be made again"),
-        (["actor.backend=megatron", "actor.sequence_parallel=true"], "ranks that share a layer"),
-        (["actor.distributed_optimizer=true"], "nobody to share its optimizer with"),
+        (["ppo.ptx_coefficient=1"], "both the texts and their weight"),
+        (["ppo.eval_every=1", "data.eval_split=train"], "use the training prompts"),
+        (["ppo.kl_stop=0.1", "actor.backend=megatron"], "early stop"),
+        (["ppo.recompute=attention"], "keeps no activations that could be recomputed"),
+        (["actor.backend=megatron", "actor.sequence_parallel=true"], "needs tensor parallelism"),
+        (["actor.distributed_optimizer=true"], "can't distribute its optimizer"),
         (
             ["actor.backend=megatron", "actor.context_parallel=2", "sampling.top_k=5"],
-            "forget which tokens a cut left",
+            "mask is lost",
         ),
         (["engine.memory_bytes=100", "engine.draft_temperature=0"], "Only sampled drafts"),
         (["engine.stop_below=0.1", "engine.draft_temperature=0"], "Only sampled drafts"),
@@ -354,12 +354,15 @@ def test_a_section_by_itself_keeps_its_own_rules(build: Callable[[], Section], w
 @pytest.mark.parametrize(
     "pairs, words",
     [
-        (["ppo.advantages=grpo", "model.critic_path=demo"], "take no critic"),
-        (["ppo.side_by_side=true", "actor.backend=megatron"], "work beside the critic anyway"),
-        (["ppo.side_by_side=true", "ppo.placement=shared"], "can't work at once"),
+        (["ppo.advantages=grpo", "model.critic_path=demo"], "use no critic"),
+        (
+            ["ppo.side_by_side=true", "actor.backend=megatron"],
+            "already work in parallel to the critic",
+        ),
+        (["ppo.side_by_side=true", "ppo.placement=shared"], "can't work in parallel"),
         (["ppo.placement=shared"], "stays awake"),
         (["ppo.placement=shared", "engine.sleep_level=1", "engine.replicas=2"], "has one device"),
-        (["engine.backend=http://127.0.0.1:1", "report.compare_pairs=1"], "at your server"),
+        (["engine.backend=http://127.0.0.1:1", "report.compare_pairs=1"], "on your server"),
     ],
 )
 def test_sections_that_contradict_each_other(pairs: list[str], words: str) -> None:

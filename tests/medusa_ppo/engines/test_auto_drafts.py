@@ -75,10 +75,10 @@ def test_it_times_its_steps_once_and_then_knows_them(
     kept.write_text("damaged")
     save_heads(cache.parent / "heads", actor.random_heads(1), lm_head_VD=actor.lm_head_VD)
     with ColocatedEngine(actor.path, cache.parent / "heads", config) as engine:
-        assert "measured anew" in caplog.text and engine.note.startswith("Timed ")
+        assert "measured again" in caplog.text and engine.note.startswith("Timed ")
     kept.write_text(json.dumps(raw))
     with ColocatedEngine(actor.path, cache.parent / "heads", config) as engine:
-        assert engine.note.startswith("Step times of an earlier start")
+        assert engine.note.startswith("Step times from an earlier start")
         table = proposer_of(engine).chooser.table
         assert {
             (row["running"], row["drafts"]): pytest.approx(row["seconds"]) for row in raw["rows"]

@@ -72,5 +72,5 @@ def test_engine_and_trainer_see_the_same_images(
         )
         assert isinstance(prompts[0], ImagePrompt)
         other = ImagePrompt((*prompts[0], 66), prompts[0].images, prompts[0].short_ids)
-        with pytest.raises(EngineError, match="in another way than the trainer"):
+        with pytest.raises(EngineError, match="differently from the trainer"):
             engine.generate([other], SAMPLING)

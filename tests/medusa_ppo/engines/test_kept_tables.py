@@ -46,7 +46,7 @@ def test_a_file_of_another_machine_under_this_ones_name_is_said(
     keep_table(KEY | {"machine": "another"}, ROWS)
     table_file(KEY | {"machine": "another"}).rename(table_file(KEY))
     assert read_table(KEY, 2) == []
-    assert "of another machine, model or version" in caplog.text
+    assert "from another machine, model or version" in caplog.text
 
 
 def whole(rows: Any) -> str:
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_said_and_not_used(
     table_file(KEY).write_text(content, encoding="latin-1")
     with caplog.at_level(logging.WARNING):
         assert read_table(KEY, 2) == []
-    assert len(caplog.records) == 1 and "measured anew" in caplog.text
+    assert len(caplog.records) == 1 and "measured again" in caplog.text
     keep_table(KEY, ROWS)
     assert read_table(KEY, 2) == ROWS
 
@@ -101,9 +101,9 @@ def test_a_cache_that_can_not_be_written_or_read_is_said(
     cache.mkdir()
     (cache / "medusa-ppo").write_text("a file where the folder should be")
     keep_table(KEY, ROWS)
-    assert "can't be kept" in caplog.text
+    assert "can't be saved" in caplog.text
     assert read_table(KEY, 2) == []
     table = table_file(KEY)
     (cache / "medusa-ppo").unlink()
     table.mkdir(parents=True)
-    assert read_table(KEY, 2) == [] and "measured anew" in caplog.text
+    assert read_table(KEY, 2) == [] and "measured again" in caplog.text

@@ -748,7 +748,7 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
     engine.wake()
     if level == 2:
         assert engine.heads_version == -1 and engine.checksums()["heads"] == ""
-        with pytest.raises(EngineError, match="no whole actor"):
+        with pytest.raises(EngineError, match="no complete actor"):
             engine.generate(actor.prompts[:1], GREEDY)
         save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
         engine.sync_actor(tmp_path / "actor.safetensors", 1)

@@ -187,5 +187,5 @@ def test_a_broadcast_actor_reaches_the_pool_behind_it_and_other_loops_refuse_one
     entries, version = engine.engine.sent[0]
     assert version == 3 and "model.embed_tokens.weight" in entries and told == [3]
 
-    with pytest.raises(ConfigError, match="carries the actor into it by itself"):
+    with pytest.raises(ConfigError, match="sends the actor to it by itself"):
         Attachment(build_config({"engine": {"transfer": "broadcast"}}))

@@ -276,7 +276,7 @@ def test_a_server_that_is_started_again_gets_actor_and_heads_again(
 ):
     done, _ = train_with_a_server(served, chain_actor, tmp_path / "run", 8, again=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "The vLLM server was started again" in done.stderr
+    assert "The vLLM server was restarted" in done.stderr
     steps = read_run(tmp_path / "run" / "medusa").steps
     assert len(steps) == 8 and steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
     log = json.loads((tmp_path / "run" / "rank0.json").read_text())["log"]

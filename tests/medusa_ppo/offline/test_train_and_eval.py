@@ -173,7 +173,7 @@ def test_responses_that_were_written_are_not_written_again(
     written = [path.read_bytes() for path in sorted(folder.glob("round-*"))]
     assert len(written) == 2
     shown = run(*arguments)
-    assert "Going on" in shown and "tokens of responses are there already" in shown
+    assert "Continuing" in shown and "tokens of responses already exist" in shown
     assert (
         len((tmp_path / "heads" / "train.jsonl").read_text().splitlines()) == 4
         and not folder.exists()

@@ -25,14 +25,14 @@ def rollouts(version: int, extra: float, drafts: int = 1000) -> Rollouts:
     )
 
 
-def published(version: int, promised: float = 2.0) -> PublishedHeads:
-    return PublishedHeads(version, "heads.safetensors", "sum", version, promised)
+def published(version: int, predicted: float = 2.0) -> PublishedHeads:
+    return PublishedHeads(version, "heads.safetensors", "sum", version, predicted)
 
 
-def watch_after_swap(extra_before: float = 0.5, promised: float = 2.0) -> SwapWatch:
+def watch_after_swap(extra_before: float = 0.5, predicted: float = 2.0) -> SwapWatch:
     watch = SwapWatch()
     assert not watch.broken(rollouts(0, extra_before))
-    watch.swapped(published(1, promised))
+    watch.swapped(published(1, predicted))
     return watch
 
 
@@ -47,12 +47,12 @@ def test_next_to_no_acceptance_is_an_alarm(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize(
-    ("before", "promised", "extra"),
+    ("before", "predicted", "extra"),
     [(0.5, 2.0, 0.11), (0.5, 1.0, 0.0), (0.01, 2.0, 0.05)],
-    ids=["a tenth of the promise is kept", "nothing was promised", "the heads before had less"],
+    ids=["a tenth of the promise is kept", "nothing was predicted", "the heads before had less"],
 )
-def test_no_alarm(before: float, promised: float, extra: float) -> None:
-    watch = watch_after_swap(before, promised)
+def test_no_alarm(before: float, predicted: float, extra: float) -> None:
+    watch = watch_after_swap(before, predicted)
     assert not watch.broken(rollouts(1, extra)) and watch.alarms == 0 and watch.refused == -1
 
 

@@ -128,7 +128,7 @@ def test_rounds_of_something_else_are_said_and_written_anew(
     }
     engine = WarmUpWriter()
     write(engine, tmp_path, **other[changed])
-    assert engine.asked and "written anew" in caplog.text
+    assert engine.asked and "generated again" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["", "5", "[" * 100_000, '{"of": 1}', "torn"])
@@ -141,7 +141,7 @@ def test_a_damaged_round_is_said_and_written_anew(
     file.write_text(text[: len(text) // 2] if damage == "torn" else damage)
     engine = WarmUpWriter()
     assert write(engine, tmp_path).responses == expected.responses and engine.asked
-    assert "written anew" in caplog.text and json.loads(file.read_text())["responses"]
+    assert "generated again" in caplog.text and json.loads(file.read_text())["responses"]
 
 
 def test_a_full_disk_ends_nothing(
@@ -256,7 +256,7 @@ def test_a_companion_that_is_gone_or_brings_nothing_costs_no_more_than_the_warm_
     assert "gone" in report.problem and engine.heads_version == 0
     companion.alive = True
     report = plugin.warm_up(PROMPTS, SAMPLING, scored(plugin, actor), tokens=100)
-    assert "not surely better" in report.problem and "No warm-up" in str(report)
+    assert "not significantly better" in report.problem and "No warm-up" in str(report)
     companion.said = CompanionStatus()
     report = plugin.warm_up(PROMPTS, SAMPLING, scored(plugin, actor), tokens=100)
     assert "heads.warm_up_s" in report.problem

@@ -109,5 +109,5 @@ def test_recomputation_works_in_eval_mode_and_changes_no_bit(make_rollouts, tiny
 
 
 def test_a_model_without_known_layers_is_refused():
-    with pytest.raises(ModelError, match="layers are not known"):
+    with pytest.raises(ModelError, match="layers are unknown"):
         recompute_layers(torch.nn.Linear(2, 2))

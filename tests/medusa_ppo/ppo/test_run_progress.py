@@ -94,6 +94,21 @@ def test_a_line_leaves_out_what_is_not_known():
     )
 
 
+def test_a_line_fits_100_columns_and_drops_the_least_important_figures_first():
+    full = {
+        **VALUES,
+        names.EVAL_REWARD: 0.25,
+        names.KL_REFERENCE: 0.125,
+        names.ENTROPY: 1.5,
+        names.IMAGES: 1024,
+    }
+    line = step_line(full)
+    assert len(line) <= progress.LINE_WIDTH
+    assert "reward 0.500" in line and "1.79 tokens a step" in line and "images" not in line
+    assert step_line(full, room=0) == "step   3"
+    assert set(progress.SHOWN) == set(progress.STEP_FORMS)
+
+
 def test_silence():
     play(ProgressSink())
 

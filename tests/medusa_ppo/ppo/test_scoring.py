@@ -55,7 +55,7 @@ def test_a_module_in_the_working_directory_is_found(
         ("no.such.module:f", "can't be imported"),
         ("medusa_ppo.ppo.rewards:exact_anser", "Did you mean medusa_ppo.ppo.rewards:exact_answer"),
         ("os.path:join2", "no such reward function"),
-        ("os:getpid", "other arguments"),
+        ("os:getpid", "wrong arguments"),
     ],
 )
 def test_wrong_names(name: str, says: str):
@@ -178,7 +178,7 @@ def test_a_foreign_tokenizer_is_refused(reward_model: Path):
     model = LlamaForSequenceClassification.from_pretrained(reward_model)
     model.resize_token_embeddings(3)
     model.save_pretrained(reward_model)
-    with pytest.raises(ModelError, match="vocabulary is not its training's"):
+    with pytest.raises(ModelError, match="tokenizer does not match it"):
         ModelReward(str(reward_model))
 
 
@@ -207,7 +207,7 @@ def test_each_step_has_its_reward_at_its_last_token():
 
 def test_process_rewards_of_another_number_of_steps_are_refused():
     source = CallableReward(lambda prompt, response, row: [1.0, 2.0], "two")
-    with pytest.raises(RunError, match="another number of steps"):
+    with pytest.raises(RunError, match="wrong number of step rewards"):
         earned_by_steps(source, [["a"]], [""], [{}], "|")
     with pytest.raises(RunError, match="reward function failed"):
         earned_by_steps(CallableReward(lambda *_: 1.0, "one"), [["a"]], [""], [{}], "|")

@@ -97,15 +97,15 @@ def test_a_run_says_what_options_don_t(model: Path, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--acceptance", "0.5,0.6"), "never rise"),
-        (("--acceptance", "1.2"), "0 to 1"),
-        ((), "Nothing says how much is accepted"),
-        (("--acceptance", "0.5", "--gpu", "b200"), "Nothing is known of this GPU"),
+        (("--acceptance", "1.2"), "between 0 and 1"),
+        ((), "The acceptance is unknown"),
+        (("--acceptance", "0.5", "--gpu", "b200"), "This GPU is unknown"),
         (("--acceptance", "0.5", "--length-mean", "9000"), "longer than the model can hold"),
         (
             ("--acceptance", "0.5", "--longest", "9000", "--length-spread", "1.5"),
             "longer than the model can hold",
         ),
-        (("--acceptance", "0.5", "--heads", "/no/heads"), "no folder of native heads"),
+        (("--acceptance", "0.5", "--heads", "/no/heads"), "not a folder of native heads"),
     ],
 )
 def test_bad_input_is_refused_in_words(model: Path, words: tuple[str, ...], said: str) -> None:

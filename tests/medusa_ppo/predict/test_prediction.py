@@ -170,7 +170,7 @@ def test_what_can_not_be_asked_is_refused() -> None:
         question(longest=2048)
     with pytest.raises(UsageError, match="split"):
         question(ranks=5)
-    with pytest.raises(UsageError, match="so many drafts"):
+    with pytest.raises(UsageError, match="that many drafts"):
         question(drafts=5)
     with pytest.raises(ConfigError, match="does not fit"):
         ask(model=ModelSizes(8192, 80, 64, 8, 128, 28672, 128256))

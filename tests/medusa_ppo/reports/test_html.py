@@ -375,7 +375,7 @@ def test_who_worked_when_is_drawn_for_the_last_step_that_says_so(runs: Path) -> 
     assert both.count("Who worked when, in step 15 of demo") >= 2 and 'id="chart-spans-1"' in both
     assert (
         dict(summary_rows(build_summary(told)))[
-            "Responses made and scored, in each step; engine and scoring idle"
+            "Generating and scoring responses, per step; engine and scoring idle"
         ]
         == "5 s, 30 % idle"
     )

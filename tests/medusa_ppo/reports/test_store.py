@@ -178,7 +178,7 @@ def test_the_commit_of_a_checkout_and_of_none(tmp_path: Path) -> None:
 
 
 def test_resume_needs_a_run(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no run to go on with"):
+    with pytest.raises(UsageError, match="no run to continue"):
         RunWriter(tmp_path, {}, resume_step=1)
 
 

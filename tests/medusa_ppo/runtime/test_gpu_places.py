@@ -42,7 +42,7 @@ def test_places(given: dict[str, Any], visible: tuple[str, ...], expected: GpuPl
 
 @pytest.mark.parametrize(("replicas", "visible"), [(8, EIGHT), (2, ("0",)), (2, ("4", "5"))])
 def test_servers_without_a_gpu_each_are_refused(replicas: int, visible: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="not a GPU each") as refused:
+    with pytest.raises(ConfigError, match="don't have a GPU each") as refused:
         gpu_places(EngineConfig(backend="server", replicas=replicas), visible)
     said = str(refused.value)
     assert f"{replicas} engines" in said and ", ".join(visible) in said

@@ -30,7 +30,7 @@ def test_a_signal_stops_once_and_the_cleanup_goes_on(
             finally:
                 os.kill(os.getpid(), number)
                 cleaned = True
-        assert cleaned and "Stopping already" in caplog.text
+        assert cleaned and "Already stopping" in caplog.text
     assert signal.getsignal(number) is before
 
 
