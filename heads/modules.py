@@ -184,8 +184,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def untrained(self) -> bool:
-        """Whether they are untrained: every head equals lm_head (even its own, if that was copied).
-        """
+        """Whether they are untrained: every head equals lm_head, its own copy included."""
         outputs = [
             parameter
             for name, parameter in self.named_parameters()

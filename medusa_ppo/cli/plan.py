@@ -47,7 +47,7 @@ OTHER_HEADS = 4
 STEP_COPIES = 2
 # Of a chunk's logits: the heads' own, the actor's where the loss reads them, and what is made of
 # them until the gradient is there. Measured, as the numbers of states below.
-LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 2, 3
+LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 2, 4
 ON_HOST = ", on the host"
 """Suffix of parts that stay in host memory even if the process has a GPU."""
 # An id (int64) and a log-prob (float32).

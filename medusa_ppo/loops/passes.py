@@ -173,8 +173,7 @@ class ForwardTap:
         ]
 
     def expect(self, rollouts: Rollouts, own: range | None = None) -> None:
-        """The next passes cover some or all of these: other processes score their own equal rows.
-        """
+        """The next passes cover some or all of these; other processes score their own rows."""
         self._finder = RowFinder(rollouts, own)
 
     def close(self) -> None:

@@ -452,8 +452,7 @@ class MedusaPlugin:
                 self._flush()
 
     def batch_ready(self, batch: RolloutBatch) -> None:
-        """Instead of `actor_forward`, for an actor in another process that has tapped its own pass.
-        """
+        """Instead of `actor_forward`: an actor in another process has tapped its own pass."""
         with self._exposed():
             self._collector = None
             if self._companion is not None and self._wants_states:

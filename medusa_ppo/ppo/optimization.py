@@ -1,5 +1,4 @@
-"""The optimizer's side of an update: AdamW, the learning-rate schedule, and non-finite gradients.
-"""
+"""The optimizer's side of an update: AdamW, learning-rate schedule, non-finite gradients."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ class RewardSource(ABC):
         """
 
     def correct(self, scores_S: Tensor) -> Tensor | None:
-        """bool_S, the response has the right answer; None if the source doesn't know what is right.
-        """
+        """bool_S, the response has the right answer; None if the source doesn't know."""
         return None
 
     def close(self) -> None:  # noqa: B027

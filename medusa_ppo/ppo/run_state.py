@@ -232,8 +232,7 @@ def _to_disk(path: Path) -> None:
 
 
 def _sums(folder: Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of each file of a checkpoint except state.json; all are on disk afterwards.
-    """
+    """Size and CRC-32 of each file of a checkpoint but state.json; all are on disk afterwards."""
     sums = {}
     for path in sorted(
         path for path in folder.rglob("*") if path.is_file() and path.name != STATE_FILE

@@ -1,5 +1,4 @@
-"""Assumptions of a prediction besides a GPU's tables: each number with its unit, reason and range.
-"""
+"""Assumptions of a prediction besides a GPU's tables, each with its unit, reason and range."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Findings: what a reader of a run should be warned about, each in one sentence with the next step.
-"""
+"""Findings: what a reader of a run should be warned about, and what to do next."""
 
 from __future__ import annotations
 

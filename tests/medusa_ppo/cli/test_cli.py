@@ -19,6 +19,7 @@ from medusa_ppo.cli import run_commands
 from medusa_ppo.cli.app import app
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.demo import dtype_choice
+from medusa_ppo.reports import plain_words, tables
 from medusa_ppo.runtime import hardware
 from medusa_ppo.runtime.console import command
 

@@ -42,7 +42,7 @@ def test_list_and_verify_say_what_there_is(tmp_path: Path) -> None:
         FolderFeed(folder).publish(heads_file(tmp_path / "state", number), release(number))
     listed = run("feed", "list", folder, code=0)
     assert "2 heads of kind medusa" in listed and "2.500" in listed
-    assert "2 versions are intact" in run("feed", "verify", folder, code=0)
+    assert "2 versions are whole" in run("feed", "verify", folder, code=0)
     newest = sorted((tmp_path / "feed").glob("heads-*"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1])
     assert "do this" in run("feed", "verify", folder, code=1)
