@@ -134,7 +134,7 @@ def test_heads_of_a_kind_that_is_gone_are_told_so(saved: Path) -> None:
         config |= {"model_type": "medusa_ppo", "architectures": ["MedusaPPOModel"]}
 
     edit_config(saved, as_markov)
-    with pytest.raises(CheckpointError, match=r"markov are gone since 0\.4\.0") as caught:
+    with pytest.raises(CheckpointError, match=r"markov were removed in 0\.4\.0") as caught:
         load_heads(saved)
     assert "damaged" not in str(caught.value) and "kind hydra" in str(caught.value)
 

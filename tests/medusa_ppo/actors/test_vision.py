@@ -200,7 +200,7 @@ def test_places_and_images_must_be_as_many(vision_actor, picture: Picture):
 def test_what_lacks_a_tower_or_a_processor_is_refused(
     vision_actor, chain_actor: Path, tmp_path: Path
 ):
-    with pytest.raises(ModelError, match=r"(?s)no vision tower.*llama"):
+    with pytest.raises(ModelError, match=r"(?s)no known vision tower.*llama"):
         ImageReader.load(chain_actor, load_tokenizer(chain_actor))
     with pytest.raises(ModelError, match=r"(?s)can't be given features.*LlamaForCausalLM"):
         FeatureStore(load_actor(chain_actor), loaded(vision_actor())[1])

@@ -192,7 +192,7 @@ def test_other_sizes_never_pass(chain) -> None:
         zero_heads(task, kind="hydra"),
     ):
         verdict = judged(other, good, good, task.lm_head_VD, task.batch(30))
-        assert not verdict.publish and verdict.worse and "other sizes" in verdict.reason
+        assert not verdict.publish and verdict.worse and "sizes differ" in verdict.reason
 
 
 def test_a_holdout_without_draft_steps_decides_nothing(chain) -> None:

@@ -152,8 +152,8 @@ def test_a_reward_model_of_another_tokenizer(
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 3}))
     config = run_of(folder("actor", LLAMA), reward=str(tmp_path / "judge"))
     text, given, expected, do = refused(config)
-    assert "not its training's" in text and "a tokenizer of 4 tokens, a model of 3" in given
-    assert "no more tokens" in expected and "tokenizer of its training" in do
+    assert "tokenizer does not match it" in text and "a tokenizer of 4 tokens, a model of 3" in given
+    assert "no more tokens" in expected and "tokenizer that it was trained with" in do
 
 
 @pytest.mark.parametrize("roles", ["policy", "all"])
@@ -194,8 +194,8 @@ def test_a_reward_model_that_does_not_fit_the_critics_memory(
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"actor": {"roles": "all"}}, "One process has all roles"),
-        ({"actor": {"roles": "critic"}}, "One process has all roles"),
+        ({"actor": {"roles": "all"}}, "A single process already holds all roles"),
+        ({"actor": {"roles": "critic"}}, "A single process already holds all roles"),
         (
             {"actor": {"backend": "megatron", "roles": "critic"}, "ppo": {"advantages": "rloo"}},
             "no critic that the ranks could hold",
@@ -223,7 +223,7 @@ def test_a_reward_model_that_does_not_fit_the_critics_memory(
             {"ppo": {"placement": "swapped", "reward": "judge", "advantages": "rloo"}},
             "reward model and a critic",
         ),
-        ({"ppo": {"placement": "in_turn", "side_by_side": True}}, "can't work at once"),
+        ({"ppo": {"placement": "in_turn", "side_by_side": True}}, "can't work in parallel"),
         (
             {"actor": {"backend": "megatron", "roles": "all"}, "data": {"images": "image"}},
             "no vision tower",
