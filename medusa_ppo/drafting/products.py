@@ -172,9 +172,7 @@ class DraftVocabulary:
                     rows_WD = weight_VD[: self._counts_V.numel()].to(dtype)
                 else:
                     rows_WD = self.fixed.put("rows", weight_VD[self.ids_W].to(dtype))
-                self.product = self._tried(
-                    self._pack(rows_WD), lm_head, hidden_size, dtype, device
-                )
+                self.product = self._tried(self._pack(rows_WD), lm_head, hidden_size, dtype, device)
             self.product = self.product or self._read(lm_head, hidden_size, dtype, device)
         # Without a product of its rows nothing can be drafted from them: the engine's own gives
         # logits of the whole vocabulary.

@@ -168,15 +168,20 @@ def plan_launch(
                 expected=f"<= {max_drafts}, the heads in {heads_path}",
                 do="Draft fewer tokens or train more heads.",
             )
+        # Heads that were never trained draft nothing, and neither does a first step.
+        fixed = min(max_drafts if config.most_drafts is None else config.most_drafts, max_drafts)
+        counts = range(max_drafts + 1) if config.chooses_drafts else sorted({0, fixed})
         args |= speculation(
             str(heads_path),
             max_drafts,
             sampled=config.draft_temperature > 0,
             block=runner == "v2" and has_block(vllm_version()),
+            counts=counts if runner == "v2" else (),
         )
-        if not is_cpu_build() and runner == "v1":
+        if not is_cpu_build():
             most = int(config.extra.get("max_num_batched_tokens", 0)) or None
-            sizes = graph_sizes(config.max_num_seqs, max_drafts, most)
+            full = [count + 1 for count in counts] if runner == "v2" else []
+            sizes = graph_sizes(config.max_num_seqs, max_drafts, most, full)
             args["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         _refuse_with_heads(config.extra, runner)
     # See cache_bytes: a share of the memory can come out negative there.
@@ -204,16 +209,25 @@ def plan_launch(
     )
 
 
-def graph_sizes(sequences: int, most_drafts: int, most_tokens: int | None = None) -> list[int]:
-    """Tokens of a step that vLLM's V1 runner captures graphs for: multiples of what a sequence has
-    with all drafts, which V1 rounds to, as far as `sequences` with all drafts need.
+def graph_sizes(
+    sequences: int,
+    most_drafts: int,
+    most_tokens: int | None = None,
+    full: Sequence[int] = (),
+) -> list[int]:
+    """Tokens of a step that vLLM captures graphs for: multiples of what a sequence has with all
+    drafts, which V1 rounds to, as far as `sequences` with all drafts need.
 
-    Left to itself V1 stops at 512 tokens (1,024 on Blackwell): with four drafts 103 sequences ran
+    Left to itself vLLM stops at 512 tokens (1,024 on Blackwell): with four drafts 103 sequences ran
     without any graph. A step with fewer drafts takes the next graph of more tokens.
+
+    Args:
+        full: tokens of a sequence of which a full batch has a size of its own, too: V2 has whole
+            graphs for each number of drafts, and rounds sizes to each.
     """
     counts = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, sequences, 32)}
     counts = {count for count in counts if count < sequences} | {sequences}
-    sizes = {count * (most_drafts + 1) for count in counts}
+    sizes = {count * (most_drafts + 1) for count in counts} | {sequences * each for each in full}
     return sorted(size for size in sizes if most_tokens is None or size <= most_tokens)
 
 

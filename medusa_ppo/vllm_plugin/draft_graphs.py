@@ -1,10 +1,11 @@
-"""CUDA graphs of the drafting call in vLLM's V2 model runner, one for each number of requests that
-vLLM captures, of drafts, and with or without a cut by top-k and top-p.
+"""CUDA graphs in vLLM's V2 model runner, where a step may have any number of drafts: of the model,
+and of the drafting call.
 
-vLLM captures those of all drafts when it starts, where its memory profile counts them. The others
-(fewer drafts, a cut; all of them once the shapes have changed, as when a draft vocabulary begins)
-are captured when they are first asked for, which takes a fraction of a second each. A swap or a
-sync changes no address (`drafting.fixed`), so graphs stay.
+Of the drafting call there is one for each number of requests that vLLM captures, of drafts, and
+with or without a cut by top-k and top-p. Those without a cut are captured when vLLM captures its
+own, where its memory profile counts them. The others (with a cut; all of them once the shapes have
+changed, as when a draft vocabulary begins) are captured when they are first asked for, which takes
+a fraction of a second each. A swap or a sync changes no address (`drafting.fixed`), so graphs stay.
 
 Nothing in the call draws from a generator: its random numbers are counted from seed and position.
 """
@@ -12,6 +13,7 @@ Nothing in the call draws from a generator: its random numbers are counted from 
 from __future__ import annotations
 
 import bisect
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -20,7 +22,13 @@ from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
+
+from medusa_ppo.vllm_plugin.speculation import drafts_of_steps, heads_folder
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +89,13 @@ class DraftGraphs(CudaGraphManager):
     def _init_candidates(self) -> None:
         """vLLM dispatches by tokens; here it is by requests and drafts (`of`)."""
 
-    def capture_all(self, drafts: int, layout: Hashable) -> None:
-        """Those of so many drafts without a cut, for all sizes, the largest first: the others fit
-        into its memory.
+    def capture_all(self, counts: Sequence[int], layout: Hashable) -> None:
+        """Those of these numbers of drafts without a cut, for all sizes, the largest first: the
+        others fit into its memory.
         """
         self._renew_for(layout)
-        self._record([_descriptor(size, drafts, False) for size in reversed(self.sizes)])
+        sizes = reversed(self.sizes)
+        self._record([_descriptor(size, count, False) for size in sizes for count in counts])
 
     def of(
         self, requests: int, drafts: int, cut: bool, layout: Hashable
@@ -138,3 +147,38 @@ def _descriptor(requests: int, drafts: int, cut: bool) -> DraftDescriptor:
         drafts=drafts,
         cut=cut,
     )
+
+
+# ---- graphs of the model
+
+
+def with_a_graph_for_each_count(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`CudaGraphManager._init_candidates` of the model's graphs: whole ones for each number of
+    drafts that steps will have. vLLM makes them where a schedule by batch size names these numbers;
+    ours are chosen by what steps take, so the schedule is there for the length of this call alone.
+    """
+
+    @functools.wraps(original)
+    def _init_candidates(self: Any) -> None:
+        config = self.vllm_config
+        speculative = config.speculative_config
+        counts = drafts_of_steps(config) if heads_folder(config) else []
+        if len(counts) < 2 or speculative.num_speculative_tokens_per_batch_size is not None:
+            original(self)
+            return
+        # With fewer sequences than numbers of drafts the smallest numbers have no place in it.
+        schedule = [(place, place, count) for place, count in enumerate(counts, start=1)]
+        speculative.num_speculative_tokens_per_batch_size = schedule
+        try:
+            original(self)
+        finally:
+            speculative.num_speculative_tokens_per_batch_size = None
+
+    return _init_candidates
+
+
+PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    ((ModelCudaGraphManager, "_init_candidates", with_a_graph_for_each_count),)
+    if can_capture()
+    else ()
+)

@@ -36,9 +36,11 @@ from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.noise import DRAFT_STREAM, drawn_from, keys_of, uniforms
 from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.drafting.stopping import Ending
+from medusa_ppo.vllm_plugin import draft_graphs
 from medusa_ppo.vllm_plugin.draft_graphs import DraftGraphs, can_capture
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
 from medusa_ppo.vllm_plugin.speculation import (
+    drafts_of_steps,
     heads_folder,
     refuse_lossy_rule,
     refuse_what_heads_lack,
@@ -320,8 +322,9 @@ class MedusaSpeculator(DraftModelSpeculator):
 
     def capture(self, *_: Any) -> None:
         """When vLLM captures its own."""
-        if self.graphs is not None and self.drafter.num_drafts:
-            self.graphs.capture_all(self.drafter.num_drafts, self.drafter.layout)
+        if self.graphs is not None:
+            counts = [count for count in drafts_of_steps(self.vllm_config) if count]
+            self.graphs.capture_all(counts, self.drafter.layout)
 
     def _clear(self, batch: int) -> None:
         self._inputs.clear(0, batch)
@@ -422,9 +425,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         return self._draft(found, count)
 
     def _none(self, batch: int) -> torch.Tensor:
-        return torch.zeros(
-            batch, self.num_speculative_steps, dtype=torch.int64, device=self.device
-        )
+        return torch.zeros(batch, self.num_speculative_steps, dtype=torch.int64, device=self.device)
 
     def _draft(self, found: Found, count: int) -> torch.Tensor:
         """`count` drafts for each request, by a captured graph where there is one."""
@@ -601,4 +602,5 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (VllmConfig, "_get_v2_model_runner_unsupported_features", medusa_allowed),
     (v2_runner.GPUModelRunner, "add_requests", with_requests_admitted),
     (v2_runner.GPUModelRunner, "take_draft_token_ids", with_as_many_drafts),
+    *draft_graphs.PLACES,
 )
