@@ -14,6 +14,7 @@ import re
 import runpy
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -43,7 +43,8 @@ class Step:
         drafter.num_drafts = drafter.num_speculative_tokens = K
         drafter.fed, drafter.sampled, drafter._untrained = True, True, False
         drafter.choose, drafter.chooser, drafter._step_began = False, DraftChooser(K), None
-        drafter.device, drafter.dtype, drafter.hidden_size = torch.device("cpu"), torch.float32, D
+        device = lm_head_VD.device
+        drafter.device, drafter.dtype, drafter.hidden_size = device, torch.float32, D
         drafter.heads, drafter._target = heads, torch.nn.Module()
         drafter._lm_head = lambda rows: rows @ lm_head_VD.T
         drafter.vllm_config = SimpleNamespace(
@@ -56,8 +57,9 @@ class Step:
         speculator: Any = object.__new__(MedusaSpeculator)
         speculator.drafter, speculator.states, speculator.graphs = drafter, None, None
         speculator.num_speculative_steps, speculator.vocab_size = K, vocab
-        speculator.max_num_reqs, speculator.device = SLOTS, torch.device("cpu")
+        speculator.max_num_reqs, speculator.device = SLOTS, device
         speculator._kept_SKV = torch.full((SLOTS + 1, K, vocab), 7.0)
+        speculator.draft_logits = speculator._kept_SKV[:SLOTS]
         speculator.lengths_B = None
         speculator._grammar_S = torch.zeros(SLOTS + 1, dtype=torch.bool)
         speculator._requests_S = torch.arange(SLOTS + 1)
