@@ -66,6 +66,11 @@ class Found:
     seeds_S: torch.Tensor
     cuts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
+    @property
+    def cut(self) -> bool:
+        """Somebody asked for a cut."""
+        return any(cut_B is not None for cut_B in self.cuts)
+
 
 class BatchInputs:
     """Room for S requests.
@@ -143,7 +148,7 @@ class BatchInputs:
         rows.positions_B.copy_(found.positions_T[found.rows_B])
         torch.index_select(found.temperature_S, 0, found.slots_B, out=rows.temperature_B)
         torch.index_select(found.seeds_S, 0, found.slots_B, out=rows.seeds_B)
-        if found.cuts != (None, None):
+        if found.cut:
             kept = (rows.top_k_B, rows.top_p_B)
             for held_B, cut_B, nothing in zip(kept, found.cuts, self._cuts_nothing, strict=True):
                 if cut_B is None:

@@ -431,7 +431,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         """`count` drafts for each request, by a captured graph where there is one."""
         drafter = self.drafter
         batch = len(found.slots_B)
-        cut = found.cuts != (None, None)
+        cut = found.cut
         before = drafter.held()
         graph = None
         # How much was held differs from time to time, so that step is in no graph.
