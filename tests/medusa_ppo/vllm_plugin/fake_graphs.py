@@ -90,8 +90,8 @@ class Capture(TorchDispatchMode):
         self._graph = graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse(func)
         kwargs = kwargs or {}
+        refuse(func, args, kwargs)
         own = self._graph.own
         noted_args, noted_kwargs = tree_map(self._noted, (args, kwargs))
         before = {
@@ -117,16 +117,31 @@ class Capture(TorchDispatchMode):
         return value if mine else _Outside(value)
 
 
-def refuse(func: Any) -> None:
+def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """CaptureError for operations that no capture takes, or that draw from a generator."""
     name = func.name().split("::")[1].split(".")[0]
     tags = func.tags
     if name in READS or torch.Tag.data_dependent_output in tags:
         raise CaptureError(f"{name}: the host reads a value, or tells the device one")
-    if torch.Tag.dynamic_output_shape in tags:
+    if torch.Tag.dynamic_output_shape in tags and not (name == "index" and _by_numbers(args[1])):
         raise CaptureError(f"{name}: its shape depends on values")
-    if torch.Tag.nondeterministic_seeded in tags:
+    if torch.Tag.nondeterministic_seeded in tags and not _drops_nothing(func, args, kwargs):
         raise CaptureError(f"{name}: it draws from a generator")
+
+
+def _by_numbers(indices: Any) -> bool:
+    """Rows that are asked for by number are as many as numbers; by a mask, as many as it has."""
+    masks = (torch.bool, torch.uint8)
+    return all(index is None or index.dtype not in masks for index in indices)
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Attention draws from a generator for its dropout alone."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", given) == 0)
+    return False
 
 
 class Outliving(TorchDispatchMode):
