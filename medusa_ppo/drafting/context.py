@@ -473,7 +473,7 @@ class ContextHeads:
         ring.write(arrived.slots_N, arrived.requests_N, arrived.positions_N, pairs_NX[:, D:])
         kept_BnR, there_Bn = ring.read(at.slots_B, at.requests_B, at.positions_B)
         # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
-        there_Bn[:, -1] = True
+        there_Bn[:, -1].fill_(True)
         own_B = arrived.own_B
         return Seen(pairs_NX[own_B, :D], arrived.ids_N[own_B], kept_BnR, there_Bn)
 

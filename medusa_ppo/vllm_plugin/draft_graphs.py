@@ -173,8 +173,33 @@ def with_a_graph_for_each_count(original: Callable[[Any], None]) -> Callable[[An
             original(self)
         finally:
             speculative.num_speculative_tokens_per_batch_size = None
+        _see_the_next_of_each_count(self)
 
     return _init_candidates
+
+
+def _see_the_next_of_each_count(manager: Any) -> None:
+    """vLLM shows a step the next larger whole graphs alone, and where all of these are of other
+    numbers of drafts it gets a piecewise one, though there is a whole one a little further on.
+    """
+    whole = [
+        desc
+        for desc in manager._capture_descs.get(CUDAGraphMode.FULL, ())
+        if desc.uniform_token_count is not None
+    ]
+    for loras in manager.lora_capture_cases:
+        left = sorted(
+            (desc for desc in whole if desc.num_active_loras == loras),
+            key=lambda desc: desc.num_tokens,
+        )
+        following: dict[Hashable, Any] = {}
+        for tokens in range(left[-1].num_tokens if left else -1, -1, -1):
+            while left and left[-1].num_tokens >= tokens:
+                desc = left.pop()
+                following[desc.uniform_token_count, desc.num_ubatches] = desc
+            seen = manager._candidates.get((tokens, loras), [])
+            others = [desc for desc in seen if desc not in following.values()]
+            manager._candidates[tokens, loras] = [*following.values(), *others]
 
 
 PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (

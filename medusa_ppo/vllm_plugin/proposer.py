@@ -206,6 +206,8 @@ class MedusaProposer(Drafter):
         if self._slots is not None and self.sampled and self._slots.width == width:
             self._slots.use_ids(ids_W)
             return
+        if self._slots is None and not self.sampled:
+            return
         self._slots = None
         if self.sampled:
             size = self.vllm_config.scheduler_config.max_num_seqs
@@ -565,6 +567,7 @@ class MedusaProposer(Drafter):
             )
         if size != self.draft_vocabulary.size:
             self.draft_vocabulary = self._new_vocabulary(size)
+            self._changes += 1
             self._refresh_vocabulary()
         # What was learned about costs stays when the choice is switched off and on again.
         self.num_drafts, self.choose = count, bool(settings.get("choose", self.choose))

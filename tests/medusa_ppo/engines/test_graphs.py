@@ -137,8 +137,12 @@ def test_v2_without_being_told_has_them_for_all_drafts_alone() -> None:
 
 
 def test_left_to_itself_vllm_has_none_for_most_batches() -> None:
-    for graph_of, stock in ((v1_graph_of, on_v1(of_vllm(4), 4)),):
-        assert graph_of(stock, 101, 4)[0] == "FULL"
+    asked: list[tuple[Callable[[Any, int, int], tuple[str, int]], Any]] = [
+        (v1_graph_of, on_v1(of_vllm(4), 4)),
+        (v2_graph_of, on_v2(of_vllm(4), 4, None)),
+    ]
+    for graph_of, stock in asked:
+        assert graph_of(stock, 100, 4)[0] == "FULL"
         assert graph_of(stock, 103, 4)[0] == "NONE"
 
 
