@@ -133,7 +133,7 @@ class DraftGraphs(CudaGraphManager):
             self._clear(desc.num_reqs)
             return lambda mode: self._call(desc.num_reqs, desc.drafts, desc.cut)
 
-        self._capture_descs = {CUDAGraphMode.FULL: wanted}
+        self._capture_descs = {CUDAGraphMode.FULL: [*wanted]}
         # vLLM counts calls of its own compiled model by it, and starts a bar for each capture.
         super().capture(prepared, progress_bar_desc="Capturing drafting CUDA graphs")
 
