@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks on the CPU: lm_head and embedding are cut up, and the drafts, their
+"""Two tensor-parallel ranks: lm_head and embedding are cut up, and the drafts, their
 choice and a swap are those of one rank.
 """
 
@@ -13,7 +13,7 @@ from heads.checkpoint import save_heads, save_state
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
-from tests.medusa_ppo.engines.conftest import Actor
+from tests.medusa_ppo.engines.conftest import CPU, TIED, Actor, assert_greedy, on_two_gpus
 
 pytestmark = [
     pytest.mark.engine,
@@ -26,9 +26,10 @@ def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
     return [response.token_ids for response in rollouts.responses]
 
 
+@on_two_gpus
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_two_ranks_draft_and_sample_as_one(
-    actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    actor: Actor, serving: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     save_heads(tmp_path / "heads", actor.random_heads(1, kind=kind), lm_head_VD=actor.lm_head_VD)
     save_state(tmp_path / "new", actor.random_heads(2, kind=kind).trainable_state())
@@ -41,7 +42,8 @@ def test_two_ranks_draft_and_sample_as_one(
             "max_num_seqs": 16,
             "max_model_len": 512,
             "threads": 1,
-            "memory_fraction": 0.05,
+            "memory_fraction": 0.05 if serving == CPU else 0.3,
+            "enforce_eager": True,
         }
         config = EngineConfig(**sizes, extra={"tensor_parallel_size": ranks})
         with ColocatedEngine(actor.path, tmp_path / "heads", config) as engine:
@@ -54,5 +56,6 @@ def test_two_ranks_draft_and_sample_as_one(
             engine.swap_heads(tmp_path / "new", 1)
             seen[ranks] = (tokens(greedy), before, engine.probe(hidden, [5, 6, 7]))
             assert greedy.counters.drafts > 0 and sampled.counters.drafts > 0
-    assert seen[1] == seen[2]
+    assert_greedy(actor.model, actor.prompts, seen[2][0], seen[1][0], TIED[serving])
+    assert seen[1][1:] == seen[2][1:]
     assert seen[1][1] != seen[1][2]
