@@ -96,7 +96,14 @@ def a_gpu_that_is_none(request: pytest.FixtureRequest) -> Iterator[None]:
     if not asked or request.node.get_closest_marker("gpu") is None:
         yield
         return
-    if not request.node.fixturenames.count("device") or request.node.get_closest_marker("engine"):
+    wanted = set(request.node.fixturenames)
+    # The stand-in is of this process alone.
+    if (
+        "device" not in wanted
+        or "ray_session" in wanted
+        or request.node.get_closest_marker("engine")
+        or request.node.get_closest_marker("real_gpu")
+    ):
         pytest.skip("needs a GPU that is one")
     from tests.pretended_gpu import pretended_gpu
 
