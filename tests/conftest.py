@@ -43,6 +43,15 @@ cpu_alone = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 """For a test of what only a CPU has, among others that run on both."""
 
 
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""All tests that were collected, also those that the markers leave out."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = list(items)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--pretended-gpu",

@@ -95,8 +95,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 f"Expected a '{'cuda' if on_device else 'cpu'}' device type for generator but found"
                 f" '{where}'"
             )
-    host = {key: CPU if key == "device" and value is not None else value for key, value in
-            kwargs.items()}
+    host = {
+        key: CPU if key == "device" and value is not None else value
+        for key, value in kwargs.items()
+    }
     host.pop("pin_memory", None)
     back = {id(part.held): part for part in ours}
     plain_args, plain_kwargs = tree_map_only(PretendedTensor, lambda part: part.held, (args, host))
@@ -119,9 +121,7 @@ def _refuse(func: Any, name: str, args: Any, tensors: list[torch.Tensor], mixed:
     """
     if not mixed or name in ANYWHERE:
         return
-    host = [
-        part for part in tensors if not isinstance(part, PretendedTensor) and part.dim() > 0
-    ]
+    host = [part for part in tensors if not isinstance(part, PretendedTensor) and part.dim() > 0]
     if name in BY_INDEX and isinstance(args[0], PretendedTensor):
         indices = [part for part in args[1] if part is not None]
         host = [part for part in host if not any(part is index for index in indices)]

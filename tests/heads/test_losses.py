@@ -134,7 +134,9 @@ class Case:
         ("hydra", "shared"),
     ],
 )
-def test_values_and_gradients_float32(device: torch.device, name: str, kind: str, lm_head: str) -> None:
+def test_values_and_gradients_float32(
+    device: torch.device, name: str, kind: str, lm_head: str
+) -> None:
     case = Case(device, kind, lm_head)
     config = CONFIGS[name]
     chunked_K = case.chunked(config)
@@ -166,7 +168,9 @@ def test_a_float_mask_weighs_positions(device: torch.device, name: str) -> None:
     ("kind", "lm_head"),
     [("medusa", "shared"), ("medusa", "own"), ("hydra", "shared")],
 )
-def test_values_and_gradients_bfloat16(device: torch.device, name: str, kind: str, lm_head: str) -> None:
+def test_values_and_gradients_bfloat16(
+    device: torch.device, name: str, kind: str, lm_head: str
+) -> None:
     """Only the products are bfloat16: the loss itself is not rounded to it, and gradients agree in
     direction and size.
     """
@@ -182,7 +186,9 @@ def test_values_and_gradients_bfloat16(device: torch.device, name: str, kind: st
         assert float((ours - plain).norm()) <= 0.02 * float(plain.norm())
 
 
-def test_neighbours_share_their_teachers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_share_their_teachers(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each row's distribution is computed once, however many heads of whatever rows read it."""
     case = Case(device, "medusa", "shared")
     config = CONFIGS["kl_tv"]
@@ -216,7 +222,9 @@ def test_a_part_of_the_vocabulary(device: torch.device, kind: str, name: str) ->
     logp_NV = (F.linear(case.hidden_ND, case.lm_head_VD) / 0.7).log_softmax(-1)
     ids_N = torch.arange(N, device=device) % V
     rows_NK = case.teacher.rows_NK
-    lse_N = known_lse(case.hidden_ND, ids_N, logp_NV.gather(1, ids_N[:, None])[:, 0], case.lm_head_VD, 0.7)
+    lse_N = known_lse(
+        case.hidden_ND, ids_N, logp_NV.gather(1, ids_N[:, None])[:, 0], case.lm_head_VD, 0.7
+    )
     teacher = Teacher(case.hidden_ND, rows_NK, case.lm_head_VD[ids_W], 0.7, lse_M=lse_N)
     tables = {"condition": case.condition_NK, "embedding_VD": case.embedding_VD}
     factored = case.heads.factored(case.hidden_ND, case.lm_head_VD, **tables).of_tokens(ids_W)

@@ -192,7 +192,9 @@ def test_a_pair_that_is_missing_says_nothing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hydra"])
-def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(device: torch.device, kind: str) -> None:
+def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(
+    device: torch.device, kind: str
+) -> None:
     lm_head_VD, embedding_VD = tables(device)
     hidden_BTD, next_ids_BT = rows(device)
     heads = build(kind, device=device)

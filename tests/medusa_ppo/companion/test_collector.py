@@ -132,7 +132,9 @@ def test_dtype_is_kept_and_states_are_detached_copies(device: torch.device) -> N
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("scored", [12, 9])
-def test_a_sample_is_the_same_rows_of_the_whole_batch(device: torch.device, seed: int, scored: int) -> None:
+def test_a_sample_is_the_same_rows_of_the_whole_batch(
+    device: torch.device, seed: int, scored: int
+) -> None:
     """In any order, and also when some responses were never scored: only states that are trained on
     or judged were copied.
     """

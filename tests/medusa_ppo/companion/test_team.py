@@ -46,9 +46,7 @@ def pids(client: CompanionClient) -> list[int]:
     ]
 
 
-def check_same(
-    client: CompanionClient, cycle: Cycle, folder: Path, device: torch.device
-) -> None:
+def check_same(client: CompanionClient, cycle: Cycle, folder: Path, device: torch.device) -> None:
     """The companion's state is the cycle's within what the order of float32 sums changes."""
     assert client.save(folder)
     state = load_state(folder / "companion.safetensors")

@@ -109,7 +109,9 @@ def test_every_loss_goes_down(chain, device: torch.device, loss: str) -> None:
 @pytest.mark.parametrize(
     ("form", "loss"), [("medusa", "kl_tv"), ("medusa", "ce_tv"), ("context", "kl_tv")]
 )
-def test_heads_are_trained_for_the_tokens_that_drafts_come_from(chain, device: torch.device, form: str, loss: str) -> None:
+def test_heads_are_trained_for_the_tokens_that_drafts_come_from(
+    chain, device: torch.device, form: str, loss: str
+) -> None:
     task = chain(sure=0.8)
     ids_W = torch.tensor([0, 1, 2, 4, 5, 7, 8, 10, 11])
     whole = make(task, form, loss=loss, device=device)
@@ -182,7 +184,9 @@ def sequence_by_sequence(
 
 
 @pytest.mark.parametrize("form", ["hydra", "context"])
-def test_first_step_is_that_of_the_plain_reference(chain, device: torch.device, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_step_is_that_of_the_plain_reference(
+    chain, device: torch.device, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One optimizer step over a whole batch, against autograd through full logits and the textbook
     AdamW.
     """
@@ -266,7 +270,9 @@ def test_a_context_without_the_states_that_were_left_out(chain) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_seed_same_bits_and_other_seed_other_order(chain, device: torch.device, kind: str) -> None:
+def test_same_seed_same_bits_and_other_seed_other_order(
+    chain, device: torch.device, kind: str
+) -> None:
     def run(seed: int) -> dict[str, torch.Tensor]:
         task = chain()
         trainer = make(task, kind, seed, device=device)
@@ -287,7 +293,9 @@ def test_same_seed_same_bits_and_other_seed_other_order(chain, device: torch.dev
         ("context", "shared"),
     ],
 )
-def test_killed_and_resumed_is_the_same_to_the_bit(chain, device: torch.device, kind: str, lm_head: str, tmp_path) -> None:
+def test_killed_and_resumed_is_the_same_to_the_bit(
+    chain, device: torch.device, kind: str, lm_head: str, tmp_path
+) -> None:
     task = chain()
     batches = [task.batch() for _ in range(6)]
     straight = make(task, kind, lm_head=lm_head, device=device)
@@ -321,7 +329,9 @@ def test_a_step_that_is_not_finite_is_not_taken(chain, device: torch.device) -> 
     assert trainer.train_batch(batch).problem == ""
 
 
-def test_an_exception_half_way_leaves_the_steps_before_it(chain, device: torch.device, monkeypatch) -> None:
+def test_an_exception_half_way_leaves_the_steps_before_it(
+    chain, device: torch.device, monkeypatch
+) -> None:
     """The same heads as after the batch's first three steps alone."""
     task = chain()
     first = task.batch()
@@ -405,7 +415,9 @@ def test_replayed_batches_join_the_training(chain, device: torch.device) -> None
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(2, 2), (0.5, 1), (1.5, 2), (0.001, 1)])
-def test_part_of_a_pass_goes_over_part_of_the_positions(chain, device: torch.device, epochs: float, steps: int) -> None:
+def test_part_of_a_pass_goes_over_part_of_the_positions(
+    chain, device: torch.device, epochs: float, steps: int
+) -> None:
     task = chain()
     batch = task.batch()
     older = task.batch()

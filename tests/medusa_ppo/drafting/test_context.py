@@ -143,7 +143,9 @@ def test_pairs_from_before_a_swap_are_missing(device: torch.device) -> None:
     rollout.serve(ring, [0, 1, 2])
     ring.forget()
     rollout.serve(ring, [3])
-    rollout.check(4, rollout.serve(ring, [4]), torch.tensor([MISSING, MISSING, 3, 4], device=device))
+    rollout.check(
+        4, rollout.serve(ring, [4]), torch.tensor([MISSING, MISSING, 3, 4], device=device)
+    )
 
 
 def test_a_steps_own_tensors_bring_the_same_pairs(device: torch.device) -> None:
@@ -161,7 +163,11 @@ def test_a_steps_own_tensors_bring_the_same_pairs(device: torch.device) -> None:
         before = torch.randn(2, D, device=device)
         rejected = DRAFTS + 1 - accepted
         states_TD = torch.cat(
-            [before, rollout.hidden_TD[begun : begun + accepted], torch.randn(rejected + 5, D, device=device)]
+            [
+                before,
+                rollout.hidden_TD[begun : begun + accepted],
+                torch.randn(rejected + 5, D, device=device),
+            ]
         )
         # What each row read: the token before, and the drafts behind it; what the last accepted row
         # gave is nobody's input yet.

@@ -91,9 +91,7 @@ def teacher_logits(heads: MedusaHeads, actor: TableActor, ids_BK: torch.Tensor) 
     pairs = None
     if heads.config.context:  # Each stands at its only pair.
         own_B1 = torch.arange(len(ids_BK), device=ids_BK.device).unsqueeze(1)
-        rows_Bn = own_B1.masked_fill(
-            torch.arange(PAIRS, device=ids_BK.device) < PAIRS - 1, MISSING
-        )
+        rows_Bn = own_B1.masked_fill(torch.arange(PAIRS, device=ids_BK.device) < PAIRS - 1, MISSING)
         pairs = Context.of(rows_Bn, actor.hidden_BD, actor.last_B)
     return heads(
         actor.hidden_BD,
@@ -108,7 +106,14 @@ def teacher_logits(heads: MedusaHeads, actor: TableActor, ids_BK: torch.Tensor) 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("lm_head", ["shared", "own"])
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
-def test_drafts_and_q_are_those_of_the_trainers_heads(device: torch.device, kind: str, lm_head: str, layers: int, tables: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_and_q_are_those_of_the_trainers_heads(
+    device: torch.device,
+    kind: str,
+    lm_head: str,
+    layers: int,
+    tables: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if not tables:
         monkeypatch.setattr(products, "TABLE_ENTRIES", 0)
         monkeypatch.setattr(context, "TABLE_ENTRIES", 0)
@@ -232,11 +237,15 @@ def test_sampled_drafts_come_from_the_q_that_is_kept(device: torch.device, kind:
         expected_V = q_BV.double().sum(0)
         likely = expected_V > 5
         expected_V = expected_V * seen_V[likely].sum() / expected_V[likely].sum()
-        assert chisquare(seen_V[likely].cpu().numpy(), expected_V[likely].cpu().numpy()).pvalue > 1e-3, k
+        assert (
+            chisquare(seen_V[likely].cpu().numpy(), expected_V[likely].cpu().numpy()).pvalue > 1e-3
+        ), k
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
-def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(device: torch.device, kind: str) -> None:
+def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(
+    device: torch.device, kind: str
+) -> None:
     heads = random_heads(kind, device=device)
     actor = TableActor(device=device)
     ids_W = torch.tensor([1, 3, 4, 8, 11], device=device)
@@ -298,7 +307,11 @@ def test_a_seeded_draft_depends_on_nothing_else_in_the_batch(device: torch.devic
         ).ids_BK
 
     together_BK = drafts(torch.arange(40, device=device))
-    for rows in (torch.arange(40, device=device).flip(0), torch.tensor([7], device=device), torch.tensor([39, 3, 12], device=device)):
+    for rows in (
+        torch.arange(40, device=device).flip(0),
+        torch.tensor([7], device=device),
+        torch.tensor([39, 3, 12], device=device),
+    ):
         assert torch.equal(drafts(rows), together_BK[rows])
     positions_B += 1
     assert not torch.equal(drafts(torch.arange(40, device=device)), together_BK)
@@ -307,10 +320,15 @@ def test_a_seeded_draft_depends_on_nothing_else_in_the_batch(device: torch.devic
 def test_top_k_and_top_p_cut_each_row_by_its_own(device: torch.device) -> None:
     logits_BV = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).log().expand(5, 4)
     kept = cut(
-        logits_BV, torch.tensor([1, 2, 4, 2048, 3], device=device), torch.tensor([1.0, 1.0, 0.65, 1.0, 0.5], device=device)
+        logits_BV,
+        torch.tensor([1, 2, 4, 2048, 3], device=device),
+        torch.tensor([1.0, 1.0, 0.65, 1.0, 0.5], device=device),
     ).isfinite()
     assert kept.sum(1).tolist() == [1, 2, 2, 4, 2]
-    assert cut(logits_BV, None, torch.full((5,), 1e-6, device=device)).isfinite().sum(1).tolist() == [1] * 5
+    assert (
+        cut(logits_BV, None, torch.full((5,), 1e-6, device=device)).isfinite().sum(1).tolist()
+        == [1] * 5
+    )
 
 
 def test_a_cut_keeps_what_sorting_keeps(device: torch.device) -> None:
@@ -338,7 +356,11 @@ def test_a_cut_keeps_what_sorting_keeps(device: torch.device) -> None:
 def test_a_cut_sorts_nothing(device: torch.device) -> None:
     """Sorting 150,000 tokens of each request was most of a draft's time where top-p is set."""
     with Counted() as mode:
-        cut(torch.randn(4, 100, device=device), torch.full((4,), 5, device=device), torch.full((4,), 0.9, device=device))
+        cut(
+            torch.randn(4, 100, device=device),
+            torch.full((4,), 5, device=device),
+            torch.full((4,), 0.9, device=device),
+        )
     assert not {"sort", "topk", "cumsum"} & {name.split(".")[0] for name in mode.names}
 
 

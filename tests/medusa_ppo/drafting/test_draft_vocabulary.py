@@ -39,7 +39,9 @@ def test_the_map_is_the_most_frequent_tokens_and_follows_the_rollouts(device: to
     assert refreshed(vocabulary, lm_head_VD).ids_W.tolist() == [5, 6, 7, 8, 39]
 
 
-def test_no_map_before_enough_was_counted_and_none_for_a_whole_vocabulary(device: torch.device) -> None:
+def test_no_map_before_enough_was_counted_and_none_for_a_whole_vocabulary(
+    device: torch.device,
+) -> None:
     lm_head_VD = torch.randn(V, D, device=device)
     few = DraftVocabulary(W, V)
     few.observe([[1, 2, 3]])
@@ -62,7 +64,9 @@ def test_the_first_map_is_due_once_enough_was_counted(device: torch.device) -> N
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_its_rows_are_those_of_the_product_that_serves_now(device: torch.device, with_bias: bool) -> None:
+def test_its_rows_are_those_of_the_product_that_serves_now(
+    device: torch.device, with_bias: bool
+) -> None:
     torch.manual_seed(0)
     vocabulary = counted(W, [3, 9, 11, 30, 31])
     for _ in range(2):  # the second time after an actor sync
@@ -103,7 +107,10 @@ def test_drafts_come_from_the_map_and_q_is_exact(device: torch.device, kind: str
         hidden_BD,
         last_B,
         K,
-        DraftSampling(torch.full((B,), 0.7, device=device), torch.rand(B, K, dtype=torch.float64, device=device)),
+        DraftSampling(
+            torch.full((B,), 0.7, device=device),
+            torch.rand(B, K, dtype=torch.float64, device=device),
+        ),
     )
     assert torch.isin(drawn.ids_BK, ids_W).all()
     q_BKW = (whole(drawn.ids_BK) / 0.7).softmax(-1)

@@ -25,7 +25,9 @@ def test_a_request_keeps_its_slot_and_its_number_while_it_lives(device: torch.de
     assert len(set(turned.slots_B.tolist())) == 3 and max(turned.slots_B.tolist()) < 3
 
 
-def test_slots_of_the_ended_and_then_of_the_waiting_are_given_on_under_a_new_number(device: torch.device) -> None:
+def test_slots_of_the_ended_and_then_of_the_waiting_are_given_on_under_a_new_number(
+    device: torch.device,
+) -> None:
     seating = Seating(2, device)
     before = seating.seat(["a", "b"], plain, dict.fromkeys("ab"))
     after = seating.seat(["b", "c"], plain, dict.fromkeys("bc"))
@@ -74,7 +76,9 @@ def filled(
     q = [torch.rand(3, W).softmax(-1).to(device) for _ in range(K)]
     columns_BK = torch.tensor([[0, 1, 2], [3, 4, 0], [1, 1, 1]], device=device)
     draw(slots, q, columns_BK)
-    slots.stamp(slots_B, torch.where(torch.tensor([True, True, False], device=device), stamps_B, NOTHING), K)
+    slots.stamp(
+        slots_B, torch.where(torch.tensor([True, True, False], device=device), stamps_B, NOTHING), K
+    )
     return slots, slots_B, stamps_B, q, columns_BK
 
 
@@ -96,8 +100,12 @@ def test_one_hot_drafts_stale_ones_and_those_of_others_have_no_q(device: torch.d
     slots, slots_B, stamps_B, _, _ = filled(device)
     one_hot = slots.look_up(slots_B[2:], stamps_B[2:], K)
     moved_on = slots.look_up(slots_B[:2], stamps_B[:2] + 1, K)
-    another = slots.look_up(slots_B[:2], stamps(torch.tensor([11, 10]), torch.tensor([7, 8])).to(device), K)
-    unknown = slots.look_up(torch.tensor([1, slots.spare], device=device), torch.full((2,), NOTHING, device=device), K)
+    another = slots.look_up(
+        slots_B[:2], stamps(torch.tensor([11, 10]), torch.tensor([7, 8])).to(device), K
+    )
+    unknown = slots.look_up(
+        torch.tensor([1, slots.spare], device=device), torch.full((2,), NOTHING, device=device), K
+    )
     for kept in (one_hot, moved_on, another, unknown):
         assert not kept.sampled_BK.any() and bool((kept.q_BK == 1).all())
     slots.forget()

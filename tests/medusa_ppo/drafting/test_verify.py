@@ -188,9 +188,7 @@ def block_batch(
     one_hot_BKV = torch.nn.functional.one_hot(ids_BK, size).float()
     dense_BKV = torch.where(one_hot_B.view(-1, 1, 1), one_hot_BKV, dense_BKV)
     counts = [(row * 7) % (width + 1) for row in range(batch)]
-    refused_BK = torch.where(
-        torch.rand(batch, width).to(device) < 0.05, verify.PLACEHOLDER, ids_BK
-    )
+    refused_BK = torch.where(torch.rand(batch, width).to(device) < 0.05, verify.PLACEHOLDER, ids_BK)
     counts_B1 = torch.tensor(counts, device=device).unsqueeze(1)
     flat_T = refused_BK[torch.arange(width, device=device) < counts_B1]
     logits_NV = torch.randn(sum(counts) + batch, size).mul(0.4)
@@ -210,9 +208,7 @@ def test_blocks_are_verified_as_the_reference_says(
     a GPU, the same, and so a part of the requests after the other.
     """
     batch = 900
-    drafts, logprobs_NV, kept, counts, dense_BKV = block_batch(
-        device, width, batch, width, mapped
-    )
+    drafts, logprobs_NV, kept, counts, dense_BKV = block_batch(device, width, batch, width, mapped)
     numbers_BK = torch.rand(batch, width, dtype=torch.float64).to(device)
     target = verify.TargetRows(logprobs_NV, logprobs_NV)
     run = verify.accepted_run(target, drafts, numbers_BK, kept)

@@ -89,15 +89,13 @@ def drafted(actor: Actor, heads: MedusaHeads, hidden_BD: torch.Tensor) -> list[l
     )
 
 
-def test_the_plugin_is_active_where_the_model_runs(
-    engine: ColocatedEngine, serving: str
-) -> None:
+def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine, serving: str) -> None:
     report = engine.plugin_report()
     assert report["pid"] == os.getpid()
     assert report["drafter"] == "MedusaProposer"
     if serving == CPU:
-        mended = {"temperatures of drafts", "top-k without drafts", "small AMX products"}
-        assert mended <= set(report["patches"])
+        patched = {"temperatures of drafts", "top-k without drafts", "small AMX products"}
+        assert patched <= set(report["patches"])
 
 
 def test_greedy_tokens_are_the_same_with_and_without_drafting(

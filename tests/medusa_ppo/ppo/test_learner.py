@@ -68,7 +68,9 @@ def test_the_first_scores_by_hand(device: torch.device, tiny_actor, make_rollout
 
 
 @pytest.mark.parametrize("micro", [1, 3, 4])
-def test_micro_batches_change_nothing_but_rounding(device: torch.device, tiny_actor, make_rollouts, micro: int):
+def test_micro_batches_change_nothing_but_rounding(
+    device: torch.device, tiny_actor, make_rollouts, micro: int
+):
     """Responses of unequal length: normalising by micro batch instead of by minibatch would fail
     here by far.
     """
@@ -169,7 +171,9 @@ def test_another_step_draws_other_minibatches(tiny_actor, make_rollouts):
     assert not torch.equal(*found)
 
 
-def test_a_tap_changes_no_bit_and_sees_every_response_once(device: torch.device, tiny_actor, make_rollouts):
+def test_a_tap_changes_no_bit_and_sees_every_response_once(
+    device: torch.device, tiny_actor, make_rollouts
+):
     batch = PPOBatch(make_rollouts(8), device=device)
     rewards = torch.arange(8.0)
     seen: list[int] = []
@@ -189,7 +193,9 @@ def test_a_tap_changes_no_bit_and_sees_every_response_once(device: torch.device,
     assert sorted(seen) == list(range(8))
 
 
-def test_reward_moves_the_policy_towards_what_was_rewarded(device: torch.device, tiny_actor, make_rollouts):
+def test_reward_moves_the_policy_towards_what_was_rewarded(
+    device: torch.device, tiny_actor, make_rollouts
+):
     batch = PPOBatch(make_rollouts(8), device=device)
     one = learner(tiny_actor(), device, kl_coefficient=0.0, epochs=4)
     rewards = torch.tensor([1.0, 0.0] * 4)
@@ -205,7 +211,9 @@ def test_the_kl_penalty_holds_the_policy_back(device: torch.device, tiny_actor, 
     batch = PPOBatch(make_rollouts(8), device=device)
     moved = []
     for coefficient in (0.0, 50.0):
-        one = learner(tiny_actor(), device, kl_coefficient=coefficient, epochs=2, actor_learning_rate=3e-3)
+        one = learner(
+            tiny_actor(), device, kl_coefficient=coefficient, epochs=2, actor_learning_rate=3e-3
+        )
         for step in range(12):
             scores, _ = one.score(batch, torch.tensor([1.0, 0.0] * 4), Sampling())
             one.update(batch, scores, Sampling(), step)
@@ -253,7 +261,9 @@ def test_entropy_bonus_raises_entropy(tiny_actor, make_rollouts):
     assert entropies[1] > entropies[0] + 0.1
 
 
-def test_a_gradient_that_is_not_finite_stops_before_it_spoils_the_weights(device: torch.device, tiny_actor, make_rollouts):
+def test_a_gradient_that_is_not_finite_stops_before_it_spoils_the_weights(
+    device: torch.device, tiny_actor, make_rollouts
+):
     batch = PPOBatch(make_rollouts(4), device=device)
     one = learner(tiny_actor(), device)
     scores, _ = one.score(batch, torch.tensor([1.0, float("inf"), 0.0, 0.0]), Sampling())
@@ -423,7 +433,9 @@ def test_nothing_is_learned_from_a_batch_of_cut_responses(tiny_actor, make_rollo
     assert torch.equal(weights(one.actor), weights(actor)) and report[names.ACTOR_STEPS] == 0
 
 
-def test_a_step_without_a_finite_gradient_is_left_out_and_counted(device: torch.device, tiny_actor, make_rollouts):
+def test_a_step_without_a_finite_gradient_is_left_out_and_counted(
+    device: torch.device, tiny_actor, make_rollouts
+):
     """One of two minibatches is spoiled: the other one is learned from."""
     batch = PPOBatch(make_rollouts(8), device=device)
     actor = tiny_actor()

@@ -173,7 +173,8 @@ def test_sampled_drafts_are_verified_against_the_q_of_their_step(device: torch.d
 
 
 def test_a_q_of_another_step_is_not_believed(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The drafts of a step that was lost are verified as one-hot; with the q that lies in their
     slots they would be biased.
     """
@@ -192,7 +193,9 @@ def test_a_q_of_another_step_is_not_believed(
     assert p_value(first_tokens(runs_B, last_B, fixed_BK), p_KV[0]) < 1e-6
 
 
-def test_a_preempted_request_that_resumes_with_placeholders_samples_from_the_model(device: torch.device) -> None:
+def test_a_preempted_request_that_resumes_with_placeholders_samples_from_the_model(
+    device: torch.device,
+) -> None:
     """It drafted, was preempted, and comes back at the same length with its drafts replaced by
     -1.
     """
@@ -247,7 +250,9 @@ def test_top_k_counts_in_the_vocabulary_not_in_the_drafts(device: torch.device) 
     assert (q_BKW > 0).sum(-1).tolist() == [[4, 4], [1, 1], [4, 4], [3, 3]]
 
 
-def test_seeded_requests_draft_and_verify_alike_whoever_shares_the_step(device: torch.device) -> None:
+def test_seeded_requests_draft_and_verify_alike_whoever_shares_the_step(
+    device: torch.device,
+) -> None:
     step = ProposerStep(4, [5, None, 6, 5], device=device)
     p_KV = targets()
     together = step.propose(["1", "0", "2", "3"], 7)
@@ -493,7 +498,9 @@ def test_steps_without_drafts_make_no_keys_and_lose_no_pair(
     scene.run({"0": 2, "1": 3})
 
 
-def test_pairs_are_missing_after_a_swap_and_in_a_slot_that_was_given_on(device: torch.device) -> None:
+def test_pairs_are_missing_after_a_swap_and_in_a_slot_that_was_given_on(
+    device: torch.device,
+) -> None:
     scene = Contexts(device, [3, 5, 2], size=2)
     scene.run({"0": 1, "1": 1}, drafted=0)
     scene.run({"0": 3, "1": 3})
@@ -526,7 +533,9 @@ def test_each_request_copies_from_its_own_text(device: torch.device) -> None:
     scene.run({"0": 1, "2": 1})
 
 
-def test_a_prompt_longer_than_what_is_kept_is_searched_in_its_last_tokens(device: torch.device) -> None:
+def test_a_prompt_longer_than_what_is_kept_is_searched_in_its_last_tokens(
+    device: torch.device,
+) -> None:
     """All of its other tokens are never written: a prompt of 100,000 tokens costs what the window
     costs.
     """
