@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import psutil
 
 import medusa_ppo
 from medusa_ppo.cli.gpu_suite import described, read_results
-from medusa_ppo.reports.store import GIB, gpu_names
+from medusa_ppo.reports.store import GIB, commit, gpu_names
 from medusa_ppo.vllm_plugin.vllm_versions import (
     TESTED,
     is_allowed,
@@ -44,6 +45,21 @@ RANGES = {
     "ray": ((2, 55), (3, 0)),
     "datasets": ((5, 0), (6, 0)),
 }
+TOLD = (
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "NVIDIA_TF32_OVERRIDE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+    "VLLM_PLUGINS",
+)
+"""Variables that a page for a bug report names, if they are set: by name, since others are
+secrets.
+"""
 # In a process of its own: a Ray that hangs is ended by the timeout, and leaves nothing in this one.
 RAY_PROBE = """
 import ray
@@ -377,8 +393,10 @@ def setup_page(model: str, data: str, gpus: int | None = None) -> Iterator[str]:
         gpus: plan for so many; None: those of this machine, or one where there is none.
     """
     here = gpu_names()
-    yield f"medusa-ppo {medusa_ppo.__version__} on this machine"
-    yield f"GPUs here: {'; '.join(here) or 'none'}"
+    yield f"medusa-ppo {medusa_ppo.__version__}, commit {commit() or 'none'}, {platform.platform()}"
+    yield f"GPUs here: {'; '.join(here) or 'none'}{_driver() if here else ''}"
+    told = [f"{name}={os.environ[name]}" for name in TOLD if name in os.environ]
+    yield f"Variables: {', '.join(told) or 'none of those that change how GPUs are used'}"
     for check in run_checks(quick=True):
         yield f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.found}"
     for number, step in enumerate(setup_steps(model, data), 1):
@@ -391,6 +409,16 @@ def setup_page(model: str, data: str, gpus: int | None = None) -> Iterator[str]:
         yield f"                 {step.means}"
     yield ""
     yield from described(gpus or len(here) or 1, read_results())
+
+
+def _driver() -> str:
+    """The driver's version, as it goes behind the names of GPUs."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"; driver not known ({type(error).__name__})"
+    return f"; driver {(answer.stdout.splitlines() or ['not known'])[0]}"
 
 
 def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
