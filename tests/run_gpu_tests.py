@@ -40,10 +40,11 @@ def run(part: TestPart) -> PartResult:
     passed = failed = left_out = 0
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, file in enumerate(part.files):
+        runs = [(file, chosen) for file in part.files for chosen in served(file)]
+        for number, (file, chosen) in enumerate(runs):
             report = Path(folder) / f"{number}.xml"
-            command = [sys.executable, "-m", "pytest", "-m", f"gpu and {part.marks}", file]
-            code = subprocess.run([*command, f"--junitxml={report}"], check=False).returncode
+            command = [sys.executable, "-m", "pytest", "-m", f"gpu and {part.marks}", "-k", chosen]
+            code = subprocess.run([*command, f"--junitxml={report}", file], check=False).returncode
             if code == NOTHING:
                 continue
             found = read_report(report)
@@ -62,6 +63,13 @@ def run(part: TestPart) -> PartResult:
         datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         f"{'; '.join(gpu_names()) or 'no GPU'}, vLLM {vllm_version() or 'none'}",
     )
+
+
+def served(file: str) -> tuple[str, ...]:
+    """What `-k` of pytest chooses in each process. An engine that can sleep is the only one that
+    its process ever has, so eager ones and those with CUDA graphs have a process each.
+    """
+    return ("not cuda-graphs", "cuda-graphs") if "/engines/" in file else ("",)
 
 
 def read_report(path: Path) -> tuple[int, list[str], int] | None:

@@ -232,8 +232,6 @@ def engine_config(serving: str) -> EngineConfig:
         # what `cache_bytes` says.
         memory_fraction=0.05 if serving == CPU else 0.3,
         enforce_eager=serving != GRAPHS,
-        # vLLM's CPU build keeps its memory, whatever it is asked for.
-        sleep_level=None if serving == CPU else 1,
         num_drafts=HEADS,
     )
 
@@ -252,11 +250,15 @@ def alike(serving: str) -> Callable[[ColocatedEngine], None]:
 
 
 @pytest.fixture(scope="module")
-def shared_engine(actor: Actor, engine_config: EngineConfig) -> Iterator[ColocatedEngine]:
+def shared_engine(
+    actor: Actor, engine_config: EngineConfig, serving: str
+) -> Iterator[ColocatedEngine]:
     """Of one module: vLLM has one engine a process, and one of another module that closes would
-    take this one's groups with it.
+    take this one's groups with it. On a GPU it can sleep, which one engine of a process may; vLLM's
+    CPU build keeps its memory, whatever it is asked for.
     """
-    with ColocatedEngine(actor.path, actor.heads_path, engine_config, seed=0) as engine:
+    config = engine_config.model_copy(update={"sleep_level": None if serving == CPU else 1})
+    with ColocatedEngine(actor.path, actor.heads_path, config, seed=0) as engine:
         yield engine
 
 

@@ -59,7 +59,7 @@ def test_server_end_to_end(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = engine_config.model_copy(update={"backend": "server", "sleep_level": None})
+    config = engine_config.model_copy(update={"backend": "server"})
     # As vLLM leaves it in a process that had an engine of its own: with a second OpenMP beside it,
     # its server does not start.
     monkeypatch.setenv(

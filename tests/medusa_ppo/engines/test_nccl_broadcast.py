@@ -27,9 +27,7 @@ def test_an_actor_reaches_an_engine_on_each_gpu(
 ) -> None:
     """The sender has a GPU of its own, as NCCL asks of every rank."""
     others = visible_gpus()[1:]
-    config = engine_config.model_copy(
-        update={"transfer": "broadcast", "replicas": len(others), "sleep_level": None}
-    )
+    config = engine_config.model_copy(update={"transfer": "broadcast", "replicas": len(others)})
     new = moved(actor.model.cuda())
     try:
         with (
