@@ -75,6 +75,8 @@ def test_a_rehearsal_mixes_no_devices(name: str) -> None:
     part = part_named(name)
     assert part is not None
     command = [sys.executable, "-m", "pytest", "-m", f"gpu and {part.marks}", "--pretended-gpu"]
-    done = subprocess.run([*command, *part.files], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *part.files], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
