@@ -52,25 +52,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[COLLECTED] = list(items)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--pretended-gpu",
-        action="store_true",
-        help="With -m gpu, on a machine without one: a stand-in (tests/pretended_gpu.py).",
-    )
-
-
 def pytest_runtestloop(session: pytest.Session) -> None:
     """One sentence, in the place of a failure of each test."""
     config = session.config
-    if config.option.collectonly or config.getoption("--pretended-gpu"):
+    if config.option.collectonly:
         return
     asked = sum(item.get_closest_marker("gpu") is not None for item in session.items)
     if asked and not gpus_here():
         raise pytest.UsageError(
             f"There is no GPU. given: {asked} tests that need one  expected: a CUDA device that"
-            " torch sees  do this: run them where `medusa-ppo doctor` names a GPU, or add"
-            " --pretended-gpu to rehearse those that need no engine"
+            " torch sees  do this: run them where `medusa-ppo doctor` names a GPU"
         )
 
 
@@ -96,28 +87,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     import torch
 
     return torch.device(request.param)
-
-
-@pytest.fixture(autouse=True)
-def a_gpu_that_is_none(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The stand-in of `--pretended-gpu`, around each test that asks for a GPU."""
-    asked = request.config.getoption("--pretended-gpu") and not gpus_here()
-    if not asked or request.node.get_closest_marker("gpu") is None:
-        yield
-        return
-    wanted = set(request.node.fixturenames)
-    # The stand-in is of this process alone.
-    if (
-        "device" not in wanted
-        or "ray_session" in wanted
-        or request.node.get_closest_marker("engine")
-        or request.node.get_closest_marker("real_gpu")
-    ):
-        pytest.skip("needs a GPU that is one")
-    from tests.pretended_gpu import pretended_gpu
-
-    with pretended_gpu():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
-from medusa_ppo.cli.gpu_suite import PARTS, part_named
+from medusa_ppo.cli.gpu_suite import PARTS
 from tests.conftest import COLLECTED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,19 +64,3 @@ def test_the_suite_of_a_gpu_is_one(request: pytest.FixtureRequest) -> None:
         needs = [marker.args[0] for item in here for marker in item.iter_markers("gpus")]
         assert here and min(needs, default=1) == part.gpus, part.name
         assert {file_of(item) for item in here} == set(part.files), part.name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["arithmetic", "training"])
-def test_a_rehearsal_mixes_no_devices(name: str) -> None:
-    """The parts that need no engine, on a pretended GPU: nothing under these tests mixes tensors of
-    two devices, or reads what is on one as the host's.
-    """
-    part = part_named(name)
-    assert part is not None
-    command = [sys.executable, "-m", "pytest", "-m", f"gpu and {part.marks}", "--pretended-gpu"]
-    done = subprocess.run(
-        [*command, *part.files], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout

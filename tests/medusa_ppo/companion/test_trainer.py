@@ -459,7 +459,6 @@ def test_everything_moves(chain, device: torch.device, kind: str) -> None:
     assert trainer.train_batch(task.batch()).problem == ""
 
 
-@pytest.mark.real_gpu
 @pytest.mark.parametrize("device", [GPU], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_on_a_gpu(chain, device: torch.device, kind: str) -> None:

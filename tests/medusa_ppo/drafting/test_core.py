@@ -399,7 +399,6 @@ def test_operations_do_not_grow_with_requests(
         assert counts[0] <= MOST_OPERATIONS_A_HEAD[form] * K, counts
 
 
-@pytest.mark.real_gpu
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
 def test_the_call_compiles_whole(device: torch.device, kind: str) -> None:
     heads = random_heads(kind, device=device)

@@ -16,7 +16,7 @@ from medusa_ppo.runtime.processes import local_ray
 from tests.medusa_ppo.engines.conftest import EAGER, NEAR, Actor, logprob_gap
 from tests.medusa_ppo.engines.test_broadcast import BUCKET, moved
 
-pytestmark = [pytest.mark.engine, pytest.mark.real_gpu, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize(
