@@ -262,7 +262,7 @@ def test_a_companion_that_is_gone_or_brings_nothing_costs_no_more_than_the_warm_
     assert "heads.warm_up_s" in report.problem
     companion.said = CompanionStatus(restarts=1)
     report = plugin.warm_up(PROMPTS, SAMPLING, scored(plugin, actor), tokens=100)
-    assert "started again" in report.problem
+    assert "restarted" in report.problem
 
 
 def test_an_engine_that_refuses_the_heads_keeps_its_own(scene: Any, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_an_engine_that_refuses_the_heads_keeps_its_own(scene: Any, tmp_path: Pa
     offer(companion, engine, tmp_path)
     engine.refuse = True
     report = plugin.warm_up(PROMPTS, SAMPLING, scored(plugin, actor), tokens=100)
-    assert "did not take" in report.problem and engine.heads_version == 0
+    assert "did not accept" in report.problem and engine.heads_version == 0
     strict = MedusaPlugin(engine, companion, on_error="raise")
     with pytest.raises(SwapError):
         strict.warm_up(PROMPTS, SAMPLING, scored(strict, actor), tokens=100)

@@ -299,5 +299,5 @@ def test_a_run_that_was_stopped_in_its_warm_up_begins_anew_with_what_is_there(
 
     progress = Notes()
     assert run_ppo(config, progress, resume=True)["steps"] == STEPS
-    assert "begins anew" in progress.said and kept.is_file()
+    assert "starts again" in progress.said and kept.is_file()
     assert run_ppo(config)["steps"] == STEPS and not kept.parent.exists(), "of an earlier run"
