@@ -62,7 +62,7 @@ def test_lines_for_logs(monkeypatch: pytest.MonkeyPatch):
         "demo: steps 3 to 4",
     ]
     assert lines[3].startswith(
-        "step   3  reward 0.500  right 50%  1.79 tokens a step  heads v2  1234 tokens/s "
+        "step   3  reward 0.500  1.79 tokens a step  heads v2  1234 tokens/s "
         " (882 without drafts)  left "
     )
     assert lines[4].endswith("left 0:00") and lines[5] == "done"

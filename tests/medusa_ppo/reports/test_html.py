@@ -362,7 +362,7 @@ def test_who_worked_when_is_drawn_for_the_last_step_that_says_so(runs: Path) -> 
     )
     text = page_of(told)
     parsed(text)
-    assert "Who worked when, in step 15" in text and "stood idle for 30 %" in text
+    assert "Who worked when, in step 15" in text and "were idle for 30 %" in text
     (drawing,) = re.findall(
         r'<svg class="plot still".*?data-chart="spans-0".*?</svg></svg>', text, re.S
     )

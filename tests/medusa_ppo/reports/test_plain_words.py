@@ -50,4 +50,4 @@ def test_what_was_not_measured_is_left_out() -> None:
             acceptance_per_position=[0.5],
         )
     )
-    assert heads == "In the last steps an engine step gave 1.50 tokens of 2."
+    assert heads == "In the last steps an engine step wrote 1.50 tokens of 2."
