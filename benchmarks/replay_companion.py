@@ -41,6 +41,7 @@ from medusa_ppo.config.run_config import load_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.plugin import medusa_plugin
 from medusa_ppo.ppo.loop import run_ppo
+from medusa_ppo.ppo.run_progress import make_progress
 
 START = "start.pt"
 LAST = 4
@@ -110,27 +111,21 @@ def record(folder: Path, config: str, overrides: Sequence[str]) -> None:
     RecordingClient.folder = folder
     medusa_plugin.CompanionClient = RecordingClient  # type: ignore[misc]  # For this process alone.
     path = preset(config) if not Path(config).is_file() else config
-    run_ppo(load_config(path, [*overrides, f"out={folder}", "name=run"]), print_progress())
+    with make_progress() as progress:
+        run_ppo(load_config(path, [*overrides, f"out={folder}", "name=run"]), progress)
 
 
-def print_progress() -> Any:
-    """The progress that `medusa-ppo ppo` shows, without a terminal."""
-    from rich.console import Console
+def cycle_of(start: dict[str, Any], first: dict[str, Any], overrides: Sequence[str]) -> Cycle:
+    """A cycle as the run's companion began, but for these settings.
 
-    from medusa_ppo.ppo.run_progress import make_progress
-
-    return make_progress(Console())
-
-
-def start_of(folder: Path, overrides: Sequence[str]) -> Cycle:
-    """A cycle as the run's companion began, but for these settings."""
-    start = torch.load(folder / START, weights_only=True)
+    Args:
+        first: the first recorded batch, with the tables that the run began with.
+    """
     settings = start["companion"]
     for override in overrides:
         key, value = override.split("=", 1)
         name = key.removeprefix("companion.")
         settings[name] = value if value not in ("null", "") else None
-    first = torch.load(folder / "batch-0000.pt", weights_only=True)
     arguments = ServiceArguments(
         HeadsConfig(**start["heads"]),
         CompanionConfig.model_validate(settings),
@@ -164,12 +159,13 @@ def measured(cycle: Cycle, heads: MedusaHeads, batch: RolloutBatch, served: Serv
 
 def replay_run(folder: Path, overrides: Sequence[str], factor: float, threads: int) -> None:
     torch.set_num_threads(threads)
-    cycle = start_of(folder, overrides)
+    files = sorted(folder.glob("batch-*.pt"))
     start = torch.load(folder / START, weights_only=True)
+    cycle = cycle_of(start, torch.load(files[0], weights_only=True), overrides)
     served = Served(start.get("draft_temperature", 0.0), start.get("num_drafts"))
     rows: list[tuple[float, float]] = []
     say("batch  version  serving  frozen  passes  CPU s  verdict")
-    for number, path in enumerate(sorted(folder.glob("batch-*.pt"))):
+    for number, path in enumerate(files):
         found = torch.load(path, weights_only=True)
         tables = found.pop("lm_head_VD"), found.pop("embedding_VD")
         batch = RolloutBatch(**found)
@@ -194,11 +190,11 @@ def replay_run(folder: Path, overrides: Sequence[str], factor: float, threads: i
             f"{number:5d}  {version:7d}  {serving:7.3f}  {frozen:6.3f}  {cycle.passes:6.2f}"
             f"  {took_s:5.1f}  {verdict}"
         )
-    last = rows[-LAST:]
-    say(
-        f"last {len(last)} batches: {fmean(row[0] for row in last):.3f} tokens an engine step,"
-        f" {fmean(row[1] for row in last):.3f} by the first version; {cycle.version} versions"
-    )
+    if last := rows[-LAST:]:  # A run that was broken off may have its warm-up alone.
+        say(
+            f"last {len(last)} batches: {fmean(row[0] for row in last):.3f} tokens an engine step,"
+            f" {fmean(row[1] for row in last):.3f} by the first version; {cycle.version} versions"
+        )
 
 
 def main() -> None:
@@ -214,6 +210,8 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if args.what == "record":
         record(args.folder, args.config, args.overrides)
+    elif not any(args.folder.glob("batch-*.pt")):
+        parser.error(f"{args.folder} holds no recorded batches; record a run into it first")
     else:
         replay_run(args.folder, args.overrides, args.passes, args.threads)
 

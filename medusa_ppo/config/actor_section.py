@@ -19,19 +19,19 @@ class ActorConfig(Section):
     and optimizer of the actor do not fit on one GPU.
     """
     tensor_parallel: Count = 1
-    """Ranks that split each layer (backend `megatron`). Raise it first when the actor is too large
+    """Ranks that split each layer (backend `megatron`). Set it first when the actor is too large
     for one GPU, up to the GPUs of a node: these ranks communicate in every layer.
     """
     pipeline_parallel: Count = 1
-    """Ranks that the layers are spread over (backend `megatron`). Raise it when the actor does not
+    """Ranks that the layers are spread over (backend `megatron`). Set it when the actor does not
     fit on the GPUs of one node: these ranks communicate only at the boundaries between parts.
     """
     context_parallel: Count = 1
-    """Ranks that split the tokens of each sequence (backend `megatron`). Raise it when the weights
+    """Ranks that split the tokens of each sequence (backend `megatron`). Set it when the weights
     fit but the activations of long sequences do not.
     """
     data_parallel: Count = 1
-    """Copies of the whole actor, each with its share of the sequences (backend `megatron`). Raise
+    """Copies of the whole actor, each with its share of the sequences (backend `megatron`). Set
     it when the actor fits and you have GPUs left, to make the update faster.
     """
     sequence_parallel: bool = False

@@ -33,7 +33,7 @@ class DataConfig(Section):
     """
     max_prompt_tokens: Count = 256
     """Longest prompt, in tokens, including those of its images; longer prompts are left out and
-    counted. Raise it when the run reports that it left prompts out.
+    counted. Set it higher when the run reports that it left prompts out.
     """
     eval_path: Text | None = None
     """Prompts of the evaluation, in the same form as `path`; null: those of `path`. Set it when you

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import geometric_mean, median
 from typing import NamedTuple
 
 import torch
@@ -53,9 +53,7 @@ def time_bfloat16(timer: Timer | None = None, rounds: int = ROUNDS) -> Bfloat16:
             (measure(rows, torch.bfloat16), measure(rows, torch.float32)) for _ in range(rounds)
         ]
         ratios[what] = median(ours for ours, _ in pairs) / median(theirs for _, theirs in pairs)
-    mean = 1.0
-    for ratio in ratios.values():
-        mean *= ratio ** (1 / len(ratios))
+    mean = geometric_mean(ratios.values())
     return Bfloat16(ratios, mean < LEAST_GAIN and max(ratios.values()) < MOST_LOSS)
 
 
