@@ -53,8 +53,8 @@ class RunConfig(Section):
     see it.
     """
     seed: int = 0
-    """Seed of everything random: sampling, the order of prompts, new heads. Set it to several values to see
-    how much of a result is chance.
+    """Seed of everything random: sampling, the order of prompts, new heads. Set it to
+    several values to see how much of a result is chance.
     """
     model: ModelConfig = Field(default_factory=ModelConfig)
     actor: ActorConfig = Field(default_factory=ActorConfig)

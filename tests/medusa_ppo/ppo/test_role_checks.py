@@ -152,7 +152,9 @@ def test_a_reward_model_of_another_tokenizer(
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 3}))
     config = run_of(folder("actor", LLAMA), reward=str(tmp_path / "judge"))
     text, given, expected, do = refused(config)
-    assert "tokenizer does not match it" in text and "a tokenizer of 4 tokens, a model of 3" in given
+    assert (
+        "tokenizer does not match it" in text and "a tokenizer of 4 tokens, a model of 3" in given
+    )
     assert "no more tokens" in expected and "tokenizer that it was trained with" in do
 
 
