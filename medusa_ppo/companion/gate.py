@@ -6,9 +6,9 @@ are one observation, and nothing is decided before there are enough of them. A s
 too few, so the counts of all batches since the last decision are pooled.
 
 Candidates are compared with the same serving heads again and again, and each look is a chance to be
-wrong. So looks follow a schedule, each when the evidence has grown by a fifth, and look j spends the
-share 1 / (j (j + 1)) of the allowed error: together they stay within it, however many there are and
-whatever was seen before.
+wrong. So looks follow a schedule, each when the evidence has grown by a fifth, and look j spends
+the share 1 / (j (j + 1)) of the allowed error: together they stay within it, however many there are
+and whatever was seen before.
 
 Shape letters: M rows of the holdout, S its responses, G prompts, K heads, V vocabulary, D hidden.
 """
