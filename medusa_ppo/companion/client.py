@@ -48,13 +48,7 @@ from medusa_ppo.feeds.feed_manifest import FeedActor
 from medusa_ppo.feeds.http_feed import absolute, require_feed
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.hardware import companion_gpus
-from medusa_ppo.runtime.processes import (
-    be_nice_to_other_sessions,
-    bundle,
-    release,
-    reserve,
-    without_line,
-)
+from medusa_ppo.runtime.processes import bundle, release, reserve, without_line
 
 logger = logging.getLogger(__name__)
 
@@ -539,7 +533,6 @@ class _HostedService(CompanionService):
     def __init__(self, first: list[ray.ObjectRef]) -> None:
         arguments, tables = ray.get(first[0])
         settle(arguments.companion)
-        be_nice_to_other_sessions()
         super().__init__(arguments, ray.get(tables))
 
 

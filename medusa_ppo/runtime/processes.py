@@ -48,9 +48,6 @@ OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
 }
 
 
-AUTOGROUP = Path("/proc/self/autogroup")
-
-
 def quiet_libraries() -> None:
     """Silence transformers' progress bars; for commands, which show their own progress."""
     # transformers takes seconds to load, and starting Ray does not need it.
@@ -319,23 +316,6 @@ def _free() -> str:
         if not name.startswith(("node:", "memory", "object_store"))
     }
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(free.items())) or "nothing"
-
-
-def be_nice_to_other_sessions() -> None:
-    """Make this process's niceness count against processes of other sessions too.
-
-    Where Linux groups processes by session (`sched_autogroup_enabled`, as most distributions have
-    it), niceness orders only processes of one session, and busy sessions share the cores equally,
-    whatever their processes' niceness. So this one gets a session of its own, with that priority.
-    For workers of Ray, which has no terminal whose Ctrl-C they would miss.
-    """
-    if not AUTOGROUP.exists():
-        return
-    # The leader of a process group can't leave its session, and whoever else is in that keeps its
-    # priority. The kernel refuses a second change within a tenth of a second.
-    with contextlib.suppress(OSError):
-        os.setsid()
-        AUTOGROUP.write_text(str(os.nice(0)), encoding="ascii")
 
 
 @contextlib.contextmanager
