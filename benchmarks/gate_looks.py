@@ -7,8 +7,8 @@ A run is a serving set of heads and a candidate at each batch, judged on held-ou
 is published. On a prompt with n draft steps the candidate accepts n (gain + luck of the prompt) and
 the noise of n steps more than the serving heads. Two sizes of hold-out: LARGE, what a sample of an
 8B actor's batch holds out (13 prompts, a stretch of 600 tokens of one answer to each), and DEMO,
-what the embedded example judges ahead of training (8 prompts, an answer of 95 tokens to each). The
-spreads are larger than those between candidates that follow each other: those hardly differ.
+what the embedded example judges ahead of training (6 prompts, four answers of 80 tokens to each).
+The spreads are larger than those between candidates that follow each other: those hardly differ.
 
 Printed: of runs whose candidates are no better (gain 0; a little worse; each one another little
 worse) the share that published one; of runs that gain 0.05 tokens the share that had published
@@ -48,7 +48,7 @@ class Size:
 
 
 LARGE = Size(13, 270)
-DEMO = Size(8, 25)
+DEMO = Size(6, 80)
 
 
 def run(seed: int, batches: int, gain: float, size: Size, spread: float = 0.0) -> int | None:
