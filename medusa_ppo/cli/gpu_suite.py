@@ -1,0 +1,230 @@
+"""The tests of a machine with GPUs: which ones it should run, in what order, about how long, and
+what the last run of them found.
+
+`make test-gpu` (tests/run_gpu_tests.py) runs them by this table, `medusa-ppo check-setup` prints
+it; tests/test_gpu_suite.py compares it with what pytest collects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RESULTS = Path("build/gpu-tests/results.json")
+"""Where `make test-gpu` leaves what it found, in the checkout's folder."""
+ONE, MORE = "not gpus", "gpus"
+QUICK, LONG = "not slow", "slow"
+NAMED = 20
+"""Failed tests that a page names."""
+
+
+@dataclass(frozen=True)
+class TestPart:
+    """Tests that are run together, each file in a process of its own: vLLM has one engine a
+    process, and what one leaves on the GPU goes with it.
+
+    Attributes:
+        name: as `make test-gpu PART=` takes it.
+        shows: what works when all of them pass.
+        files: they, and folders of them, in the checkout.
+        marks: what pytest is asked for beside `gpu`.
+        gpus: needed by the least of them.
+        minutes: about how long on a GPU: an estimate, since none has run them. A minute for each
+            engine that starts, two from CUDA graphs, which vLLM compiles first; the rest is what
+            the tests took on two cores of a CPU.
+    """
+
+    name: str
+    shows: str
+    files: tuple[str, ...]
+    marks: str
+    gpus: int
+    minutes: int
+
+    __test__ = False  # Its name is no test of pytest's.
+
+
+def _under(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/medusa_ppo/{folder}/test_{name}.py" for name in names)
+
+
+PARTS = (
+    TestPart(
+        "arithmetic",
+        "losses, heads, drafts and verification give on the device what their references give",
+        (
+            "tests/heads/test_losses.py",
+            "tests/heads/test_modules.py",
+            *_under("drafting", "core", "verify", "slots", "context", "draft_vocabulary"),
+            *_under("vllm_plugin", "proposer"),
+        ),
+        f"{ONE} and {QUICK}",
+        1,
+        4,
+    ),
+    TestPart(
+        "training",
+        "heads and PPO learn on the device, hidden states reach the host, and roles that take turns"
+        " leave nothing behind",
+        (
+            *_under("actors", "hf"),
+            *_under("companion", "collector", "trainer"),
+            *_under("ppo", "learner", "placement"),
+        ),
+        f"{ONE} and {QUICK}",
+        1,
+        3,
+    ),
+    TestPart(
+        "companion",
+        "a companion in a process of its own shares the GPU, is killed and comes back",
+        _under("companion", "client", "pace", "team"),
+        ONE,
+        1,
+        8,
+    ),
+    TestPart(
+        "serving",
+        "vLLM drafts with our heads, eager and from CUDA graphs: greedy tokens, honest sampling,"
+        " swaps and syncs in flight, sleep of both levels",
+        _under("engines", "vllm_engine", "replay_against_counters"),
+        f"{ONE} and {QUICK}",
+        1,
+        12,
+    ),
+    TestPart(
+        "sync",
+        "an actor that is broadcast is the one of a file, and engines take versions from a feed"
+        " while requests run",
+        _under("engines", "broadcast", "self_feeding"),
+        f"{ONE} and {QUICK}",
+        1,
+        12,
+    ),
+    TestPart(
+        "processes",
+        "engines in a process of Ray's and as a server of vLLM's, and what they know of their steps"
+        " when they start again",
+        _under("engines", "ray_engine", "auto_drafts", "http_server"),
+        ONE,
+        1,
+        14,
+    ),
+    TestPart(
+        "distribution",
+        "tokens have the model's joint distribution, also under pressure, with a context and with"
+        " another number of drafts in each step",
+        (
+            *_under("engines", "probe", "lossless", "preemption", "hydra", "chi_square"),
+            *_under("vllm_plugin", "proposer"),
+        ),
+        f"{ONE} and {LONG}",
+        1,
+        30,
+    ),
+    TestPart(
+        "two",
+        "tensor parallelism, two engines, and a companion whose workers have a GPU each (NCCL)",
+        (
+            *_under("companion", "team"),
+            *_under("engines", "tensor_parallel", "pool", "broadcast", "self_feeding"),
+        ),
+        MORE,
+        2,
+        15,
+    ),
+    TestPart(
+        "many",
+        "an actor goes over NCCL to one engine on each GPU but the loop's",
+        _under("engines", "nccl_broadcast"),
+        MORE,
+        3,
+        6,
+    ),
+)
+"""In the order in which they should be run: each relies on those before."""
+
+
+def parts_for(gpus: int) -> tuple[TestPart, ...]:
+    """What a machine with so many GPUs should run."""
+    return tuple(part for part in PARTS if part.gpus <= gpus)
+
+
+def part_named(name: str) -> TestPart | None:
+    return next((part for part in PARTS if part.name == name), None)
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What a run of a part found.
+
+    Attributes:
+        passed, failed, left_out: tests. Left out are those that need more GPUs than there were.
+        seconds: of all of its processes.
+        failures: `test: error` of the first failed ones.
+        at: when it ended, UTC.
+        machine: GPUs and versions it ran with.
+    """
+
+    passed: int
+    failed: int
+    left_out: int
+    seconds: float
+    failures: tuple[str, ...]
+    at: str
+    machine: str
+
+
+def read_results(path: Path = RESULTS) -> dict[str, PartResult]:
+    """Results by name of the part; none where the file is not there, or is another release's."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            name: PartResult(**{**fields, "failures": tuple(fields["failures"])})
+            for name, fields in raw.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def results_text(results: dict[str, PartResult]) -> str:
+    """As `read_results` reads it."""
+    return json.dumps({name: asdict(result) for name, result in results.items()}, indent=1) + "\n"
+
+
+def described(gpus: int, results: dict[str, PartResult]) -> Iterator[str]:
+    """Lines of a page: the parts for a machine with so many GPUs, and what was found of each."""
+    parts = parts_for(gpus)
+    minutes = sum(part.minutes for part in parts)
+    yield (
+        f"Tests for {gpus} GPU{'s' * (gpus != 1)}: `make test-gpu` runs them in this order, about"
+        f" {minutes} minutes (an estimate: no GPU has run them yet)."
+    )
+    for number, part in enumerate(parts, 1):
+        yield ""
+        yield f"{number}. {part.name}: {part.shows}."
+        yield f"   needs:        {part.gpus} GPU{'s' * (part.gpus != 1)}, about {part.minutes} min"
+        yield f"   run:          make test-gpu PART={part.name}"
+        yield f"   last run:     {_found(results.get(part.name))}"
+        yield from (f"                 FAILED {line}" for line in _failures(results, part))
+    rest = [part for part in PARTS if part not in parts]
+    if rest:
+        yield ""
+        names = ", ".join(f"{part.name} ({part.gpus} GPUs)" for part in rest)
+        yield f"Not for this machine: {names}."
+
+
+def _found(result: PartResult | None) -> str:
+    if result is None:
+        return "never here"
+    left_out = f", {result.left_out} left out" if result.left_out else ""
+    return (
+        f"{result.passed} passed, {result.failed} failed{left_out}, {result.seconds:.0f} s,"
+        f" {result.at}, {result.machine}"
+    )
+
+
+def _failures(results: dict[str, PartResult], part: TestPart) -> tuple[str, ...]:
+    return results[part.name].failures if part.name in results else ()
