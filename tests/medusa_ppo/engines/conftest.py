@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,60 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.demo.actor_cache import ensure_demo_actor
+from medusa_ppo.demo.task import demo_rows
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity
+from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build
+from tests.conftest import GPUS, ROOT
 
 HEADS = 4
+EMBEDDED = "MEDUSA_PPO_TEST_EMBEDDED"
+"""Set, tests of engines take the embedded actor, as they do in a lab."""
+SHARED = ROOT.parent / "shared"
+CPU, EAGER, GRAPHS = "cpu", "cuda-eager", "cuda-graphs"
+NEAR = {CPU: 1e-3, EAGER: 2e-2, GRAPHS: 2e-2}
+"""Nats between an engine's log-prob of a token and the model's own: Triton's attention multiplies
+float32 with ten bits of mantissa.
+"""
+TIED = {CPU: 0.0, EAGER: 5e-2, GRAPHS: 5e-2}
+"""Two tokens' logits so close that a step with other drafts, which is another matrix on a GPU, may
+take either one. On a CPU a row's numbers do not depend on its neighbours.
+"""
+
+cpu_alone = pytest.mark.parametrize("serving", [CPU], indirect=True)
+"""For a test of what only vLLM's CPU build has, among others that run on both."""
+eager_on_a_gpu = pytest.mark.parametrize(
+    "serving", [CPU, pytest.param(EAGER, marks=pytest.mark.gpu)], indirect=True
+)
+"""For a test that starts engines of its own, and says nothing of CUDA graphs."""
+on_two_gpus = pytest.mark.parametrize(
+    "serving", [CPU, pytest.param(EAGER, marks=GPUS.marks)], indirect=True
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[CPU, *(pytest.param(name, marks=pytest.mark.gpu) for name in (EAGER, GRAPHS))],
+)
+def serving(request: pytest.FixtureRequest) -> str:
+    """Where an engine serves, and on a GPU whether from CUDA graphs: each test of an engine is one
+    on the CPU and two on a GPU (`make test-gpu`).
+    """
+    if (request.param == CPU) == is_cpu_build():
+        return request.param
+    if request.param == CPU:
+        pytest.skip(f"this build of vLLM does not serve on {request.param}")
+    pytest.fail(
+        "vLLM's CPU build leaves the GPU idle. given: -m gpu  expected: vLLM's CUDA build  do this:"
+        " make setup STACK=cuda"
+    )
+
+
+@pytest.fixture(scope="module")
+def device(serving: str) -> torch.device:
+    """Where the engine's tensors are."""
+    return torch.device(serving.partition("-")[0])
 
 
 @dataclass(frozen=True)
@@ -97,6 +148,31 @@ def logprob_gap(model: Any, rollouts: Rollouts) -> float:
     return float((taken_M - engines_M).abs().max())
 
 
+@torch.no_grad()
+def assert_greedy(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    found: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    tied: float = 0.0,
+) -> None:
+    """Greedy responses are the same, token for token; from a token on they may differ that the
+    model likes as well as the other one, within `tied` nats.
+    """
+    assert len(found) == len(expected)
+    for prompt, ours, theirs in zip(prompts, found, expected, strict=False):
+        if tuple(ours) == tuple(theirs):
+            continue
+        assert tied, (ours, theirs)
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        at = next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        assert at < min(len(ours), len(theirs)), "one ends where the other goes on"
+        row_1T = torch.tensor([[*prompt, *ours[:at]]])
+        logits_V = model(input_ids=row_1T).logits[0, -1]
+        apart = float((logits_V[ours[at]] - logits_V[theirs[at]]).abs())
+        assert apart < tied, f"token {at} of a response: {apart} nats"
+
+
 def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
@@ -115,17 +191,24 @@ def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def actor(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Actor:
+def actor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Actor:
+    """The small real actor beside the checkout. For tests on a GPU the embedded one where there is
+    none, as in a lab: its training takes some minutes, once.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = shared_dir / "actors" / "gsm8k-4m"
+    on_a_gpu = any(item.get_closest_marker("gpu") for item in request.session.items)
+    embedded = os.environ.get(EMBEDDED) or (on_a_gpu and not (SHARED / "actors").is_dir())
+    if embedded:
+        path = ensure_demo_actor()
+        texts = [row["prompt"] for row in demo_rows(limit=64)]
+    else:
+        shared_dir: Path = request.getfixturevalue("shared_dir")
+        path = shared_dir / "actors" / "gsm8k-4m"
+        text = (shared_dir / "data" / "gsm8k" / "train.jsonl").read_text(encoding="utf-8")
+        questions = [json.loads(line)["question"] for line in text.splitlines()[:64]]
+        texts = [f"<|endoftext|>Question: {question}\nAnswer:" for question in questions]
     tokenizer = AutoTokenizer.from_pretrained(path)
-    lines = (
-        (shared_dir / "data" / "gsm8k" / "train.jsonl")
-        .read_text(encoding="utf-8")
-        .splitlines()[:64]
-    )
-    texts = [f"<|endoftext|>Question: {json.loads(line)['question']}\nAnswer:" for line in lines]
     prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     model = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
@@ -136,24 +219,46 @@ def actor(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Actor:
     return found
 
 
-@pytest.fixture(scope="session")
-def engine_config() -> EngineConfig:
+@pytest.fixture(scope="module")
+def engine_config(serving: str) -> EngineConfig:
     return EngineConfig(
         dtype="float32",
         max_num_seqs=64,
         max_model_len=512,
         threads=1,
-        memory_fraction=0.05,
+        # As many tokens of a step as on a CPU, so that long prompts are cut there too.
+        extra={} if serving == CPU else {"max_num_batched_tokens": 2048},
+        # Of a GPU, whose other processes and whose CUDA context count too; vLLM's CPU build takes
+        # what `cache_bytes` says.
+        memory_fraction=0.05 if serving == CPU else 0.3,
+        enforce_eager=serving != GRAPHS,
         num_drafts=HEADS,
     )
 
 
-@pytest.fixture(scope="module")
-def shared_engine(actor: Actor, engine_config: EngineConfig) -> Iterator[ColocatedEngine]:
-    """Of one module: vLLM has one engine a process, and one of another module that closes would
-    take this one's groups with it.
+@pytest.fixture
+def alike(serving: str) -> Callable[[ColocatedEngine], None]:
+    """alike(engine): what is asked next is computed as it was before. On a GPU a prompt of which
+    a part is cached is another matrix, and rounded otherwise.
     """
-    with ColocatedEngine(actor.path, actor.heads_path, engine_config, seed=0) as engine:
+
+    def forget(engine: ColocatedEngine) -> None:
+        if serving != CPU:
+            engine._forget_prompts()
+
+    return forget
+
+
+@pytest.fixture(scope="module")
+def shared_engine(
+    actor: Actor, engine_config: EngineConfig, serving: str
+) -> Iterator[ColocatedEngine]:
+    """Of one module: vLLM has one engine a process, and one of another module that closes would
+    take this one's groups with it. On a GPU it can sleep, which one engine of a process may; vLLM's
+    CPU build keeps its memory, whatever it is asked for.
+    """
+    config = engine_config.model_copy(update={"sleep_level": None if serving == CPU else 1})
+    with ColocatedEngine(actor.path, actor.heads_path, config, seed=0) as engine:
         yield engine
 
 
