@@ -1,8 +1,8 @@
-"""The tests of a machine with GPUs: which ones it should run, in what order, about how long, and
-what the last run of them found.
+"""The tests for a machine with GPUs: which ones it should run, in what order, about how long they
+take, and what their last run found.
 
-`make test-gpu` (tests/run_gpu_tests.py) runs them by this table, `medusa-ppo check-setup` prints
-it; tests/test_gpu_suite.py compares it with what pytest collects.
+`make test-gpu` (tests/run_gpu_tests.py) runs this table and `medusa-ppo check-setup` prints it;
+tests/test_gpu_suite.py compares it with what pytest collects.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 RESULTS = Path("build/gpu-tests/results.json")
-"""Where `make test-gpu` leaves what it found, in the checkout's folder."""
+"""Where `make test-gpu` stores what it found, relative to the checkout."""
 ONE, MORE = "not gpus", "gpus"
 QUICK, LONG = "not slow", "slow"
 NAMED = 20
-"""Failed tests that a page names."""
+"""How many failed tests a page names."""
 
 
 @dataclass(frozen=True)
 class TestPart:
-    """Tests that are run together, each file in a process of its own: vLLM has one engine a
-    process, and what one leaves on the GPU goes with it.
+    """Tests that are run together, each file in a process of its own, which frees what it left on
+    the GPU when it ends; vLLM also allows one engine a process.
 
     Attributes:
-        name: as `make test-gpu PART=` takes it.
-        shows: what works when all of them pass.
-        files: they, and folders of them, in the checkout.
-        marks: what pytest is asked for beside `gpu`.
-        gpus: needed by the least of them.
-        minutes: about how long on a GPU: an estimate, since none has run them. A minute for each
-            engine that starts, two from CUDA graphs, which vLLM compiles first; the rest is what
-            the tests took on two cores of a CPU.
+        name: the PART of `make test-gpu PART=`.
+        shows: what works if all of them pass.
+        files: test files, relative to the checkout.
+        marks: pytest's marker expression, besides `gpu`.
+        gpus: the fewest that any of its tests needs.
+        minutes: an estimate, since no GPU has run them: one for each engine that starts, two if it
+            captures CUDA graphs, which vLLM compiles first; for the rest, the time on two CPU cores.
     """
 
     name: str
@@ -43,7 +42,7 @@ class TestPart:
     gpus: int
     minutes: int
 
-    __test__ = False  # Its name is no test of pytest's.
+    __test__ = False  # Pytest collects classes whose name begins with Test.
 
 
 def _under(folder: str, *names: str) -> tuple[str, ...]:
@@ -53,7 +52,7 @@ def _under(folder: str, *names: str) -> tuple[str, ...]:
 PARTS = (
     TestPart(
         "arithmetic",
-        "losses, heads, drafts and verification give on the device what their references give",
+        "losses, heads, drafting and verification on the GPU agree with their references",
         (
             "tests/heads/test_losses.py",
             "tests/heads/test_modules.py",
@@ -66,7 +65,7 @@ PARTS = (
     ),
     TestPart(
         "training",
-        "heads and PPO learn on the device, hidden states reach the host, and roles that take turns"
+        "heads and PPO learn on the GPU, hidden states reach the host, and roles that take turns"
         " leave nothing behind",
         (
             *_under("actors", "hf"),
@@ -79,7 +78,7 @@ PARTS = (
     ),
     TestPart(
         "companion",
-        "a companion in a process of its own shares the GPU, is killed and comes back",
+        "a companion in its own process shares the GPU, and comes back when it is killed",
         _under("companion", "client", "pace", "team"),
         ONE,
         1,
@@ -96,8 +95,8 @@ PARTS = (
     ),
     TestPart(
         "sync",
-        "an actor that is broadcast is the one of a file, and engines take versions from a feed"
-        " while requests run",
+        "a broadcast actor equals one from a file, and engines take versions from a feed while"
+        " requests run",
         _under("engines", "broadcast", "self_feeding"),
         f"{ONE} and {QUICK}",
         1,
@@ -105,8 +104,8 @@ PARTS = (
     ),
     TestPart(
         "processes",
-        "engines in a process of Ray's and as a server of vLLM's, and what they know of their steps"
-        " when they start again",
+        "engines run in a Ray process and as vLLM's server, and know the times of their steps when"
+        " they start again",
         _under("engines", "ray_engine", "auto_drafts", "http_server"),
         ONE,
         1,
@@ -114,8 +113,8 @@ PARTS = (
     ),
     TestPart(
         "distribution",
-        "tokens have the model's joint distribution, also under pressure, with a context and with"
-        " another number of drafts in each step",
+        "tokens have the model's joint distribution, also with preemption, with a context and with a"
+        " different number of drafts in each step",
         (
             *_under("engines", "probe", "lossless", "preemption", "hydra", "chi_square"),
             *_under("vllm_plugin", "proposer"),
@@ -126,7 +125,7 @@ PARTS = (
     ),
     TestPart(
         "two",
-        "tensor parallelism, two engines, and a companion whose workers have a GPU each (NCCL)",
+        "tensor parallelism, two engines, and companion workers with a GPU each (NCCL)",
         (
             *_under("companion", "team"),
             *_under("engines", "tensor_parallel", "pool", "broadcast", "self_feeding"),
@@ -137,18 +136,18 @@ PARTS = (
     ),
     TestPart(
         "many",
-        "an actor goes over NCCL to one engine on each GPU but the loop's",
+        "an actor reaches one engine on each GPU except the loop's over NCCL",
         _under("engines", "nccl_broadcast"),
         MORE,
         3,
         6,
     ),
 )
-"""In the order in which they should be run: each relies on those before."""
+"""In the order in which to run them: each relies on the ones before."""
 
 
 def parts_for(gpus: int) -> tuple[TestPart, ...]:
-    """What a machine with so many GPUs should run."""
+    """The parts that a machine with this many GPUs can run."""
     return tuple(part for part in PARTS if part.gpus <= gpus)
 
 
@@ -161,11 +160,11 @@ class PartResult:
     """What a run of a part found.
 
     Attributes:
-        passed, failed, left_out: tests. Left out are those that need more GPUs than there were.
-        seconds: of all of its processes.
-        failures: `test: error` of the first failed ones.
+        passed, failed, left_out: how many tests; left out are those that need more GPUs.
+        seconds: of all its processes.
+        failures: `test: error` of the first tests that failed.
         at: when it ended, UTC.
-        machine: GPUs and versions it ran with.
+        machine: its GPUs and versions.
     """
 
     passed: int
@@ -178,7 +177,7 @@ class PartResult:
 
 
 def read_results(path: Path = RESULTS) -> dict[str, PartResult]:
-    """Results by name of the part; none where the file is not there, or is another release's."""
+    """Results by part name; none if the file is missing, damaged or of another release."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return {
@@ -190,12 +189,12 @@ def read_results(path: Path = RESULTS) -> dict[str, PartResult]:
 
 
 def results_text(results: dict[str, PartResult]) -> str:
-    """As `read_results` reads it."""
+    """The file's text, for `read_results`."""
     return json.dumps({name: asdict(result) for name, result in results.items()}, indent=1) + "\n"
 
 
 def described(gpus: int, results: dict[str, PartResult]) -> Iterator[str]:
-    """Lines of a page: the parts for a machine with so many GPUs, and what was found of each."""
+    """Lines of a page: the parts for this many GPUs, and what the last run of each found."""
     parts = parts_for(gpus)
     minutes = sum(part.minutes for part in parts)
     yield (
@@ -213,7 +212,7 @@ def described(gpus: int, results: dict[str, PartResult]) -> Iterator[str]:
     if rest:
         yield ""
         names = ", ".join(f"{part.name} ({part.gpus} GPUs)" for part in rest)
-        yield f"Not for this machine: {names}."
+        yield f"Need more GPUs: {names}."
 
 
 def _found(result: PartResult | None) -> str:

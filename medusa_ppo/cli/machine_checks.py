@@ -382,18 +382,18 @@ class SetupStep:
 
 
 def setup_page(model: str, data: str, gpus: int | None = None) -> Iterator[str]:
-    """Lines of a page that shows a setup: this machine, the commands that show that it works, and
-    the tests for so many GPUs with what was found of each. A user sends it with a bug report.
+    """Lines of a page for a bug report: this machine, the commands that show whether it works, and
+    the tests for this many GPUs with what the last run of each found.
 
     Args:
         model, data: for the commands.
-        gpus: plan for so many; None: those of this machine, or one where there is none.
+        gpus: how many; None: those of this machine, or one if it has none.
     """
     here = gpu_names()
     yield f"medusa-ppo {medusa_ppo.__version__}, commit {commit() or 'none'}, {platform.platform()}"
     yield f"GPUs here: {'; '.join(here) or 'none'}{_driver() if here else ''}"
     told = [f"{name}={os.environ[name]}" for name in TOLD if name in os.environ]
-    yield f"Variables: {', '.join(told) or 'none of those that change how GPUs are used'}"
+    yield f"Variables: {', '.join(told) or 'none that change how GPUs are used'}"
     for check in run_checks(quick=True):
         yield f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.found}"
     for number, step in enumerate(setup_steps(model, data), 1):
@@ -409,13 +409,13 @@ def setup_page(model: str, data: str, gpus: int | None = None) -> Iterator[str]:
 
 
 def _driver() -> str:
-    """The driver's version, as it goes behind the names of GPUs."""
+    """The driver's version, to follow the names of the GPUs."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"; driver not known ({type(error).__name__})"
-    return f"; driver {(answer.stdout.splitlines() or ['not known'])[0]}"
+        return f"; driver unknown ({type(error).__name__})"
+    return f"; driver {(answer.stdout.splitlines() or ['unknown'])[0]}"
 
 
 def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
@@ -435,8 +435,8 @@ def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
             "The line `GPUs` names yours, and the line `vLLM` says GPU build.",
         ),
         SetupStep(
-            "heads train, engines serve, sleep and take new weights on the GPU as on a CPU",
-            "one GPU or more; a part of it for each number of GPUs, see below",
+            "heads train, and engines serve, sleep and take new weights, on the GPU as on a CPU",
+            "one GPU or more; the parts for each number of GPUs are listed below",
             "make test-gpu",
             ("passed, 0 failed",),
             "Each part says so in its last line; tests that need more GPUs are left out.",

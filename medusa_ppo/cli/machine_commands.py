@@ -98,10 +98,10 @@ def check_setup(
     ] = "data/train.jsonl",
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="Tests for so many GPUs; default: those of this machine."),
+        typer.Option(min=1, help="List the tests for this many GPUs; default: those of this machine."),
     ] = None,
     page: Annotated[
-        Path | None, typer.Option(help="Write it to this file too, to send with a bug report.")
+        Path | None, typer.Option(help="Also write it to this file, for a bug report.")
     ] = None,
 ) -> None:
     """Print a page about this GPU setup: five commands that show whether it works and what each
