@@ -32,7 +32,7 @@ class TestPart:
         marks: pytest's marker expression, besides `gpu`.
         gpus: the fewest that any of its tests needs.
         minutes: an estimate, since no GPU has run them: one for each engine that starts, two if it
-            captures CUDA graphs, which vLLM compiles first; for the rest, the time on two CPU cores.
+            captures CUDA graphs, which vLLM compiles first; else the time on two CPU cores.
     """
 
     name: str
@@ -112,9 +112,18 @@ PARTS = (
         14,
     ),
     TestPart(
+        "hooks",
+        "loops with hooks feed the engine: the taps, the example for any loop, a loop around our"
+        " engine, and TRL's own trainers",
+        _under("loops", "passes", "tap", "bare_loop", "drafting_engine", "trl_grpo"),
+        ONE,
+        1,
+        10,
+    ),
+    TestPart(
         "distribution",
-        "tokens have the model's joint distribution, also with preemption, with a context and with a"
-        " different number of drafts in each step",
+        "tokens have the model's joint distribution, also with preemption, with a context and with"
+        " a different number of drafts in each step",
         (
             *_under("engines", "probe", "lossless", "preemption", "hydra", "chi_square"),
             *_under("vllm_plugin", "proposer"),

@@ -98,7 +98,9 @@ def check_setup(
     ] = "data/train.jsonl",
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="List the tests for this many GPUs; default: those of this machine."),
+        typer.Option(
+            min=1, help="List the tests for this many GPUs; default: those of this machine."
+        ),
     ] = None,
     page: Annotated[
         Path | None, typer.Option(help="Also write it to this file, for a bug report.")

@@ -22,14 +22,13 @@ from medusa_ppo.demo.actor_cache import ensure_demo_actor
 from medusa_ppo.demo.task import demo_rows
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity
-from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build
-from tests.conftest import GPUS, ROOT
+from tests.conftest import ROOT
+from tests.medusa_ppo.conftest import CPU, EAGER, GRAPHS
 
 HEADS = 4
 EMBEDDED = "MEDUSA_PPO_TEST_EMBEDDED"
 """Set, tests of engines take the embedded actor, as they do in a lab."""
 SHARED = ROOT.parent / "shared"
-CPU, EAGER, GRAPHS = "cpu", "cuda-eager", "cuda-graphs"
 NEAR = {CPU: 1e-3, EAGER: 2e-2, GRAPHS: 2e-2}
 """Nats between an engine's log-prob of a token and the model's own: Triton's attention multiplies
 float32 with ten bits of mantissa.
@@ -38,34 +37,6 @@ TIED = {CPU: 0.0, EAGER: 5e-2, GRAPHS: 5e-2}
 """Two tokens' logits so close that a step with other drafts, which is another matrix on a GPU, may
 take either one. On a CPU a row's numbers do not depend on its neighbours.
 """
-
-cpu_alone = pytest.mark.parametrize("serving", [CPU], indirect=True)
-"""For a test of what only vLLM's CPU build has, among others that run on both."""
-eager_on_a_gpu = pytest.mark.parametrize(
-    "serving", [CPU, pytest.param(EAGER, marks=pytest.mark.gpu)], indirect=True
-)
-"""For a test that starts engines of its own, and says nothing of CUDA graphs."""
-on_two_gpus = pytest.mark.parametrize(
-    "serving", [CPU, pytest.param(EAGER, marks=GPUS.marks)], indirect=True
-)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[CPU, *(pytest.param(name, marks=pytest.mark.gpu) for name in (EAGER, GRAPHS))],
-)
-def serving(request: pytest.FixtureRequest) -> str:
-    """Where an engine serves, and on a GPU whether from CUDA graphs: each test of an engine is one
-    on the CPU and two on a GPU (`make test-gpu`).
-    """
-    if (request.param == CPU) == is_cpu_build():
-        return request.param
-    if request.param == CPU:
-        pytest.skip(f"this build of vLLM does not serve on {request.param}")
-    pytest.fail(
-        "vLLM's CPU build leaves the GPU idle. given: -m gpu  expected: vLLM's CUDA build  do this:"
-        " make setup STACK=cuda"
-    )
 
 
 @pytest.fixture(scope="module")

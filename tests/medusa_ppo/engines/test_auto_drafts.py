@@ -20,7 +20,8 @@ from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.engines import colocated
 from medusa_ppo.engines.calibration import measure
 from medusa_ppo.engines.colocated import ColocatedEngine
-from tests.medusa_ppo.engines.conftest import HEADS, cpu_alone, eager_on_a_gpu
+from tests.medusa_ppo.conftest import cpu_alone, eager_on_a_gpu
+from tests.medusa_ppo.engines.conftest import HEADS
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor

@@ -31,14 +31,8 @@ from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.runtime.rendezvous import LOOPBACK, Place
 from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, read_entries, send
 from medusa_ppo.vllm_plugin.vllm_versions import can_transfer, vllm_version
-from tests.medusa_ppo.engines.conftest import (
-    NEAR,
-    TIED,
-    assert_greedy,
-    logprob_gap,
-    on_two_gpus,
-    tiny_llama,
-)
+from tests.medusa_ppo.conftest import on_two_gpus
+from tests.medusa_ppo.engines.conftest import NEAR, TIED, assert_greedy, logprob_gap, tiny_llama
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor

@@ -26,7 +26,7 @@ from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
-from tests.medusa_ppo.engines.conftest import CPU, GRAPHS
+from tests.medusa_ppo.conftest import CPU, GRAPHS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 V, D, LENGTH, REQUESTS = 6, 64, 4, 12_500

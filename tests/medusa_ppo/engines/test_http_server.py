@@ -27,15 +27,8 @@ from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.http_server import ServerEngine, last_words
 from medusa_ppo.engines.ray_engine import make_engine
-from tests.medusa_ppo.engines.conftest import (
-    NEAR,
-    TIED,
-    assert_greedy,
-    cpu_alone,
-    eager_on_a_gpu,
-    honesty_z,
-    sampled_rows,
-)
+from tests.medusa_ppo.conftest import cpu_alone, eager_on_a_gpu
+from tests.medusa_ppo.engines.conftest import NEAR, TIED, assert_greedy, honesty_z, sampled_rows
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor

@@ -21,13 +21,8 @@ from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.slots import DraftSlots, KeptDrafts
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity, add_rollouts
-from tests.medusa_ppo.engines.conftest import (
-    CPU,
-    HEADS,
-    TIED,
-    Actor,
-    assert_greedy,
-)
+from tests.medusa_ppo.conftest import CPU
+from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy
 
 # Slow, because an engine that ends in this process takes the shared engine's process groups with
 # it; test_ray_engine.py has a quick one.

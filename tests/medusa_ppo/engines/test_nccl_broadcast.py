@@ -13,7 +13,8 @@ from medusa_ppo.engines.actor_sync import ActorSync, BroadcastPool, actor_state
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.runtime.hardware import visible_gpus
 from medusa_ppo.runtime.processes import local_ray
-from tests.medusa_ppo.engines.conftest import EAGER, NEAR, Actor, logprob_gap
+from tests.medusa_ppo.conftest import EAGER
+from tests.medusa_ppo.engines.conftest import NEAR, Actor, logprob_gap
 from tests.medusa_ppo.engines.test_broadcast import BUCKET, moved
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]

@@ -17,7 +17,7 @@ from heads.checkpoint import checksum, save_state
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.ray_engine import RayEngine
-from tests.medusa_ppo.engines.conftest import cpu_alone
+from tests.medusa_ppo.conftest import cpu_alone
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor

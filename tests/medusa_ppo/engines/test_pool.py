@@ -39,7 +39,7 @@ from medusa_ppo.engines.pieces import (
 from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from tests.medusa_ppo.engines.conftest import on_two_gpus
+from tests.medusa_ppo.conftest import on_two_gpus
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor

@@ -14,13 +14,8 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity, add_rollouts
-from tests.medusa_ppo.engines.conftest import (
-    HEADS,
-    TIED,
-    Actor,
-    assert_greedy,
-    eager_on_a_gpu,
-)
+from tests.medusa_ppo.conftest import eager_on_a_gpu
+from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy
 
 # Slow, because it needs an engine of its own, whose cache holds a fifth of its requests.
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

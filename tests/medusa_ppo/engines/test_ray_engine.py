@@ -23,13 +23,11 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Response, Sampling
 from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
+from tests.medusa_ppo.conftest import CPU, cpu_alone, eager_on_a_gpu
 from tests.medusa_ppo.engines.conftest import (
-    CPU,
     NEAR,
     TIED,
     assert_greedy,
-    cpu_alone,
-    eager_on_a_gpu,
     honesty_z,
     logprob_gap,
     sampled_rows,

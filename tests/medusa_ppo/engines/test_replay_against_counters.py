@@ -22,7 +22,7 @@ from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.offline.collect import samples_of
 from medusa_ppo.offline.hidden import HiddenReader, read_all
-from tests.medusa_ppo.engines.conftest import CPU
+from tests.medusa_ppo.conftest import CPU
 
 HEADS = 4
 

@@ -32,13 +32,8 @@ from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.self_feeding import FEEDER
 from medusa_ppo.vllm_plugin.speculation import FEED, speculation
-from tests.medusa_ppo.engines.conftest import (
-    TIED,
-    Actor,
-    assert_greedy,
-    cpu_alone,
-    on_two_gpus,
-)
+from tests.medusa_ppo.conftest import cpu_alone, on_two_gpus
+from tests.medusa_ppo.engines.conftest import TIED, Actor, assert_greedy
 
 pytestmark = pytest.mark.engine
 GREEDY = Sampling(temperature=0.0, max_new_tokens=48, ignore_eos=True)

@@ -31,7 +31,7 @@ from medusa_ppo.offline.collect import Sample, samples_of
 from medusa_ppo.offline.convert import convert
 from medusa_ppo.offline.hidden import HiddenReader, read_all
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
-from tests.medusa_ppo.engines.conftest import cpu_alone
+from tests.medusa_ppo.conftest import cpu_alone
 
 pytestmark = [
     pytest.mark.engine,

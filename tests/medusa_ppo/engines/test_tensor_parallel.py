@@ -13,7 +13,8 @@ from heads.checkpoint import save_heads, save_state
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
-from tests.medusa_ppo.engines.conftest import CPU, EAGER, TIED, Actor, assert_greedy
+from tests.medusa_ppo.conftest import CPU, EAGER
+from tests.medusa_ppo.engines.conftest import TIED, Actor, assert_greedy
 
 pytestmark = [
     pytest.mark.engine,

@@ -32,15 +32,8 @@ from medusa_ppo.runtime import files
 from medusa_ppo.vllm_plugin import installation, patches, v1_runner
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, release, vllm_version
-from tests.medusa_ppo.engines.conftest import (
-    CPU,
-    NEAR,
-    TIED,
-    assert_greedy,
-    cpu_alone,
-    honesty_z,
-    sampled_rows,
-)
+from tests.medusa_ppo.conftest import CPU, cpu_alone
+from tests.medusa_ppo.engines.conftest import NEAR, TIED, assert_greedy, honesty_z, sampled_rows
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 if TYPE_CHECKING:
