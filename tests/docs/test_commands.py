@@ -68,7 +68,7 @@ NOT_RUN = {
     "python benchmarks/companion_defaults.py": "takes an hour; tests/benchmarks has its parts",
     "python benchmarks/grown_actor.py": "a benchmark; tests/medusa_ppo/demo grows actors",
     "python benchmarks/trl_pairs.py": "a benchmark of an hour; the TRL tests import its parts",
-    "python examples/trl_grpo.py": "takes minutes; tests/medusa_ppo/loops/test_trl_grpo.py trains so",
+    "python examples/trl_grpo.py": "takes minutes; loops/test_trl_grpo.py trains with its class",
     "python tests/robustness/load.py": "takes minutes; run before a release",
     "ray start": "joins machines; tests/medusa_ppo/test_ray_job.py starts a cluster itself",
     "uv pip": "installs the wheel; `make test-wheel` does the same",
