@@ -37,14 +37,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.gpus(2)])
-"""A device that is a GPU, and one of two that the test needs."""
+"""A GPU, and a GPU for a test that needs two."""
 
 cpu_alone = pytest.mark.parametrize("device", ["cpu"], indirect=True)
-"""For a test of what only a CPU has, among others that run on both."""
+"""For a test of something that only a CPU has."""
 
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
-"""All tests that were collected, also those that the markers leave out."""
+"""All collected tests, including those that the marker expression deselects."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """One sentence, in the place of a failure of each test."""
+    """Without a GPU, one error instead of a failure for each GPU test."""
     config = session.config
     if config.option.collectonly:
         return
@@ -61,12 +61,12 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if asked and not gpus_here():
         raise pytest.UsageError(
             f"There is no GPU. given: {asked} tests that need one  expected: a CUDA device that"
-            " torch sees  do this: run them where `medusa-ppo doctor` names a GPU"
+            " torch sees  do this: run them on a machine where `medusa-ppo doctor` names a GPU"
         )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What needs more GPUs than there are is left out, and says so."""
+    """Skip a test that needs more GPUs than there are."""
     marker = item.get_closest_marker("gpus")
     if marker is not None and gpus_here() < marker.args[0]:
         pytest.skip(f"needs {marker.args[0]} GPUs, and there are {gpus_here()}")
@@ -81,9 +81,7 @@ def gpus_here() -> int:
 
 @pytest.fixture(scope="module", params=["cpu", GPU])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where a test computes. Each function that asks for it is a test on the CPU, and one on a GPU
-    that `make test-gpu` runs.
-    """
+    """Where a test computes. Tests that take it run on the CPU, and on a GPU in `make test-gpu`."""
     import torch
 
     return torch.device(request.param)

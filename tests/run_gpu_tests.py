@@ -1,6 +1,6 @@
-"""`make test-gpu`: the tests of a GPU, part by part in the order of medusa_ppo/cli/gpu_suite.py,
-each file in a process of its own. What was found goes to build/gpu-tests/results.json, which
-`medusa-ppo check-setup` puts on its page.
+"""`make test-gpu`: the GPU tests, part by part in the order of medusa_ppo/cli/gpu_suite.py, each
+file in its own process. Results go to build/gpu-tests/results.json, which `medusa-ppo check-setup`
+reads.
 
     python tests/run_gpu_tests.py [PART ...]
 """
@@ -31,11 +31,11 @@ from medusa_ppo.runtime.files import write_atomic
 from medusa_ppo.vllm_plugin.vllm_versions import vllm_version
 
 NOTHING = 5
-"""pytest's exit code where no test was asked for."""
+"""pytest's exit code if no test was selected."""
 
 
 def run(part: TestPart) -> PartResult:
-    """All files of a part; one that ends without a report counts as a failure."""
+    """Run all files of a part; a file that ends without a report counts as a failure."""
     began = time.monotonic()
     passed = failed = left_out = 0
     failures: list[str] = []
@@ -66,14 +66,14 @@ def run(part: TestPart) -> PartResult:
 
 
 def served(file: str) -> tuple[str, ...]:
-    """What `-k` of pytest chooses in each process. An engine that can sleep is the only one that
-    its process ever has, so eager ones and those with CUDA graphs have a process each.
+    """pytest's `-k` for each process of a file. vLLM allows one engine that can sleep a process, so
+    eager engines and those with CUDA graphs have a process each.
     """
     return ("not cuda-graphs", "cuda-graphs") if "/engines/" in file else ("",)
 
 
 def read_report(path: Path) -> tuple[int, list[str], int] | None:
-    """Tests that passed, `test: error` of those that failed, and how many were left out."""
+    """How many tests passed, `test: error` for each that failed, and how many were left out."""
     try:
         cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError):
@@ -101,8 +101,8 @@ def main(names: list[str]) -> int:
     parts = [part for part in wanted if part] or list(parts_for(len(gpu_names())))
     if not parts:
         sys.stderr.write(
-            "There is no GPU. given: none that nvidia-smi names  expected: one or more  do this:"
-            " run it where `medusa-ppo doctor` names a GPU\n"
+            "There is no GPU. given: none from nvidia-smi  expected: one or more  do this: run it"
+            " on a machine where `medusa-ppo doctor` names a GPU\n"
         )
         return 2
     red = False

@@ -1,5 +1,5 @@
-"""The tests of a GPU, counted as they were collected: how many there are, how many of them are
-tests on the CPU too, and that check-setup's table has each of them once.
+"""The GPU tests, counted as pytest collects them: how many there are, how many of them run on the
+CPU too, and that check-setup's table has each of them once.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def test_the_suite_of_a_gpu_is_one(request: pytest.FixtureRequest) -> None:
     items = request.config.stash[COLLECTED]
     files = {file for part in PARTS for file in part.files}
     if not files <= {file_of(item) for item in items}:
-        # Run by itself: once more, with the files of the table beside it.
+        # Run alone: run it again together with the table's files.
         command = [sys.executable, "-m", "pytest", "-k", request.node.name, __file__]
         subprocess.run([*command, *sorted(files)], cwd=ROOT, check=True, capture_output=True)
         return
     on_gpu = [item for item in items if has(item, "gpu")]
     on_cpu = {item.nodeid for item in items if has(item, "not gpu and not slow")}
     functions = {function_of(item.nodeid) for item in on_gpu}
-    assert len(functions) >= LEAST, "functions, however many parameters each has"
+    assert len(functions) >= LEAST, "functions, not counting parameters"
     alone = [item for item in on_gpu if ON_A_GPU.sub("cpu", item.nodeid, count=1) not in on_cpu]
     few = Counter(function_of(item.nodeid) for item in alone)
     assert len(alone) <= (1 - SHARED) * len(on_gpu), few
     assert len(functions - {function_of(test) for test in on_cpu}) <= (1 - SHARED) * len(functions)
-    # What `make test-gpu` runs on a machine with enough GPUs is each of them, once.
+    # On a machine with enough GPUs `make test-gpu` runs each of them once.
     runs = Counter(
         item.nodeid
         for part in PARTS

@@ -22,11 +22,11 @@ from tests.conftest import GPUS
 
 CPU, EAGER, GRAPHS = "cpu", "cuda-eager", "cuda-graphs"
 cpu_alone = pytest.mark.parametrize("serving", [CPU], indirect=True)
-"""For a test of what only vLLM's CPU build has, among others that run on both."""
+"""For a test of something that only vLLM's CPU build has."""
 eager_on_a_gpu = pytest.mark.parametrize(
     "serving", [CPU, pytest.param(EAGER, marks=pytest.mark.gpu)], indirect=True
 )
-"""For a test that starts engines of its own, and says nothing of CUDA graphs."""
+"""For a test that starts its own engines and does not depend on CUDA graphs."""
 on_two_gpus = pytest.mark.parametrize(
     "serving", [CPU, pytest.param(EAGER, marks=GPUS.marks)], indirect=True
 )
@@ -37,8 +37,8 @@ on_two_gpus = pytest.mark.parametrize(
     params=[CPU, *(pytest.param(name, marks=pytest.mark.gpu) for name in (EAGER, GRAPHS))],
 )
 def serving(request: pytest.FixtureRequest) -> str:
-    """Where an engine serves, and on a GPU whether from CUDA graphs: each test of an engine is one
-    on the CPU and two on a GPU (`make test-gpu`).
+    """Where an engine serves: on the CPU, or on a GPU eagerly or with CUDA graphs. Each test of an
+    engine runs once on the CPU and twice on a GPU (`make test-gpu`).
     """
     if (request.param == CPU) == is_cpu_build():
         return request.param

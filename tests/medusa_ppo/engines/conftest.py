@@ -27,15 +27,15 @@ from tests.medusa_ppo.conftest import CPU, EAGER, GRAPHS
 
 HEADS = 4
 EMBEDDED = "MEDUSA_PPO_TEST_EMBEDDED"
-"""Set, tests of engines take the embedded actor, as they do in a lab."""
+"""If set, tests of engines use the embedded actor, as they do where `shared/` is missing."""
 SHARED = ROOT.parent / "shared"
 NEAR = {CPU: 1e-3, EAGER: 2e-2, GRAPHS: 2e-2}
-"""Nats between an engine's log-prob of a token and the model's own: Triton's attention multiplies
-float32 with ten bits of mantissa.
+"""Largest difference in nats between the engine's log-prob of a token and the model's: Triton's
+attention multiplies float32 with ten bits of mantissa.
 """
 TIED = {CPU: 0.0, EAGER: 5e-2, GRAPHS: 5e-2}
-"""Two tokens' logits so close that a step with other drafts, which is another matrix on a GPU, may
-take either one. On a CPU a row's numbers do not depend on its neighbours.
+"""Two tokens whose logits are this close may change places on a GPU when a step has other drafts,
+since its matrices have other shapes. On a CPU a row's numbers do not depend on its neighbours.
 """
 
 
@@ -127,8 +127,8 @@ def assert_greedy(
     expected: Sequence[Sequence[int]],
     tied: float = 0.0,
 ) -> None:
-    """Greedy responses are the same, token for token; from a token on they may differ that the
-    model likes as well as the other one, within `tied` nats.
+    """Check that greedy responses are the same. They may differ from a token on to which the model
+    gives the same logit as to the other one, within `tied`.
     """
     assert len(found) == len(expected)
     for prompt, ours, theirs in zip(prompts, found, expected, strict=False):
@@ -163,8 +163,8 @@ def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def actor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Actor:
-    """The small real actor beside the checkout. For tests on a GPU the embedded one where there is
-    none, as in a lab: its training takes some minutes, once.
+    """The small real actor beside the checkout. GPU tests use the embedded one if that is missing,
+    as in a lab: training it takes some minutes, once.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -197,10 +197,10 @@ def engine_config(serving: str) -> EngineConfig:
         max_num_seqs=64,
         max_model_len=512,
         threads=1,
-        # As many tokens of a step as on a CPU, so that long prompts are cut there too.
+        # As many tokens in a step as on a CPU, so that long prompts are split on a GPU too.
         extra={} if serving == CPU else {"max_num_batched_tokens": 2048},
-        # Of a GPU, whose other processes and whose CUDA context count too; vLLM's CPU build takes
-        # what `cache_bytes` says.
+        # On a GPU, other processes and the CUDA context count too. vLLM's CPU build takes what
+        # `cache_bytes` says.
         memory_fraction=0.05 if serving == CPU else 0.3,
         enforce_eager=serving != GRAPHS,
         num_drafts=HEADS,
@@ -209,8 +209,8 @@ def engine_config(serving: str) -> EngineConfig:
 
 @pytest.fixture
 def alike(serving: str) -> Callable[[ColocatedEngine], None]:
-    """alike(engine): what is asked next is computed as it was before. On a GPU a prompt of which
-    a part is cached is another matrix, and rounded otherwise.
+    """alike(engine): the next call computes its prompts as an earlier one did. On a GPU a prompt
+    that is partly cached has a matrix of another shape, and is rounded differently.
     """
 
     def forget(engine: ColocatedEngine) -> None:
@@ -225,8 +225,8 @@ def shared_engine(
     actor: Actor, engine_config: EngineConfig, serving: str
 ) -> Iterator[ColocatedEngine]:
     """Of one module: vLLM has one engine a process, and one of another module that closes would
-    take this one's groups with it. On a GPU it can sleep, which one engine of a process may; vLLM's
-    CPU build keeps its memory, whatever it is asked for.
+    take this one's groups with it. On a GPU it can sleep, which vLLM allows one engine a process;
+    vLLM's CPU build keeps its memory either way.
     """
     config = engine_config.model_copy(update={"sleep_level": None if serving == CPU else 1})
     with ColocatedEngine(actor.path, actor.heads_path, config, seed=0) as engine:
