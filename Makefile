@@ -93,8 +93,10 @@ test: setup  ## The tests (no GPU, no network)
 test-slow: setup $(DOCS_VENV)/.setup  ## The tests that take minutes
 	@$(BIN)/pytest -m "slow and not gpu"
 
-test-gpu: setup  ## The tests that need a CUDA device
-	@$(BIN)/pytest -m gpu
+PART ?=
+
+test-gpu: setup  ## The tests that need a CUDA device, as many as there are GPUs for: make test-gpu [PART=serving]
+	@PYTHONPATH=$$PWD $(BIN)/python tests/run_gpu_tests.py $(PART)
 
 TIMES ?= 1
 SEED ?= 1

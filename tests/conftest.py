@@ -9,8 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAIN_WIDTH = 64
@@ -29,6 +33,58 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Models here are tiny: threads that wait for each other took three times the processor time, and
 # many times that beside another program.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.gpus(2)])
+"""A GPU, and a GPU for a test that needs two."""
+
+cpu_alone = pytest.mark.parametrize("device", ["cpu"], indirect=True)
+"""For a test of something that only a CPU has."""
+
+
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""All collected tests, including those that the marker expression deselects."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = list(items)
+
+
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Without a GPU, one error instead of a failure for each GPU test."""
+    config = session.config
+    if config.option.collectonly:
+        return
+    asked = sum(item.get_closest_marker("gpu") is not None for item in session.items)
+    if asked and not gpus_here():
+        raise pytest.UsageError(
+            f"There is no GPU. given: {asked} tests that need one  expected: a CUDA device that"
+            " torch sees  do this: run them on a machine where `medusa-ppo doctor` names a GPU"
+        )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs more GPUs than there are."""
+    marker = item.get_closest_marker("gpus")
+    if marker is not None and gpus_here() < marker.args[0]:
+        pytest.skip(f"needs {marker.args[0]} GPUs, and there are {gpus_here()}")
+
+
+def gpus_here() -> int:
+    """CUDA devices that torch sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@pytest.fixture(scope="module", params=["cpu", GPU])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where a test computes. Tests that take it run on the CPU, and on a GPU in `make test-gpu`."""
+    import torch
+
+    return torch.device(request.param)
 
 
 @pytest.fixture(scope="session")

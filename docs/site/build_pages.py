@@ -43,6 +43,7 @@ WRITTEN = {
     "docs/security.md": "security.md",
     "docs/releases.md": "releases.md",
     "docs/quickstart.md": "quickstart.md",
+    "docs/first-hour.md": "first-hour.md",
     "docs/supported.md": "supported.md",
     "docs/limits.md": "limits.md",
     "docs/decisions.md": "decisions.md",
@@ -111,6 +112,7 @@ def settings() -> dict[str, Any]:
             "Start": [
                 "index.md",
                 {"Your own model": "quickstart.md"},
+                {"The first hour on GPUs": "first-hour.md"},
                 {"Is it worth it?": "choosing.md"},
             ]
         },

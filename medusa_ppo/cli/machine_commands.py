@@ -96,28 +96,30 @@ def check_setup(
     data: Annotated[
         str, typer.Option(help="File with questions and answers, as in GSM8K.")
     ] = "data/train.jsonl",
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="List the tests for this many GPUs; default: those of this machine."
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Also write it to this file, for a bug report.")
+    ] = None,
 ) -> None:
-    """Print five commands that show whether a GPU setup works, what each needs, and what it must
-    print. Starts nothing.
+    """Print a page about this GPU setup: five commands that show whether it works and what each
+    must print, the tests for its GPUs, and what their last run found. Starts nothing.
 
     Example:  [bold]medusa-ppo check-setup --model models/my-actor --data data/train.jsonl[/bold]
     """
-    from medusa_ppo.cli.machine_checks import setup_steps
-    from medusa_ppo.reports.store import gpu_names
+    from medusa_ppo.cli.machine_checks import setup_page
+    from medusa_ppo.runtime.files import write_atomic
 
-    lines = [f"GPUs here: {'; '.join(gpu_names()) or 'none'}"]
-    for number, step in enumerate(setup_steps(model, data), 1):
-        words = ", ".join(repr(word) for word in step.prints)
-        lines += [
-            "",
-            f"{number}. Shows that {step.shows}.",
-            f"   needs:        {step.needs}",
-            f"   run:          {step.command}",
-            f"   must print:   {words}",
-            f"                 {step.means}",
-        ]
-    for line in lines:
+    lines = []
+    for line in setup_page(model, data, gpus):
         say(line)
+        lines.append(line)
+    if page is not None:
+        write_atomic(page, "\n".join(lines) + "\n")
 
 
 def _print_checks(checks: Iterable[Any]) -> None:

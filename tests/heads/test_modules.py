@@ -15,12 +15,18 @@ from heads.targets import MISSING, condition_ids, context_rows
 
 D, V, K, B, T = 16, 40, 3, 2, 9
 PAIRS = 4
+CPU = torch.device("cpu")
 FORMS = [*KINDS, "context"]
 """Kinds, and hydra heads with a context."""
 
 
 def build(
-    form: str, lm_head: str = "shared", layers: int = 2, *, noise: float = 0.2
+    form: str,
+    lm_head: str = "shared",
+    layers: int = 2,
+    *,
+    noise: float = 0.2,
+    device: torch.device = CPU,
 ) -> MedusaHeads:
     torch.manual_seed(0)
     kind, pairs = ("hydra", PAIRS) if form == "context" else (form, 0)
@@ -30,35 +36,37 @@ def build(
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(noise * torch.randn_like(parameter))
-    return heads
+    return heads.to(device)
 
 
-def tables() -> tuple[torch.Tensor, torch.Tensor]:
+def tables(device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(V, D, generator=generator), torch.randn(V, D, generator=generator)
+    lm_head_VD, embedding_VD = (torch.randn(V, D, generator=generator) for _ in range(2))
+    return lm_head_VD.to(device), embedding_VD.to(device)
 
 
-def rows() -> tuple[torch.Tensor, torch.Tensor]:
+def rows(device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(B, T, D, generator=generator), torch.randint(V, (B, T), generator=generator)
+    hidden_BTD = torch.randn(B, T, D, generator=generator)
+    return hidden_BTD.to(device), torch.randint(V, (B, T), generator=generator).to(device)
 
 
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("lm_head", LM_HEADS)
-def test_untrained_heads_are_lm_head(kind: str, lm_head: str) -> None:
-    lm_head_VD, embedding_VD = tables()
-    hidden_BTD, next_ids_BT = rows()
-    heads = build(kind, lm_head, noise=0.0)
+def test_untrained_heads_are_lm_head(device: torch.device, kind: str, lm_head: str) -> None:
+    lm_head_VD, embedding_VD = tables(device)
+    hidden_BTD, next_ids_BT = rows(device)
+    heads = build(kind, lm_head, noise=0.0, device=device)
     logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
     expected_BTV = F.linear(hidden_BTD, lm_head_VD)
     torch.testing.assert_close(logits_BTKV, expected_BTV.unsqueeze(2).expand_as(logits_BTKV))
 
 
-def test_medusa_by_hand() -> None:
+def test_medusa_by_hand(device: torch.device) -> None:
     """One batched product equals head after head, layer after layer; layers are not tied."""
-    heads = build("medusa")
-    lm_head_VD, _ = tables()
-    hidden_BTD, _ = rows()
+    heads = build("medusa", device=device)
+    lm_head_VD, _ = tables(device)
+    hidden_BTD, _ = rows(device)
     logits_BTKV = heads(hidden_BTD, lm_head_VD)
     assert logits_BTKV.shape == (B, T, K, V)
     state = heads.trainable_state()
@@ -70,10 +78,10 @@ def test_medusa_by_hand() -> None:
     assert not torch.equal(state["blocks.0.layers.0.weight"], state["blocks.0.layers.1.weight"])
 
 
-def test_hydra_by_hand() -> None:
-    heads = build("hydra", layers=1)
-    lm_head_VD, embedding_VD = tables()
-    hidden_BTD, next_ids_BT = rows()
+def test_hydra_by_hand(device: torch.device) -> None:
+    heads = build("hydra", layers=1, device=device)
+    lm_head_VD, embedding_VD = tables(device)
+    hidden_BTD, next_ids_BT = rows(device)
     logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
     state = heads.trainable_state()
     for k in range(K):
@@ -126,13 +134,13 @@ def one_row(
     return features
 
 
-def test_a_context_by_hand() -> None:
+def test_a_context_by_hand(device: torch.device) -> None:
     """Row by row: each attends to at most the last n pairs of its own sequence, itself among
     them.
     """
-    heads = build("context", layers=1)
-    lm_head_VD, embedding_VD = tables()
-    hidden_BTD, next_ids_BT = rows()
+    heads = build("context", layers=1, device=device)
+    lm_head_VD, embedding_VD = tables(device)
+    hidden_BTD, next_ids_BT = rows(device)
     assert heads.config.context_parts == 1
     logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
     state = heads.trainable_state()
@@ -155,16 +163,16 @@ def test_the_attention_has_equal_parts() -> None:
     ] == [1, 1, 4, 64, 5]
 
 
-def test_a_pair_that_is_missing_says_nothing() -> None:
+def test_a_pair_that_is_missing_says_nothing(device: torch.device) -> None:
     """Rows that see all but their oldest pairs are rows whose sequence began later."""
-    heads = build("context")
-    lm_head_VD, embedding_VD = tables()
-    hidden_BTD, next_ids_BT = rows()
+    heads = build("context", device=device)
+    lm_head_VD, embedding_VD = tables(device)
+    hidden_BTD, next_ids_BT = rows(device)
     hidden_TD = hidden_BTD[0]
     ids_T = next_ids_BT[0]
     condition_TK = condition_ids(ids_T, torch.zeros_like(ids_T), K)
     rows_Tn = context_rows(torch.zeros_like(ids_T), PAIRS)
-    cut_Tn = torch.where(torch.arange(PAIRS) < PAIRS - 2, MISSING, rows_Tn)
+    cut_Tn = torch.where(torch.arange(PAIRS, device=device) < PAIRS - 2, MISSING, rows_Tn)
     some = heads(
         hidden_TD,
         lm_head_VD,
@@ -184,10 +192,12 @@ def test_a_pair_that_is_missing_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hydra"])
-def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(kind: str) -> None:
-    lm_head_VD, embedding_VD = tables()
-    hidden_BTD, next_ids_BT = rows()
-    heads = build(kind)
+def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(
+    device: torch.device, kind: str
+) -> None:
+    lm_head_VD, embedding_VD = tables(device)
+    hidden_BTD, next_ids_BT = rows(device)
+    heads = build(kind, device=device)
     condition_BTK = condition_ids(next_ids_BT, torch.zeros_like(next_ids_BT), K)
     before = heads(hidden_BTD, lm_head_VD, condition=condition_BTK, embedding_VD=embedding_VD)
     for j in range(K):
@@ -199,10 +209,10 @@ def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_frozen_tables_get_no_gradient(kind: str) -> None:
-    lm_head_VD, embedding_VD = (table.requires_grad_() for table in tables())
-    hidden_BTD, next_ids_BT = rows()
-    heads = build(kind)
+def test_frozen_tables_get_no_gradient(device: torch.device, kind: str) -> None:
+    lm_head_VD, embedding_VD = (table.requires_grad_() for table in tables(device))
+    hidden_BTD, next_ids_BT = rows(device)
+    heads = build(kind, device=device)
     heads(
         hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD
     ).square().mean().backward()
@@ -215,9 +225,9 @@ def test_frozen_tables_get_no_gradient(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("lm_head", LM_HEADS)
-def test_state_round_trip(kind: str, lm_head: str) -> None:
-    one = build(kind, lm_head)
-    other = build(kind, lm_head, noise=0.0)
+def test_state_round_trip(device: torch.device, kind: str, lm_head: str) -> None:
+    one = build(kind, lm_head, device=device)
+    other = build(kind, lm_head, noise=0.0, device=device)
     state = one.trainable_state()
     assert {
         name: tuple(tensor.shape) for name, tensor in state.items()
@@ -236,8 +246,8 @@ def test_a_copy_not_a_view() -> None:
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "dtype"])
-def test_a_state_that_does_not_fit_changes_nothing(fault: str) -> None:
-    heads = build("medusa")
+def test_a_state_that_does_not_fit_changes_nothing(device: torch.device, fault: str) -> None:
+    heads = build("medusa", device=device)
     before = heads.trainable_state()
     state = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
     name = "blocks.1.layers.0.weight"
@@ -246,7 +256,7 @@ def test_a_state_that_does_not_fit_changes_nothing(fault: str) -> None:
     elif fault == "unknown":
         state["blocks.9.layers.0.weight"] = state[name]
     elif fault == "shape":
-        state[name] = torch.zeros(D, D + 1)
+        state[name] = torch.zeros(D, D + 1, device=device)
     else:
         state[name] = state[name].bfloat16()
     with pytest.raises(CheckpointError, match="blocks"):
@@ -276,11 +286,11 @@ def test_wrong_inputs_are_named() -> None:
         build("medusa").init_own_lm_heads(lm_head_VD)
 
 
-def test_bfloat16_lm_head_with_float32_heads() -> None:
+def test_bfloat16_lm_head_with_float32_heads(device: torch.device) -> None:
     """The product runs in the lm_head's dtype, the logits are float32."""
-    heads = build("medusa")
-    lm_head_VD, _ = tables()
-    hidden_BTD, _ = rows()
+    heads = build("medusa", device=device)
+    lm_head_VD, _ = tables(device)
+    hidden_BTD, _ = rows(device)
     logits = heads(hidden_BTD.bfloat16(), lm_head_VD.bfloat16())
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, heads(hidden_BTD, lm_head_VD), rtol=0.1, atol=0.2)

@@ -1,5 +1,5 @@
-"""What several modules share: a small local Ray for each module of tests that needs one, workers
-that meet, a companion's double.
+"""What several modules share: where engines serve, a small local Ray for each module of tests that
+needs one, workers that meet, a companion's double.
 """
 
 from __future__ import annotations
@@ -17,6 +17,37 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.runtime.rendezvous import LOOPBACK, Meeting
+from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build
+from tests.conftest import GPUS
+
+CPU, EAGER, GRAPHS = "cpu", "cuda-eager", "cuda-graphs"
+cpu_alone = pytest.mark.parametrize("serving", [CPU], indirect=True)
+"""For a test of something that only vLLM's CPU build has."""
+eager_on_a_gpu = pytest.mark.parametrize(
+    "serving", [CPU, pytest.param(EAGER, marks=pytest.mark.gpu)], indirect=True
+)
+"""For a test that starts its own engines and does not depend on CUDA graphs."""
+on_two_gpus = pytest.mark.parametrize(
+    "serving", [CPU, pytest.param(EAGER, marks=GPUS.marks)], indirect=True
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[CPU, *(pytest.param(name, marks=pytest.mark.gpu) for name in (EAGER, GRAPHS))],
+)
+def serving(request: pytest.FixtureRequest) -> str:
+    """Where an engine serves: on the CPU, or on a GPU eagerly or with CUDA graphs. Each test of an
+    engine runs once on the CPU and twice on a GPU (`make test-gpu`).
+    """
+    if (request.param == CPU) == is_cpu_build():
+        return request.param
+    if request.param == CPU:
+        pytest.skip(f"this build of vLLM does not serve on {request.param}")
+    pytest.fail(
+        "vLLM's CPU build leaves the GPU idle. given: -m gpu  expected: vLLM's CUDA build  do this:"
+        " make setup STACK=cuda"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,12 @@ CONFIGS = {
 }
 
 
-def tiny(family: str, tied: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny(
+    family: str,
+    tied: bool,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(CONFIGS[family](tied)).to(dtype)
     with torch.no_grad():
@@ -59,14 +64,16 @@ def tiny(family: str, tied: bool, dtype: torch.dtype = torch.float32) -> PreTrai
                 "norm" in name or ".ln_" in name
             ):  # a norm of all ones would hide a tap before the last norm
                 parameter.add_(torch.rand_like(parameter))
-    return model.eval()
+    return model.eval().to(device)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_lm_head_of_tapped_hidden_is_the_models_own_logits(family: str, tied: bool) -> None:
-    model = tiny(family, tied)
-    ids_BT = torch.randint(0, VOCAB, (3, 9))
+def test_lm_head_of_tapped_hidden_is_the_models_own_logits(
+    device: torch.device, family: str, tied: bool
+) -> None:
+    model = tiny(family, tied, device=device)
+    ids_BT = torch.randint(0, VOCAB, (3, 9)).to(device)
     mask_BT = torch.ones_like(ids_BT)
     mask_BT[0, :4] = 0
     with torch.no_grad(), hf.HiddenTap(model) as tap:
@@ -89,11 +96,11 @@ def test_saved_and_loaded_actor_is_the_same_model(family: str, tmp_path: Path) -
     assert not loaded.training
 
 
-def test_gradients_are_bit_identical_and_the_tap_holds_no_graph() -> None:
-    ids_BT = torch.randint(0, VOCAB, (2, 7))
+def test_gradients_are_bit_identical_and_the_tap_holds_no_graph(device: torch.device) -> None:
+    ids_BT = torch.randint(0, VOCAB, (2, 7)).to(device)
 
     def gradients(tapped: bool) -> list[torch.Tensor]:
-        model = tiny("llama", tied=False)
+        model = tiny("llama", tied=False, device=device)
         if tapped:
             with hf.HiddenTap(model) as tap:
                 loss = model(input_ids=ids_BT, labels=ids_BT).loss
@@ -103,8 +110,10 @@ def test_gradients_are_bit_identical_and_the_tap_holds_no_graph() -> None:
         loss.backward()
         return [p.grad for p in model.parameters()]
 
+    # A GPU adds the rows of the embedding's gradient up in any order.
+    near = {"rtol": 0, "atol": 0} if device.type == "cpu" else {"rtol": 1e-4, "atol": 1e-6}
     for with_tap, without in zip(gradients(True), gradients(False), strict=True):
-        assert torch.equal(with_tap, without)
+        torch.testing.assert_close(with_tap, without, **near)
 
 
 def test_hook_is_gone_after_the_context_even_when_the_forward_fails() -> None:
@@ -114,9 +123,9 @@ def test_hook_is_gone_after_the_context_even_when_the_forward_fails() -> None:
     assert not model.base_model._forward_hooks
 
 
-def test_exactly_one_forward_belongs_into_a_tap() -> None:
-    model = tiny("gpt2", tied=True)
-    ids_BT = torch.randint(0, VOCAB, (1, 4))
+def test_exactly_one_forward_belongs_into_a_tap(device: torch.device) -> None:
+    model = tiny("gpt2", tied=True, device=device)
+    ids_BT = torch.randint(0, VOCAB, (1, 4)).to(device)
     with torch.no_grad(), hf.HiddenTap(model) as tap:
         with pytest.raises(DataError, match="0 forward passes"):
             _ = tap.hidden_BTD
@@ -126,7 +135,7 @@ def test_exactly_one_forward_belongs_into_a_tap() -> None:
         _ = tap.hidden_BTD
 
 
-def test_wrapped_model_is_tapped_too() -> None:
+def test_wrapped_model_is_tapped_too(device: torch.device) -> None:
     class ModuleWrapper(torch.nn.Module):
         def __init__(self, module: torch.nn.Module) -> None:
             super().__init__()
@@ -135,8 +144,8 @@ def test_wrapped_model_is_tapped_too() -> None:
         def forward(self, **kwargs: torch.Tensor) -> torch.Tensor:
             return self.module(**kwargs).logits
 
-    model = ModuleWrapper(tiny("qwen3", tied=False))
-    ids_BT = torch.randint(0, VOCAB, (2, 4))
+    model = ModuleWrapper(tiny("qwen3", tied=False, device=device))
+    ids_BT = torch.randint(0, VOCAB, (2, 4)).to(device)
     with torch.no_grad(), hf.HiddenTap(model) as tap:
         logits_BTV = model(input_ids=ids_BT)
     assert torch.allclose(tap.hidden_BTD @ hf.lm_head_weight(model).T, logits_BTV, atol=1e-5)
@@ -174,18 +183,18 @@ def test_a_bias_of_lm_head_is_refused() -> None:
         _ = hf.as_view(model).lm_head_VD
 
 
-def test_the_plugin_sees_any_actor_through_a_view() -> None:
-    model = tiny("llama", tied=False)
+def test_the_plugin_sees_any_actor_through_a_view(device: torch.device) -> None:
+    model = tiny("llama", tied=False, device=device)
     view = hf.as_view(model)
     assert (
         view.lm_head_VD is model.lm_head.weight
         and view.embedding_VD is model.model.embed_tokens.weight
     )
     assert hf.as_view(view) is view
-    ids_BT = torch.randint(VOCAB, (2, 5))
+    ids_BT = torch.randint(VOCAB, (2, 5)).to(device)
     with torch.no_grad(), view.tap() as tapped:
         logits_BTV = model(ids_BT).logits
-    assert torch.equal(tapped.hidden_BTD @ view.lm_head_VD.T, logits_BTV)
+    torch.testing.assert_close(tapped.hidden_BTD @ view.lm_head_VD.T, logits_BTV)
 
 
 def test_real_actor_keeps_its_dtype(shared_dir: Path) -> None:

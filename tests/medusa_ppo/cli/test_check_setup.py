@@ -14,8 +14,17 @@ from typer.testing import CliRunner
 
 from medusa_ppo.cli import machine_checks
 from medusa_ppo.cli.app import app
+from medusa_ppo.cli.gpu_suite import (
+    PARTS,
+    RESULTS,
+    PartResult,
+    parts_for,
+    read_results,
+    results_text,
+)
 from medusa_ppo.config.run_config import load_config
 from medusa_ppo.ppo.session import ACTOR_FOLDER, HEADS_FOLDER
+from medusa_ppo.runtime.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = machine_checks.setup_steps("models/actor", "data/rows.jsonl")
@@ -37,10 +46,8 @@ def test_each_command_is_real(step: machine_checks.SetupStep) -> None:
         re.sub(r"\$('[^']*')", lambda match: match[1].replace("\\n", "\n"), step.command)
     )
     if words[0] == "make":
-        assert (
-            re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-            and "-m gpu" in (ROOT / "Makefile").read_text()
-        )
+        made = (ROOT / "Makefile").read_text()
+        assert re.search(rf"^{words[1]}:.*\n.*tests/run_gpu_tests.py", made, re.MULTILINE)
         return
     if words[0] == "ray":
         from ray.dashboard.modules.job.cli import submit
@@ -79,11 +86,8 @@ def test_what_they_must_print_stands_in_the_code() -> None:
         if path.name != "machine_checks.py"
     )
     ours += str([check.name for check in machine_checks.run_checks(quick=True)]) + "Honest sampling"
-    foreign = {
-        "GPU build",
-        "passed",
-        "succeeded",
-    }  # Of vLLM's line on a machine with GPUs, pytest and Ray.
+    # Of vLLM's line on a machine with GPUs, tests/run_gpu_tests.py and Ray.
+    foreign = {"GPU build", "passed, 0 failed", "succeeded"}
     assert [
         words
         for step in STEPS
@@ -92,10 +96,15 @@ def test_what_they_must_print_stands_in_the_code() -> None:
     ] == []
 
 
-def test_they_are_printed_whole() -> None:
-    done = CliRunner().invoke(
-        app, ["check-setup", "--model", "models/actor", "--data", "data/rows.jsonl"]
-    )
+def test_they_are_printed_whole_and_written_to_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what the last run of each part found, its failed tests by name."""
+    monkeypatch.chdir(tmp_path)
+    found = PartResult(70, 1, 2, 61.5, ("test_x[cuda]: too far",), "2026-01-02 03:04", "an H100")
+    write_atomic(RESULTS, results_text({"serving": found}))
+    options = ["--model", "models/actor", "--data", "data/rows.jsonl", "--gpus", "2"]
+    done = CliRunner().invoke(app, ["check-setup", *options, "--page", "page.md"])
     assert done.exit_code == 0 and len(STEPS) == 5
     for step in STEPS:
         assert (
@@ -103,3 +112,13 @@ def test_they_are_printed_whole() -> None:
             and step.needs in done.output
             and all(words in done.output for words in step.prints)
         )
+    page = (tmp_path / "page.md").read_text()
+    assert page.split() == done.output.split()
+    for part in PARTS:
+        assert (f"PART={part.name}\n" in page) == (part.gpus <= 2), part.name
+    assert "70 passed, 1 failed, 2 left out, 62 s, 2026-01-02 03:04, an H100" in page
+    assert "FAILED test_x[cuda]: too far" in page and "many (3 GPUs)" in page
+    assert page.count("never here") == len(parts_for(2)) - 1
+    assert (parts_for(8), len(parts_for(1))) == (PARTS, len(PARTS) - 2)
+    RESULTS.write_text("damaged")
+    assert read_results() == {}

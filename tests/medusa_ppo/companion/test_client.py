@@ -24,7 +24,8 @@ from medusa_ppo.companion.wire import Answer
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
-from tests.medusa_ppo.companion.conftest import until
+from tests.conftest import cpu_alone
+from tests.medusa_ppo.companion.conftest import assert_near, until
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -128,6 +129,7 @@ def test_a_batch_of_twenty_times_the_budget_is_sampled(chain, client_of) -> None
     assert client.collector(rollouts)._weights_M is not None
 
 
+@cpu_alone
 def test_waiting_runs_repeat_themselves(chain, client_of) -> None:
     """Two companions, the same batches, drained after each: the same versions with the same bytes
     at the same steps.
@@ -148,7 +150,9 @@ def test_waiting_runs_repeat_themselves(chain, client_of) -> None:
     assert first == run() and first[-1][0] > 0
 
 
-def test_two_workers_learn_what_one_learns(chain, client_of, tmp_path: Path) -> None:
+def test_two_workers_learn_what_one_learns(
+    chain, device: torch.device, client_of, tmp_path: Path
+) -> None:
     task = chain()
     batches = [task.batch() for _ in range(4)]
     client = client_of(task, workers=2, dtype="float32")
@@ -166,10 +170,7 @@ def test_two_workers_learn_what_one_learns(chain, client_of, tmp_path: Path) -> 
     state = load_state(tmp_path / "companion.safetensors")
     other = alone.state_dict()
     assert set(state) - {"service", "crc"} == set(other)
-    for name, value in other.items():
-        torch.testing.assert_close(
-            state[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    assert_near(state, other, device)
 
 
 def test_killed_companion_never_raises_and_shows_in_the_status(
@@ -302,6 +303,7 @@ def large_batch(rows: int, hidden: int = 16, vocab: int = 12) -> RolloutBatch:
     )
 
 
+@cpu_alone
 def test_a_slow_companion_never_holds_more_than_the_budget(chain, client_of) -> None:
     """Measured in Ray's store: on its way, waiting, and in training together. Old batches make way;
     in the end nothing is held.
@@ -327,6 +329,7 @@ def test_a_slow_companion_never_holds_more_than_the_budget(chain, client_of) -> 
     assert until(lambda: stored_bytes() - before < 4096, 10), "an idle companion holds no batch"
 
 
+@cpu_alone
 @pytest.mark.slow
 def test_a_companion_that_runs_out_of_memory_goes_on_with_the_next_batch(
     chain, client_of, tmp_path: Path
@@ -376,6 +379,7 @@ def test_a_companion_that_can_not_start_says_so(chain) -> None:
         CompanionClient(heads, CompanionConfig(), task.lm_head_VD, seed=0)
 
 
+@cpu_alone
 def test_a_stuck_companion_is_started_again(
     chain, client_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:

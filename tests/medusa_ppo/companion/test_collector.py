@@ -38,10 +38,14 @@ def rollouts_of(lengths: list[int], policy_version: int = 4, temperature: float 
 
 
 def micro_batch(
-    lengths: list[int], order: list[int], rng: random.Random, width: int = 12
+    device: torch.device,
+    lengths: list[int],
+    order: list[int],
+    rng: random.Random,
+    width: int = 12,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows with prompts and responses at random offsets; the state that predicts token i of
-    response s is (s, i, 7).
+    """Rows with prompts and responses at random offsets, on the actor's device; the state that
+    predicts token i of response s is (s, i, 7).
     """
     hidden_BTD = torch.full((len(order), width, HIDDEN), -1.0)
     mask_BT = torch.zeros(len(order), width, dtype=torch.int64)
@@ -50,7 +54,7 @@ def micro_batch(
         for i in range(lengths[s]):
             mask_BT[row, first + i] = 1
             hidden_BTD[row, first + i - 1] = torch.tensor([s, i, 7.0])
-    return hidden_BTD, mask_BT
+    return hidden_BTD.to(device), mask_BT.to(device)
 
 
 def expected_states(lengths: list[int]) -> torch.Tensor:
@@ -58,7 +62,7 @@ def expected_states(lengths: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_any_order_of_micro_batches_gives_the_same_batch(seed: int) -> None:
+def test_any_order_of_micro_batches_gives_the_same_batch(device: torch.device, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(0, 6) for _ in range(9)] + [1]
     order = list(range(10))
@@ -67,8 +71,8 @@ def test_any_order_of_micro_batches_gives_the_same_batch(seed: int) -> None:
     for start in range(0, 10, 3):
         assert not collector.complete or all(lengths[s] == 0 for s in order[start:])
         part = order[start : start + 3]
-        hidden_BTD, mask_BT = micro_batch(lengths, part, rng)
-        collector.add(hidden_BTD, mask_BT, torch.tensor(part) if seed % 2 else part)
+        hidden_BTD, mask_BT = micro_batch(device, lengths, part, rng)
+        collector.add(hidden_BTD, mask_BT, torch.tensor(part, device=device) if seed % 2 else part)
     assert collector.complete and collector.empty_responses == lengths.count(0)
     batch = collector.batch()
     assert torch.equal(batch.hidden_MD, expected_states(lengths))
@@ -83,17 +87,17 @@ def test_any_order_of_micro_batches_gives_the_same_batch(seed: int) -> None:
     assert batch.policy_version == 4 and batch.temperature == 0.7
 
 
-def test_forward_without_the_last_token() -> None:
-    hidden_BTD, mask_BT = micro_batch([3], [0], random.Random(1), width=4)
+def test_forward_without_the_last_token(device: torch.device) -> None:
+    hidden_BTD, mask_BT = micro_batch(device, [3], [0], random.Random(1), width=4)
     collector = BatchCollector(rollouts_of([3]))
     assert collector.add(hidden_BTD[:, :3], mask_BT, [0]) == 1
     assert torch.equal(collector.batch().hidden_MD, expected_states([3]))
 
 
-def test_responses_never_scored_are_left_out() -> None:
+def test_responses_never_scored_are_left_out(device: torch.device) -> None:
     lengths = [2, 0, 3, 4]
     collector = BatchCollector(rollouts_of(lengths))
-    collector.add(*micro_batch(lengths, [3, 0], random.Random(2)), [3, 0])
+    collector.add(*micro_batch(device, lengths, [3, 0], random.Random(2)), [3, 0])
     assert not collector.complete and collector.seen == 2
     batch = collector.batch()
     assert batch.lengths_S.tolist() == [2, 4]
@@ -107,17 +111,17 @@ def test_responses_never_scored_are_left_out() -> None:
     ] and batch.response_ids_M.tolist() == [0, 1, 300, 301, 302, 303]
 
 
-def test_a_response_counts_once() -> None:
+def test_a_response_counts_once(device: torch.device) -> None:
     lengths = [2, 2]
     collector = BatchCollector(rollouts_of(lengths))
-    hidden_BTD, mask_BT = micro_batch(lengths, [0, 0], random.Random(3))
+    hidden_BTD, mask_BT = micro_batch(device, lengths, [0, 0], random.Random(3))
     assert collector.add(hidden_BTD, mask_BT, [0, 0]) == 1
     assert collector.add(hidden_BTD + 5, mask_BT, [0, 0]) == 0
     assert torch.equal(collector.batch().hidden_MD, expected_states([2]))
 
 
-def test_dtype_is_kept_and_states_are_detached_copies() -> None:
-    hidden_BTD, mask_BT = micro_batch([2], [0], random.Random(4))
+def test_dtype_is_kept_and_states_are_detached_copies(device: torch.device) -> None:
+    hidden_BTD, mask_BT = micro_batch(device, [2], [0], random.Random(4))
     source = hidden_BTD.to(torch.bfloat16).requires_grad_()
     collector = BatchCollector(rollouts_of([2]))
     collector.add(source * 1, mask_BT, [0])
@@ -128,7 +132,9 @@ def test_dtype_is_kept_and_states_are_detached_copies() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("scored", [12, 9])
-def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) -> None:
+def test_a_sample_is_the_same_rows_of_the_whole_batch(
+    device: torch.device, seed: int, scored: int
+) -> None:
     """In any order, and also when some responses were never scored: only states that are trained on
     or judged were copied.
     """
@@ -147,7 +153,7 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
     rng.shuffle(order)
     for start in range(0, scored, 3):
         part = order[start : min(start + 3, scored)]
-        hidden_BTD, mask_BT = micro_batch(lengths, part, rng)
+        hidden_BTD, mask_BT = micro_batch(device, lengths, part, rng)
         assert whole.add(hidden_BTD, mask_BT, part) == sampled.add(hidden_BTD, mask_BT, part)
     full = whole.batch()
     some = sampled.batch()
@@ -171,9 +177,9 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
     assert sampled.left_out == sum(int((weight < 0).sum()) for weight in weights.values())
 
 
-def test_rows_that_are_none_of_the_rollouts_are_passed_over() -> None:
+def test_rows_that_are_none_of_the_rollouts_are_passed_over(device: torch.device) -> None:
     lengths = [2, 3]
-    hidden_BTD, mask_BT = micro_batch(lengths, [1, 0, 1], random.Random(0))
+    hidden_BTD, mask_BT = micro_batch(device, lengths, [1, 0, 1], random.Random(0))
     # padding of the trainer's own
     hidden_BTD[2] = 99.0
     mask_BT[2] = 0
@@ -203,9 +209,9 @@ def test_nothing_at_all_is_an_error() -> None:
         (lambda h, m: (h, torch.tensor([[0, 1, 0, 1, 0, 0]]), [0]), "2 stretches"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(change, message: str) -> None:
-    hidden_BTD = torch.zeros(1, 6, HIDDEN)
-    mask_BT = torch.tensor([[0, 1, 1, 0, 0, 0]])
+def test_rows_that_do_not_fit_are_refused(device: torch.device, change, message: str) -> None:
+    hidden_BTD = torch.zeros(1, 6, HIDDEN, device=device)
+    mask_BT = torch.tensor([[0, 1, 1, 0, 0, 0]], device=device)
     collector = BatchCollector(rollouts_of([2, 2]))
     with pytest.raises(DataError, match=message):
         collector.add(*change(hidden_BTD, mask_BT))

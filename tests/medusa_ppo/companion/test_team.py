@@ -25,7 +25,7 @@ from medusa_ppo.companion.wire import ServiceArguments, pack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.runtime.processes import bundle, release, reserve
-from tests.medusa_ppo.companion.conftest import until
+from tests.medusa_ppo.companion.conftest import assert_near, until
 
 
 def alone(task, batches: list[RolloutBatch], **settings) -> Cycle:
@@ -46,23 +46,37 @@ def pids(client: CompanionClient) -> list[int]:
     ]
 
 
-def check_same(client: CompanionClient, cycle: Cycle, folder: Path) -> None:
+def check_same(client: CompanionClient, cycle: Cycle, folder: Path, device: torch.device) -> None:
     """The companion's state is the cycle's within what the order of float32 sums changes."""
     assert client.save(folder)
     state = load_state(folder / "companion.safetensors")
     other = cycle.state_dict()
     assert client.status().versions_published == cycle.version > 0
     assert set(state) - {"service", "crc"} == set(other)
-    for name, value in other.items():
-        torch.testing.assert_close(
-            state[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    assert_near(state, other, device)
+
+
+SHARE = pytest.param(0.25, marks=pytest.mark.gpu, id="share-of-a-gpu")
+EACH = pytest.param(1.0, marks=[pytest.mark.gpu, pytest.mark.gpus(2)], id="a-gpu-each")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(0.0, id="cpu"), SHARE, EACH])
+def num_gpus(request: pytest.FixtureRequest) -> float:
+    """Of each worker: none, a share of the same one (gloo sums their gradients), or one (NCCL)."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def device(num_gpus: float) -> torch.device:
+    return torch.device("cuda" if num_gpus else "cpu")
 
 
 @pytest.fixture
-def client_of(client_of: Callable[..., CompanionClient]) -> Callable[..., CompanionClient]:
+def client_of(
+    client_of: Callable[..., CompanionClient], num_gpus: float
+) -> Callable[..., CompanionClient]:
     """Companions of two workers."""
-    return functools.partial(client_of, workers=2, dtype="float32")
+    return functools.partial(client_of, workers=2, dtype="float32", num_gpus=num_gpus)
 
 
 def train_until_whole(client: CompanionClient, task, before: list[int], trained: int = 0) -> None:
@@ -86,7 +100,7 @@ def train_until_whole(client: CompanionClient, task, before: list[int], trained:
 
 @pytest.mark.slow
 def test_two_workers_make_what_one_makes(
-    ray_session: None, chain, client_of, tmp_path: Path
+    ray_session: None, chain, device: torch.device, client_of, tmp_path: Path
 ) -> None:
     task = chain()
     batches = [task.batch() for _ in range(8)]
@@ -97,7 +111,7 @@ def test_two_workers_make_what_one_makes(
     assert (
         client.drain(60) and client.status().workers == 2 and client.status().batches_trained == 8
     )
-    check_same(client, alone(task, batches), tmp_path)
+    check_same(client, alone(task, batches), tmp_path, device)
     workers = pids(client)
     client.submit(chain(hidden=20).batch())
     assert client.drain(60) and "hidden size 20" in client.status().error

@@ -15,31 +15,31 @@ from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, S
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 
 D, V, K, n = 8, 12, 3, 4
-CPU = torch.device("cpu")
 
 
 def written(ring: PairRing, slot: int, request: int, first: int, count: int) -> None:
-    places_N = torch.arange(first, first + count)
+    device = ring.kept_NR.device
+    places_N = torch.arange(first, first + count, device=device)
     kept_NR = places_N.unsqueeze(1).expand(count, 2) + 100.0 * request
-    ring.write(torch.full((count,), slot), torch.full((count,), request), places_N, kept_NR)
+    slots_N, requests_N = (torch.full((count,), n, device=device) for n in (slot, request))
+    ring.write(slots_N, requests_N, places_N, kept_NR)
 
 
 def read(ring: PairRing, slot: int, request: int, last: int) -> tuple[list[float], list[bool]]:
-    kept_BnR, there_Bn = ring.read(
-        torch.tensor([slot]), torch.tensor([request]), torch.tensor([last])
-    )
+    where = (torch.tensor([number], device=ring.kept_NR.device) for number in (slot, request, last))
+    kept_BnR, there_Bn = ring.read(*where)
     return kept_BnR[0, :, 0].tolist(), there_Bn[0].tolist()
 
 
-def test_the_last_pairs_come_back_oldest_first() -> None:
-    ring = PairRing(2, n, 2, torch.float32, CPU)
+def test_the_last_pairs_come_back_oldest_first(device: torch.device) -> None:
+    ring = PairRing(2, n, 2, torch.float32, device)
     written(ring, 1, 5, 0, 4)
     written(ring, 1, 5, 4, 3)
     assert read(ring, 1, 5, 6) == ([503.0, 504.0, 505.0, 506.0], [True] * 4)
 
 
-def test_missing_pairs_and_those_of_other_requests_are_masked() -> None:
-    ring = PairRing(2, n, 2, torch.float32, CPU)
+def test_missing_pairs_and_those_of_other_requests_are_masked(device: torch.device) -> None:
+    ring = PairRing(2, n, 2, torch.float32, device)
     written(ring, 0, 5, 0, 2)
     assert read(ring, 0, 5, 1)[1] == [False, False, True, True]
     written(ring, 0, 6, 3, 1)  # The slot's next request; its first positions were of the prompt.
@@ -54,17 +54,19 @@ def test_missing_pairs_and_those_of_other_requests_are_masked() -> None:
 class Rollout:
     """Heads, an actor's tables, and one response of ten positions."""
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, device: torch.device, **sizes: int) -> None:
         torch.manual_seed(0)
+        self.device = device
         self.heads = MedusaHeads(HeadsConfig(D, V, K, "hydra", context=n, **sizes)).requires_grad_(
             False
         )
         for parameter in self.heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
-        self.lm_head_VD = torch.randn(V, D)
-        self.table_VD = torch.randn(V, D)
-        self.hidden_TD = torch.randn(10, D)
-        self.ids_T = torch.randint(V, (10,))
+        self.heads.to(device)
+        self.lm_head_VD, self.table_VD, self.hidden_TD = (
+            torch.randn(count, D).to(device) for count in (V, V, 10)
+        )
+        self.ids_T = torch.randint(V, (10,)).to(device)
         self.core = DraftingCore(
             self.heads,
             lambda f: F.linear(f, self.lm_head_VD),
@@ -77,10 +79,10 @@ class Rollout:
         """
         fused = self.core.fused
         assert isinstance(fused, ContextHeads)
-        rows_N = torch.tensor(at)
+        rows_N = torch.tensor(at, device=self.device)
         pairs_NX = fused.pairs(self.hidden_TD[rows_N], self.ids_T[rows_N])
-        slot = torch.tensor([1])
-        request = torch.tensor([9])
+        slot = torch.tensor([1], device=self.device)
+        request = torch.tensor([9], device=self.device)
         ring.write(slot.expand(len(at)), request.expand(len(at)), rows_N + first, pairs_NX[:, D:])
         kept_BnR, there_Bn = ring.read(slot, request, rows_N[-1:] + first)
         return Seen(pairs_NX[-1:, :D], self.ids_T[rows_N[-1:]], kept_BnR, there_Bn)
@@ -93,7 +95,10 @@ class Rollout:
             hidden_BD,
             last_B,
             K,
-            DraftSampling(torch.ones(1), torch.rand(1, K, dtype=torch.float64)),
+            DraftSampling(
+                torch.ones(1, device=self.device),
+                torch.rand(1, K, dtype=torch.float64, device=self.device),
+            ),
             seen,
         )
         condition_BK = torch.cat([last_B[:, None], drafted.ids_BK[:, :-1]], dim=1)
@@ -119,59 +124,69 @@ class Rollout:
         {"context_layers": 2, "feed_forward": 2},
     ],
 )
-def test_serving_drafts_as_replay_does_on_the_same_states(sizes: dict[str, int]) -> None:
+def test_serving_drafts_as_replay_does_on_the_same_states(
+    device: torch.device, sizes: dict[str, int]
+) -> None:
     """Steps of one to three accepted positions, one slot among several; the prompt was seven tokens
     long.
     """
-    rollout = Rollout(**sizes)
-    ring = PairRing(3, n, rollout.core.fused.kept_width, torch.float32, CPU)
-    rows_Tn = context_rows(torch.zeros(10, dtype=torch.int64), n)
+    rollout = Rollout(device, **sizes)
+    ring = PairRing(3, n, rollout.core.fused.kept_width, torch.float32, device)
+    rows_Tn = context_rows(torch.zeros(10, dtype=torch.int64, device=device), n)
     for at in ([0], [1, 2], [3, 4, 5], [6], [7, 8, 9]):
         rollout.check(at[-1], rollout.serve(ring, at, first=7), rows_Tn[at[-1]])
 
 
-def test_pairs_from_before_a_swap_are_missing() -> None:
-    rollout = Rollout()
-    ring = PairRing(3, n, 2 * D, torch.float32, CPU)
+def test_pairs_from_before_a_swap_are_missing(device: torch.device) -> None:
+    rollout = Rollout(device)
+    ring = PairRing(3, n, 2 * D, torch.float32, device)
     rollout.serve(ring, [0, 1, 2])
     ring.forget()
     rollout.serve(ring, [3])
-    rollout.check(4, rollout.serve(ring, [4]), torch.tensor([MISSING, MISSING, 3, 4]))
+    rollout.check(
+        4, rollout.serve(ring, [4]), torch.tensor([MISSING, MISSING, 3, 4], device=device)
+    )
 
 
-def test_a_steps_own_tensors_bring_the_same_pairs() -> None:
+def test_a_steps_own_tensors_bring_the_same_pairs(device: torch.device) -> None:
     """As V2 hands them over: three requests' rows in one tensor, rejected drafts behind the
     accepted ones, a prompt that isn't finished.
     """
-    rollout = Rollout()
-    ring = PairRing(3, n, 2 * D, torch.float32, CPU)
+    rollout = Rollout(device)
+    ring = PairRing(3, n, 2 * D, torch.float32, device)
     DRAFTS = 3
     fused = rollout.core.fused
     assert isinstance(fused, ContextHeads)
-    rows_Tn = context_rows(torch.zeros(10, dtype=torch.int64), n)
+    rows_Tn = context_rows(torch.zeros(10, dtype=torch.int64, device=device), n)
     begun = 0  # Positions of the response that are behind us; the prompt was seven tokens long.
     for accepted in (1, 3, 2, 4):
-        before = torch.randn(2, D)
+        before = torch.randn(2, D, device=device)
         rejected = DRAFTS + 1 - accepted
         states_TD = torch.cat(
-            [before, rollout.hidden_TD[begun : begun + accepted], torch.randn(rejected + 5, D)]
+            [
+                before,
+                rollout.hidden_TD[begun : begun + accepted],
+                torch.randn(rejected + 5, D, device=device),
+            ]
         )
         # What each row read: the token before, and the drafts behind it; what the last accepted row
         # gave is nobody's input yet.
-        read_T = torch.randint(V, (len(states_TD),), dtype=torch.int32)
+        read_T = torch.randint(V, (len(states_TD),), dtype=torch.int32, device=device)
         read_T[3 : 2 + accepted] = rollout.ids_T[begun : begun + accepted - 1].int()
         at = begun + accepted - 1
         standing = Standing(
-            torch.tensor([2, 1, 0]), torch.tensor([4, 9, 7]), torch.tensor([1, 7 + at, 3])
+            torch.tensor([2, 1, 0], device=device),
+            torch.tensor([4, 9, 7], device=device),
+            torch.tensor([1, 7 + at, 3], device=device),
         )
-        rows_B = torch.tensor([1, 2 + accepted - 1, len(states_TD) - 1])
-        last_B = torch.tensor([3, int(rollout.ids_T[at]), 0])
+        rows_B = torch.tensor([1, 2 + accepted - 1, len(states_TD) - 1], device=device)
+        last_B = torch.tensor([3, int(rollout.ids_T[at]), 0], device=device)
         arrived = Arrived.of_step(
             states_TD,
             read_T,
             rows_B,
             last_B,
-            torch.tensor([1, accepted, 0]),
+            torch.tensor([1, accepted, 0], device=device),
             standing,
             ring.spare,
             min(DRAFTS + 1, ring.pairs),

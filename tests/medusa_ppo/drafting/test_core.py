@@ -22,6 +22,7 @@ from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 
 D, V, K, B = 8, 12, 4, 5
+CPU = torch.device("cpu")
 MOST_OPERATIONS_A_HEAD = {"hydra": 40, "context": 54}
 
 
@@ -29,7 +30,11 @@ PAIRS = 3
 
 
 def random_heads(
-    form: str, lm_head: str = "shared", layers: int = 1, width: int = D
+    form: str,
+    lm_head: str = "shared",
+    layers: int = 1,
+    width: int = D,
+    device: torch.device = CPU,
 ) -> MedusaHeads:
     """Of a kind, or of kind hydra with a context."""
     torch.manual_seed(1)
@@ -38,14 +43,19 @@ def random_heads(
     heads = MedusaHeads(sizes).requires_grad_(False)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn_like(parameter) / (4 if pairs else 2))
-    return heads
+    return heads.to(device)
+
+
+def numbers(device: torch.device) -> torch.Tensor:
+    """What draws the drafts of B requests, `BK`."""
+    return torch.rand(B, K, dtype=torch.float64, device=device)
 
 
 class TableActor:
     """lm_head and embedding table of an actor, and inputs that it gave."""
 
     def __init__(
-        self, batch: int = B, dtype: torch.dtype = torch.float32, device: str = "cpu"
+        self, batch: int = B, dtype: torch.dtype = torch.float32, device: str | torch.device = CPU
     ) -> None:
         generator = torch.Generator().manual_seed(2)
         make = [
@@ -80,11 +90,8 @@ def teacher_logits(heads: MedusaHeads, actor: TableActor, ids_BK: torch.Tensor) 
     condition_BK = torch.cat([actor.last_B[:, None], ids_BK[:, :-1]], dim=1)
     pairs = None
     if heads.config.context:  # Each stands at its only pair.
-        rows_Bn = (
-            torch.arange(len(ids_BK))
-            .unsqueeze(1)
-            .masked_fill(torch.arange(PAIRS) < PAIRS - 1, MISSING)
-        )
+        own_B1 = torch.arange(len(ids_BK), device=ids_BK.device).unsqueeze(1)
+        rows_Bn = own_B1.masked_fill(torch.arange(PAIRS, device=ids_BK.device) < PAIRS - 1, MISSING)
         pairs = Context.of(rows_Bn, actor.hidden_BD, actor.last_B)
     return heads(
         actor.hidden_BD,
@@ -100,13 +107,18 @@ def teacher_logits(heads: MedusaHeads, actor: TableActor, ids_BK: torch.Tensor) 
 @pytest.mark.parametrize("lm_head", ["shared", "own"])
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
 def test_drafts_and_q_are_those_of_the_trainers_heads(
-    kind: str, lm_head: str, layers: int, tables: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    kind: str,
+    lm_head: str,
+    layers: int,
+    tables: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not tables:
         monkeypatch.setattr(products, "TABLE_ENTRIES", 0)
         monkeypatch.setattr(context, "TABLE_ENTRIES", 0)
-    heads = random_heads(kind, lm_head, layers)
-    actor = TableActor()
+    heads = random_heads(kind, lm_head, layers, device=device)
+    actor = TableActor(device=device)
     core = actor.core(heads)
     drafted = core.draft(actor.hidden_BD, actor.last_B, K)
     assert (
@@ -114,13 +126,13 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
         and not drafted.q
     )
     assert torch.equal(core.draft(actor.hidden_BD, actor.last_B, 1).ids_BK, drafted.ids_BK[:, :1])
-    core.temperatures_K.copy_(torch.tensor([1.0, 2.0, 0.5, 1.5]))
-    temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2])
+    core.temperatures_K.copy_(torch.tensor([1.0, 2.0, 0.5, 1.5], device=device))
+    temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2], device=device)
     sampled = core.draft(
         actor.hidden_BD,
         actor.last_B,
         K,
-        DraftSampling(temperature_B, torch.rand(B, K, dtype=torch.float64)),
+        DraftSampling(temperature_B, numbers(device)),
     )
     logits_BKV = teacher_logits(heads, actor, sampled.ids_BK)
     expected_BKV = (
@@ -134,11 +146,11 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_q_is_the_replays_with_each_heads_own_temperature(kind: str) -> None:
+def test_q_is_the_replays_with_each_heads_own_temperature(device: torch.device, kind: str) -> None:
     """Times the engine's, and after a load that of the new heads."""
-    heads = random_heads(kind)
-    actor = TableActor()
-    heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.5, 2.0]))
+    heads = random_heads(kind, device=device)
+    actor = TableActor(device=device)
+    heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.5, 2.0], device=device))
     core = actor.core(heads)
     core.use_temperature(0.5)
     for _ in range(2):
@@ -146,7 +158,7 @@ def test_q_is_the_replays_with_each_heads_own_temperature(kind: str) -> None:
             actor.hidden_BD,
             actor.last_B,
             K,
-            DraftSampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64)),
+            DraftSampling(torch.full((B,), 0.7, device=device), numbers(device)),
         )
         condition_BK = torch.cat([actor.last_B[:, None], drafted.ids_BK[:, :-1]], dim=1)
         tables = {"condition_MK": condition_BK, "embedding_VD": actor.table_VD}
@@ -170,9 +182,9 @@ def test_q_is_the_replays_with_each_heads_own_temperature(kind: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["hydra", "context"])
-def test_heads_that_change_draft_after_the_next_load(form: str) -> None:
-    heads = random_heads(form)
-    actor = TableActor()
+def test_heads_that_change_draft_after_the_next_load(device: torch.device, form: str) -> None:
+    heads = random_heads(form, device=device)
+    actor = TableActor(device=device)
     core = actor.core(heads)
     core.draft(actor.hidden_BD, actor.last_B, K)
     for parameter in heads.parameters():
@@ -187,14 +199,14 @@ def test_heads_that_change_draft_after_the_next_load(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["hydra", "context"])
-def test_bfloat16_heads_draft_close_to_the_trainers(form: str) -> None:
-    heads = random_heads(form).bfloat16()
-    actor = TableActor(dtype=torch.bfloat16)
+def test_bfloat16_heads_draft_close_to_the_trainers(device: torch.device, form: str) -> None:
+    heads = random_heads(form, device=device).bfloat16()
+    actor = TableActor(dtype=torch.bfloat16, device=device)
     drafted = actor.core(heads).draft(
         actor.hidden_BD,
         actor.last_B,
         K,
-        DraftSampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)),
+        DraftSampling(torch.ones(B, device=device), numbers(device)),
     )
     expected_BKV = teacher_logits(heads, actor, drafted.ids_BK).log_softmax(-1)
     apart = (torch.stack(drafted.q, dim=1).log() - expected_BKV).square().mean().sqrt()
@@ -202,44 +214,48 @@ def test_bfloat16_heads_draft_close_to_the_trainers(form: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
-def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
+def test_sampled_drafts_come_from_the_q_that_is_kept(device: torch.device, kind: str) -> None:
     trials = 20_000
-    heads = random_heads(kind)
-    actor = TableActor(1)
-    slots = DraftSlots(trials, K, V, torch.device("cpu"))
-    slots_B = torch.arange(trials)
+    heads = random_heads(kind, device=device)
+    actor = TableActor(1, device=device)
+    slots = DraftSlots(trials, K, V, device)
+    slots_B = torch.arange(trials, device=device)
     hidden_BD = actor.hidden_BD.expand(trials, D)
     last_B = actor.last_B.expand(trials)
-    keys_B = keys_of(range(trials))
+    keys_B = keys_of(range(trials)).to(device)
     sampling = DraftSampling(
-        torch.full((trials,), 0.9),
-        uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_STREAM, K),
+        torch.full((trials,), 0.9, device=device),
+        uniforms(torch.full((trials,), 17, device=device), keys_B, None, DRAFT_STREAM, K),
     )
     drafted = actor.core(heads).draft(hidden_BD, last_B, K, sampling, slots=slots)
     slots.stamp(slots_B, slots_B, K)
     kept = slots.look_up(slots_B, slots_B, K)
     for k in range(K):
-        q_BV = slots.q(kept.rows_B, torch.full((trials,), k))
+        q_BV = slots.q(kept.rows_B, torch.full((trials,), k, device=device))
         assert torch.equal(kept.q_BK[:, k], q_BV.gather(1, drafted.ids_BK[:, k : k + 1]).squeeze(1))
         seen_V = torch.bincount(drafted.ids_BK[:, k], minlength=V).double()
         expected_V = q_BV.double().sum(0)
         likely = expected_V > 5
         expected_V = expected_V * seen_V[likely].sum() / expected_V[likely].sum()
-        assert chisquare(seen_V[likely].numpy(), expected_V[likely].numpy()).pvalue > 1e-3, k
+        assert (
+            chisquare(seen_V[likely].cpu().numpy(), expected_V[likely].cpu().numpy()).pvalue > 1e-3
+        ), k
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
-def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(kind: str) -> None:
-    heads = random_heads(kind)
-    actor = TableActor()
-    ids_W = torch.tensor([1, 3, 4, 8, 11])
+def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(
+    device: torch.device, kind: str
+) -> None:
+    heads = random_heads(kind, device=device)
+    actor = TableActor(device=device)
+    ids_W = torch.tensor([1, 3, 4, 8, 11], device=device)
     core = actor.core(heads)
     core.use_vocabulary(ids_W, lambda f: F.linear(f, actor.lm_head_VD[ids_W]))
     drafted = core.draft(
         actor.hidden_BD,
         actor.last_B,
         K,
-        DraftSampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)),
+        DraftSampling(torch.ones(B, device=device), numbers(device)),
     )
     assert torch.isin(drafted.ids_BK, ids_W).all()
     logits_BKW = teacher_logits(heads, actor, drafted.ids_BK)[:, :, ids_W]
@@ -252,10 +268,10 @@ def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(kind: str) -> None:
     )
 
 
-def test_heads_are_held_once() -> None:
+def test_heads_are_held_once(device: torch.device) -> None:
     """Their parameters are views of what is multiplied with, so new values need no second copy."""
-    heads = random_heads("hydra")
-    actor = TableActor()
+    heads = random_heads("hydra", device=device)
+    actor = TableActor(device=device)
     fused_heads = actor.core(heads).fused
     held = {
         tensor.untyped_storage().data_ptr() for tensor in (fused_heads._in_RE, fused_heads._out_KRH)
@@ -272,14 +288,14 @@ def test_own_lm_heads_have_no_draft_vocabulary() -> None:
         )
 
 
-def test_a_seeded_draft_depends_on_nothing_else_in_the_batch() -> None:
+def test_a_seeded_draft_depends_on_nothing_else_in_the_batch(device: torch.device) -> None:
     """Not on its place, not on its neighbours, not on the slot."""
-    heads = random_heads("hydra")
-    actor = TableActor(40)
+    heads = random_heads("hydra", device=device)
+    actor = TableActor(40, device=device)
     core = actor.core(heads)
-    keys_B = keys_of(range(40))
-    positions_B = torch.arange(40) * 3
-    temperature_B = torch.linspace(0, 1.5, 40)
+    keys_B = keys_of(range(40)).to(device)
+    positions_B = torch.arange(40, device=device) * 3
+    temperature_B = torch.linspace(0, 1.5, 40, device=device)
 
     def drafts(rows: torch.Tensor) -> torch.Tensor:
         noise_BK = uniforms(positions_B[rows], keys_B[rows], None, DRAFT_STREAM, K)
@@ -290,28 +306,37 @@ def test_a_seeded_draft_depends_on_nothing_else_in_the_batch() -> None:
             DraftSampling(temperature_B[rows], noise_BK),
         ).ids_BK
 
-    together_BK = drafts(torch.arange(40))
-    for rows in (torch.arange(40).flip(0), torch.tensor([7]), torch.tensor([39, 3, 12])):
+    together_BK = drafts(torch.arange(40, device=device))
+    for rows in (
+        torch.arange(40, device=device).flip(0),
+        torch.tensor([7], device=device),
+        torch.tensor([39, 3, 12], device=device),
+    ):
         assert torch.equal(drafts(rows), together_BK[rows])
     positions_B += 1
-    assert not torch.equal(drafts(torch.arange(40)), together_BK)
+    assert not torch.equal(drafts(torch.arange(40, device=device)), together_BK)
 
 
-def test_top_k_and_top_p_cut_each_row_by_its_own() -> None:
-    logits_BV = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(5, 4)
+def test_top_k_and_top_p_cut_each_row_by_its_own(device: torch.device) -> None:
+    logits_BV = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).log().expand(5, 4)
     kept = cut(
-        logits_BV, torch.tensor([1, 2, 4, 2048, 3]), torch.tensor([1.0, 1.0, 0.65, 1.0, 0.5])
+        logits_BV,
+        torch.tensor([1, 2, 4, 2048, 3], device=device),
+        torch.tensor([1.0, 1.0, 0.65, 1.0, 0.5], device=device),
     ).isfinite()
     assert kept.sum(1).tolist() == [1, 2, 2, 4, 2]
-    assert cut(logits_BV, None, torch.full((5,), 1e-6)).isfinite().sum(1).tolist() == [1] * 5
+    assert (
+        cut(logits_BV, None, torch.full((5,), 1e-6, device=device)).isfinite().sum(1).tolist()
+        == [1] * 5
+    )
 
 
-def test_a_cut_keeps_what_sorting_keeps() -> None:
+def test_a_cut_keeps_what_sorting_keeps(device: torch.device) -> None:
     """Up to tokens within the threshold's precision, of which random logits have hardly any."""
     torch.manual_seed(3)
-    logits_BV = torch.randn(64, 3000) * 3
-    top_k_B = torch.randint(1, 200, (64,))
-    top_p_B = torch.rand(64)
+    logits_BV = (torch.randn(64, 3000) * 3).to(device)
+    top_k_B = torch.randint(1, 200, (64,)).to(device)
+    top_p_B = torch.rand(64).to(device)
     for k_B, p_B in ((top_k_B, None), (None, top_p_B), (top_k_B, top_p_B)):
         ascending_BV, order_BV = logits_BV.sort(dim=-1)
         if k_B is not None:
@@ -328,10 +353,14 @@ def test_a_cut_keeps_what_sorting_keeps() -> None:
         assert torch.equal(kept_BV[kept_BV.isfinite()], logits_BV[kept_BV.isfinite()])
 
 
-def test_a_cut_sorts_nothing() -> None:
+def test_a_cut_sorts_nothing(device: torch.device) -> None:
     """Sorting 150,000 tokens of each request was most of a draft's time where top-p is set."""
     with Counted() as mode:
-        cut(torch.randn(4, 100), torch.full((4,), 5), torch.full((4,), 0.9))
+        cut(
+            torch.randn(4, 100, device=device),
+            torch.full((4,), 5, device=device),
+            torch.full((4,), 0.9, device=device),
+        )
     assert not {"sort", "topk", "cumsum"} & {name.split(".")[0] for name in mode.names}
 
 
@@ -371,14 +400,14 @@ def test_operations_do_not_grow_with_requests(
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
-def test_the_call_compiles_whole(kind: str) -> None:
-    heads = random_heads(kind)
-    actor = TableActor()
+def test_the_call_compiles_whole(device: torch.device, kind: str) -> None:
+    heads = random_heads(kind, device=device)
+    actor = TableActor(device=device)
     core = actor.core(heads)
-    eager, compiled = (DraftSlots(B, K, V, torch.device("cpu")) for _ in range(2))
-    positions_B = torch.arange(B)
-    seeds_B = torch.arange(B) * 31
-    temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2])
+    eager, compiled = (DraftSlots(B, K, V, device) for _ in range(2))
+    positions_B = torch.arange(B, device=device)
+    seeds_B = torch.arange(B, device=device) * 31
+    temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2], device=device)
 
     def step(slots: DraftSlots, hidden_BD: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
         sampling = DraftSampling(

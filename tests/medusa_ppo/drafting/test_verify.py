@@ -19,13 +19,13 @@ V, K = 4, 2
 TRIALS = 120_000
 
 
-def target_tables(seed: int = 0) -> list[torch.Tensor]:
+def target_tables(device: torch.device, seed: int = 0) -> list[torch.Tensor]:
     """p(x1), p(x2 | x1), p(x3 | x1 x2) of a small random process, as tables [V], [V, V], [V, V,
     V].
     """
     torch.manual_seed(seed)
     return [
-        torch.softmax(1.5 * torch.randn([V] * (n + 1), dtype=torch.float64), -1)
+        torch.softmax(1.5 * torch.randn([V] * (n + 1), dtype=torch.float64), -1).to(device)
         for n in range(K + 1)
     ]
 
@@ -66,14 +66,22 @@ def joint_probs(tables: list[torch.Tensor]) -> torch.Tensor:
     )
 
 
-def p_value(draft_probs: torch.Tensor | None, claimed: torch.Tensor | None, seed: int) -> float:
+def p_value(
+    device: torch.device,
+    draft_probs: torch.Tensor | None,
+    claimed: torch.Tensor | None,
+    seed: int,
+) -> float:
     """Chi-square p-value of the emitted joint. Drafts come from `draft_probs` [K, V] (or are
     fixed), verification believes `claimed`.
     """
     torch.manual_seed(seed)
-    tables = target_tables()
+    tables = target_tables(device)
+    draft_probs, claimed = (
+        None if table is None else table.to(device) for table in (draft_probs, claimed)
+    )
     if draft_probs is None:
-        drafts_BK = torch.tensor([1, 2]).expand(TRIALS, K).contiguous()
+        drafts_BK = torch.tensor([1, 2], device=device).expand(TRIALS, K).contiguous()
     else:
         drafts_BK = torch.stack(
             [torch.multinomial(draft_probs[j], TRIALS, replacement=True) for j in range(K)], dim=1
@@ -88,7 +96,7 @@ def p_value(draft_probs: torch.Tensor | None, claimed: torch.Tensor | None, seed
     run_B, last_B = verify.verify_rows(
         step_logprobs(tables, drafts_BK), None, rows, counts, probs_TV, verify.Rule()
     )
-    observed = emitted_joint(verify.assemble(rows, run_B, last_B), tables)
+    observed = emitted_joint(verify.assemble(rows, run_B, last_B), tables).cpu()
     expected = joint_probs(tables)
     return float(chisquare(observed.numpy(), (expected / expected.sum() * TRIALS).numpy()).pvalue)
 
@@ -98,22 +106,22 @@ QS = torch.softmax(
 )
 
 
-def test_one_hot_drafts_leave_the_joint_distribution_alone() -> None:
-    assert p_value(None, None, seed=1) > 0.01
+def test_one_hot_drafts_leave_the_joint_distribution_alone(device: torch.device) -> None:
+    assert p_value(device, None, None, seed=1) > 0.01
 
 
-def test_sampled_drafts_leave_the_joint_distribution_alone() -> None:
-    assert p_value(QS, QS, seed=2) > 0.01
+def test_sampled_drafts_leave_the_joint_distribution_alone(device: torch.device) -> None:
+    assert p_value(device, QS, QS, seed=2) > 0.01
 
 
-def test_a_wrong_q_is_caught_by_the_same_statistic() -> None:
+def test_a_wrong_q_is_caught_by_the_same_statistic(device: torch.device) -> None:
     wrong = torch.softmax(QS.log() * 0.5, -1)
-    assert p_value(QS, wrong, seed=3) < 1e-6
+    assert p_value(device, QS, wrong, seed=3) < 1e-6
 
 
-def test_sampled_drafts_may_be_taken_for_one_hot() -> None:
+def test_sampled_drafts_may_be_taken_for_one_hot(device: torch.device) -> None:
     # Given the draft, the one-hot rule emits p exactly; only acceptance is lost.
-    assert p_value(QS, None, seed=4) > 0.01
+    assert p_value(device, QS, None, seed=4) > 0.01
 
 
 # ---- the rule of blocks against a slow reference
@@ -148,19 +156,19 @@ def reference(
 
 
 def block_batch(
-    seed: int, batch: int, width: int, mapped: bool
+    device: torch.device, seed: int, batch: int, width: int, mapped: bool
 ) -> tuple[verify.DraftRows, torch.Tensor, KeptDrafts, list[int], torch.Tensor]:
     """Requests of 0 to `width` drafts, some of them refused ids and some one-hot: their rows, the
     model's log-probs, q as our drafting keeps it, their counts, and q as dense rows.
     """
     torch.manual_seed(seed)
-    ids_W = torch.tensor([0, 2, 3, 5]) if mapped else None
+    ids_W = torch.tensor([0, 2, 3, 5], device=device) if mapped else None
     size = 6
     columns = size if ids_W is None else len(ids_W)
-    slots = DraftSlots(batch, width, columns, torch.device("cpu"), ids_W)
-    rows_B = torch.arange(batch)
+    slots = DraftSlots(batch, width, columns, device, ids_W)
+    rows_B = torch.arange(batch, device=device)
     places = slots.places(width, batch)
-    q_KBW = torch.randn(width, batch, columns).mul(0.4).softmax(-1)
+    q_KBW = torch.randn(width, batch, columns).mul(0.4).softmax(-1).to(device)
     for k in range(width):
         cumulate(q_KBW[k], places.cumulative[k])
         places.columns[k].copy_(torch.multinomial(q_KBW[k], 1))
@@ -169,57 +177,67 @@ def block_batch(
     kept = slots.look_up(rows_B, rows_B, width)
     columns_BK = slots.columns_KR[:, :batch].t()
     ids_BK = columns_BK if ids_W is None else ids_W[columns_BK]
-    dense_BKV = torch.zeros(batch, width, size)
+    dense_BKV = torch.zeros(batch, width, size, device=device)
     for k in range(width):
-        q_BW = slots.q(rows_B, torch.full((batch,), k))
+        q_BW = slots.q(rows_B, torch.full((batch,), k, device=device))
         dense_BKV[:, k] = (
-            q_BW if ids_W is None else torch.zeros(batch, size).index_copy(1, ids_W, q_BW)
+            q_BW
+            if ids_W is None
+            else torch.zeros(batch, size, device=device).index_copy(1, ids_W, q_BW)
         )
     one_hot_BKV = torch.nn.functional.one_hot(ids_BK, size).float()
     dense_BKV = torch.where(one_hot_B.view(-1, 1, 1), one_hot_BKV, dense_BKV)
     counts = [(row * 7) % (width + 1) for row in range(batch)]
-    refused_BK = torch.where(torch.rand(batch, width) < 0.05, verify.PLACEHOLDER, ids_BK)
-    flat_T = refused_BK[torch.arange(width) < torch.tensor(counts).unsqueeze(1)]
+    refused_BK = torch.where(torch.rand(batch, width).to(device) < 0.05, verify.PLACEHOLDER, ids_BK)
+    counts_B1 = torch.tensor(counts, device=device).unsqueeze(1)
+    flat_T = refused_BK[torch.arange(width, device=device) < counts_B1]
     logits_NV = torch.randn(sum(counts) + batch, size).mul(0.4)
     # As top-k and top-p cut: what is not sampled has no probability.
     logits_NV[torch.rand(logits_NV.shape) < 0.1] = -torch.inf
     logits_NV[:, 2] = 0.3
-    logprobs_NV = logits_NV.log_softmax(-1)
+    logprobs_NV = logits_NV.log_softmax(-1).to(device)
     return verify.DraftRows.build(flat_T, counts), logprobs_NV, kept, counts, dense_BKV
 
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_blocks_are_verified_as_the_reference_says(
-    width: int, mapped: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, width: int, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged, with refused ids, one-hot requests and a draft vocabulary; on all rows at once, as on
     a GPU, the same, and so a part of the requests after the other.
     """
     batch = 900
-    drafts, logprobs_NV, kept, counts, dense_BKV = block_batch(width, batch, width, mapped)
-    numbers_BK = torch.rand(batch, width, dtype=torch.float64)
+    drafts, logprobs_NV, kept, counts, dense_BKV = block_batch(device, width, batch, width, mapped)
+    numbers_BK = torch.rand(batch, width, dtype=torch.float64).to(device)
     target = verify.TargetRows(logprobs_NV, logprobs_NV)
     run = verify.accepted_run(target, drafts, numbers_BK, kept)
     at_B1 = run.length_B.clamp_max(width - 1).unsqueeze(1)
+    # One row after the other below: where each is read a GPU would be waited for.
+    logprobs_host_NV, dense_host_BKV = logprobs_NV.cpu(), dense_BKV.cpu()
+    starts, lengths = drafts.starts_B.tolist(), run.length_B.tolist()
+    drafted, weights = drafts.draft_ids_BK.tolist(), run.weight_B.tolist()
+    given_BK = numbers_BK.tolist()
     seen = set()
     for row, count in enumerate(counts):
-        first = int(drafts.starts_B[row])
-        ids = drafts.draft_ids_BK[row, :count].tolist()
+        first = starts[row]
+        ids = drafted[row][:count]
         there = ids.index(verify.PLACEHOLDER) if verify.PLACEHOLDER in ids else count
-        p_LV = logprobs_NV[first : first + there + 1].exp().double().tolist()
-        q_LV = dense_BKV[row, :there].double().tolist()
-        length, mass_V = reference(p_LV, q_LV, ids[:there], numbers_BK[row].tolist())
-        assert int(run.length_B[row]) == length, row
+        p_LV = logprobs_host_NV[first : first + there + 1].exp().double().tolist()
+        q_LV = dense_host_BKV[row, :there].double().tolist()
+        length, mass_V = reference(p_LV, q_LV, ids[:there], given_BK[row])
+        assert lengths[row] == length, row
         refused = ids[length] if length < there else verify.PLACEHOLDER
         p_1V = logprobs_NV[first + length].exp().unsqueeze(0)
         left_1V = kept.part(slice(row, row + 1)).residual(
-            p_1V * float(run.weight_B[row]), at_B1[row : row + 1], torch.tensor([[refused]])
+            p_1V * weights[row],
+            at_B1[row : row + 1],
+            torch.tensor([[refused]], device=device),
         )
         if length == there:
             left_1V = p_1V
         torch.testing.assert_close(
-            left_1V[0].double(), torch.tensor(mass_V).double(), atol=1e-6, rtol=1e-4
+            left_1V[0].double().cpu(), torch.tensor(mass_V).double(), atol=1e-6, rtol=1e-4
         )
         seen.add(length)
     assert seen == set(range(width + 1))
@@ -227,7 +245,9 @@ def test_blocks_are_verified_as_the_reference_says(
     again = verify.accepted_run(target, drafts, numbers_BK, kept)
     assert torch.equal(again.length_B, run.length_B)
     assert torch.equal(again.weight_B, run.weight_B)
-    numbers_BW = torch.cat([numbers_BK, torch.rand(batch, 1, dtype=torch.float64)], dim=1)
+    numbers_BW = torch.cat(
+        [numbers_BK, torch.rand(batch, 1, dtype=torch.float64).to(device)], dim=1
+    )
     given = logprobs_NV, None, drafts, counts, verify.Proposed(kept, numbers_BW), verify.Rule()
     at_once = verify.verify_rows(*given)
     monkeypatch.setattr(verify, "ROW_BYTES", 8 * logprobs_NV.shape[1] * 100)
@@ -237,18 +257,19 @@ def test_blocks_are_verified_as_the_reference_says(
             assert torch.equal(whole, in_parts)
 
 
-def test_a_block_accepts_more_than_token_by_token() -> None:
+def test_a_block_accepts_more_than_token_by_token(device: torch.device) -> None:
     """And as many as the replay estimate takes it to: the sum over drafts of q w."""
     torch.manual_seed(8)
-    tables = target_tables()
+    tables = target_tables(device)
     drafts_BK = torch.stack(
-        [torch.multinomial(QS[j], TRIALS, replacement=True) for j in range(K)], dim=1
+        [torch.multinomial(QS[j].to(device), TRIALS, replacement=True) for j in range(K)], dim=1
     )
     counts = [K] * TRIALS
     rows = verify.DraftRows.build(drafts_BK.flatten(), counts)
-    claimed_TV = QS.float().expand(TRIALS, K, V).reshape(-1, V)
+    claimed_TV = QS.float().to(device).expand(TRIALS, K, V).reshape(-1, V)
     logprobs_NV = step_logprobs(tables, drafts_BK)
     run_B, _ = verify.verify_rows(logprobs_NV, None, rows, counts, claimed_TV, verify.Rule())
+    tables = [table.cpu() for table in tables]
     by_token = as_block = 0.0
     for a, b in itertools.product(range(V), repeat=2):
         q_K = QS[0, a], QS[1, b]
@@ -266,17 +287,17 @@ def test_a_block_accepts_more_than_token_by_token() -> None:
     assert as_block > by_token + 5 * error
 
 
-def test_ragged_batches_refused_ids_and_zero_drafts() -> None:
-    logits = torch.full((3 + 1 + 2, V), -torch.inf)
+def test_ragged_batches_refused_ids_and_zero_drafts(device: torch.device) -> None:
+    logits = torch.full((3 + 1 + 2, V), -torch.inf, device=device)
     for row, token in enumerate([1, 2, 3, 0, 2, 2]):
         logits[row, token] = 0.0
     counts = [2, 0, 1]
-    rows = verify.DraftRows.build(torch.tensor([1, 2, -1]), counts)
+    rows = verify.DraftRows.build(torch.tensor([1, 2, -1], device=device), counts)
     assert rows.starts_B.tolist() == [0, 3, 4]
     for rule in (
         verify.Rule(),
         verify.Rule(all_greedy=True),
-        verify.Rule(greedy_B=torch.tensor([True, False, True])),
+        verify.Rule(greedy_B=torch.tensor([True, False, True], device=device)),
     ):
         run_B, last_B = verify.verify_rows(logits, None, rows, counts, None, rule)
         assert verify.assemble(rows, run_B, last_B).tolist() == [
@@ -286,38 +307,38 @@ def test_ragged_batches_refused_ids_and_zero_drafts() -> None:
         ]
 
 
-def test_no_drafts_at_all_samples_from_the_target() -> None:
+def test_no_drafts_at_all_samples_from_the_target(device: torch.device) -> None:
     torch.manual_seed(0)
-    probs = torch.softmax(torch.randn(V), -1)
-    rows = verify.DraftRows.build(torch.empty(0, dtype=torch.int64), [0] * 40_000)
+    probs = torch.softmax(torch.randn(V), -1).to(device)
+    rows = verify.DraftRows.build(torch.empty(0, dtype=torch.int64, device=device), [0] * 40_000)
     _, last_B = verify.verify_rows(
         probs.log().expand(40_000, V), None, rows, [0] * 40_000, None, verify.Rule()
     )
     assert (
         chisquare(
-            torch.bincount(last_B, minlength=V).numpy(),
-            (probs.double() / probs.double().sum() * 40_000).numpy(),
+            torch.bincount(last_B, minlength=V).cpu().numpy(),
+            (probs.double() / probs.double().sum() * 40_000).cpu().numpy(),
         ).pvalue
         > 0.01
     )
 
 
-def test_a_token_of_probability_zero_is_never_emitted() -> None:
-    logits = torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]]).expand(20_000, V)
-    rows = verify.DraftRows.build(torch.empty(0, dtype=torch.int64), [0] * 20_000)
+def test_a_token_of_probability_zero_is_never_emitted(device: torch.device) -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]], device=device).expand(20_000, V)
+    rows = verify.DraftRows.build(torch.empty(0, dtype=torch.int64, device=device), [0] * 20_000)
     _, last_B = verify.verify_rows(logits, None, rows, [0] * 20_000, None, verify.Rule())
     assert set(last_B.tolist()) == {0, 2}
 
 
-def test_seeded_requests_do_not_depend_on_their_neighbours() -> None:
+def test_seeded_requests_do_not_depend_on_their_neighbours(device: torch.device) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(6, V)
+    logits = torch.randn(6, V).to(device)
 
     def sample(batch: int, index: int) -> list[int]:
         counts = [1] * batch
-        rows = verify.DraftRows.build(torch.tensor([2] * batch), counts)
+        rows = verify.DraftRows.build(torch.tensor([2] * batch, device=device), counts)
         own = torch.cat([logits[:2] if i == index else logits[2:4] for i in range(batch)])
-        rule = verify.Rule(generators={index: torch.Generator().manual_seed(7)})
+        rule = verify.Rule(generators={index: torch.Generator(device=device).manual_seed(7)})
         run_B, last_B = verify.verify_rows(own, None, rows, counts, None, rule)
         return verify.assemble(rows, run_B, last_B)[index].tolist()
 
@@ -325,10 +346,10 @@ def test_seeded_requests_do_not_depend_on_their_neighbours() -> None:
 
 
 @pytest.mark.parametrize(("replace_from", "replace_to"), [(0, 0), (0, 1)])
-def test_expand_to_rows(replace_from: int, replace_to: int) -> None:
+def test_expand_to_rows(device: torch.device, replace_from: int, replace_to: int) -> None:
     values = verify.expand_to_rows(
-        torch.tensor([0.0, 0.5, 2.0]),
-        torch.tensor([2, 2, 5], dtype=torch.int32),
+        torch.tensor([0.0, 0.5, 2.0], device=device),
+        torch.tensor([2, 2, 5], dtype=torch.int32, device=device),
         5,
         replace_from,
         replace_to,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,31 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.demo.actor_cache import ensure_demo_actor
+from medusa_ppo.demo.task import demo_rows
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity
+from tests.conftest import ROOT
+from tests.medusa_ppo.conftest import CPU, EAGER, GRAPHS
 
 HEADS = 4
+EMBEDDED = "MEDUSA_PPO_TEST_EMBEDDED"
+"""If set, tests of engines use the embedded actor, as they do where `shared/` is missing."""
+SHARED = ROOT.parent / "shared"
+NEAR = {CPU: 1e-3, EAGER: 2e-2, GRAPHS: 2e-2}
+"""Largest difference in nats between the engine's log-prob of a token and the model's: Triton's
+attention multiplies float32 with ten bits of mantissa.
+"""
+TIED = {CPU: 0.0, EAGER: 5e-2, GRAPHS: 5e-2}
+"""Two tokens whose logits are this close may change places on a GPU when a step has other drafts,
+since its matrices have other shapes. On a CPU a row's numbers do not depend on its neighbours.
+"""
+
+
+@pytest.fixture(scope="module")
+def device(serving: str) -> torch.device:
+    """Where the engine's tensors are."""
+    return torch.device(serving.partition("-")[0])
 
 
 @dataclass(frozen=True)
@@ -97,6 +119,31 @@ def logprob_gap(model: Any, rollouts: Rollouts) -> float:
     return float((taken_M - engines_M).abs().max())
 
 
+@torch.no_grad()
+def assert_greedy(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    found: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    tied: float = 0.0,
+) -> None:
+    """Check that greedy responses are the same. They may differ from a token on to which the model
+    gives the same logit as to the other one, within `tied`.
+    """
+    assert len(found) == len(expected)
+    for prompt, ours, theirs in zip(prompts, found, expected, strict=False):
+        if tuple(ours) == tuple(theirs):
+            continue
+        assert tied, (ours, theirs)
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        at = next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        assert at < min(len(ours), len(theirs)), "one ends where the other goes on"
+        row_1T = torch.tensor([[*prompt, *ours[:at]]])
+        logits_V = model(input_ids=row_1T).logits[0, -1]
+        apart = float((logits_V[ours[at]] - logits_V[theirs[at]]).abs())
+        assert apart < tied, f"token {at} of a response: {apart} nats"
+
+
 def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
@@ -115,17 +162,24 @@ def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def actor(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Actor:
+def actor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Actor:
+    """The small real actor beside the checkout. GPU tests use the embedded one if that is missing,
+    as in a lab: training it takes some minutes, once.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = shared_dir / "actors" / "gsm8k-4m"
+    on_a_gpu = any(item.get_closest_marker("gpu") for item in request.session.items)
+    embedded = os.environ.get(EMBEDDED) or (on_a_gpu and not (SHARED / "actors").is_dir())
+    if embedded:
+        path = ensure_demo_actor()
+        texts = [row["prompt"] for row in demo_rows(limit=64)]
+    else:
+        shared_dir: Path = request.getfixturevalue("shared_dir")
+        path = shared_dir / "actors" / "gsm8k-4m"
+        text = (shared_dir / "data" / "gsm8k" / "train.jsonl").read_text(encoding="utf-8")
+        questions = [json.loads(line)["question"] for line in text.splitlines()[:64]]
+        texts = [f"<|endoftext|>Question: {question}\nAnswer:" for question in questions]
     tokenizer = AutoTokenizer.from_pretrained(path)
-    lines = (
-        (shared_dir / "data" / "gsm8k" / "train.jsonl")
-        .read_text(encoding="utf-8")
-        .splitlines()[:64]
-    )
-    texts = [f"<|endoftext|>Question: {json.loads(line)['question']}\nAnswer:" for line in lines]
     prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     model = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
@@ -136,24 +190,46 @@ def actor(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Actor:
     return found
 
 
-@pytest.fixture(scope="session")
-def engine_config() -> EngineConfig:
+@pytest.fixture(scope="module")
+def engine_config(serving: str) -> EngineConfig:
     return EngineConfig(
         dtype="float32",
         max_num_seqs=64,
         max_model_len=512,
         threads=1,
-        memory_fraction=0.05,
+        # As many tokens in a step as on a CPU, so that long prompts are split on a GPU too.
+        extra={} if serving == CPU else {"max_num_batched_tokens": 2048},
+        # On a GPU, other processes and the CUDA context count too. vLLM's CPU build takes what
+        # `cache_bytes` says.
+        memory_fraction=0.05 if serving == CPU else 0.3,
+        enforce_eager=serving != GRAPHS,
         num_drafts=HEADS,
     )
 
 
-@pytest.fixture(scope="module")
-def shared_engine(actor: Actor, engine_config: EngineConfig) -> Iterator[ColocatedEngine]:
-    """Of one module: vLLM has one engine a process, and one of another module that closes would
-    take this one's groups with it.
+@pytest.fixture
+def alike(serving: str) -> Callable[[ColocatedEngine], None]:
+    """alike(engine): the next call computes its prompts as an earlier one did. On a GPU a prompt
+    that is partly cached has a matrix of another shape, and is rounded differently.
     """
-    with ColocatedEngine(actor.path, actor.heads_path, engine_config, seed=0) as engine:
+
+    def forget(engine: ColocatedEngine) -> None:
+        if serving != CPU:
+            engine._forget_prompts()
+
+    return forget
+
+
+@pytest.fixture(scope="module")
+def shared_engine(
+    actor: Actor, engine_config: EngineConfig, serving: str
+) -> Iterator[ColocatedEngine]:
+    """Of one module: vLLM has one engine a process, and one of another module that closes would
+    take this one's groups with it. On a GPU it can sleep, which vLLM allows one engine a process;
+    vLLM's CPU build keeps its memory either way.
+    """
+    config = engine_config.model_copy(update={"sleep_level": None if serving == CPU else 1})
+    with ColocatedEngine(actor.path, actor.heads_path, config, seed=0) as engine:
         yield engine
 
 

@@ -20,6 +20,7 @@ from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.engines import colocated
 from medusa_ppo.engines.calibration import measure
 from medusa_ppo.engines.colocated import ColocatedEngine
+from tests.medusa_ppo.conftest import cpu_alone, eager_on_a_gpu
 from tests.medusa_ppo.engines.conftest import HEADS
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def proposer_of(engine: ColocatedEngine) -> Any:
     return engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter
 
 
+@eager_on_a_gpu
 def test_it_times_its_steps_once_and_then_knows_them(
     actor: Actor, config: EngineConfig, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,6 +90,7 @@ def test_it_times_its_steps_once_and_then_knows_them(
         assert sum(sum(row["steps"]) for row in engine.choices()) > 0
 
 
+@cpu_alone
 def test_a_calibration_leaves_nothing_behind(actor: Actor, config: EngineConfig) -> None:
     """With a fixed number of drafts, so that nothing depends on the clock."""
     fixed = config.model_copy(

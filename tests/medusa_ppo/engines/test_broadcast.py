@@ -31,7 +31,8 @@ from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.runtime.rendezvous import LOOPBACK, Place
 from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, read_entries, send
 from medusa_ppo.vllm_plugin.vllm_versions import can_transfer, vllm_version
-from tests.medusa_ppo.engines.conftest import logprob_gap, tiny_llama
+from tests.medusa_ppo.conftest import on_two_gpus
+from tests.medusa_ppo.engines.conftest import NEAR, TIED, assert_greedy, logprob_gap, tiny_llama
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -366,7 +367,7 @@ def test_a_broadcast_actor_is_the_one_of_a_file(
 @pytest.mark.engine
 @pytest.mark.parametrize("case", ["missing", "unknown", "shape", "kind"])
 def test_a_foreign_actor_is_refused_before_anything_changes(
-    pool_of_one: BroadcastPool, actor: Actor, case: str
+    pool_of_one: BroadcastPool, actor: Actor, serving: str, case: str
 ) -> None:
     pool = pool_of_one
     name = "model.layers.0.mlp.up_proj.weight"
@@ -382,7 +383,8 @@ def test_a_foreign_actor_is_refused_before_anything_changes(
     }[case]
     with pytest.raises(SwapError, match="not those of the serving model, which stays"):
         pool.stream_actor(stream_of(wrong), 2)
-    assert tokens(pool, actor.prompts[:4]) == before
+    after = tokens(pool, actor.prompts[:4])
+    assert_greedy(actor.model, actor.prompts, after, before, TIED[serving])
     assert (
         pool.checksums()["actor"] == receipt.checksum
         and pool.policy_version == 1
@@ -475,7 +477,7 @@ def test_vllms_own_session_calls_reach_our_backend(
 
 @pytest.mark.engine
 def test_a_tied_lm_head_follows_the_embedding(
-    tmp_path: Path, broadcast_config: EngineConfig
+    tmp_path: Path, broadcast_config: EngineConfig, serving: str
 ) -> None:
     model = tiny_llama(tied=True)
     model.save_pretrained(tmp_path)
@@ -487,17 +489,20 @@ def test_a_tied_lm_head_follows_the_embedding(
         rollouts = pool.generate(PROMPTS, Sampling(max_new_tokens=12))
         assert logprob_gap(model, rollouts) > 0.1
         model.load_state_dict(state, strict=False)
-        assert logprob_gap(model, rollouts) < 1e-4
+        assert logprob_gap(model, rollouts) < NEAR[serving] / 10
         # With its lm_head beside, as some loops send it: not loaded a second time.
         pool.stream_actor(stream_of(state | {"lm_head.weight": state[EMBEDDING].clone()}), 2)
-        assert logprob_gap(model, pool.generate(PROMPTS, Sampling(max_new_tokens=12))) < 1e-4
+        rollouts = pool.generate(PROMPTS, Sampling(max_new_tokens=12))
+        assert logprob_gap(model, rollouts) < NEAR[serving] / 10
 
 
+@on_two_gpus
 @pytest.mark.slow
 @pytest.mark.engine
 def test_two_real_engines_one_of_which_dies_on_the_way(
     actor: Actor,
     broadcast_config: EngineConfig,
+    serving: str,
     ray_session: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -528,9 +533,9 @@ def test_two_real_engines_one_of_which_dies_on_the_way(
             pool.stream_actor(ActorStream(stream.entries, deadly, stream.write, BUCKET), 2)
         assert time.monotonic() - began < 60
         sync(new, 2)
-        assert tokens(pool, actor.prompts[:8]) == expected, (
-            "one engine goes on with the actor of the next sync"
-        )
+        # One engine goes on with the actor of the next sync.
+        one = tokens(pool, actor.prompts[:8])
+        assert_greedy(new, actor.prompts, one, expected, TIED[serving])
         deadline = time.monotonic() + 300
         while len(pool._ready()) < 2 and time.monotonic() < deadline:
             pool.generate(actor.prompts[:4], GREEDY)
@@ -543,6 +548,7 @@ def test_two_real_engines_one_of_which_dies_on_the_way(
         assert pool.checksums()["actor"] == checksum(actor_state(actor.model)) and not caplog.text
 
 
+@on_two_gpus
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each rank")
@@ -550,7 +556,8 @@ def test_tensor_parallel_ranks_each_take_their_part(
     actor: Actor, broadcast_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    config = broadcast_config.model_copy(update={"extra": {"tensor_parallel_size": 2}})
+    cut = broadcast_config.extra | {"tensor_parallel_size": 2}
+    config = broadcast_config.model_copy(update={"extra": cut})
     new = moved(actor.model)
     pool = BroadcastPool(lambda index: ColocatedEngine(actor.path, actor.heads_path, config), 1)
     with pool, ActorSync(pool, "float32", BUCKET) as sync:

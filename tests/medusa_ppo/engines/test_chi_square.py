@@ -26,6 +26,7 @@ from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
+from tests.medusa_ppo.conftest import CPU, GRAPHS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 V, D, LENGTH, REQUESTS = 6, 64, 4, 12_500
@@ -53,7 +54,10 @@ def model() -> Any:
 
 @pytest.fixture(scope="module", params=["medusa", "hydra", "context"])
 def engine(
-    request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    model: Any,
+    serving: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[ColocatedEngine]:
     folder = tmp_path_factory.mktemp("toy")
     model.save_pretrained(folder / "model")
@@ -64,7 +68,13 @@ def engine(
         parameter.copy_(torch.randn_like(parameter) * (0.1 if pairs else 0.2))
     save_heads(folder / "heads", heads, lm_head_VD=model.lm_head.weight)
     config = EngineConfig(
-        max_num_seqs=256, max_model_len=32, threads=1, memory_fraction=0.02, num_drafts=3
+        dtype="float32",
+        max_num_seqs=256,
+        max_model_len=32,
+        threads=1,
+        memory_fraction=0.02 if serving == CPU else 0.3,
+        enforce_eager=serving != GRAPHS,
+        num_drafts=3,
     )
     with ColocatedEngine(folder / "model", folder / "heads", config) as started:
         yield started

@@ -21,7 +21,8 @@ from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.slots import DraftSlots, KeptDrafts
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity, add_rollouts
-from tests.medusa_ppo.engines.conftest import HEADS, Actor
+from tests.medusa_ppo.conftest import CPU
+from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy
 
 # Slow, because an engine that ends in this process takes the shared engine's process groups with
 # it; test_ray_engine.py has a quick one.
@@ -124,6 +125,7 @@ def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
     context_engine: ColocatedEngine,
     actor: Actor,
     context_heads: MedusaHeads,
+    serving: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of every request at many steps, whatever was accepted before; and another q where it looks at
@@ -136,11 +138,12 @@ def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
     def draft(*given: Any, **named: Any) -> Any:
         drafted = honest(*given, **named)
         seats = drafter._seats
-        rows_B = torch.arange(len(drafted.ids_BK))
+        rows_B = torch.arange(len(drafted.ids_BK), device=drafted.ids_BK.device)
         q_BKV = torch.stack(
             [drafter._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(HEADS)], 1
         )
-        seen.append((seats.requests_B.clone(), drafter._positions_B.clone(), drafted.ids_BK, q_BKV))
+        found = seats.requests_B.clone(), drafter._positions_B.clone(), drafted.ids_BK, q_BKV
+        seen.append(tuple(tensor.cpu() for tensor in found))
         return drafted
 
     monkeypatch.setattr(drafter._core, "draft", draft)
@@ -163,7 +166,8 @@ def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
                 for cut, found in ((0, apart), (1, alone)):
                     q_KV = expected_q(actor, context_heads, prompt, response, at, ids_BK[row], cut)
                     found.append(float((q_KV - q_BKV[row]).abs().sum(-1).max()))
-    assert len(apart) > 20 and max(apart) < 1e-2, (len(apart), max(apart))
+    near = 1e-2 if serving == CPU else 5e-2  # Its states come from Triton's attention.
+    assert len(apart) > 20 and max(apart) < near, (len(apart), max(apart))
     assert sorted(alone)[len(alone) // 2] > 0.1
 
 
@@ -172,7 +176,7 @@ def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
 
 
 def test_with_a_context_greedy_tokens_are_those_without_drafts(
-    context_engine: ColocatedEngine, actor: Actor
+    context_engine: ColocatedEngine, actor: Actor, serving: str
 ) -> None:
     greedy = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     context_engine.configure(num_drafts=0)
@@ -181,7 +185,7 @@ def test_with_a_context_greedy_tokens_are_those_without_drafts(
         context_engine.configure(num_drafts=HEADS, sampled=sampled)
         rollouts = context_engine.generate(actor.prompts, greedy)
         assert rollouts.counters.drafts > 1000
-        assert tokens(rollouts) == expected
+        assert_greedy(actor.model, actor.prompts, tokens(rollouts), expected, TIED[serving])
 
 
 def test_with_a_context_sampled_tokens_have_the_models_distribution(

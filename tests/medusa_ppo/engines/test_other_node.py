@@ -17,6 +17,7 @@ from heads.checkpoint import checksum, save_state
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.ray_engine import RayEngine
+from tests.medusa_ppo.conftest import cpu_alone
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -46,6 +47,7 @@ def two_nodes() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
+@cpu_alone
 @pytest.mark.slow
 @pytest.mark.engine
 def test_an_engine_on_another_node(

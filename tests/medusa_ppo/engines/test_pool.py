@@ -39,6 +39,7 @@ from medusa_ppo.engines.pieces import (
 from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
+from tests.medusa_ppo.conftest import on_two_gpus
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -683,6 +684,7 @@ def test_a_file_is_put_into_the_store_once(tmp_path: Path, monkeypatch: pytest.M
 # ---- real engines
 
 
+@on_two_gpus
 @pytest.mark.slow
 @pytest.mark.engine
 def test_two_real_engines(

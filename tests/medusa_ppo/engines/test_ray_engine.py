@@ -23,7 +23,16 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Response, Sampling
 from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
-from tests.medusa_ppo.engines.conftest import honesty_z, logprob_gap, sampled_rows, tiny_llama
+from tests.medusa_ppo.conftest import CPU, cpu_alone, eager_on_a_gpu
+from tests.medusa_ppo.engines.conftest import (
+    NEAR,
+    TIED,
+    assert_greedy,
+    honesty_z,
+    logprob_gap,
+    sampled_rows,
+    tiny_llama,
+)
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -31,6 +40,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 
+@cpu_alone
 def test_start_up_errors_come_before_a_process(
     actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path
 ) -> None:
@@ -44,8 +54,9 @@ def test_start_up_errors_come_before_a_process(
         RayEngine(actor.path, tmp_path / "broken", engine_config)
 
 
+@eager_on_a_gpu
 def test_rollouts_swaps_errors_and_death(
-    actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path
+    actor: Actor, engine_config: EngineConfig, serving: str, ray_session: None, tmp_path: Path
 ) -> None:
     with make_engine(actor.path, actor.heads_path, engine_config, seed=0) as engine:
         assert isinstance(engine, RayEngine)
@@ -57,14 +68,12 @@ def test_rollouts_swaps_errors_and_death(
         first = engine.generate(actor.prompts[:8], sampling)
         assert len(first.responses) == 16
         assert first.counters.drafts > 0
-        assert first.responses == engine.generate(actor.prompts[:8], sampling).responses
+        again = engine.generate(actor.prompts[:8], sampling)
         told = dict[int, Response]()
         told_of = engine.generate_as_finished(actor.prompts[:8], sampling, told.__setitem__)
-        assert (
-            told_of.responses == first.responses
-            and told == dict(enumerate(first.responses))
-            and told_of.counters.drafts > 0
-        )
+        # On a GPU the prompts, cached by now, are another matrix, and rounded otherwise.
+        assert serving != CPU or first.responses == again.responses == told_of.responses
+        assert told == dict(enumerate(told_of.responses)) and told_of.counters.drafts > 0
         with pytest.raises(DataError):
             engine.generate_as_finished([[]], sampling, told.__setitem__)
         state = actor.random_heads(seed=2).trainable_state()
@@ -90,9 +99,15 @@ def test_rollouts_swaps_errors_and_death(
         engine.counters()
 
 
+@eager_on_a_gpu
 @pytest.mark.parametrize("kind", ["hydra"])
 def test_conditioned_heads_draft_step_by_step(
-    actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path, kind: str
+    actor: Actor,
+    engine_config: EngineConfig,
+    serving: str,
+    ray_session: None,
+    tmp_path: Path,
+    kind: str,
 ) -> None:
     torch.manual_seed(1)
     heads = MedusaHeads(
@@ -106,7 +121,7 @@ def test_conditioned_heads_draft_step_by_step(
         assert engine.plugin_report()["kind"] == kind
         assert engine.note, "its steps were timed, now or by an earlier start"
         hidden_BD = torch.randn(5, actor.lm_head_VD.shape[1])
-        last_B = torch.tensor([5, 900, 17, 3, 1999])
+        last_B = torch.tensor([5, 900, 17, 3, 1999]) % len(actor.lm_head_VD)
         table_VD = actor.model.get_input_embeddings().weight.detach()
         drafts_BK = torch.tensor(engine.probe(hidden_BD.tolist(), last_B.tolist()))
         condition_BK = torch.cat([last_B[:, None], drafts_BK[:, :-1]], dim=1)
@@ -143,28 +158,30 @@ def test_conditioned_heads_draft_step_by_step(
         greedy = Sampling(0.0, max_new_tokens=40, ignore_eos=True)
         chosen = engine.generate(actor.prompts[:16], greedy)
         engine.configure(num_drafts=0)
-        assert [r.token_ids for r in engine.generate(actor.prompts[:16], greedy).responses] == [
-            r.token_ids for r in chosen.responses
-        ]
+        plain = engine.generate(actor.prompts[:16], greedy)
+        answers = ([r.token_ids for r in found.responses] for found in (plain, chosen))
+        assert_greedy(actor.model, actor.prompts, *answers, TIED[serving])
 
 
+@eager_on_a_gpu
 def test_a_tied_lm_head_follows_a_file(
-    engine_config: EngineConfig, ray_session: None, tmp_path: Path
+    engine_config: EngineConfig, serving: str, ray_session: None, tmp_path: Path
 ) -> None:
     model = tiny_llama(tied=True)
     prompts = [[5, 6, 7, 8], [100, 200, 300]]
     sampling = Sampling(max_new_tokens=12)
     model.save_pretrained(tmp_path)
     with RayEngine(tmp_path, None, engine_config) as engine:
-        assert logprob_gap(model, engine.generate(prompts, sampling)) < 1e-4
+        assert logprob_gap(model, engine.generate(prompts, sampling)) < NEAR[serving] / 10
         with torch.no_grad():
             model.model.embed_tokens.weight.normal_(std=0.1)
         save_state(tmp_path / "new", dict(model.named_parameters()))
         assert logprob_gap(model, engine.generate(prompts, sampling)) > 0.1
         engine.sync_actor(tmp_path / "new", 1)
-        assert logprob_gap(model, engine.generate(prompts, sampling)) < 1e-4
+        assert logprob_gap(model, engine.generate(prompts, sampling)) < NEAR[serving] / 10
 
 
+@cpu_alone
 def test_without_ray(
     actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

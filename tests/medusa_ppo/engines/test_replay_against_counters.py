@@ -22,6 +22,7 @@ from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.offline.collect import samples_of
 from medusa_ppo.offline.hidden import HiddenReader, read_all
+from tests.medusa_ppo.conftest import CPU
 
 HEADS = 4
 
@@ -54,7 +55,7 @@ def learn(heads: MedusaHeads, batch: RolloutBatch, lm_head_VD: torch.Tensor) -> 
 
 @pytest.mark.engine
 def test_replay_reproduces_the_counters_of_the_engine_that_drafted(
-    engine: ColocatedEngine, actor, tmp_path: Path
+    engine: ColocatedEngine, actor, serving: str, tmp_path: Path
 ) -> None:
     """One-hot: draft steps exactly, accepted tokens up to what was accepted behind the ends.
     Sampled: within noise.
@@ -95,8 +96,11 @@ def test_replay_reproduces_the_counters_of_the_engine_that_drafted(
                 batch.response_ids_M,
                 batch.lengths_S,
             )
-            assert counted.drafts == replayed.drafts
-            assert replayed.accepted <= counted.accepted <= replayed.accepted_upper
+            # On a GPU a draft and its token may be told apart where two logits are as good as one.
+            off = 0.0 if serving == CPU else 0.02
+            assert counted.drafts == pytest.approx(replayed.drafts, rel=off, abs=0)
+            assert replayed.accepted * (1 - off) <= counted.accepted
+            assert counted.accepted <= replayed.accepted_upper * (1 + off)
         interval = replayed.confidence_interval(0.99)
         noise = interval.high - interval.low if sampled else 0.0
         assert replayed.mean_acceptance_length > 1.15

@@ -31,6 +31,7 @@ from medusa_ppo.offline.collect import Sample, samples_of
 from medusa_ppo.offline.convert import convert
 from medusa_ppo.offline.hidden import HiddenReader, read_all
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
+from tests.medusa_ppo.conftest import cpu_alone
 
 pytestmark = [
     pytest.mark.engine,
@@ -148,6 +149,7 @@ def test_pure_stock_vllm_accepts_what_replay_says(actor: Any, export: Export) ->
     assert abs(measured / estimate - 1) < TOLERANCE
 
 
+@cpu_alone
 def test_stock_heads_at_temperature_1_accept_what_replay_says(
     actor: Any, export: Export, engine_config: EngineConfig
 ) -> None:

@@ -32,7 +32,8 @@ from medusa_ppo.runtime import files
 from medusa_ppo.vllm_plugin import installation, patches, v1_runner
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, release, vllm_version
-from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
+from tests.medusa_ppo.conftest import CPU, cpu_alone
+from tests.medusa_ppo.engines.conftest import NEAR, TIED, assert_greedy, honesty_z, sampled_rows
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 if TYPE_CHECKING:
@@ -50,6 +51,17 @@ GREEDY = Sampling(temperature=0.0, max_new_tokens=64, ignore_eos=True)
 
 def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
     return [response.token_ids for response in rollouts.responses]
+
+
+def assert_as_greedy(
+    actor: Actor,
+    serving: str,
+    found: list[tuple[int, ...]],
+    expected: list[tuple[int, ...]],
+    model: Any = None,
+) -> None:
+    """Responses to the first of the actor's prompts: the same, up to ties on a GPU."""
+    assert_greedy(model or actor.model, actor.prompts, found, expected, TIED[serving])
 
 
 def swap(engine: ColocatedEngine, state: dict[str, torch.Tensor], path: Path, version: int) -> str:
@@ -70,17 +82,17 @@ def drafted(actor: Actor, heads: MedusaHeads, hidden_BD: torch.Tensor) -> list[l
     )
 
 
-def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine) -> None:
+def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine, serving: str) -> None:
     report = engine.plugin_report()
     assert report["pid"] == os.getpid()
     assert report["drafter"] == "MedusaProposer"
-    assert {"temperatures of drafts", "top-k without drafts", "small AMX products"} <= set(
-        report["patches"]
-    )
+    if serving == CPU:
+        patched = {"temperatures of drafts", "top-k without drafts", "small AMX products"}
+        assert patched <= set(report["patches"])
 
 
 def test_greedy_tokens_are_the_same_with_and_without_drafting(
-    engine: ColocatedEngine, actor: Actor
+    engine: ColocatedEngine, actor: Actor, serving: str
 ) -> None:
     drafting = engine.generate(actor.prompts, GREEDY)
     engine.configure(num_drafts=0)
@@ -88,8 +100,8 @@ def test_greedy_tokens_are_the_same_with_and_without_drafting(
     engine.configure(num_drafts=2)
     engine.configure(sampled=True)
     results[2] = engine.generate(actor.prompts[:16], GREEDY)
-    assert tokens(drafting) == tokens(results[0])
-    assert tokens(results[2]) == tokens(results[0])[:16]
+    assert_as_greedy(actor, serving, tokens(drafting), tokens(results[0]))
+    assert_as_greedy(actor, serving, tokens(results[2]), tokens(results[0])[:16])
     assert sum(len(t) for t in tokens(drafting)) == 64 * 64
     assert drafting.counters.accepted > 50
     assert drafting.counters.accepted == sum(drafting.counters.accepted_per_position)
@@ -120,7 +132,7 @@ SETTINGS = {
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sampling_with_drafts_is_honest(
-    engine: ColocatedEngine, actor: Actor, name: str, sampled: bool
+    engine: ColocatedEngine, actor: Actor, serving: str, name: str, sampled: bool
 ) -> None:
     sampling = SETTINGS[name]
     engine.configure(sampled=sampled)
@@ -135,9 +147,10 @@ def test_sampling_with_drafts_is_honest(
         seen_M = torch.tensor(
             [value for response in rollouts.responses for value in response.logprobs]
         )
-        assert float((expected_M - seen_M).abs().max()) < 1e-3
+        assert float((expected_M - seen_M).abs().max()) < NEAR[serving]
 
 
+@cpu_alone
 @stock_speculates
 def test_without_the_mend_the_same_statistic_fails(
     engine: ColocatedEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +168,7 @@ def test_without_the_mend_the_same_statistic_fails(
     assert abs(honesty_z(*sampled_rows(actor.model, again), sampling)) < 4
 
 
+@cpu_alone
 def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: Actor) -> None:
     """Only the guard is taken out, at the place where vLLM calls it."""
     original = installation.INSTALLED.places[
@@ -182,11 +196,13 @@ def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: A
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_seeded_calls_repeat_and_unseeded_ones_do_not(
-    engine: ColocatedEngine, actor: Actor, sampled: bool
+    engine: ColocatedEngine, actor: Actor, alike: Callable[..., None], sampled: bool
 ) -> None:
     engine.configure(sampled=sampled)
     seeded = Sampling(1.0, max_new_tokens=24, responses_per_prompt=2, seed=5)
+    alike(engine)
     first = engine.generate(actor.prompts[:10], seeded)
+    alike(engine)
     second = engine.generate(actor.prompts[:10], seeded)
     assert first.responses == second.responses
     assert [r.prompt_index for r in first.responses] == [i for i in range(10) for _ in range(2)]
@@ -200,14 +216,18 @@ def test_seeded_calls_repeat_and_unseeded_ones_do_not(
     )
 
 
-def test_responses_come_as_they_end_and_are_the_same(engine: ColocatedEngine, actor: Actor) -> None:
+def test_responses_come_as_they_end_and_are_the_same(
+    engine: ColocatedEngine, actor: Actor, serving: str, alike: Callable[..., None]
+) -> None:
     """More requests than run at once: the short ones are told while others have not begun, and
     nobody's tokens change.
     """
     engine.configure(sampled=True)
     sampling = Sampling(1.0, max_new_tokens=48, responses_per_prompt=2, seed=5)
+    alike(engine)
     whole = engine.generate(actor.prompts[:40], sampling)
     told = list[tuple[int, Response]]()
+    alike(engine)
     again = engine.generate_as_finished(
         actor.prompts[:40], sampling, lambda place, response: told.append((place, response))
     )
@@ -226,11 +246,13 @@ def test_responses_come_as_they_end_and_are_the_same(engine: ColocatedEngine, ac
     assert not engine._llm.llm_engine.has_unfinished_requests(), (
         "who goes away leaves nothing behind"
     )
-    assert engine.generate(actor.prompts[:4], sampling).responses == whole.responses[:8]
+    few = engine.generate(actor.prompts[:4], sampling).responses
+    # In other company: the same numbers on a CPU alone.
+    assert serving != CPU or few == whole.responses[:8]
 
 
 def test_a_batch_stops_half_way_and_goes_on_with_another_actor(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+    engine: ColocatedEngine, actor: Actor, serving: str, tmp_path: Path
 ) -> None:
     """The randomised PIT of each token against the version that wrote it; against the other one it
     fails.
@@ -276,17 +298,17 @@ def test_a_batch_stops_half_way_and_goes_on_with_another_actor(
         sum(0 < count < len(r.token_ids) for count, r in zip(begun, rest.responses, strict=True))
         > 10
     ), "of both versions"
-    tests = judged_by_writer(models, rest, begun)
+    tests = judged_by_writer(models, rest, begun, NEAR[serving])
     assert tests["writer"].honest and tests["writer"].tokens > 3000, tests["writer"].figures()
     assert not tests["other"].honest, "a wrong version would be seen"
 
 
 @torch.no_grad()
 def judged_by_writer(
-    models: list[Any], rollouts: Rollouts, begun: list[int]
+    models: list[Any], rollouts: Rollouts, begun: list[int], near: float
 ) -> dict[str, Uniformity]:
     """All tokens against the model that wrote them, and against the other one; `begun`: so many of
-    each are of the first model.
+    each are of the first model. `near`: of the writer's log-probs.
     """
     tests = {"writer": Uniformity(), "other": Uniformity()}
     for response, count in zip(rollouts.responses, begun, strict=True):
@@ -304,7 +326,7 @@ def judged_by_writer(
             if name == "writer":
                 said_M = logits_MV.log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
                 torch.testing.assert_close(
-                    torch.tensor(response.logprobs), said_M, rtol=0, atol=1e-3
+                    torch.tensor(response.logprobs), said_M, rtol=0, atol=near
                 )
     return tests
 
@@ -346,7 +368,9 @@ def test_top_k_beside_a_draft_vocabulary(engine: ColocatedEngine, actor: Actor) 
     assert [len(output.outputs[0].token_ids) for output in outputs] == [24] * 4
 
 
-def test_seeds_survive_chunked_prefill(engine: ColocatedEngine, actor: Actor) -> None:
+def test_seeds_survive_chunked_prefill(
+    engine: ColocatedEngine, actor: Actor, alike: Callable[..., None]
+) -> None:
     """More prompt tokens than one step takes: on the CPU build a seeded request there dies without
     the patch.
     """
@@ -354,6 +378,7 @@ def test_seeds_survive_chunked_prefill(engine: ColocatedEngine, actor: Actor) ->
     limit = engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     assert sum(map(len, long)) > limit
     sampling = Sampling(1.0, max_new_tokens=8, seed=9)
+    alike(engine)
     first = engine.generate(long, sampling)
     engine._llm.reset_prefix_cache()
     assert first.responses == engine.generate(long, sampling).responses
@@ -371,7 +396,7 @@ def test_responses_end_where_the_model_ends(engine: ColocatedEngine, actor: Acto
 
 
 def test_requests_with_penalties_and_min_tokens_go_through_vllms_own_path(
-    engine: ColocatedEngine, actor: Actor
+    engine: ColocatedEngine, actor: Actor, alike: Callable[..., None]
 ) -> None:
     from vllm import SamplingParams
 
@@ -385,14 +410,16 @@ def test_requests_with_penalties_and_min_tokens_go_through_vllms_own_path(
         seed=3,
     )
     requests = [{"prompt_token_ids": prompt} for prompt in actor.prompts[:16]]
+    alike(engine)
     outputs = engine._llm.generate(requests, params, use_tqdm=False)
     assert all(len(output.outputs[0].token_ids) == 40 for output in outputs)
+    alike(engine)
     repeated = engine._llm.generate(requests, params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in repeated]
 
 
 def test_new_heads_draft_at_once_and_the_counters_show_it(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+    engine: ColocatedEngine, actor: Actor, serving: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(3)
     hidden_BD = torch.randn(6, actor.lm_head_VD.shape[1])
@@ -409,19 +436,21 @@ def test_new_heads_draft_at_once_and_the_counters_show_it(
     trained = heads_that_know(actor, before)
     swap(engine, trained.trainable_state(), tmp_path / "b.safetensors", 2)
     after = engine.generate(actor.prompts[:16], GREEDY)
-    assert tokens(before) == tokens(during) == tokens(after)
+    assert_as_greedy(actor, serving, tokens(during), tokens(before))
+    assert_as_greedy(actor, serving, tokens(after), tokens(before))
     assert after.counters.mean_acceptance_length > 1.5
     assert after.counters.mean_acceptance_length > before.counters.mean_acceptance_length + 0.3
     assert during.counters != before.counters
     assert (before.heads_version, during.heads_version, after.heads_version) == (0, 1, 2)
     swap(engine, actor.first_heads().trainable_state(), tmp_path / "c.safetensors", 3)
     assert engine.probe(hidden_BD.tolist(), [0] * 6) == first_drafts
-    assert engine.generate(actor.prompts[:16], GREEDY).counters == before.counters
+    again = engine.generate(actor.prompts[:16], GREEDY)
+    assert serving != CPU or again.counters == before.counters
 
 
 @pytest.mark.parametrize("choose", [False, True])
 def test_heads_that_learned_nothing_draft_nothing(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path, choose: bool
+    engine: ColocatedEngine, actor: Actor, serving: str, tmp_path: Path, choose: bool
 ) -> None:
     """They cost as much as good ones: half of a run's first steps, before its first version."""
     expected = tokens(engine.generate(actor.prompts[:8], GREEDY))
@@ -432,7 +461,8 @@ def test_heads_that_learned_nothing_draft_nothing(
     }
     swap(engine, zeros, tmp_path / "zeros.safetensors", 1)
     silent = engine.generate(actor.prompts[:8], GREEDY)
-    assert silent.counters.drafts == 0 and silent.heads_version == 1 and tokens(silent) == expected
+    assert silent.counters.drafts == 0 and silent.heads_version == 1
+    assert_as_greedy(actor, serving, tokens(silent), expected)
     engine.configure(choose=False)
     swap(engine, actor.first_heads().trainable_state(), tmp_path / "first.safetensors", 2)
     assert engine.generate(actor.prompts[:8], GREEDY).counters.drafts > 0
@@ -493,19 +523,18 @@ def in_flight(
 
 
 def test_heads_swapped_in_flight_leave_the_responses_alone(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+    engine: ColocatedEngine, actor: Actor, serving: str, tmp_path: Path
 ) -> None:
     reference = engine.generate(actor.prompts[:16], GREEDY)
     files = [tmp_path / f"{i}.safetensors" for i in range(2)]
     for i, file in enumerate(files):
         save_state(file, actor.random_heads(seed=i).trainable_state())
-    assert in_flight(
-        engine, actor, lambda number: engine.swap_heads(files[number % 2], number)
-    ) == tokens(reference)
+    found = in_flight(engine, actor, lambda number: engine.swap_heads(files[number % 2], number))
+    assert_as_greedy(actor, serving, found, tokens(reference))
 
 
 def test_an_actor_synced_in_flight_ends_no_request(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+    engine: ColocatedEngine, actor: Actor, serving: str, tmp_path: Path
 ) -> None:
     """Running requests go on with the new weights, their keys and values computed anew; the aliased
     lm_head drafts on.
@@ -520,9 +549,8 @@ def test_an_actor_synced_in_flight_ends_no_request(
     save_state(same, actor.model.state_dict())
     save_state(new, moved.state_dict())
     before = engine.counters()
-    assert in_flight(engine, actor, lambda number: engine.sync_actor(same, number)) == tokens(
-        reference
-    )
+    kept = in_flight(engine, actor, lambda number: engine.sync_actor(same, number))
+    assert_as_greedy(actor, serving, kept, tokens(reference))
     after = engine.counters()
     assert after.drafts > before.drafts and after.accepted > before.accepted
     changed = in_flight(engine, actor, lambda number: engine.sync_actor(new, number))
@@ -533,12 +561,12 @@ def test_an_actor_synced_in_flight_ends_no_request(
             logits_TV = moved(input_ids=torch.tensor([[*prompt, *response]])).logits[0, -33:-1]
             best_T = logits_TV.max(-1).values
             taken_T = logits_TV.gather(1, torch.tensor(response[-32:])[:, None])[:, 0]
-            assert float((best_T - taken_T).max()) < 1e-3
+            assert float((best_T - taken_T).max()) < max(1e-3, TIED[serving])
 
 
 @pytest.mark.parametrize("refreshed", [False, True])
 def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path, refreshed: bool
+    engine: ColocatedEngine, actor: Actor, serving: str, tmp_path: Path, refreshed: bool
 ) -> None:
     plain = engine.generate(actor.prompts[:8], GREEDY)
     engine.configure(sampled=True, draft_vocab=40)
@@ -557,7 +585,8 @@ def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
     logits_MV, ids_M = sampled_rows(actor.model, rollouts)
     assert abs(honesty_z(logits_MV, ids_M, SETTINGS["T=1"])) < 3
     assert rollouts.counters.accepted > 50 and len(set(ids_M.tolist())) > 40
-    assert tokens(engine.generate(actor.prompts[:8], GREEDY)) == tokens(plain)
+    again = engine.generate(actor.prompts[:8], GREEDY)
+    assert_as_greedy(actor, serving, tokens(again), tokens(plain))
     engine.configure(sampled=False, draft_vocab=0)
     with pytest.raises(ConfigError, match="draft vocabulary"):
         engine.configure(draft_vocab=-3)
@@ -670,7 +699,11 @@ def drafter_of(engine: ColocatedEngine) -> object:
 
 
 def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: ColocatedEngine,
+    actor: Actor,
+    serving: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The copy puts the heads in another order, and the read-back reads them in that order too:
     only what is drafted shows it.
@@ -691,11 +724,8 @@ def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
     assert "head 1" in str(caught.value)
     assert engine.heads_version == -1 and engine.checksums()["heads"] == ""
     without = engine.generate(actor.prompts[:8], GREEDY)
-    assert (
-        without.counters.drafts == 0
-        and without.heads_version == -1
-        and tokens(without) == tokens(reference)
-    )
+    assert without.counters.drafts == 0 and without.heads_version == -1
+    assert_as_greedy(actor, serving, tokens(without), tokens(reference))
     swap(engine, good.trainable_state(), tmp_path / "heads.safetensors", 4)
     assert (
         engine.generate(actor.prompts[:8], GREEDY).counters.drafts > 0 and engine.heads_version == 4
@@ -703,26 +733,23 @@ def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
 
 
 def test_the_probe_leaves_the_engines_random_numbers_alone(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+    engine: ColocatedEngine, actor: Actor, device: torch.device, tmp_path: Path
 ) -> None:
     state = actor.random_heads(seed=4).trainable_state()
     engine.configure(sampled=True)
-    before = torch.get_rng_state()
+    of_device = torch.get_rng_state if device.type == "cpu" else torch.cuda.get_rng_state
+    before = of_device()
     swap(engine, state, tmp_path / "heads.safetensors", 4)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(of_device(), before)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
-    engine: ColocatedEngine,
-    actor: Actor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    level: int,
-) -> None:
-    """Everything is vLLM's own but the allocator: its CPU build keeps all memory, so the test
-    throws away what CUDA's would.
+@pytest.fixture
+def throwing_sleep(serving: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep that loses what a sleep loses: CUDA's own on a GPU. vLLM's CPU build keeps all
+    memory, so there the test throws away what CUDA's allocator would.
     """
+    if serving != CPU:
+        return
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     def asleep(self: CPUWorker, level: int = 1) -> None:
@@ -733,10 +760,23 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
             throw_away(tensors_of(ours, (ours._target, *on_the_host)))
 
     monkeypatch.setattr(CPUWorker, "sleep", asleep)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
+    engine: ColocatedEngine,
+    actor: Actor,
+    serving: str,
+    tmp_path: Path,
+    throwing_sleep: None,
+    level: int,
+) -> None:
     state = actor.random_heads(seed=4).trainable_state()
     swap(engine, state, tmp_path / "heads.safetensors", 3)
     reference = engine.generate(actor.prompts[:8], GREEDY)
+    free = 0 if serving == CPU else torch.cuda.mem_get_info()[0]
     engine.sleep(level)
+    assert serving == CPU or torch.cuda.mem_get_info()[0] > free, "its memory is given back"
     for call in (
         lambda: engine.generate(actor.prompts[:1], GREEDY),
         engine.checksums,
@@ -753,11 +793,14 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
         save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
         engine.sync_actor(tmp_path / "actor.safetensors", 1)
         without = engine.generate(actor.prompts[:8], GREEDY)
-        assert without.counters.drafts == 0 and tokens(without) == tokens(reference)
+        assert without.counters.drafts == 0
+        assert_as_greedy(actor, serving, tokens(without), tokens(reference))
         swap(engine, state, tmp_path / "heads.safetensors", 3)
     assert engine.heads_version == 3
     again = engine.generate(actor.prompts[:8], GREEDY)
-    assert tokens(again) == tokens(reference) and again.counters == reference.counters
+    assert_as_greedy(actor, serving, tokens(again), tokens(reference))
+    assert again.counters.drafts > 0
+    assert serving != CPU or again.counters == reference.counters
 
 
 def test_a_loop_that_wakes_its_own_engine_does_not_draft_with_lost_heads(
@@ -777,6 +820,7 @@ def test_a_loop_that_wakes_its_own_engine_does_not_draft_with_lost_heads(
     assert engine.generate(actor.prompts[:2], GREEDY).counters.drafts == 0
 
 
+@cpu_alone
 def test_no_entry_of_openmp_is_left_in_shared_memory(engine: ColocatedEngine) -> None:
     entry = files.SHARED_MEMORY / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}"
     entry.touch()  # As the library makes it where it is loaded before torch.
@@ -785,7 +829,7 @@ def test_no_entry_of_openmp_is_left_in_shared_memory(engine: ColocatedEngine) ->
 
 
 def test_a_synced_actor_is_what_samples_and_what_drafts(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+    engine: ColocatedEngine, actor: Actor, serving: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(6)
     moved = copy.deepcopy(actor.model)
@@ -803,7 +847,7 @@ def test_a_synced_actor_is_what_samples_and_what_drafts(
     seen_M = torch.tensor([value for response in rollouts.responses for value in response.logprobs])
     new_M = logits_MV.log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
     old_M = sampled_rows(actor.model, rollouts)[0].log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
-    assert float((new_M - seen_M).abs().max()) < 1e-3
+    assert float((new_M - seen_M).abs().max()) < NEAR[serving]
     assert float((old_M - seen_M).abs().mean()) > 0.05
     assert tokens(engine.generate(actor.prompts[:12], GREEDY)) != tokens(greedy_before)
     # Zero-start heads are the lm_head: what they draft must be the new lm_head's argmax, for every
@@ -814,7 +858,7 @@ def test_a_synced_actor_is_what_samples_and_what_drafts(
 
 
 def test_a_foreign_or_broken_actor_file_is_refused(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+    engine: ColocatedEngine, actor: Actor, serving: str, tmp_path: Path
 ) -> None:
     state = actor.model.state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
@@ -840,7 +884,8 @@ def test_a_foreign_or_broken_actor_file_is_refused(
         )[0, len(p) :]
         for p in actor.prompts[:4]
     ]
-    assert [t[:12] for t in tokens(first)] == [tuple(row.tolist()) for row in expected]
+    expected = [tuple(row.tolist()) for row in expected]
+    assert_as_greedy(actor, serving, [t[:12] for t in tokens(first)], expected)
 
 
 def test_more_drafts_than_the_engine_has(engine: ColocatedEngine) -> None:
@@ -849,6 +894,7 @@ def test_more_drafts_than_the_engine_has(engine: ColocatedEngine) -> None:
             engine.configure(num_drafts=count)
 
 
+@cpu_alone
 @pytest.mark.slow
 @stock_speculates
 def test_stock_vllm_drafts_the_same_from_a_native_folder(

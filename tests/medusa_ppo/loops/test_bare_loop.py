@@ -16,21 +16,28 @@ import torch
 from safetensors.torch import load_file
 
 from medusa_ppo.contract import metrics as names
+from tests.medusa_ppo.conftest import eager_on_a_gpu
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "bare_loop.py"
 HOOKS = ("before_generation()", "rollout_ready(", "actor_forward(", "policy_updated(", "metrics()")
 
 
+@eager_on_a_gpu
 @pytest.mark.engine
-def test_two_steps_of_the_example_feed_the_engine(chain_actor: Path):
+def test_two_steps_of_the_example_feed_the_engine(chain_actor: Path, serving: str):
     torch.manual_seed(0)
     main = runpy.run_path(str(EXAMPLE))["main"]
 
     first, second = main(
         str(chain_actor),
         2,
-        engine={"max_num_seqs": 32, "threads": 1, "num_drafts": 2},
+        engine={
+            "max_num_seqs": 32,
+            "threads": 1,
+            "num_drafts": 2,
+            "enforce_eager": True,
+        },
         heads={"num_heads": 2},
         companion={"learning_rate": 1e-2, "wait": True, "epochs": 8, "batch_positions": 256},
     )

@@ -23,7 +23,7 @@ from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.loops.attachment import Attachment, DraftingEngine
 from medusa_ppo.plugin import MedusaPlugin, NoPlugin
 from medusa_ppo.runtime.processes import local_ray
-from tests.medusa_ppo.conftest import RecordingCompanion
+from tests.medusa_ppo.conftest import RecordingCompanion, eager_on_a_gpu
 
 PROMPTS = [
     [5, 6, 7],
@@ -86,9 +86,12 @@ def loop(engine: Any, actor: Any, steps: int) -> list[dict[str, Any]]:
     return figures
 
 
+@eager_on_a_gpu
 @pytest.mark.slow
 @pytest.mark.engine
-def test_heads_are_fed_while_the_loop_runs(chain_actor: Path, tmp_path: Path, ray_session: None):
+def test_heads_are_fed_while_the_loop_runs(
+    chain_actor: Path, serving: str, tmp_path: Path, ray_session: None
+):
     companion = {"learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "wait": True}
     config = build_config({"heads": {"num_heads": 2}, "companion": companion, "engine": ENGINE})
     with DraftingEngine(config, load_actor(chain_actor), chain_actor, tmp_path / "run") as engine:

@@ -19,7 +19,7 @@ ROWS = [((5, 6), (1, 2)), ((7,), (3, 3, 4)), ((5, 6), (9,))]
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def model(device: torch.device) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 16,
@@ -28,7 +28,8 @@ def model() -> LlamaForCausalLM:
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
     }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes, attn_implementation="sdpa")).eval()
+    config = LlamaConfig(vocab_size=16, **sizes, attn_implementation="sdpa")
+    return LlamaForCausalLM(config).eval().to(device)
 
 
 def reference(model: LlamaForCausalLM) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -36,13 +37,12 @@ def reference(model: LlamaForCausalLM) -> tuple[torch.Tensor, list[torch.Tensor]
     states = []
     logprobs = []
     for prompt, answer in ROWS:
-        ids = torch.tensor([[*prompt, *answer]])
+        ids = torch.tensor([[*prompt, *answer]], device=model.device)
         with torch.no_grad():
             hidden = model.model(input_ids=ids).last_hidden_state[0, len(prompt) - 1 : -1]
-        states.append(hidden)
-        logprobs.append(
-            model.lm_head(hidden).log_softmax(-1).detach()[range(len(answer)), list(answer)]
-        )
+        states.append(hidden.cpu())
+        logprobs_TV = model.lm_head(hidden).log_softmax(-1).detach().cpu()
+        logprobs.append(logprobs_TV[range(len(answer)), list(answer)])
     return torch.cat(states), logprobs
 
 
@@ -58,7 +58,7 @@ def check(
 
 
 def padded(
-    rows: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    rows: list[tuple[tuple[int, ...], tuple[int, ...]]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.zeros(len(rows), 6, dtype=torch.int64)
     attention = torch.zeros(len(rows), 6, dtype=torch.int64)
@@ -66,7 +66,7 @@ def padded(
         first = 3 - len(prompt)
         ids[row, first : 3 + len(answer)] = torch.tensor([*prompt, *answer])
         attention[row, first : 3 + len(answer)] = 1
-    return ids, attention
+    return ids.to(device), attention.to(device)
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def test_padded_micro_batches_in_another_order(model: LlamaForCausalLM):
     tap = PassTap(model, Sampling(), 2**20, 2)
     with tap.watch(ROWS):
         for part in ([2], [1, 0]):
-            ids, attention = padded([ROWS[i] for i in part])
+            ids, attention = padded([ROWS[i] for i in part], model.device)
             positions = (attention.cumsum(-1) - 1).clamp(min=0)
             model(ids, attention_mask=attention, position_ids=positions)
     tap.add_logprobs(logprobs)
@@ -91,6 +91,7 @@ def test_packed_rows(model: LlamaForCausalLM):
     positions = torch.tensor(
         [[i for prompt, answer in ROWS for i in range(len(prompt) + len(answer))]]
     )
+    ids, positions = ids.to(model.device), positions.to(model.device)
     with tap.watch(ROWS):
         model(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False)
     tap.add_logprobs(logprobs)
@@ -102,7 +103,7 @@ def test_a_batch_may_come_in_several_passes(model: LlamaForCausalLM):
     states_MD, logprobs = reference(model)
     tap = PassTap(model, Sampling(), 2**20, 2)
     for row, values in zip(ROWS, logprobs, strict=True):
-        ids, attention = padded([row])
+        ids, attention = padded([row], model.device)
         with tap.watch([row]):
             model(input_ids=ids, attention_mask=attention)
         tap.add_logprobs([values])
@@ -127,7 +128,7 @@ class States(torch.nn.Module):
 
 @pytest.mark.parametrize(("passes", "told"), [(1, False), (32, True)], ids=["verl", "openrlhf"])
 def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
-    monkeypatch: pytest.MonkeyPatch, passes: int, told: bool
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, passes: int, told: bool
 ) -> None:
     """verl scores a rank's whole share in one call, of which all was dropped; OpenRLHF in pieces,
     of which the first ones filled the budget and the last quarter gave nothing.
@@ -147,7 +148,7 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
             own = rows[part * 128 // passes : (part + 1) * 128 // passes]
             with tap.watch(own):
                 for prompt, answer in own:
-                    model(input_ids=torch.tensor([[*prompt, *answer]]))
+                    model(input_ids=torch.tensor([[*prompt, *answer]], device=device))
             tap.add_logprobs([torch.zeros(500) for _ in own])
         batch = tap.take(batch_number)
         assert batch is not None and batch.weights_M is not None
@@ -174,7 +175,8 @@ def test_rows_that_were_cut_up_are_refused(model: LlamaForCausalLM):
     tap = PassTap(model, Sampling(), 2**20, 2)
     with pytest.raises(ConfigError, match="sequence parallelism"):
         with tap.watch(ROWS):
-            model(input_ids=torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 1]]))
+            ids, positions = torch.tensor([[[5, 6]], [[0, 1]]], device=model.device)
+            model(input_ids=ids, position_ids=positions)
 
 
 def test_spans_of_rows_without_any_mask():

@@ -137,12 +137,15 @@ def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_heads_are_fed_while_the_trainer_runs(kind: str, chain_actor: Path, tmp_path: Path):
+def test_heads_are_fed_while_the_trainer_runs(
+    kind: str, chain_actor: Path, device: torch.device, tmp_path: Path
+):
     log = train(
         kind,
         chain_actor,
         tmp_path / "run",
         {"heads": {"num_heads": 2}, "engine": DRAFTS, "companion": COMPANION},
+        environment={"ACCELERATE_USE_CPU": str(device.type == "cpu").lower()},
         max_steps=8,
         **VLLM,
     )

@@ -28,8 +28,8 @@ from medusa_ppo.ppo.learner import Learner
 FAST = {"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2}
 
 
-def learner(actor, **settings) -> Learner:
-    actor = copy.deepcopy(actor)
+def learner(actor, device: torch.device | str = "cpu", **settings) -> Learner:
+    actor = copy.deepcopy(actor).to(device)
     return Learner(actor, Critic(actor), PPOConfig(**{**FAST, **settings}), seed=3)
 
 
@@ -37,10 +37,25 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_the_first_scores_by_hand(tiny_actor, make_rollouts):
-    batch = PPOBatch(make_rollouts(6))
+def rounding(device: torch.device) -> float:
+    """What sums in another order may change of numbers near 1."""
+    return 1e-6 if device.type == "cpu" else 1e-5
+
+
+def same_weights(device: torch.device, one: torch.Tensor, other: torch.Tensor) -> None:
+    """To the bit on a CPU. A GPU adds the rows of an embedding's gradient up in any order, and
+    Adam's first steps make that large where a gradient is next to nothing.
+    """
+    if device.type == "cpu":
+        assert torch.equal(one, other)
+    else:
+        assert float(((one - other).abs() > 1e-2).double().mean()) < 0.01
+
+
+def test_the_first_scores_by_hand(device: torch.device, tiny_actor, make_rollouts):
+    batch = PPOBatch(make_rollouts(6), device=device)
     rewards = torch.randn(6)
-    scores, report = learner(tiny_actor(), lam=1.0).score(batch, rewards, Sampling())
+    scores, report = learner(tiny_actor(), device, lam=1.0).score(batch, rewards, Sampling())
     assert report[names.KL_REFERENCE] == 0.0, "actor and reference are the same at first"
     assert torch.equal(scores.logprobs_SR, scores.reference_SR)
     # No value and no KL yet: with lambda = 1 the return of each token is the response's reward.
@@ -53,16 +68,19 @@ def test_the_first_scores_by_hand(tiny_actor, make_rollouts):
 
 
 @pytest.mark.parametrize("micro", [1, 3, 4])
-def test_micro_batches_change_nothing_but_rounding(tiny_actor, make_rollouts, micro: int):
+def test_micro_batches_change_nothing_but_rounding(
+    device: torch.device, tiny_actor, make_rollouts, micro: int
+):
     """Responses of unequal length: normalising by micro batch instead of by minibatch would fail
     here by far.
     """
-    batch = PPOBatch(make_rollouts(12))
+    batch = PPOBatch(make_rollouts(12), device=device)
     rewards = torch.randn(12, generator=torch.Generator().manual_seed(0))
     found = []
     for size in (12, micro):
         one = learner(
             tiny_actor(),
+            device,
             micro_batch_size=size,
             minibatch_size=12,
             epochs=1,
@@ -75,8 +93,9 @@ def test_micro_batches_change_nothing_but_rounding(tiny_actor, make_rollouts, mi
         )  # Adam would divide the scale of the gradient out
         report = one.update(batch, scores, Sampling(), 0)
         found.append((weights(one.actor), report))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-6)
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-3, abs=1e-6)
+    near = rounding(device)
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=near)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-3, abs=near)
 
 
 def test_memory_savers_change_nothing_but_rounding(tiny_actor, make_rollouts):
@@ -94,10 +113,10 @@ def test_memory_savers_change_nothing_but_rounding(tiny_actor, make_rollouts):
     torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=1e-4)
 
 
-def test_a_reference_in_bfloat16_stays_near(tiny_actor, make_rollouts):
-    batch = PPOBatch(make_rollouts(12))
+def test_a_reference_in_bfloat16_stays_near(device: torch.device, tiny_actor, make_rollouts):
+    batch = PPOBatch(make_rollouts(12), device=device)
     rewards = torch.zeros(12)
-    one = learner(tiny_actor(), reference_dtype="bfloat16")
+    one = learner(tiny_actor(), device, reference_dtype="bfloat16")
     scores, report = one.score(batch, rewards, Sampling())
     assert {p.dtype for p in one.reference.parameters()} == {torch.bfloat16} and {
         p.dtype for p in one.actor.parameters()
@@ -106,35 +125,38 @@ def test_a_reference_in_bfloat16_stays_near(tiny_actor, make_rollouts):
     torch.testing.assert_close(scores.reference_SR, scores.logprobs_SR, rtol=0.02, atol=0.02)
 
 
-def test_old_logprobs_are_the_actors_own(tiny_actor, make_rollouts):
+def test_old_logprobs_are_the_actors_own(device: torch.device, tiny_actor, make_rollouts):
     """The engine's log-probs (all -1 here, far off) must not enter the ratio: the first pass starts
     at ratio 1.
     """
-    batch = PPOBatch(make_rollouts(8))
-    one = learner(tiny_actor(), epochs=1, minibatch_size=8)
+    batch = PPOBatch(make_rollouts(8), device=device)
+    one = learner(tiny_actor(), device, epochs=1, minibatch_size=8)
     scores, _ = one.score(batch, torch.randn(8), Sampling())
     report = one.update(batch, scores, Sampling(), 0)
-    assert (
-        report[names.KL_UPDATE] == pytest.approx(0.0, abs=1e-9) and report[names.CLIP_FRAC] == 0.0
-    )
-    assert report[names.POLICY_LOSS] == pytest.approx(0.0, abs=1e-6), (
+    # On a GPU the update's products are other ones than the scoring's.
+    near = 1e-9 if device.type == "cpu" else 1e-6
+    assert report[names.KL_UPDATE] == pytest.approx(0.0, abs=near)
+    assert report[names.CLIP_FRAC] == 0.0
+    assert report[names.POLICY_LOSS] == pytest.approx(0.0, abs=rounding(device)), (
         "whitened advantages at ratio 1"
     )
 
 
-def test_same_seed_same_numbers(tiny_actor, make_rollouts):
-    batch = PPOBatch(make_rollouts(8))
+def test_same_seed_same_numbers(device: torch.device, tiny_actor, make_rollouts):
+    batch = PPOBatch(make_rollouts(8), device=device)
     rewards = torch.arange(8.0)
     found = []
     for _ in range(2):
-        one = learner(tiny_actor(), minibatch_size=4, micro_batch_size=2)
+        one = learner(tiny_actor(), device, minibatch_size=4, micro_batch_size=2)
         torch.manual_seed(len(found))  # the global generator must not matter
         scores, _ = one.score(batch, rewards, Sampling())
         found.append(
             (one.update(batch, scores, Sampling(), 5), weights(one.actor), weights(one.critic))
         )
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][2], found[1][2])
+    if device.type == "cpu":
+        assert found[0][0] == found[1][0]
+    same_weights(device, found[0][1], found[1][1])
+    same_weights(device, found[0][2], found[1][2])
 
 
 def test_another_step_draws_other_minibatches(tiny_actor, make_rollouts):
@@ -149,8 +171,10 @@ def test_another_step_draws_other_minibatches(tiny_actor, make_rollouts):
     assert not torch.equal(*found)
 
 
-def test_a_tap_changes_no_bit_and_sees_every_response_once(tiny_actor, make_rollouts):
-    batch = PPOBatch(make_rollouts(8))
+def test_a_tap_changes_no_bit_and_sees_every_response_once(
+    device: torch.device, tiny_actor, make_rollouts
+):
+    batch = PPOBatch(make_rollouts(8), device=device)
     rewards = torch.arange(8.0)
     seen: list[int] = []
 
@@ -161,16 +185,19 @@ def test_a_tap_changes_no_bit_and_sees_every_response_once(tiny_actor, make_roll
 
     found = []
     for chosen in (None, tap):
-        one = learner(tiny_actor(), micro_batch_size=4, minibatch_size=4)
+        one = learner(tiny_actor(), device, micro_batch_size=4, minibatch_size=4)
         scores, _ = one.score(batch, rewards, Sampling(), chosen)
         one.update(batch, scores, Sampling(), 0)
         found.append(weights(one.actor))
-    assert torch.equal(*found) and sorted(seen) == list(range(8))
+    same_weights(device, *found)
+    assert sorted(seen) == list(range(8))
 
 
-def test_reward_moves_the_policy_towards_what_was_rewarded(tiny_actor, make_rollouts):
-    batch = PPOBatch(make_rollouts(8))
-    one = learner(tiny_actor(), kl_coefficient=0.0, epochs=4)
+def test_reward_moves_the_policy_towards_what_was_rewarded(
+    device: torch.device, tiny_actor, make_rollouts
+):
+    batch = PPOBatch(make_rollouts(8), device=device)
+    one = learner(tiny_actor(), device, kl_coefficient=0.0, epochs=4)
     rewards = torch.tensor([1.0, 0.0] * 4)
     before, _ = one.score(batch, rewards, Sampling())
     one.update(batch, before, Sampling(), 0)
@@ -180,11 +207,13 @@ def test_reward_moves_the_policy_towards_what_was_rewarded(tiny_actor, make_roll
     assert report[names.KL_REFERENCE] != 0.0
 
 
-def test_the_kl_penalty_holds_the_policy_back(tiny_actor, make_rollouts):
-    batch = PPOBatch(make_rollouts(8))
+def test_the_kl_penalty_holds_the_policy_back(device: torch.device, tiny_actor, make_rollouts):
+    batch = PPOBatch(make_rollouts(8), device=device)
     moved = []
     for coefficient in (0.0, 50.0):
-        one = learner(tiny_actor(), kl_coefficient=coefficient, epochs=2, actor_learning_rate=3e-3)
+        one = learner(
+            tiny_actor(), device, kl_coefficient=coefficient, epochs=2, actor_learning_rate=3e-3
+        )
         for step in range(12):
             scores, _ = one.score(batch, torch.tensor([1.0, 0.0] * 4), Sampling())
             one.update(batch, scores, Sampling(), step)
@@ -192,10 +221,10 @@ def test_the_kl_penalty_holds_the_policy_back(tiny_actor, make_rollouts):
     assert moved[1] < 0.7 * moved[0]
 
 
-def test_the_critic_learns_the_rewards(tiny_actor, make_rollouts):
-    batch = PPOBatch(make_rollouts(8))
+def test_the_critic_learns_the_rewards(device: torch.device, tiny_actor, make_rollouts):
+    batch = PPOBatch(make_rollouts(8), device=device)
     rewards = torch.tensor([1.0, -1.0] * 4)
-    one = learner(tiny_actor(), value_clip_range=10.0)
+    one = learner(tiny_actor(), device, value_clip_range=10.0)
     values = []
     explained = []
     for step in range(30):
@@ -206,9 +235,9 @@ def test_the_critic_learns_the_rewards(tiny_actor, make_rollouts):
     assert explained[-1] > explained[0] + 0.3 and explained[-1] <= 1.0
 
 
-def test_the_reference_stays(tiny_actor, make_rollouts):
-    batch = PPOBatch(make_rollouts(4))
-    one = learner(tiny_actor())
+def test_the_reference_stays(device: torch.device, tiny_actor, make_rollouts):
+    batch = PPOBatch(make_rollouts(4), device=device)
+    one = learner(tiny_actor(), device)
     before = weights(one.reference)
     scores, _ = one.score(batch, torch.randn(4), Sampling())
     one.update(batch, scores, Sampling(), 0)
@@ -233,10 +262,10 @@ def test_entropy_bonus_raises_entropy(tiny_actor, make_rollouts):
 
 
 def test_a_gradient_that_is_not_finite_stops_before_it_spoils_the_weights(
-    tiny_actor, make_rollouts
+    device: torch.device, tiny_actor, make_rollouts
 ):
-    batch = PPOBatch(make_rollouts(4))
-    one = learner(tiny_actor())
+    batch = PPOBatch(make_rollouts(4), device=device)
+    one = learner(tiny_actor(), device)
     scores, _ = one.score(batch, torch.tensor([1.0, float("inf"), 0.0, 0.0]), Sampling())
     before = weights(one.actor)
     with pytest.raises(RunError, match="not finite"):
@@ -404,17 +433,19 @@ def test_nothing_is_learned_from_a_batch_of_cut_responses(tiny_actor, make_rollo
     assert torch.equal(weights(one.actor), weights(actor)) and report[names.ACTOR_STEPS] == 0
 
 
-def test_a_step_without_a_finite_gradient_is_left_out_and_counted(tiny_actor, make_rollouts):
+def test_a_step_without_a_finite_gradient_is_left_out_and_counted(
+    device: torch.device, tiny_actor, make_rollouts
+):
     """One of two minibatches is spoiled: the other one is learned from."""
-    batch = PPOBatch(make_rollouts(8))
+    batch = PPOBatch(make_rollouts(8), device=device)
     actor = tiny_actor()
-    one = learner(actor, epochs=1, minibatch_size=4)
+    one = learner(actor, device, epochs=1, minibatch_size=4)
     scores, _ = one.score(batch, torch.arange(8.0), Sampling())
     scores.advantages_SR[0, 0] = float("inf")
     report = one.update(batch, scores, Sampling(), 0)
     assert report[names.STEPS_SKIPPED] == 1 and report[names.ACTOR_STEPS] == 1
     assert weights(one.actor).isfinite().all() and not torch.equal(
-        weights(one.actor), weights(actor)
+        weights(one.actor).cpu(), weights(actor)
     )
 
 

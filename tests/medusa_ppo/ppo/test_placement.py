@@ -242,33 +242,34 @@ def test_a_shared_run_goes_on_where_it_was_saved(tmp_path: Path, tiny_actor, sam
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-def linear(seed: int, size: int = 8) -> torch.nn.Linear:
+def linear(seed: int, size: int = 8, device: torch.device | str = "cpu") -> torch.nn.Linear:
     torch.manual_seed(seed)
-    return torch.nn.Linear(size, size)
+    return torch.nn.Linear(size, size).to(device)
 
 
-def pair() -> tuple[Turns, torch.nn.Linear, torch.nn.Linear]:
+def pair(device: torch.device) -> tuple[Turns, torch.nn.Linear, torch.nn.Linear]:
     turns = Turns("shared")
-    first = linear(0)
-    second = linear(1)
+    first = linear(0, device=device)
+    second = linear(1, device=device)
     turns.add(CRITIC, first)
     turns.add(REWARD, second)
     turns.clear()
     return turns, first, second
 
 
-def test_who_comes_takes_the_place_of_who_leaves():
-    turns, first, second = pair()
-    expected = linear(1).weight
+def test_who_comes_takes_the_place_of_who_leaves(device: torch.device):
+    turns, first, second = pair(device)
+    expected = linear(1, device=device).weight
     with turns.on(CRITIC):
         place = first.weight.data_ptr()
+        assert first.weight.device.type == device.type
     with turns.on(REWARD):
         assert second.weight.data_ptr() == place and torch.equal(second.weight, expected)
         assert turns.ledger.now == {CRITIC: 0, REWARD: 4 * (64 + 8)}
 
 
-def test_what_nobody_changed_is_not_copied_again():
-    turns, first, _ = pair()
+def test_what_nobody_changed_is_not_copied_again(device: torch.device):
+    turns, first, _ = pair(device)
     moved = []
     before = turns._moved
     for training in (False, True):
@@ -279,12 +280,13 @@ def test_what_nobody_changed_is_not_copied_again():
         moved.append(turns._moved - before)
     assert moved == [4 * 72, 4 * 72 * 3], "once there; once there and once back"
     with turns.aside(CRITIC):
-        assert torch.equal(first.weight, linear(0).weight + 1.0), "read where it waits"
+        assert first.weight.device.type == "cpu", "read where it waits"
+        torch.testing.assert_close(first.weight, linear(0).weight + 1.0, rtol=0, atol=1e-6)
     assert first.weight.numel() == 0
 
 
-def test_what_somebody_still_holds_is_not_booked_as_freed():
-    turns, first, _ = pair()
+def test_what_somebody_still_holds_is_not_booked_as_freed(device: torch.device):
+    turns, first, _ = pair(device)
     with turns.on(CRITIC):
         held = first.weight.detach()
     turns.clear()
@@ -292,6 +294,30 @@ def test_what_somebody_still_holds_is_not_booked_as_freed():
     del held
     with turns.on(REWARD):
         assert turns.ledger.now[UNFREED] == 0
+
+
+def test_moments_leave_with_the_weights_and_an_update_goes_on(device: torch.device):
+    """Three steps of AdamW with a turn of another role between them are three steps in a row."""
+    states = []
+    for away in (False, True):
+        turns = Turns("shared")
+        learns, other = linear(0, device=device), linear(1, device=device)
+        optimizer = torch.optim.AdamW(learns.parameters(), lr=0.1)
+        turns.add(ACTOR, learns, optimizer)
+        turns.add(REFERENCE, other)
+        for _ in range(3):
+            with turns.on(ACTOR, training=True):
+                learns(torch.ones(2, 8, device=device)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            if away:
+                with turns.on(REFERENCE):
+                    other(torch.ones(2, 8, device=device))
+                assert turns.ledger.now[ACTOR] == 0
+        with turns.on(ACTOR, training=True):
+            states.append([p.detach().cpu().clone() for p in learns.parameters()])
+    for plain, moved in zip(*states, strict=True):
+        assert torch.equal(plain, moved)
 
 
 @pytest.mark.parametrize(

@@ -52,17 +52,20 @@ class ProposerStep:
         grammar: bool = False,
         pairs: int = 0,
         copy_parts: int = 0,
+        device: torch.device = CPU,
     ) -> None:
         torch.manual_seed(0)
         config = HeadsConfig(D, V, K, kind="hydra", context=pairs, copy_parts=copy_parts)
         heads = MedusaHeads(config).requires_grad_(False)
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
-        self.lm_head_VD = torch.randn(V, D) / 6
-        self.table_VD = torch.randn(V, D)
-        self.hidden_1D = torch.randn(1, D)
+        heads.to(device)
+        self.device = device
+        self.lm_head_VD = torch.randn(V, D).to(device) / 6
+        self.table_VD = torch.randn(V, D).to(device)
+        self.hidden_1D = torch.randn(1, D).to(device)
         proposer: Any = object.__new__(MedusaProposer)
-        proposer.device = CPU
+        proposer.device = device
         proposer.dtype = torch.float32
         proposer.hidden_size = D
         proposer.vllm_config = SimpleNamespace(
@@ -82,7 +85,7 @@ class ProposerStep:
         proposer._lm_head = self.logits
         proposer._embedding = lambda: self.embed
         proposer._target = torch.nn.Module()
-        proposer._seating = Seating(size, CPU)
+        proposer._seating = Seating(size, device)
         proposer.chooser = DraftChooser(K)
         proposer._fingerprint = fingerprint(heads)
         proposer._use_vocabulary()
@@ -113,8 +116,9 @@ class ProposerStep:
     ) -> torch.Tensor:
         self.seat(keys, tokens)
         self.proposer._last_ids = [1] * len(keys)
+        temperature_B = torch.ones(len(keys), device=self.device)
         sampling = SimpleNamespace(
-            all_greedy=False, temperature=torch.ones(len(keys)), top_k=top_k, top_p=None
+            all_greedy=False, temperature=temperature_B, top_k=top_k, top_p=None
         )
         return self.proposer.propose(K, self.hidden_1D.expand(len(keys), D), sampling)
 
@@ -131,6 +135,7 @@ class ProposerStep:
         self.seat(keys, tokens)
         flat_T = torch.cat([row_K[:count] for row_K, count in zip(ids_BK, counts, strict=True)])
         proposed = self.proposer.proposed(counts, False)
+        p_KV = p_KV.to(self.device)
         logits_NV = torch.cat([p_KV[: count + 1] for count in counts]).log()
         return verify_rows(
             logits_NV, None, DraftRows.build(flat_T, counts), counts, proposed, Rule()
@@ -142,7 +147,7 @@ def first_tokens(runs_B: torch.Tensor, last_B: torch.Tensor, ids_BK: torch.Tenso
 
 
 def p_value(tokens_B: torch.Tensor, p_V: torch.Tensor) -> float:
-    counts_V = torch.bincount(tokens_B, minlength=V).double()
+    counts_V = torch.bincount(tokens_B, minlength=V).double().cpu()
     there_V = p_V > 0
     assert counts_V[~there_V].sum() == 0
     return float(
@@ -157,8 +162,8 @@ def targets() -> torch.Tensor:
     return torch.randn(K + 1, V, generator=torch.Generator().manual_seed(5)).softmax(-1)
 
 
-def test_sampled_drafts_are_verified_against_the_q_of_their_step() -> None:
-    step = ProposerStep(MANY)
+def test_sampled_drafts_are_verified_against_the_q_of_their_step(device: torch.device) -> None:
+    step = ProposerStep(MANY, device=device)
     keys = [str(row) for row in range(MANY)]
     p_KV = targets()
     ids_BK = step.propose(keys, 7)
@@ -167,15 +172,17 @@ def test_sampled_drafts_are_verified_against_the_q_of_their_step() -> None:
     assert p_value(torch.where(runs_B == 1, last_B, ids_BK[:, 1])[runs_B > 0], p_KV[1]) > 1e-3
 
 
-def test_a_q_of_another_step_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_q_of_another_step_is_not_believed(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The drafts of a step that was lost are verified as one-hot; with the q that lies in their
     slots they would be biased.
     """
-    step = ProposerStep(MANY)
+    step = ProposerStep(MANY, device=device)
     keys = [str(row) for row in range(MANY)]
     p_KV = targets()
     step.propose(keys, 7)
-    fixed_BK = torch.full((MANY, K), 3)
+    fixed_BK = torch.full((MANY, K), 3, device=device)
     runs_B, last_B = step.verify(keys, 8, fixed_BK, [K] * MANY, p_KV)
     assert p_value(first_tokens(runs_B, last_B, fixed_BK), p_KV[0]) > 1e-3
     monkeypatch.setattr(
@@ -186,31 +193,33 @@ def test_a_q_of_another_step_is_not_believed(monkeypatch: pytest.MonkeyPatch) ->
     assert p_value(first_tokens(runs_B, last_B, fixed_BK), p_KV[0]) < 1e-6
 
 
-def test_a_preempted_request_that_resumes_with_placeholders_samples_from_the_model() -> None:
+def test_a_preempted_request_that_resumes_with_placeholders_samples_from_the_model(
+    device: torch.device,
+) -> None:
     """It drafted, was preempted, and comes back at the same length with its drafts replaced by
     -1.
     """
-    step = ProposerStep(MANY)
+    step = ProposerStep(MANY, device=device)
     keys = [str(row) for row in range(MANY)]
     p_KV = targets()
     step.propose(keys, 7)
-    padded_BK = torch.full((MANY, K), -1)
+    padded_BK = torch.full((MANY, K), -1, device=device)
     runs_B, last_B = step.verify(keys, 7, padded_BK, [K] * MANY, p_KV)
     assert runs_B.sum() == 0 and p_value(last_B, p_KV[0]) > 1e-3
 
 
 @pytest.mark.parametrize("grammar", [True, False])
-def test_drafts_that_a_grammar_cuts_are_one_hot(grammar: bool) -> None:
+def test_drafts_that_a_grammar_cuts_are_one_hot(device: torch.device, grammar: bool) -> None:
     """vLLM cuts a run at its first forbidden token, which depends on what was drawn. Not known to
     us as a grammar, that is biased.
     """
-    step = ProposerStep(MANY, grammar=grammar)
+    step = ProposerStep(MANY, grammar=grammar, device=device)
     keys = [str(row) for row in range(MANY)]
     p_KV = targets()
     if grammar:
         # One draft for all would hide what is being tested: each request's argmax is to be another
         # one.
-        step.hidden_1D = torch.randn(MANY, D)
+        step.hidden_1D = torch.randn(MANY, D).to(device)
     ids_BK = step.propose(keys, 7)
     allowed_V = torch.arange(V) % 2 == 0
     masked_KV = p_KV.clone()
@@ -225,15 +234,15 @@ def test_drafts_that_a_grammar_cuts_are_one_hot(grammar: bool) -> None:
         assert ids_BK[:, 0].unique().numel() > 1 and not (step.proposer._slots.stamps_R >= 0).any()
 
 
-def test_top_k_counts_in_the_vocabulary_not_in_the_drafts() -> None:
-    step = ProposerStep(4)
+def test_top_k_counts_in_the_vocabulary_not_in_the_drafts(device: torch.device) -> None:
+    step = ProposerStep(4, device=device)
     keys = ["0", "1", "2", "3"]
     proposer = step.proposer
     proposer.draft_vocabulary = DraftVocabulary(4, V)
     proposer.draft_vocabulary.observe([[1, 3, 5, 7] * 3])
     proposer._refresh_vocabulary()
-    ids_BK = step.propose(keys, 7, torch.tensor([V, 1, V, 3], dtype=torch.int32))
-    assert torch.isin(ids_BK, torch.tensor([1, 3, 5, 7])).all()
+    ids_BK = step.propose(keys, 7, torch.tensor([V, 1, V, 3], dtype=torch.int32, device=device))
+    assert torch.isin(ids_BK, torch.tensor([1, 3, 5, 7], device=device)).all()
     rows_B = proposer._slots.rows_S[proposer._seats.slots_B]
     q_BKW = torch.stack(
         [proposer._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(K)], dim=1
@@ -241,8 +250,10 @@ def test_top_k_counts_in_the_vocabulary_not_in_the_drafts() -> None:
     assert (q_BKW > 0).sum(-1).tolist() == [[4, 4], [1, 1], [4, 4], [3, 3]]
 
 
-def test_seeded_requests_draft_and_verify_alike_whoever_shares_the_step() -> None:
-    step = ProposerStep(4, [5, None, 6, 5])
+def test_seeded_requests_draft_and_verify_alike_whoever_shares_the_step(
+    device: torch.device,
+) -> None:
+    step = ProposerStep(4, [5, None, 6, 5], device=device)
     p_KV = targets()
     together = step.propose(["1", "0", "2", "3"], 7)
     assert torch.equal(together[1], together[3])
@@ -264,44 +275,47 @@ def test_drafting_goes_on_to_the_end() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("honest", [True, False])
 def test_a_memory_and_runs_that_end_early_are_lossless(
-    honest: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, honest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists of drafts, verified against the mixture; with the heads' q alone they would be
     biased.
     """
     many = 10_000
-    step = ProposerStep(many)
+    step = ProposerStep(many, device=device)
     keys = [str(row) for row in range(many)]
     p_KV = targets()
     for state in step.live.values():
         state.output_token_ids = [2, 3]
     step.lm_head_VD /= 4  # Flat enough for any token.
     proposer = step.proposer
-    proposer.memory = RunningMemory(10**6, many, K, 64, CPU)
-    proposer.stopping = Stopping(0.3, many, K, CPU)
+    proposer.memory = RunningMemory(10**6, many, K, 64, device)
+    proposer.stopping = Stopping(0.3, many, K, device)
     proposer.memory.store.remember(prompt_key([1]), [2, 3, 4, 5, 3, 6])
     if not honest:
         monkeypatch.setattr(
-            DraftSlots, "q", lambda slots, rows_N, drafts_N: torch.full((len(rows_N), V), 1 / V)
+            DraftSlots,
+            "q",
+            lambda slots, rows_N, drafts_N: torch.full((len(rows_N), V), 1 / V, device=device),
         )
     step.seat(keys, 7)
     proposer.before_step([[3]] * many, [0] * many, many, step.hidden_1D.expand(many, D))
     drafts = step.propose(keys, 7)
     assert isinstance(drafts, list) and {len(ids) for ids in drafts} == {1, 2}
-    ids_BK = torch.tensor([[*ids, -1][:K] for ids in drafts])
+    ids_BK = torch.tensor([[*ids, -1][:K] for ids in drafts], device=device)
     assert (ids_BK[:, 0] == 4).float().mean() > 0.2, "it followed 2 3"
     runs_B, last_B = step.verify(keys, 7, ids_BK, [len(ids) for ids in drafts], p_KV)
     p = p_value(first_tokens(runs_B, last_B, ids_BK), p_KV[0])
     assert p > 1e-3 if honest else p < 1e-6
     second = p_value(torch.where(runs_B > 1, ids_BK[:, 1], last_B)[runs_B > 0], p_KV[1])
     assert second > 1e-3 or not honest
-    counts = torch.tensor([len(ids) for ids in drafts])
-    rows_T = torch.arange(int(counts.sum()))
-    flat_T = torch.cat([torch.tensor(ids) for ids in drafts])
-    logits_TV = torch.cat([p_KV[:count] for count in counts.tolist()]).log()
-    proposer.memory.judge(logits_TV, rows_T, flat_T, counts.tolist(), torch.ones(many))
+    counts = torch.tensor([len(ids) for ids in drafts], device=device)
+    rows_T = torch.arange(int(counts.sum()), device=device)
+    flat_T = torch.cat([torch.tensor(ids) for ids in drafts]).to(device)
+    logits_TV = torch.cat([p_KV[:count] for count in counts.tolist()]).log().to(device)
+    temperature_B = torch.ones(many, device=device)
+    proposer.memory.judge(logits_TV, rows_T, flat_T, counts.tolist(), temperature_B)
     proposer.before_step(
-        [[0] * (1 + int(run)) for run in runs_B], counts.tolist(), many, step.hidden_1D
+        [[0] * (1 + run) for run in runs_B.tolist()], counts.tolist(), many, step.hidden_1D
     )
     offered, taken = proposer.memory.trust.by_length()[1]  # Behind 1 2 3, and behind 1 2 3 4.
     second_B = (ids_BK[:, 0] == 4) & (runs_B > 0) & (counts > 1)
@@ -315,12 +329,12 @@ def test_a_memory_and_runs_that_end_early_are_lossless(
 class EngineRequest:
     """A request's states and tokens; how much of it the engine has."""
 
-    def __init__(self, prompt: int) -> None:
+    def __init__(self, prompt: int, device: torch.device) -> None:
         self.prompt = prompt
         self.done = 0
-        self.hidden_TD = torch.randn(40, D)
-        self.ids_T = torch.randint(V, (40,))
-        self.prompt_ids = torch.randint(V, (prompt,))
+        self.hidden_TD = torch.randn(40, D).to(device)
+        self.ids_T = torch.randint(V, (40,)).to(device)
+        self.prompt_ids = torch.randint(V, (prompt,)).to(device)
 
     @property
     def text(self) -> torch.Tensor:
@@ -334,11 +348,20 @@ class Contexts:
     """
 
     def __init__(
-        self, prompts: list[int], size: int = 3, pairs: int = PAIRS, copy_parts: int = 0
+        self,
+        device: torch.device,
+        prompts: list[int],
+        size: int = 3,
+        pairs: int = PAIRS,
+        copy_parts: int = 0,
     ) -> None:
-        self.step = ProposerStep(size, [None] * len(prompts), pairs=pairs, copy_parts=copy_parts)
+        unseeded = [None] * len(prompts)
+        self.step = ProposerStep(size, unseeded, pairs=pairs, copy_parts=copy_parts, device=device)
+        self.device = device
         self.pairs = pairs
-        self.responses = {str(row): EngineRequest(prompt) for row, prompt in enumerate(prompts)}
+        self.responses = {
+            str(row): EngineRequest(prompt, device) for row, prompt in enumerate(prompts)
+        }
         self.first = dict.fromkeys(self.responses, 0)  # Pairs before it are gone.
 
     @torch.inference_mode()
@@ -376,7 +399,7 @@ class Contexts:
         ids = np.zeros((len(keys), MOST_TOKENS), dtype=np.int32)
         for row, key in enumerate(keys):
             text = self.responses[key].text
-            ids[row, : len(text)] = text.numpy()
+            ids[row, : len(text)] = text.cpu().numpy()
         return ids
 
     def check_copies(self, accepted: dict[str, int]) -> None:
@@ -388,9 +411,12 @@ class Contexts:
             mine = self.responses[key]
             lengths_1 = torch.tensor([mine.done])
             texts = Texts.of(
-                mine.prompt_ids, torch.tensor([mine.prompt]), mine.ids_T[: mine.done], lengths_1
+                mine.prompt_ids.cpu(),
+                torch.tensor([mine.prompt]),
+                mine.ids_T[: mine.done].cpu(),
+                lengths_1,
             )
-            text = texts.of_rows(lengths_1 - 1)
+            text = texts.of_rows(lengths_1 - 1).to(self.device)
             wanted = proposer.heads._copied(text, self.step.table_VD, SERVED_PLACES)[0]
             told = self.seen.told_BKH[row]
             torch.testing.assert_close(told, wanted, rtol=1e-3, atol=1e-5)
@@ -408,14 +434,15 @@ class Contexts:
             [self.responses[key].ids_T[at : at + K] for key, at in zip(accepted, last, strict=True)]
         )
         sampling = DraftSampling(
-            torch.ones(len(last)), torch.rand(len(last), K, dtype=torch.float64)
+            torch.ones(len(last), device=self.device),
+            torch.rand(len(last), K, dtype=torch.float64, device=self.device),
         )
         drafted = proposer._core.draft(hidden_BD, ids_BK[:, 0], K, sampling, self.seen)
         for row, (key, count) in enumerate(accepted.items()):
             if count:
                 mine = self.responses[key]
                 at = last[row]
-                rows_n = torch.arange(at - self.pairs + 1, at + 1)
+                rows_n = torch.arange(at - self.pairs + 1, at + 1, device=self.device)
                 context = Context.of(
                     torch.where(rows_n >= self.first[key], rows_n, MISSING)[None],
                     mine.hidden_TD,
@@ -436,11 +463,11 @@ class Contexts:
 
 
 @pytest.mark.parametrize("pairs", [2, PAIRS])
-def test_each_request_attends_to_its_own_last_pairs(pairs: int) -> None:
+def test_each_request_attends_to_its_own_last_pairs(device: torch.device, pairs: int) -> None:
     """Through accepted runs of every length, prompts that take several steps, a batch that changes,
     and steps without drafts.
     """
-    scene = Contexts([3, 5, 0], pairs=pairs)
+    scene = Contexts(device, [3, 5, 0], pairs=pairs)
     scene.run({"0": 1, "1": 0}, drafted=0)
     scene.run({"1": 1, "0": 1}, drafted=0)
     scene.run({"0": 3, "1": 2})
@@ -452,10 +479,11 @@ def test_each_request_attends_to_its_own_last_pairs(pairs: int) -> None:
 
 
 def test_steps_without_drafts_make_no_keys_and_lose_no_pair(
+    device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What came while nothing was drafted is there once drafts are wanted again."""
-    scene = Contexts([3, 5])
+    scene = Contexts(device, [3, 5])
     scene.run({"0": 1, "1": 1}, drafted=0)
     scene.run({"0": 2, "1": 3})
     fused = scene.step.proposer._core.fused
@@ -470,8 +498,10 @@ def test_steps_without_drafts_make_no_keys_and_lose_no_pair(
     scene.run({"0": 2, "1": 3})
 
 
-def test_pairs_are_missing_after_a_swap_and_in_a_slot_that_was_given_on() -> None:
-    scene = Contexts([3, 5, 2], size=2)
+def test_pairs_are_missing_after_a_swap_and_in_a_slot_that_was_given_on(
+    device: torch.device,
+) -> None:
+    scene = Contexts(device, [3, 5, 2], size=2)
     scene.run({"0": 1, "1": 1}, drafted=0)
     scene.run({"0": 3, "1": 3})
     scene.step.proposer._forget_pairs()
@@ -483,11 +513,11 @@ def test_pairs_are_missing_after_a_swap_and_in_a_slot_that_was_given_on() -> Non
     scene.run({"1": 3, "2": 3})
 
 
-def test_each_request_copies_from_its_own_text() -> None:
+def test_each_request_copies_from_its_own_text(device: torch.device) -> None:
     """Prompts that take several steps, steps without drafts, requests that join, wait, lose their
     slot and come back, and other heads in the middle.
     """
-    scene = Contexts([12, 20, 7], size=2, copy_parts=2)
+    scene = Contexts(device, [12, 20, 7], size=2, copy_parts=2)
     scene.run({"0": 1, "1": 0}, drafted=0)
     scene.run({"1": 1, "0": 3})
     scene.run({"0": 1, "1": 3}, wanted=0)
@@ -503,11 +533,13 @@ def test_each_request_copies_from_its_own_text() -> None:
     scene.run({"0": 1, "2": 1})
 
 
-def test_a_prompt_longer_than_what_is_kept_is_searched_in_its_last_tokens() -> None:
+def test_a_prompt_longer_than_what_is_kept_is_searched_in_its_last_tokens(
+    device: torch.device,
+) -> None:
     """All of its other tokens are never written: a prompt of 100,000 tokens costs what the window
     costs.
     """
-    scene = Contexts([12], copy_parts=2)
+    scene = Contexts(device, [12], copy_parts=2)
     proposer = scene.step.proposer
     ring = proposer._texts
     assert ring is not None and ring.places == MOST_TOKENS
@@ -527,31 +559,38 @@ def test_a_prompt_longer_than_what_is_kept_is_searched_in_its_last_tokens() -> N
     last = torch.from_numpy(ids[0, -MOST_TOKENS:]).long()
     nothing = torch.zeros(1, dtype=torch.int64)
     texts = Texts.of(last[:0], nothing, last, torch.tensor([MOST_TOKENS]))
-    text = texts.of_rows(torch.tensor([MOST_TOKENS - 1]))
+    text = texts.of_rows(torch.tensor([MOST_TOKENS - 1])).to(device)
     wanted = proposer.heads._copied(text, scene.step.table_VD, SERVED_PLACES)[0]
     torch.testing.assert_close(told_BKH[0], wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_a_draft_vocabulary_without_the_copied_token_has_a_whole_q() -> None:
+def test_a_draft_vocabulary_without_the_copied_token_has_a_whole_q(device: torch.device) -> None:
     """q is over the map; what it lacks is never drafted, whatever was found."""
-    scene = Contexts([12], copy_parts=2)
+    scene = Contexts(device, [12], copy_parts=2)
     scene.run({"0": 1}, drafted=0)
     scene.run({"0": 3})
     core = scene.step.proposer._core
-    ids_W = torch.tensor([1, 4, 6])
+    ids_W = torch.tensor([1, 4, 6], device=device)
     core.use_vocabulary(ids_W, lambda features: features @ scene.step.lm_head_VD[ids_W].T)
-    sampling = DraftSampling(torch.ones(1), torch.full((1, K), 0.99, dtype=torch.float64))
-    drafted = core.draft(torch.randn(1, D), torch.tensor([2]), K, sampling, scene.seen)
+    sampling = DraftSampling(
+        torch.ones(1, device=device), torch.full((1, K), 0.99, dtype=torch.float64, device=device)
+    )
+    hidden_1D = torch.randn(1, D).to(device)
+    drafted = core.draft(hidden_1D, torch.tensor([2], device=device), K, sampling, scene.seen)
     for q_BW in drafted.q:
         assert q_BW.shape == (1, 3)
-        torch.testing.assert_close(q_BW.sum(), torch.tensor(1.0))
+        torch.testing.assert_close(q_BW.sum().cpu(), torch.tensor(1.0))
     assert set(drafted.ids_BK.flatten().tolist()) <= set(ids_W.tolist())
 
 
 @pytest.mark.parametrize("copy_parts", [0, 2])
 @pytest.mark.parametrize("draft_vocab", [0, V - 2])
 def test_a_deep_sleep_leaves_nothing_behind(
-    copy_parts: int, draft_vocab: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    copy_parts: int,
+    draft_vocab: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM throws away all that was allocated while heads were loaded, and brings nobody's tensors
     back but those of modules: the ring's own numbers were gone for good, and what stood in the
@@ -559,7 +598,7 @@ def test_a_deep_sleep_leaves_nothing_behind(
     """
     monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     # A request that has fewer tokens than a context has pairs reads places that nobody wrote.
-    scene = Contexts([2, 5], copy_parts=copy_parts)
+    scene = Contexts(device, [2, 5], copy_parts=copy_parts)
     step = scene.step
     proposer = step.proposer
     if draft_vocab:
@@ -589,24 +628,26 @@ def test_a_deep_sleep_leaves_nothing_behind(
     scene.run({"0": 3, "1": 1})
 
 
-def test_heads_with_a_context_need_its_pairs() -> None:
+def test_heads_with_a_context_need_its_pairs(device: torch.device) -> None:
     """Drafts that look back differ from those that do not; and nothing is looked up for heads that
     have no context.
     """
-    scene = Contexts([3])
+    scene = Contexts(device, [3])
     scene.run({"0": 1}, drafted=0)
     scene.run({"0": 3})
     core = scene.step.proposer._core
     seen = scene.seen
     hidden_1D = scene.responses["0"].hidden_TD[3:4]
     id_1 = scene.responses["0"].ids_T[3:4]
-    sampling = DraftSampling(torch.ones(1), torch.zeros(1, K, dtype=torch.float64))
+    sampling = DraftSampling(
+        torch.ones(1, device=device), torch.zeros(1, K, dtype=torch.float64, device=device)
+    )
     assert not torch.allclose(
         core.draft(hidden_1D, id_1, K, sampling, seen).q[0],
         core.draft(hidden_1D, id_1, K, sampling).q[0],
         atol=1e-3,
     )
-    plain = ProposerStep(1).proposer
+    plain = ProposerStep(1, device=device).proposer
     plain.seat(
         ["0"],
         {"0": SimpleNamespace(sampling_params=None, prompt_token_ids=None)},
