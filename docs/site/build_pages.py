@@ -52,7 +52,7 @@ WRITTEN = {
     "benchmarks/RESULTS-archive.md": "results-archive.md",
     "CHANGELOG.md": "changelog.md",
 }
-PICTURES = ("docs/choosing.svg",)
+PICTURES = tuple(f"docs/{file.name}" for file in sorted(ROOT.glob("docs/*.svg")))
 COMMANDS = "commands"
 CONFIGURATION = "configuration.md"
 API = "api.md"
