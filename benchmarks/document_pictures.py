@@ -37,7 +37,7 @@ PHASES = {
     "weight sync": "sync_s",
 }
 OTHER = "other"
-LANES = {"vLLM": 44, "PPO loop": 134, "companion": 224}
+ROWS = {"vLLM": 44, "PPO loop": 134, "companion": 224}
 """Row of the drawing -> its upper edge."""
 TALL = 60
 # (row, left, width, colour, lines): what happens in a step, from left to right.
@@ -121,22 +121,22 @@ def seconds_picture(pairs: Sequence[dict[str, dict[str, float]]]) -> str:
 
 def step_picture() -> str:
     shapes = []
-    for name, y in LANES.items():
+    for name, y in ROWS.items():
         shapes.append(text(10, y + TALL / 2 + 4, name, 'font-weight="bold" class="quiet"'))
     for way, label in ARROWS:
         shapes.append(f'<path d="{way}" class="arrow" marker-end="url(#head)"/>')
         if label:
             shapes.append(text(*label, 'class="quiet"'))
-    for lane, x, width, colour, lines in BOXES:
-        y = LANES[lane]
+    for row, x, width, colour, lines in BOXES:
+        y = ROWS[row]
         shapes.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{TALL}" rx="6"'
             f' class="box line{colour}"/>'
         )
-        for row, words in enumerate(lines):
-            weight = 'font-weight="bold" ' if row == 0 else ""
+        for number, words in enumerate(lines):
+            weight = 'font-weight="bold" ' if number == 0 else ""
             shapes.append(
-                text(x + width / 2, y + 18 + 17 * row, words, f'{weight}text-anchor="middle"')
+                text(x + width / 2, y + 18 + 17 * number, words, f'{weight}text-anchor="middle"')
             )
     head = (
         '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"'
