@@ -58,7 +58,8 @@ CONFIGURATION = "configuration.md"
 API = "api.md"
 TREE = "where.md"
 MADE = (CONFIGURATION, API, TREE)
-LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)\s]+)\)")
+# The words of a link may go on in the next line, not in the next paragraph.
+LINK = re.compile(r"(?<!!)\[((?:[^\]\n]|\n(?!\n))+)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```|^    .*?$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 

@@ -30,7 +30,7 @@ ROOMS = r"heads|medusa_ppo|tests|benchmarks|configs|docs|examples|\.ci"
 FILE = re.compile(rf"(?<![\w./-])((?:{ROOMS})/[\w./-]*\w\.\w+)")
 # Not of `heads`: `heads.context` is a key of the configuration.
 MODULE = re.compile(r"(?<![\w./:-])(medusa_ppo(?:\.\w+)+)")
-LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s#]+)[^)\s]*\)")
+LINK = re.compile(r"!?\[[^\]]+\]\(([^)\s#]+)[^)\s]*\)")
 # Pages of the site that are made from the code, and have no file here.
 MADE = ("configuration.md", "api.md", "where.md", "commands/")
 
