@@ -55,8 +55,8 @@ def foreign(site: Path) -> Iterator[tuple[str, str]]:
 
 
 def dead(site: Path) -> Iterator[tuple[str, str]]:
-    """(page, address) of each link or picture whose file the site does not have. mkdocs says nothing
-    of a link that leads out of its own folder.
+    """(page, address) of each link or picture whose file the site does not have: mkdocs does not
+    report a link that leads out of its own folder.
     """
     for file in sorted(site.rglob("*.html")):
         page = _Page()
@@ -72,7 +72,9 @@ def dead(site: Path) -> Iterator[tuple[str, str]]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    found = [f"The site is not offline: {page} loads {address}" for page, address in foreign(folder)]
-    found += [f"A link leads nowhere: {page} names {address}" for page, address in dead(folder)]
+    found = [
+        *(f"The site is not offline: {page} loads {address}" for page, address in foreign(folder)),
+        *(f"A link leads nowhere: {page} names {address}" for page, address in dead(folder)),
+    ]
     if found:
         sys.exit("\n".join(found))
