@@ -1,5 +1,5 @@
-"""The pictures of the README and the site: the flow of one PPO step, tokens per engine step over the
-steps of a run, and where the seconds of a step go.
+"""The pictures of the README and the site: the flow of one PPO step, tokens per engine step over
+the steps of a run, and where the seconds of a step go.
 
     python benchmarks/document_pictures.py keep RUN   # writes benchmarks/pictured_run.json
     python benchmarks/document_pictures.py draw       # writes docs/step.svg, acceptance.svg, ...

@@ -14,9 +14,9 @@ LIST = Path(__file__).resolve().parent / "public_api.yaml"
 HEAD = """# Public API
 
 These names are stable: the changelog names any change that breaks them, and before 1.0 such a
-change comes with a new minor version. Everything else in the packages may change at any time. Tensor names
-carry their shape: B batch, T time, D hidden, V vocabulary, K heads, S sequences, M packed response
-tokens, N rows.
+change comes with a new minor version. Everything else in the packages may change at any time.
+Tensor names carry their shape: B batch, T time, D hidden, V vocabulary, K heads, S sequences, M
+packed response tokens, N rows.
 """
 
 

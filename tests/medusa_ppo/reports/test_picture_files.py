@@ -1,4 +1,4 @@
-"""Pictures as files: whole XML, colours for light and for dark, and what they show where it belongs."""
+"""Pictures as files: whole XML, colours for light and dark, and shapes where the figures put them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def test_steps_are_as_far_apart_as_their_numbers() -> None:
 
 
 def test_the_parts_of_a_bar_follow_each_other_and_share_one_scale() -> None:
-    picture = draw_stacks(
-        "t", {"without": {"a": 6.0, "b": 2.0}, "with": {"a": 3.0, "b": 1.0}}, "s"
-    )
+    picture = draw_stacks("t", {"without": {"a": 6.0, "b": 2.0}, "with": {"a": 3.0, "b": 1.0}}, "s")
     bars = [
         (float(x), float(width))
         for x, width in re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', picture)
