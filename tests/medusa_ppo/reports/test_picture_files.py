@@ -1,4 +1,4 @@
-"""Pictures as files: whole XML, colours for light and dark, and shapes where the figures put them."""
+"""Pictures as files: whole XML, colours for light and dark, shapes where the figures put them."""
 
 from __future__ import annotations
 
