@@ -211,18 +211,20 @@ def copied(
     query_weight: torch.Tensor,
     key_weight: torch.Tensor,
     none_A: torch.Tensor,
+    value_weight: torch.Tensor,
     num_heads: int,
     *,
     places: int | None = None,
 ) -> torch.Tensor:
-    """What the attention finds for each row and draft: c_k of the module's docstring, `[N, K, A
-    D]`.
+    """What the attention finds for each row and draft: `value_weight` times c_k of the module's
+    docstring, `[N, K, C]`.
 
     Args:
         text: what is searched.
         embed: normalised embeddings of token ids.
         query_weight, key_weight: `[A w, M D]`.
         none_A: the score of copying nothing, by part.
+        value_weight: `[C, A D]`.
         num_heads: K; a place needs that many followers.
         places: best places of each part that count; None: all of them, as heads are trained.
     """
@@ -238,15 +240,18 @@ def copied(
     age_GRT = text.places_GR.unsqueeze(2) - places_T
     score_GART = score_GART - (AGE_STEP * age_GRT).unsqueeze(1)
     score_GART = score_GART.masked_fill(~searched_GRT.unsqueeze(1), -torch.inf)
+    # What each token is worth to each part: tokens repeat, so this comes before the sum over
+    # places.
+    by_part_XD = value_weight.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)
+    value_UAC = F.linear(embedded_UD, by_part_XD).unflatten(1, (parts, -1))
     # Followers of the last places are beyond the end of the tensor; those places are never
     # searched.
     followers_GT = F.pad(index_GT, (0, num_heads))
     if places is None:
-        found = _of_all_places(score_GART, none_A, embedded_UD, followers_GT, num_heads)
+        found_GKRC = _of_all_places(score_GART, none_A, value_UAC, followers_GT, num_heads)
     else:
-        found = _of_best_places(score_GART, none_A, embedded_UD, followers_GT, num_heads, places)
-    found_NKC = torch.stack(found, dim=2).flatten(0, 1)
-    return found_NKC.index_select(0, text.order_N)
+        found_GKRC = _of_best_places(score_GART, none_A, value_UAC, followers_GT, num_heads, places)
+    return found_GKRC.transpose(1, 2).flatten(0, 1).index_select(0, text.order_N)
 
 
 def searched_places(text: Text, num_heads: int) -> torch.Tensor:
@@ -299,39 +304,52 @@ def _last_tokens(
 def _of_all_places(
     score_GART: torch.Tensor,
     none_A: torch.Tensor,
-    embedded_UD: torch.Tensor,
+    value_UAC: torch.Tensor,
     followers_GT: torch.Tensor,
     num_heads: int,
-) -> list[torch.Tensor]:
-    """c_k `[G, R, A D]` for each k, of a softmax over all places."""
-    places = score_GART.shape[3]
-    none_GAR1 = none_A.view(1, -1, 1, 1).expand(*score_GART.shape[:1], -1, score_GART.shape[2], 1)
-    share_GART = torch.cat([none_GAR1, score_GART], -1).softmax(-1)[..., 1:]
-    embedded_GTD = F.embedding(followers_GT, embedded_UD)
-    found = []
-    for k in range(1, num_heads + 1):
-        mixed_GARD = torch.einsum("gart,gtd->gard", share_GART, embedded_GTD[:, k : k + places])
-        found.append(mixed_GARD.transpose(1, 2).flatten(2))
-    return found
+) -> torch.Tensor:
+    """The sum over parts, `[G, K, R, C]`, of a softmax over all places."""
+    texts, parts, rows, _ = score_GART.shape
+    share_GART = torch.cat([_none(none_A, score_GART), score_GART], -1).softmax(-1)[..., 1:]
+    # For draft k the share of place j goes to the token at j + k: the shares move, not the values.
+    moved = [F.pad(share_GART, (k, num_heads - k)) for k in range(1, num_heads + 1)]
+    share_GXY = torch.stack(moved, 1).transpose(2, 3).reshape(texts, num_heads * rows, -1)
+    value_GTX = F.embedding(followers_GT, value_UAC.flatten(1))
+    value_GYC = value_GTX.unflatten(2, (parts, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.bmm(share_GXY, value_GYC).unflatten(1, (num_heads, rows))
 
 
 def _of_best_places(
     score_GART: torch.Tensor,
     none_A: torch.Tensor,
-    embedded_UD: torch.Tensor,
+    value_UAC: torch.Tensor,
     followers_GT: torch.Tensor,
     num_heads: int,
     places: int,
-) -> list[torch.Tensor]:
-    """c_k `[G, R, A D]` for each k, of a softmax over the best places of each part and none."""
-    best_GARm, place_GARm = score_GART.topk(min(places, score_GART.shape[3]), dim=3)
-    none_GAR1 = none_A.view(1, -1, 1, 1).expand(*best_GARm.shape[:1], -1, best_GARm.shape[2], 1)
-    share_GARm = torch.cat([none_GAR1, best_GARm], -1).softmax(-1)[..., 1:]
-    texts = followers_GT.shape[0]
-    found = []
+) -> torch.Tensor:
+    """The sum over parts, `[G, K, R, C]`, of a softmax over the best places of each part and
+    none.
+    """
+    texts, parts, rows, longest = score_GART.shape
+    best_GARm, place_GARm = score_GART.topk(min(places, longest), dim=3)
+    share_GARm = torch.cat([_none(none_A, best_GARm), best_GARm], -1).softmax(-1)[..., 1:]
+    part_A11 = torch.arange(parts, device=place_GARm.device).view(-1, 1, 1)
+    bags = []
     for k in range(1, num_heads + 1):
         index_GX = followers_GT.gather(1, (place_GARm + k).view(texts, -1))
-        embedded = F.embedding(index_GX, embedded_UD).view(*place_GARm.shape, -1)
-        mixed_GARD = (embedded * share_GARm.unsqueeze(-1)).sum(3)
-        found.append(mixed_GARD.transpose(1, 2).flatten(2))
-    return found
+        bags.append(index_GX.view(place_GARm.shape) * parts + part_A11)
+    index_GKARm = torch.stack(bags, 1)
+    share_GKARm = share_GARm.unsqueeze(1).expand_as(index_GKARm).to(value_UAC.dtype)
+    found_NC = F.embedding_bag(
+        index_GKARm.transpose(2, 3).reshape(texts * num_heads * rows, -1),
+        value_UAC.flatten(0, 1),
+        mode="sum",
+        per_sample_weights=share_GKARm.transpose(2, 3).reshape(texts * num_heads * rows, -1),
+    )
+    return found_NC.view(texts, num_heads, rows, -1)
+
+
+def _none(none_A: torch.Tensor, score_GARX: torch.Tensor) -> torch.Tensor:
+    """The score of copying nothing, beside the others: `[G, A, R, 1]`."""
+    texts, _, rows, _ = score_GARX.shape
+    return none_A.view(1, -1, 1, 1).expand(texts, -1, rows, 1)

@@ -389,10 +389,11 @@ class MedusaHeads(nn.Module):
             self.copy_query,
             self.copy_key,
             self.copy_none,
+            self.copy_value,
             self.config.num_heads,
             places=places,
         )
-        return F.linear(F.linear(found_NKC, self.copy_value), self.copy_out)
+        return F.linear(found_NKC, self.copy_out)
 
     def _from_cell(
         self,

@@ -55,6 +55,10 @@ EASED = (
 # Share of the extra tokens: serving heads that lost this much since they were published train at
 # full speed.
 LAG = 0.1
+JUDGED_ROWS = 0.75
+"""Rows that heads are trained on for each row that they are judged on, where whole batches are
+judged.
+"""
 # Confidence at each end of the interval by which a version counts as worse than its predecessor.
 CERTAIN = 0.975
 COUNTERS = (
@@ -179,6 +183,8 @@ class Cycle:
         self.after = Evidence()
         # Extra tokens that the serving heads reached when they were published, or fell to since.
         self._level = 0.0
+        # Rows of all passes since heads were judged.
+        self._unjudged_rows = 0
         self.team: Meeting | None = None
         self.evidence = Evidence()
 
@@ -210,7 +216,8 @@ class Cycle:
         """Train on most of the batch's responses and judge the result on the others.
 
         A batch of few prompts has none to spare: the heads from earlier batches are judged on all
-        of it before training on it.
+        of it before training on it, if they were trained on as many rows since they were judged
+        last.
 
         Raises:
             DataError: the batch does not fit the heads.
@@ -227,7 +234,10 @@ class Cycle:
         training, holdout = hold_out(batch, HOLDOUT_SHARE, seed)
         verdict = None
         if holdout is None:
-            verdict = self._judge(stretches(batch, seed, AHEAD_TOKENS))
+            ahead = stretches(batch, seed, AHEAD_TOKENS)
+            # Judging three sets of heads on a row takes about as long as training on it.
+            if self._unjudged_rows >= JUDGED_ROWS * int(ahead.lengths_S.sum()):
+                verdict = self._judge(ahead)
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         self.positions_frac = sampled_share(training)
         report = self._train(training, holdout, batch.policy_version)
@@ -236,6 +246,7 @@ class Cycle:
                 "Batch of policy version %d skipped: %s", batch.policy_version, report.problem
             )
             return CycleReport(report, verdict, report.problem)
+        self._unjudged_rows += report.rows
         problem = ""
         if self.replay.wanted:
             tables = self.trainer.lm_head_VD, self.trainer.embedding_VD
@@ -249,6 +260,9 @@ class Cycle:
                 # heads.
                 self._fit_temperatures(holdout)
             verdict = self._judge(holdout)
+            if batch.rising_s is not None:
+                # They are trained now, and the configured step size is for heads that are not.
+                self.trainer.rate = SLOWER
         return CycleReport(report, verdict, problem)
 
     def _train(
@@ -301,6 +315,7 @@ class Cycle:
 
     def _judge(self, holdout: RolloutBatch) -> Verdict:
         """Apply the gate's verdict."""
+        self._unjudged_rows = 0
         fault = find_fault(self.trainer.heads, self.serving) or find_fault(
             self.candidate, self.serving
         )  # The running mean may keep it small.
@@ -459,7 +474,14 @@ class Cycle:
             [getattr(self, name) for name in COUNTERS], dtype=torch.int64
         )
         state["schedule"] = torch.tensor(
-            [self.trainer.rate, self.positions_frac, self.passes, self.gain, self._level],
+            [
+                self.trainer.rate,
+                self.positions_frac,
+                self.passes,
+                self.gain,
+                self._level,
+                self._unjudged_rows,
+            ],
             dtype=torch.float64,
         )
         if self._draft_vocab is not None:
@@ -507,9 +529,12 @@ class Cycle:
                 setattr(self, name, value)
         if "schedule" in state:
             self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
-            self.passes, self.gain, self._level = (
-                later if names != COUNTERS_09356BD else (0.0, 0.0, 0.0)
-            )
+            if names == COUNTERS_09356BD:
+                later = []
+            # States before 0.4 have no last one.
+            later += [0.0] * (4 - len(later))
+            self.passes, self.gain, self._level, unjudged_rows = later
+            self._unjudged_rows = int(unjudged_rows)
         self.last_loss, *losses = (
             state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         )

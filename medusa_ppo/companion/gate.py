@@ -6,9 +6,9 @@ are one observation, and nothing is decided before there are enough of them. A s
 too few, so the counts of all batches since the last decision are pooled.
 
 Candidates are compared with the same serving heads again and again, and each look is a chance to be
-wrong. So looks follow a schedule, each when the evidence has grown by half, and look j spends the
-share 1 / (j (j + 1)) of the allowed error: together they stay within it, however many there are and
-whatever was seen before.
+wrong. So looks follow a schedule, each when the evidence has grown by a fifth, and look j spends
+the share 1 / (j (j + 1)) of the allowed error: together they stay within it, however many there are
+and whatever was seen before.
 
 Shape letters: M rows of the holdout, S its responses, G prompts, K heads, V vocabulary, D hidden.
 """
@@ -55,7 +55,7 @@ NEWER = 2 / 3
 """Share of the batches, the newest ones, by which a look decides: the first candidates had hardly
 begun to learn.
 """
-GROWTH = 1.5  # From one look to the next.
+GROWTH = 1.2  # From one look to the next.
 FALLEN = 0.9
 """Confidence with which a candidate counts as worse, for each batch separately: an unnecessary
 rollback costs training, not acceptance.
@@ -347,8 +347,8 @@ class Evidence:
             del self.tokens[oldest]
 
     def look(self) -> bool:
-        """Whether there is enough evidence, and half as much again as at the last look. A look that
-        is due is counted.
+        """Whether there is enough evidence, and GROWTH times what the last look had. A look that is
+        due is counted.
         """
         if not self.enough or self._added < self._next:
             return False
@@ -534,7 +534,7 @@ def replay_row(result: ReplayResult) -> ReplayRow:
 
 # ---- the candidate
 
-AVERAGE = 0.97
+AVERAGE = 0.95
 """Share of a running mean that stays with each optimizer step (`benchmarks/companion_defaults.py`
 compares others).
 """

@@ -7,6 +7,10 @@ step, on the batch of the previous step. So if the previous step had no plugin, 
 first; and before a step without the plugin the companion finishes its work in untimed seconds. The
 steps are real, and the policy keeps learning in all of them; what they learn is thrown away with
 the run's process.
+
+The two steps of a pair draw their own responses, so one has more tokens than the other by chance.
+Generation and training both take time in proportion to tokens, so the seconds of both are scaled to
+the mean of their tokens.
 """
 
 from __future__ import annotations
@@ -33,10 +37,18 @@ TIMED = (names.GENERATE_S, names.SCORE_S, names.UPDATE_S, names.SYNC_S)
 
 
 class TakenStep(NamedTuple):
-    """Seconds of a step and of its phases, and tokens/s of its generation."""
+    """Seconds of a step and of its phases, tokens/s of its generation, and how many tokens that
+    was.
+    """
 
     seconds: dict[str, float]
     tokens_per_s: float
+    tokens: float
+
+    def seconds_for(self, tokens: float) -> dict[str, float]:
+        """Seconds of such a step with this many tokens; `tokens` has its own number."""
+        scaled = {name: value * tokens / self.tokens for name, value in self.seconds.items()}
+        return scaled | {"tokens": self.tokens}
 
 
 class ComparedLoop(Protocol):
@@ -104,9 +116,9 @@ class Comparison:
         self._say = say
 
     def pairs(self, count: int) -> dict[str, list[Any]]:
-        """`steps`: seconds of whole steps, `with` and `without` the plugin, and of their phases;
-        `rollouts`: tokens/s of the generation in these steps. Pairs come in the order with,
-        without, without, with.
+        """`steps`: seconds of whole steps, `with` and `without` the plugin, and of their phases, as
+        for the mean of their tokens; `rollouts`: tokens/s of the generation in these steps. Pairs
+        come in the order with, without, without, with.
         """
         self._warm_up()
         rollouts: list[dict[str, float]] = []
@@ -116,8 +128,11 @@ class Comparison:
             taken = {loop is self._with: self._step(loop, self._first + pair) for loop in order}
             rates = {ours: seen.tokens_per_s for ours, seen in taken.items()}
             rollouts.append(pair_figures(rates[True], rates[False]))
-            steps.append({"with": taken[True].seconds, "without": taken[False].seconds})
-            ratio = taken[True].seconds[STEP_S] / taken[False].seconds[STEP_S]
+            tokens = (taken[True].tokens + taken[False].tokens) / 2
+            with_s = taken[True].seconds_for(tokens)
+            without_s = taken[False].seconds_for(tokens)
+            steps.append({"with": with_s, "without": without_s})
+            ratio = with_s[STEP_S] / without_s[STEP_S]
             self._say(
                 f"  pair {pair + 1} of {count}: rollouts {rates[True]:.0f} tokens/s,"
                 f" {rates[False]:.0f} without the plugin; a step takes {ratio:.2f} of the time"
@@ -145,7 +160,9 @@ class Comparison:
         values = self._take(loop, step)
         seconds = time.perf_counter() - began
         phases = {name: float(values[name]) for name in TIMED}
-        return TakenStep({STEP_S: seconds, **phases}, float(values[names.TOKENS_PER_S]))
+        rate = float(values[names.TOKENS_PER_S])
+        tokens = max(1.0, rate * phases[names.GENERATE_S])
+        return TakenStep({STEP_S: seconds, **phases}, rate, tokens)
 
     def _take(self, loop: ComparedLoop, step: int) -> dict[str, Any]:
         loop.position = RunPosition(step, self._version)

@@ -104,14 +104,15 @@ SUMMARY_KEYS: dict[str, str] = {
     "rollout_speedup_pairs.last": "The last pair's ratio.",
     "step_ratio": (
         "Seconds of a whole PPO step with the plugin / seconds without it (a separate engine at "
-        "vLLM's defaults), on the same prompts in turn after the last step, for the median pair "
-        "(the upper one of an even number): above 1 the plugin slows the loop down."
+        "vLLM's defaults), on the same prompts in turn after the last step, both scaled to the "
+        "mean of their generated tokens, for the median pair (the upper one of an even number): "
+        "above 1 the plugin slows the loop down."
     ),
     "step_pairs.count": "Number of pairs.",
     "step_pairs.min": "Smallest ratio.",
     "step_pairs.max": "Largest ratio.",
-    "step_pairs.with_s": "Seconds of a step with the plugin, in that middle pair.",
-    "step_pairs.without_s": "Seconds of a step without it, in that middle pair.",
+    "step_pairs.with_s": "Seconds of a step with the plugin, in that middle pair, so scaled.",
+    "step_pairs.without_s": "Seconds of a step without it, in that middle pair, so scaled.",
     "step_pairs.generate_with_s": "Of the first, seconds of generation.",
     "step_pairs.generate_without_s": "Of the second, seconds of generation.",
     "actor_note": (

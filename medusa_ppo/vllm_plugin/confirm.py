@@ -344,9 +344,10 @@ def _told(
         tensor("copy.query.weight"),
         tensor("copy.key.weight"),
         tensor("copy.none.weight"),
+        tensor("copy.value.weight"),
         config.num_heads,
     )
-    return found_BKC @ tensor("copy.value.weight").T @ tensor("copy.out.weight").T
+    return found_BKC @ tensor("copy.out.weight").T
 
 
 def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:

@@ -22,7 +22,7 @@ from heads.copying import (
 )
 from heads.heads_config import GAP
 
-K, D, PARTS, WIDTH, TOKENS, V = 2, 6, 2, 4, 3, 9
+K, D, PARTS, WIDTH, TOKENS, V, C = 2, 6, 2, 4, 3, 9, 5
 
 
 class Weights:
@@ -39,16 +39,17 @@ class Weights:
         self.query = random(PARTS * WIDTH, TOKENS * D)
         self.key = random(PARTS * WIDTH, TOKENS * D)
         self.none_A = random(PARTS)
+        self.value = random(C, PARTS * D)
 
     @property
     def all(self) -> list[torch.Tensor]:
-        return [self.table_VD, self.query, self.key, self.none_A]
+        return [self.table_VD, self.query, self.key, self.none_A, self.value]
 
     def found(self, text: Text, places: int | None = None) -> torch.Tensor:
         def embed(ids_N: torch.Tensor) -> torch.Tensor:
             return self.table_VD[ids_N]
 
-        return copied(text, embed, self.query, self.key, self.none_A, K, places=places)
+        return copied(text, embed, self.query, self.key, self.none_A, self.value, K, places=places)
 
 
 def reference(
@@ -59,7 +60,7 @@ def reference(
     window: int | None = None,
     places: int | None = None,
 ) -> torch.Tensor:
-    """c_k of one row, `[K, A D]`, by the formulas alone.
+    """c_k of one row through the value weight, `[K, C]`, by the formulas alone.
 
     Args:
         ids, parts: the tokens of the text, and the part that each belongs to.
@@ -96,7 +97,7 @@ def reference(
             for j in best:
                 share = scores[j].exp() / total
                 result[k - 1, part] = result[k - 1, part] + share * weights.table_VD[ids[j + k]]
-    return result.flatten(1)
+    return result.flatten(1) @ weights.value.T
 
 
 def same_values_and_gradients(
@@ -203,8 +204,8 @@ def test_of_two_places_that_are_alike_the_newer_is_copied() -> None:
         weights.key.copy_(weights.query)
         # Only the last two tokens count, so that both places are alike to the bit.
         weights.key[:, :D] = 0
-    found = weights.found(text, places=1)[0, 0].view(PARTS, D)
-    torch.testing.assert_close(found, weights.table_VD[8].expand(PARTS, D))
+    found = weights.found(text, places=1)[0, 0]
+    torch.testing.assert_close(found, weights.value @ weights.table_VD[8].repeat(PARTS))
 
 
 def test_a_text_shorter_than_k_finds_nothing() -> None:

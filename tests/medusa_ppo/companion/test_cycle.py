@@ -4,6 +4,7 @@ resumes to the bit.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -14,7 +15,7 @@ from heads.acceptance import Interval
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.cycle import Cycle
+from medusa_ppo.companion.cycle import JUDGED_ROWS, Cycle
 from medusa_ppo.companion.gate import Verdict, equal, replay
 from medusa_ppo.companion.holdout import hold_out, stretches
 from medusa_ppo.companion.positions import EarlySample
@@ -121,11 +122,9 @@ def test_of_few_prompts_none_is_spared_and_all_judge_what_was_made_before(chain)
 
     cycle._measure = measure
     first = cycle.run(batch)
-    assert not cycle.evidence.tokens, "the candidate was what is serving"
+    assert not judged and first.verdict is None, "nothing was trained yet"
     assert first.train.tokens == batch.response_ids_M.numel() - 16, "all but the last rows"
     steps = cycle.trainer.optimizer_steps
-    assert steps and {count for count, _ in judged} == {0}
-    judged.clear()
     cycle.run(dataclasses.replace(task.batch(16), prompts_S=torch.arange(16) // 2))
     assert set(judged) == {(steps, 16)}
     assert cycle.evidence.counts_G5.shape[0] == 8 or cycle.version == 1
@@ -431,40 +430,65 @@ def test_the_draft_vocabulary_follows_the_rollouts(chain) -> None:
 def test_a_batch_of_one_prompt_judges_what_earlier_ones_made_and_is_trained_on_then(chain) -> None:
     task = chain()
     cycle = make(task)
+    verdicts = 0
     for number in range(1, 41):
         batch = dataclasses.replace(task.batch(8), prompts_S=torch.zeros(8, dtype=torch.int64))
         before = {name: value.clone() for name, value in cycle.candidate.trainable_state().items()}
         report = cycle.run(batch)
-        assert (
-            report.verdict is not None
-            and report.problem == ""
-            and cycle.trainer.batches_trained == number
-        )
+        verdicts += report.verdict is not None
+        assert report.problem == "" and cycle.trainer.batches_trained == number
         if report.published:
             assert all(
                 torch.equal(value, before[name])
                 for name, value in cycle.serving.trainable_state().items()
             )
     # A prompt a batch is one observation a batch: looks are few.
-    assert cycle.version >= 1 and length_of(cycle.serving, task, task.batch(60)) > 1.5
+    assert (
+        verdicts > 30
+        and cycle.version >= 1
+        and length_of(cycle.serving, task, task.batch(60)) > 1.5
+    )
 
 
 def test_a_sample_of_one_prompt_is_judged_before_it_is_trained_on(chain) -> None:
-    """Every batch has its say: what earlier batches made is judged on the rows that are here."""
+    """What earlier batches made is judged on the rows that are here."""
     batch = chain().batch(6, 16)
     whole = dataclasses.replace(batch, prompts_S=torch.zeros(6, dtype=torch.int64))
     some = EarlySample(30, HOLDOUT_SHARE, 0, ahead=3).of(whole)
     assert some.held_S is not None and not some.held_S.any()
     cycle = make(chain())
     before = cycle.serving.trainable_state()
-    report = cycle.run(some)
+    assert cycle.run(some).verdict is None
+    made = copy.deepcopy(cycle.candidate)
+    report = cycle.run(dataclasses.replace(some, policy_version=1))
     assert report.verdict is not None and report.problem == ""
-    judged = replay(cycle.serving, stretches(some), chain().lm_head_VD)
+    judged = replay(made, stretches(some), chain().lm_head_VD)
     assert report.verdict.candidate.mean_acceptance_length == judged.mean_acceptance_length
     assert all(
         torch.equal(value, before[name]) for name, value in cycle.serving.trainable_state().items()
     )
-    assert cycle.trainer.batches_trained == 1
+    assert cycle.trainer.batches_trained == 2
+
+
+def test_heads_are_judged_once_they_were_trained_on_as_many_rows_as_that_takes(chain) -> None:
+    """With a quarter of a pass to each batch, judging all of each took longer than training."""
+    task = chain()
+    cycle = make(task)
+    trained = verdicts = 0
+    for number in range(12):
+        batch = dataclasses.replace(
+            task.batch(16), prompts_S=torch.arange(16) // 2, passes=0.25, policy_version=number
+        )
+        due = trained >= JUDGED_ROWS * batch.response_ids_M.numel()
+        report = cycle.run(batch)
+        assert (report.verdict is not None) == due
+        trained = report.train.rows + (0 if due else trained)
+        verdicts += due
+        if number == 1:  # A restart doesn't forget what was trained.
+            state = cycle.state_dict()
+            cycle = make(task)
+            cycle.load_state_dict(state)
+    assert 1 <= verdicts <= 3
 
 
 def test_starts_from_given_heads(chain) -> None:
@@ -513,8 +537,11 @@ def test_the_gate_sees_whole_responses_whatever_is_sampled(chain, monkeypatch) -
     )
     for share in (1.0, 0.5):
         task = chain()
-        make(task).run(sampled(task.batch(), share))
-    assert seen[0] == seen[1]
+        cycle = make(task)
+        # What two batches of one policy make differs with the share; what serves does not.
+        for _ in range(2):
+            cycle.run(sampled(task.batch(), share))
+    assert len(seen) == 2 and seen[0] == seen[1]
 
 
 def test_a_batch_whose_states_were_sampled_is_trained_on_where_they_are(chain) -> None:

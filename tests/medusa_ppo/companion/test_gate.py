@@ -269,23 +269,25 @@ def test_equal_heads_pass_one_time_in_ten_at_most_though_siblings_are_alike(
 def test_small_holdouts_decide_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "KEPT_BATCHES", 4)
     evidence = Evidence()
-    holdouts = [equal_heads(2, 4, 0.2, seed) for seed in range(6)]
+    holdouts = [equal_heads(2, 4, 0.2, seed) for seed in range(8)]
     looked = []
     for batch, holdout in enumerate(holdouts, 1):
         evidence.add(batch, *holdout)
         looked.append(evidence.look())
         assert evidence.enough == (batch >= 3) and len(evidence.tokens) == min(batch, 4)
-    assert looked == [False, False, True, False, True, False], "when there is half as much again"
+    assert looked == [False, False, True, True, True, True, False, True], (
+        "when a fifth more is there"
+    )
     again = Evidence()
-    for batch, holdout in enumerate(holdouts[2:], 3):
+    for batch, holdout in enumerate(holdouts[4:], 5):
         again.add(batch, *holdout)
     assert again.difference(0.9) == evidence.difference(0.9), "only the last four stand in it"
     back = Evidence()
     back.load_state_dict(evidence.state_dict())
     assert back.difference(0.9) == evidence.difference(0.9) and back.tokens == evidence.tokens
-    assert back.looks == evidence.looks == 2 and back.state_dict()["looks"].tolist() == [2, 6, 8]
+    assert back.looks == evidence.looks == 5 and back.state_dict()["looks"].tolist() == [5, 8, 10]
     evidence.clear(same_second=True)
-    assert not evidence.enough and evidence.looks == 2, "they were looks at these heads"
+    assert not evidence.enough and evidence.looks == 5, "they were looks at these heads"
     evidence.clear()
     assert evidence.looks == 0
 
