@@ -13,10 +13,10 @@ LIST = Path(__file__).resolve().parent / "public_api.yaml"
 
 HEAD = """# Public API
 
-What stands here is kept: a change that breaks it is named in the changelog, and before 1.0 comes
-with a new minor version. Everything else in the packages may change at any time. Names of tensors
-carry their shape: B batch, T time, D hidden, V vocabulary, K heads, S sequences, M packed response
-tokens, N rows.
+These names are stable: the changelog names any change that breaks them, and before 1.0 such a
+change comes with a new minor version. Everything else in the packages may change at any time.
+Tensor names carry their shape: B batch, T time, D hidden, V vocabulary, K heads, S sequences, M
+packed response tokens, N rows.
 """
 
 

@@ -53,13 +53,14 @@ WRITTEN = {
     "benchmarks/RESULTS-archive.md": "results-archive.md",
     "CHANGELOG.md": "changelog.md",
 }
-PICTURES = ("docs/choosing.svg",)
+PICTURES = tuple(f"docs/{file.name}" for file in sorted(ROOT.glob("docs/*.svg")))
 COMMANDS = "commands"
 CONFIGURATION = "configuration.md"
 API = "api.md"
 TREE = "where.md"
 MADE = (CONFIGURATION, API, TREE)
-LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)\s]+)\)")
+# The words of a link may go on in the next line, not in the next paragraph.
+LINK = re.compile(r"(?<!!)\[((?:[^\]\n]|\n(?!\n))+)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```|^    .*?$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 

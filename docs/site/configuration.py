@@ -21,7 +21,7 @@ BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 TITLES = {
     "": "The run",
     "model": "The actor",
-    "actor": "What trains it",
+    "actor": "How the actor is trained",
     "data": "Prompts",
     "sampling": "How rollouts are sampled",
     "engine": "vLLM and drafting",
@@ -33,13 +33,13 @@ TITLES = {
 
 HEAD = """# Configuration keys
 
-A run reads a YAML file that holds only what differs from these defaults; `key=value` pairs on the
-command line come on top (`medusa-ppo ppo --config FILE ppo.steps=20`). An unknown key is an error
-that names the nearest valid one, and fields that contradict each other are refused before anything
-starts. `null` is "none", or "by itself" where something follows from the hardware or from other
-keys: `medusa-ppo plan` prints what, and why. A file may say `extends: NAME` (a preset) or
-`extends: ./FILE.yaml` and hold only its difference. `key=value` is read by the type of the key:
-`name=on` is a text, lists are `a,b` or `[a, b]`.
+A run reads a YAML file with the keys that differ from these defaults. `key=value` pairs on the
+command line override it (`medusa-ppo ppo --config FILE ppo.steps=20`). An unknown key is an error
+that names the nearest valid one; keys that contradict each other are refused before anything
+starts. `null` means none, or automatic if the value follows from the hardware or from other keys;
+`medusa-ppo plan` prints such values and why. A file may begin with `extends: NAME` (a preset) or
+`extends: ./FILE.yaml` and then hold only what differs. The key's type decides how `key=value` is
+read: `name=on` is a text, lists are `a,b` or `[a, b]`.
 
 The loops of TRL, verl and OpenRLHF read the sections `heads`, `companion` and `engine`.
 """

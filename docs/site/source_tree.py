@@ -21,9 +21,9 @@ PLACES = (
 )
 HEAD = """# Where things are
 
-Each file says in its first lines what it is for; this page is made from them. Tests lie in `tests/`
-under the path of what they test.
-Imports point down, and a tool checks it: [CONTRIBUTING](../CONTRIBUTING.md) has the order.
+Each file says in its first lines what it is for; this page collects them. Tests are in `tests/`,
+under the path of what they test. Imports point down, and a tool checks that:
+[CONTRIBUTING](../CONTRIBUTING.md) has the order.
 """
 
 

@@ -141,6 +141,12 @@ def test_a_link_that_leads_nowhere_is_refused(
         site.written_page("docs/page.md")
 
 
+def test_a_link_whose_words_go_on_in_the_next_line_follows(site: ModuleType) -> None:
+    text = "See [the\nresults]({}#a) and [no\n\nlink](missing.md)."
+    given, found = text.format("../benchmarks/RESULTS.md"), text.format("results.md")
+    assert site.linked(given, "docs/x.md") == found
+
+
 def test_a_folder_of_somebody_else_is_left_alone(site: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "theirs.txt").write_text("kept")
     with pytest.raises(UsageError):
@@ -160,6 +166,17 @@ def test_what_a_page_loads_from_elsewhere_is_found(site: ModuleType, tmp_path: P
     )
     (tmp_path / "bad.css").write_text("@font-face { src: url(https://example.org/x.woff) }")
     assert [page for page, _ in check.foreign(tmp_path)] == ["bad.html", "bad.html", "bad.css"]
+
+
+def test_a_link_to_a_page_that_the_site_lacks_is_found(site: ModuleType, tmp_path: Path) -> None:
+    check = importlib.import_module("check_site")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "page.html").write_text(
+        '<a href="../index.html#top">up</a><a href="#here">here</a><a href="mailto:x@y">mail</a>'
+        '<a href="https://example.org/none">away</a><img src="picture.svg">'
+    )
+    (tmp_path / "index.html").write_text('<a href="folder/page.html?q=1">down</a>')
+    assert list(check.dead(tmp_path)) == [("folder/page.html", "picture.svg")]
 
 
 @pytest.mark.slow

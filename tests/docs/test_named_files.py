@@ -1,4 +1,5 @@
-"""What the documents and the source name exists: files, modules, and what links lead to.
+"""What the documents and the source name exists: files, modules, and what links lead to, headings
+included.
 
 RESULTS.md and CHANGELOG.md are history: what they name may be gone.
 """
@@ -29,9 +30,28 @@ ROOMS = r"heads|medusa_ppo|tests|benchmarks|configs|docs|examples|\.ci"
 FILE = re.compile(rf"(?<![\w./-])((?:{ROOMS})/[\w./-]*\w\.\w+)")
 # Not of `heads`: `heads.context` is a key of the configuration.
 MODULE = re.compile(r"(?<![\w./:-])(medusa_ppo(?:\.\w+)+)")
-LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s#]+)[^)\s]*\)")
+LINK = re.compile(r"!?\[[^\]]+\]\(([^)\s#]+)[^)\s]*\)")
 # Pages of the site that are made from the code, and have no file here.
 MADE = ("configuration.md", "api.md", "where.md", "commands/")
+
+
+# A link to a heading of its own page or of another one, and headings outside of code.
+ANCHOR = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s#]*)#([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+RESULTS = [ROOT / "benchmarks" / name for name in ("RESULTS.md", "RESULTS-archive.md")]
+
+
+def anchors(file: Path) -> set[str]:
+    """The anchors that GitHub and the site both give a page's headings."""
+    text = CODE.sub("", file.read_text(encoding="utf-8"))
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", heading)
+        words = re.sub(r"[^\w\s-]", "", words).strip().lower()
+        github, site = re.sub(r"\s", "-", words), re.sub(r"[-\s]+", "-", words)
+        if github == site:
+            found.add(site)
+    return found
 
 
 def of(file: Path) -> str:
@@ -65,3 +85,22 @@ def test_links_lead_somewhere(file: Path) -> None:
     targets = LINK.findall(file.read_text(encoding="utf-8"))
     here = [target for target in targets if "://" not in target and not target.startswith(MADE)]
     assert [target for target in here if not (file.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "file", [*(file for file in DOCUMENTS if file.suffix == ".md"), *RESULTS], ids=of
+)
+def test_links_to_headings_lead_to_one(file: Path) -> None:
+    found = ANCHOR.findall(CODE.sub("", file.read_text(encoding="utf-8")))
+    here = [(page, anchor) for page, anchor in found if not page.startswith(("http", *MADE))]
+    assert [
+        f"{page}#{anchor}"
+        for page, anchor in here
+        if anchor not in anchors((file.parent / page).resolve() if page else file)
+    ] == []
+
+
+def test_an_anchor_has_to_hold_on_github_and_on_the_site(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n## Drafts, `a.b`: two\n```\n# no heading\n```\n## One / two\n")
+    assert anchors(page) == {"a-page", "drafts-ab-two"}
