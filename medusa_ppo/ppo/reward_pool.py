@@ -170,7 +170,7 @@ class RewardPool:
 
 def serve(name: str, pipe: Connection) -> None:
     """In the process: call the function for each item until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loop's.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the loop handles Ctrl-C.
     function = find_callable(name)
     pipe.send(READY)
     with contextlib.suppress(EOFError, OSError):
