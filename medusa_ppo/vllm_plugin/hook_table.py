@@ -43,15 +43,15 @@ class Hook:
     """One name.
 
     Attributes:
-        need: what we do with it.
+        need: what we use it for.
         name: qualified name in `module`.
-        parameters: what must be among its parameters.
-        attributes: what its code must set or read. An object has these and its class does not, so
-            they can't be looked up without an engine.
-        first: oldest release that has it as we use it.
-        last: newest release that has.
-        runner: which of vLLM's model runners it belongs to; hooks of `CPU` concern no other build,
-            those of `V2` nobody without Triton, those of `CORE` engines that feed themselves.
+        parameters: parameters that it must have.
+        attributes: attributes that its code must set or read. They exist on an object and not on
+            its class, so they can't be looked up without an engine.
+        first: oldest release that has it in the form we use.
+        last: newest release that has it.
+        runner: the model runner of vLLM that it belongs to; hooks of `CPU` concern no other build,
+            those of `V2` need Triton, those of `CORE` concern engines that feed themselves.
         checked: how it was checked in the releases that count as tested.
     """
 
@@ -453,7 +453,7 @@ HOOKS: tuple[Hook, ...] = (
 def compare(
     originals: Mapping[str, Callable[..., Any]] | None = None, hooks: tuple[Hook, ...] = HOOKS
 ) -> Iterator[HookCheck]:
-    """Each hook of the installed release with what is there.
+    """Compare each hook with the installed release.
 
     Args:
         originals: holder and attribute (`GPUModelRunner._sample`) -> the original that ours
@@ -461,7 +461,7 @@ def compare(
     """
     installed = release(vllm_version())
     for hook in hooks:
-        # A release that was never seen is held against what the newest one has.
+        # An unknown release is compared with what the newest known one has.
         if hook.first <= min(installed, LAST) <= hook.last and _concerns(hook):
             span = f"{text_of(hook.first)} to {text_of(hook.last)}"
             yield HookCheck(
@@ -475,7 +475,7 @@ def compare(
 
 
 def _concerns(hook: Hook) -> bool:
-    """This machine's build of vLLM."""
+    """Whether the hook concerns this machine's build of vLLM."""
     return {CPU: is_cpu_build(), V2: importlib.util.find_spec("triton") is not None}.get(
         hook.runner, True
     )
