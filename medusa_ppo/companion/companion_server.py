@@ -1,10 +1,10 @@
-"""A companion behind HTTP: `medusa-ppo companion serve`, and anyone who runs the same elsewhere.
+"""A companion behind HTTP: `medusa-ppo companion serve`, or the same server started elsewhere.
 
 GET /wish      what it wants of the next batch
 PUT /parts     one process's part of a batch; its header in PART_HEADER
 GET /status    what it has done so far
 
-Every request needs the token: who sends rows decides what heads learn.
+Every request needs the token: whoever sends rows decides what heads learn.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CompanionServer(GuardedServer):
     def __init__(self, desk: CompanionDesk, host: str, port: int) -> None:
         """
         Args:
-            desk: is closed by who made it.
-            port: 0: any that is free.
+            desk: closed by its creator.
+            port: 0: any free port.
 
         Raises:
             ConfigError: `require_companion_token`.

@@ -26,7 +26,7 @@ from medusa_ppo.companion.holdout import cut_to_states, held_stretches
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 BLOCK = 256
-"""Rows that are sampled together; the last few of a block only serve the others."""
+"""Rows sampled together; the last few of a block only supply targets to the others."""
 LEAST_BLOCKS = 8  # Blocks in a sample; a small sample has shorter blocks instead.
 ROW_BYTES = 24
 """Bytes of a row besides its state: its token, log-prob and weight, and what the queue adds."""
