@@ -1,14 +1,14 @@
 """Copying: an attention from the last tokens of a text to what followed such tokens before.
 
-Most of what a policy says already occurs in its prompt, or in its response so far. A head that sees
-only the last few hidden states can't reach that; this attention can. It searches by tokens only,
-not by hidden states, so any text can be searched: a prompt that came from a prefix cache, or the
+Most of what a policy writes already occurs in its prompt, or in its response so far. A head that
+sees only the last few hidden states can't reach that; this attention can. It searches by tokens
+only, not by hidden states, so any text can be searched: a prompt from a prefix cache, or the
 response to another request.
 
 Shape letters: G texts, T tokens of the longest, N rows, R rows of one text, U different tokens, K
 heads, D hidden, A parts of the attention, w width of a part, M tokens of a key, m best places.
 
-For a row whose newest known token x_{t+1} stands at place i of its text, and n(v) = v / rms(v):
+For a row whose newest known token x_{t+1} is at place i of its text, and n(v) = v / rms(v):
 
     key_j   = W_key   [n(e(x_{j-M+1})); ...; n(e(x_j))]       for every place j of the text
     query_i = W_query [n(e(x_{i-M+1})); ...; n(e(x_i))]
@@ -16,7 +16,7 @@ For a row whose newest known token x_{t+1} stands at place i of its text, and n(
               in A parts
     c_k     = [sum_j a_j n(e(x_{j+k}))] of all parts, A D numbers, for draft k = 1..K
 
-A place counts if its K followers are known and in the same part of the text: a text may consist of
+A place counts if its K followers are known and in the same part of the text. A text may consist of
 several parts (earlier responses, then prompt and response), and neither a key nor a follower
 crosses from one part to the next. Everything is known before a draft is drawn, so the distribution
 that drafts are drawn from stays exact whatever is left out: an engine uses only the best places of
@@ -43,8 +43,8 @@ heads lose less than 0.01 tokens a step compared with all places, and a step rea
 embedding instead of multiplying by the whole text.
 """
 AGE_STEP = 2.0**-14
-"""What a score loses per token of distance: almost nothing, but it makes every search choose the
-newer of two places that are equal to the bit.
+"""Decrease of a score per token of distance: almost nothing, but of two places that are equal to
+the bit every search chooses the newer one.
 """
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Token ids `[N]` -> their normalised embeddings `[N, D]`."""
@@ -198,7 +198,7 @@ def places_in_turn(starts_S: torch.Tensor, lengths_S: torch.Tensor) -> torch.Ten
 
 
 def own_text(next_ids_BT: torch.Tensor) -> Text:
-    """What rows search whose text is their own sequence: row b, t stands at next_ids[b, t]."""
+    """Text for rows that search their own sequence: row b, t is at next_ids[b, t]."""
     texts, longest = next_ids_BT.shape
     places_GR = torch.arange(longest, device=next_ids_BT.device).expand(texts, longest)
     order_N = torch.arange(texts * longest, device=next_ids_BT.device)
@@ -215,7 +215,7 @@ def copied(
     *,
     places: int | None = None,
 ) -> torch.Tensor:
-    """What the attention finds for each row and draft: c_k of the module's docstring, `[N, K, A
+    """The result of the attention for each row and draft: c_k of the module's docstring, `[N, K, A
     D]`.
 
     Args:
@@ -238,8 +238,7 @@ def copied(
     age_GRT = text.places_GR.unsqueeze(2) - places_T
     score_GART = score_GART - (AGE_STEP * age_GRT).unsqueeze(1)
     score_GART = score_GART.masked_fill(~searched_GRT.unsqueeze(1), -torch.inf)
-    # Followers of the last places are beyond the end of the tensor; those places are never
-    # searched.
+    # Followers of the last places are past the end of the tensor; those places are never searched.
     followers_GT = F.pad(index_GT, (0, num_heads))
     if places is None:
         found = _of_all_places(score_GART, none_A, embedded_UD, followers_GT, num_heads)
@@ -250,7 +249,7 @@ def copied(
 
 
 def searched_places(text: Text, num_heads: int) -> torch.Tensor:
-    """Places whose K followers are known and of their part of the text: bool `[G, R, T]`."""
+    """Places whose K followers are known and in the same part of the text: bool `[G, R, T]`."""
     longest = text.parts_GT.shape[1]
     there_GT = text.parts_GT != MISSING
     followed_GT = torch.zeros_like(there_GT)
@@ -303,7 +302,7 @@ def _of_all_places(
     followers_GT: torch.Tensor,
     num_heads: int,
 ) -> list[torch.Tensor]:
-    """c_k `[G, R, A D]` for each k, of a softmax over all places."""
+    """c_k `[G, R, A D]` for each k, from a softmax over all places."""
     places = score_GART.shape[3]
     none_GAR1 = none_A.view(1, -1, 1, 1).expand(*score_GART.shape[:1], -1, score_GART.shape[2], 1)
     share_GART = torch.cat([none_GAR1, score_GART], -1).softmax(-1)[..., 1:]
@@ -323,7 +322,7 @@ def _of_best_places(
     num_heads: int,
     places: int,
 ) -> list[torch.Tensor]:
-    """c_k `[G, R, A D]` for each k, of a softmax over the best places of each part and none."""
+    """c_k `[G, R, A D]` for each k, from a softmax over the best places of each part and none."""
     best_GARm, place_GARm = score_GART.topk(min(places, score_GART.shape[3]), dim=3)
     none_GAR1 = none_A.view(1, -1, 1, 1).expand(*best_GARm.shape[:1], -1, best_GARm.shape[2], 1)
     share_GARm = torch.cat([none_GAR1, best_GARm], -1).softmax(-1)[..., 1:]
