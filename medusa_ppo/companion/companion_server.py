@@ -33,8 +33,7 @@ def require_companion_token(host: str) -> None:
     """Raise ConfigError without a token, even on loopback: every request needs one."""
     if not os.environ.get(COMPANION_TOKEN):
         raise ConfigError(
-            "A companion that runs by itself needs a token: whoever sends rows decides what heads "
-            "learn.",
+            "A standalone companion needs a token: whoever sends rows decides what heads learn.",
             given=f"--host {host}, no {COMPANION_TOKEN}",
             expected=f"{COMPANION_TOKEN}, the same for the companion and the loop",
             do=f"export {COMPANION_TOKEN}=$(openssl rand -hex 32) for both.",
