@@ -44,12 +44,12 @@ Answer = tuple[Any, dict[str, Any]]
 
 
 class EngineHost:
-    """Runs in the Ray actor. It answers with a value or one of our errors (returned, so that it
+    """Runs in the Ray actor. Its answers are a value or one of our errors (returned, so that it
     arrives unchanged), and the engine's numbers.
     """
 
     def __init__(self, *start: Any) -> None:
-        """As `ColocatedEngine`, the plan last."""
+        """As `ColocatedEngine`, with the plan last."""
         self._start = start
         self._engine: ColocatedEngine | None = None
 
