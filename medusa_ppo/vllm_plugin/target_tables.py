@@ -28,7 +28,7 @@ def embedding_module(target_model: Any) -> Any:
 
 def lm_head_weight(target_model: Any, vocab_size: int) -> torch.Tensor | None:
     """lm_head's own rows `[V or more, D]`, if this process has all of them and they are not packed.
-    The caller must check that they still serve.
+    The caller must compare their product with the engine's.
     """
     module = next(
         (m for name, m in target_model.named_modules() if name.split(".")[-1] == "lm_head"), None
