@@ -76,7 +76,7 @@ def adapters_in_use(model: nn.Module) -> tuple[Any, ...]:
 
 
 class Table:
-    """One of the two, live.
+    """One of the two tables, live.
 
     Attributes:
         whole: this process has all of it.
@@ -90,7 +90,7 @@ class Table:
             name: `output` or `input`.
 
         Raises:
-            ModelError: there is none, or its form can't be read.
+            ModelError: there is no such table, or its form can't be read.
         """
         inner = plain_model(model)
         found = inner.get_output_embeddings() if name == "output" else inner.get_input_embeddings()

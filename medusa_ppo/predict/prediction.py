@@ -148,14 +148,14 @@ def check_acceptance(shares: Sequence[float], heads: int) -> None:
     problem = (
         "There are more positions than heads."
         if len(shares) > heads
-        else "Shares of draft runs that reach each position must lie between 0 and 1 and never "
-        "rise."
+        else "Shares of draft runs that reach each position must be between 0 and 1 and must "
+        "not rise."
     )
     raise UsageError(
         problem,
         given=f"acceptance {','.join(f'{share:g}' for share in shares) or 'of nothing'}",
         expected=f"at most {heads} falling shares, like 0.6,0.4,0.3,0.2",
-        do="Take them from `medusa-ppo eval` (positions 1, 2, ... in a run that begins anew).",
+        do="Take them from `medusa-ppo eval` (positions 1, 2, ... of runs).",
     )
 
 

@@ -49,7 +49,7 @@ class ResponseLengths:
         """
         if mean < 1 or spread < 0 or count < 1:
             raise UsageError(
-                "These lengths are none.",
+                "These lengths are not valid.",
                 given=f"{count} responses, mean {mean}, spread {spread}",
                 expected="responses >= 1, --length-mean >= 1, --length-spread >= 0",
                 do="Correct them.",

@@ -133,7 +133,7 @@ def _image_file(item: Any, folder: Path, where: str) -> bytes:
         expected = "a path, a file's bytes, or a list of them"
         do = "Name the column of the images in data.images."
         raise DataError(
-            "This is no image.",
+            "This is not an image.",
             given=f"{where}: {type(item).__name__} {item!r:.80}",
             expected=expected,
             do=do,
