@@ -573,7 +573,7 @@ WORDS = {
     "pt: a million empty dicts": "step 200001",
     "pt: an expanded tensor of 2^72 numbers": "does not lie in its storage",
     "pt: a tensor larger than its storage": "does not lie in its storage",
-    "pt: negative offset": "without a sound size",
+    "pt: negative offset": "with an impossible size",
     "pt: storage named by a path": "bytes are not in the file",
     "pt: a key twice": "'a' twice",
     "pt: zip bomb": "compressed",
