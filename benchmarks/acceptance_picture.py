@@ -1,10 +1,10 @@
-"""Tokens per engine step over the PPO steps of a run, as a picture: heads that were trained beside
-it, and the heads that it began with.
+"""Tokens per engine step over the PPO steps of a run, as a picture: for heads trained beside the
+run, and for its initial heads.
 
     python benchmarks/acceptance_picture.py RUN docs/acceptance.svg
 
-Both are judged by replay on the same responses, those that the run held out at each step; steps
-that held out none are left out, and each point is the mean of three such steps.
+Both are judged by replay on the same responses, those that the run held out at each step. Steps
+without held-out responses are left out, and each point is the mean of three steps.
 """
 
 from __future__ import annotations
