@@ -199,7 +199,7 @@ def main() -> None:
         "--memory-bytes",
         type=int,
         default=0,
-        help="GRPO over a few prompts, with a memory of so many bytes and without",
+        help="GRPO over a few prompts, with a memory of this many bytes and without",
     )
     parser.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
     args = parser.parse_args()

@@ -287,10 +287,10 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "pairs", "compare"))
     parser.add_argument("--arm", choices=("plain", "medusa"), default="medusa")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=5, help="pairs: so many of them, from 0 on")
+    parser.add_argument("--seeds", type=int, default=5, help="pairs: number of seeds, from 0 on")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument(
-        "--actor", default="", help="folder of the actor in the place of the demo's"
+        "--actor", default="", help="folder of the actor instead of the demo's"
     )
     parser.add_argument(
         "--dtype",
@@ -306,7 +306,7 @@ def main() -> None:
         "--settings",
         type=json.loads,
         default={},
-        help="JSON: arguments of GRPOConfig in the place of the example's",
+        help="JSON: arguments of GRPOConfig instead of the example's",
     )
     parser.add_argument(
         "--medusa",

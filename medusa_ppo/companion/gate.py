@@ -368,7 +368,7 @@ class Evidence:
 
     def difference(self, confidence: float) -> Interval:
         """Mean acceptance length of the first heads minus that of the second, on the newer holdouts
-        (`_newer`); `confidence` is for each of the interval's ends by itself.
+        (`_newer`); `confidence` applies to each end of the interval separately.
 
         Candidates of several batches differ, and learning heads improve from batch to batch. That
         is not noise, so a prompt's deviation is taken from the mean of its own batch.

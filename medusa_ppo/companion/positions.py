@@ -161,7 +161,7 @@ def in_blocks(count: int, block: int, generator: torch.Generator) -> torch.Tenso
 def look_up(
     batch: RolloutBatch, num_heads: int, conditioned: bool, pairs: int = 0, copies: bool = False
 ) -> TrainingRows:
-    """Targets, conditions, contexts of so many pairs, texts to copy from, and log-probs of every
+    """Targets, conditions, contexts of this many pairs, texts to copy from, and log-probs of every
     row of a batch; rows without a weight have no target.
     """
     segment_M = segments_from_lengths(batch.lengths_S)

@@ -614,7 +614,7 @@ def forget_oldest(newest: Path, pattern: str) -> None:
 @contextlib.contextmanager
 def all_cores(wanted: bool) -> Iterator[None]:
     """Within the block this thread uses every core of the process: the loop waits for a warm-up, so
-    nobody else needs them.
+    nothing else needs them.
     """
     before = torch.get_num_threads()
     if wanted:

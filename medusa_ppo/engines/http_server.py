@@ -157,7 +157,7 @@ class ServerEngine(base.WorkerEngine):
         try:
             return super().sync_actor(file, version, checked)
         finally:
-            # In any case, because a paused server answers nobody.
+            # In any case, because a paused server answers no requests.
             self._post("/resume")
 
     def _forget_prompts(self) -> bool:

@@ -228,4 +228,4 @@ def serve_llm(llm: Any, counts: bool, method: str, arguments: tuple[Any, ...]) -
 
 def no_engine(method: str, arguments: tuple[Any, ...]) -> list[Any]:
     """For a process whose engine is a server, which only the first process calls."""
-    raise AssertionError(f"nobody asks for {method} here")
+    raise AssertionError(f"{method} is never called here")

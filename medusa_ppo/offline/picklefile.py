@@ -341,7 +341,7 @@ class _Description:
             s != c for s, c, n in zip(stride, contiguous, shape, strict=True) if n > 1
         ):
             raise self._refused(
-                f"a tensor of shape {shape!s:.80} that does not lie in its storage as it should"
+                f"a tensor of shape {shape!s:.80} that is outside its storage or not contiguous"
             )
         return _Tensor(storage.dtype, shape)
 

@@ -217,7 +217,7 @@ class HeadsInstaller:
             newest: returns a replacement if the file of the installed ones is gone because swaps
                 kept failing.
         """
-        assert self._first is not None, "only asked for when the plugin knows them"
+        assert self._first is not None, "only called if the plugin knows them"
         heads = copy.deepcopy(self._first)
         installed = self.installed
         if installed is not None and not Path(installed.path).is_file():

@@ -1,8 +1,8 @@
 """MedusaPlugin: the few hooks that a PPO loop calls. They only read; the loop's own tensors and
 random numbers don't change.
 
-    plugin.warm_up(prompts, sampling, score)                    before the first step: heads that
-                                                                begin at nothing are trained
+    plugin.warm_up(prompts, sampling, score)                    before the first step: trains new
+                                                                heads
     plugin.before_generation()                                  installs newer heads in the engine
     plugin.rollout_ready(rollouts)                              remembers tokens and behaviour log-
                                                                 probs

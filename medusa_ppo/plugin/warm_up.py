@@ -133,7 +133,7 @@ class WarmUpFolder:
             logger.warning("Responses of the warm-up could not be kept: %s", error)
 
     def _file(self, number: int) -> Path:
-        assert self._folder is not None, "only asked for if there is one"
+        assert self._folder is not None, "only called if there is one"
         return self._folder / f"round-{number:04d}.json"
 
 

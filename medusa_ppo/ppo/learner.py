@@ -286,7 +286,7 @@ class PPOLearner(ABC):
 
     def _trained_critic(self) -> tuple[Critic, torch.optim.AdamW]:
         assert self.critic is not None and self.critic_optimizer is not None, (
-            "only asked for if there is one"
+            "only called if there is one"
         )
         return self.critic, self.critic_optimizer
 

@@ -266,7 +266,7 @@ class RolloutMaker:
         return prompts, *self._speed.generate(token_ids, sampling, step, finished)
 
     def _ask_with_carried(self, prompts: list[Prompt], sampling: Sampling, step: int) -> Written:
-        assert self._tail is not None, "only asked for if prompts are carried over"
+        assert self._tail is not None, "only called if prompts are carried over"
         answered, rollouts = self._tail.write(step, prompts, sampling)
         return answered, rollouts, {names.PROMPTS_CARRIED: len(self._tail.into(step + 1))}
 

@@ -55,7 +55,7 @@ STEP_FORMS = {
     names.PAIR_PLAIN_TOKENS_PER_S: "({:.0f} without drafts)",
     names.IMAGES: "{} images",
 }
-"""Metrics in a step's line, in the order in which they stand there."""
+"""Metrics in a step's line, in their order."""
 SHOWN = (
     names.REWARD_MEAN,
     names.MAL_SERVING,
@@ -185,7 +185,7 @@ class ProgressSink:
         """The running phase has done this much of its total."""
 
     def phase_finished(self, phase: str, seconds: float) -> None:
-        """The phase ended after so many seconds."""
+        """The phase ended after this many seconds."""
 
     def step_finished(self, values: Mapping[str, Any]) -> None:
         """A step ended; its metrics, keys as in medusa_ppo/contract/metrics.py."""

@@ -39,7 +39,7 @@ class TokenStats:
     Attributes:
         logprobs_M: log-prob of each response token at the sampling temperature, under the
             distribution that was sampled from.
-        entropy_M: entropy of the same distribution in nats; None when not asked for.
+        entropy_M: entropy of the same distribution in nats; None if not requested.
     """
 
     logprobs_M: Tensor

@@ -34,7 +34,7 @@ def write_atomic(path: Path, text: str) -> None:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
-    # Also for Ctrl-C: nobody would remove the temporary file later.
+    # Also for Ctrl-C: otherwise the temporary file would stay.
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

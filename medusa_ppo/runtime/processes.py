@@ -40,7 +40,7 @@ RAY_ENVIRONMENT = {
     "RAY_free_objects_period_milliseconds": "100",
 }
 OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
-    # Otherwise Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
+    # Otherwise Ray's server keeps the last 100,000 calls for a dashboard that was never started.
     "RAY_task_events_report_interval_ms": "0",
     # Ray's own 15 and the companion's 5 add up to 19: beside a busy loop it would get almost
     # nothing.
@@ -96,7 +96,7 @@ def local_ray(
         with _offering(gpus) as offered:
             _start(folder.path, max(os.cpu_count() or 1, cpus, 2), store_bytes, offered)
         yield
-    # Not for an interrupt: nobody who stops a run looks for faults in Ray's logs.
+    # Not for an interrupt: a run stopped by hand has no fault to look for in Ray's logs.
     except Exception:
         keep = True
         raise
@@ -275,7 +275,7 @@ def reserve(
     """
     group = placement_group(bundles, strategy=layout)
     if not group.wait(timeout_s):
-        # Otherwise Ray would keep waiting, and later take the room for nobody.
+        # Otherwise Ray would keep waiting, and later reserve room that is not used.
         remove_placement_group(group)
         asked = Counter(map(str, bundles))
         raise RunError(

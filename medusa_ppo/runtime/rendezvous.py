@@ -78,7 +78,7 @@ class Meeting:
             store: rank 0's own; None: another process has opened it.
 
         Raises:
-            PeerLostError: nobody answers there.
+            PeerLostError: there is no answer.
         """
         self.place = place
         self.device = (

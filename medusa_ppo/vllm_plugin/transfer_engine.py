@@ -3,7 +3,7 @@ broadcast, and loads it as it arrives.
 
 vLLM's session calls it (`init_weight_transfer_engine`, `start_weight_update`, `update_weights`,
 `finish_weight_update`). Layers are reloaded one by one, so that weights which vLLM has packed or
-fused are made anew; a rank holds one bucket and the incomplete layers.
+fused are renewed; a rank holds one bucket and the incomplete layers.
 """
 
 from __future__ import annotations

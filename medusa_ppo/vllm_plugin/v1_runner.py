@@ -396,7 +396,7 @@ def few_indices_without_drafts(original: Callable[..., Any]) -> Callable[..., An
 
 
 def with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Whoever wakes the engine, heads lost in a deep sleep are noticed before it drafts. (The CPU's
+    """Heads lost in a deep sleep are noticed before the engine drafts, whatever woke it. (The CPU's
     worker never really sleeps.)
     """
 

@@ -261,7 +261,7 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_calibrate(self, drafts: int | None) -> dict[str, Any]:
-        """Time steps with so many drafts; see `MedusaProposer.calibrate`."""
+        """Time steps with this many drafts; see `MedusaProposer.calibrate`."""
         return {"steps": self._medusa_require_drafter().calibrate(drafts)}
 
     @reports_errors

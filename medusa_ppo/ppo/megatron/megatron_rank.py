@@ -315,7 +315,7 @@ class ActorRank:
         """The critic's passes over this replica's sequences. The reporting rank returns values_SR,
         zero outside these sequences.
         """
-        assert self._critic is not None, "asked of ranks that have one"
+        assert self._critic is not None, "called only on ranks that have one"
         batch = PPOBatch(rollouts, self._actor.device, pad_id, first)
         with self._turns.on(CRITIC):
             values_SR = self._critic.values(batch)
@@ -327,7 +327,7 @@ class ActorRank:
         """All optimizer steps of the critic; the reporting rank returns the sums over this
         replica's sequences.
         """
-        assert self._critic is not None, "asked of ranks that have one"
+        assert self._critic is not None, "called only on ranks that have one"
         batch = PPOBatch(rollouts, self._actor.device, pad_id)
         with self._turns.on(CRITIC, training=True):
             totals = self._critic.update(batch, scores, self._config.seed, step)
@@ -337,7 +337,7 @@ class ActorRank:
         """The reward model's passes over this replica's batches. The reporting rank returns a score
         of each text (batches, B), zero outside these batches.
         """
-        assert self._reward is not None, "asked of ranks that have one"
+        assert self._reward is not None, "called only on ranks that have one"
         with self._turns.on(REWARD):
             scores_NB = self._reward.scores(texts)
         return scores_NB if self._view.reports else None
