@@ -108,7 +108,7 @@ class RankModel:
             path: folder of the checkpoint to fill it from, or one safetensors file.
             section: how it is sharded; the same on all ranks.
             trained: whether it needs gradients.
-            device: where it is.
+            device: its device.
             dtype: dtype of its weights and products.
             recompute: as ppo.recompute.
             top: what it has after its last norm.

@@ -463,7 +463,7 @@ class ImageFeatures:
     """Features of the images of a micro batch, and where they belong.
 
     Attributes:
-        features: of each image, row after row.
+        features: features of each image, row after row.
         placed_BT: bool, places of features.
         written_BT: bool, places where the actor has written the image token itself, like any other
             token: no feature belongs there.

@@ -90,7 +90,7 @@ def running_arms(
         config: settings that all engines share; `draft_temperature` and `num_drafts` are of our
             arms.
         scratch: folder for the stock arm's copy of its heads.
-        others: of OTHERS, each an arm.
+        others: names in OTHERS, each an arm.
         fixed: numbers of drafts that have arms of their own; none: all heads.
     """
     ours = plan_launch(model, heads, config, seed)

@@ -93,7 +93,7 @@ class Budget:
     def __init__(self, share: float, most: float, *, shared: bool) -> None:
         """
         Args:
-            share: of the loop's seconds, that training may take.
+            share: share of the loop's seconds that training may take.
             most: passes over a batch.
             shared: the companion trains on cores or a device that the loop uses too.
         """

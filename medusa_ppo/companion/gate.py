@@ -467,7 +467,7 @@ def judge(
     """The verdict on a candidate, by all evidence; the three replays are on the newest holdout.
 
     Args:
-        candidate, serving, frozen: of the newly trained heads, of what the engine drafts with, and
+        candidate, serving, frozen: replays of the newly trained heads, of the serving heads, and
             of the frozen control.
         evidence: candidates against these serving heads, the newest holdout included.
         confidence: probability, over all looks at these serving heads, that no candidate is

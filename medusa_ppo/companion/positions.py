@@ -216,7 +216,7 @@ class EarlySample:
         holdout_fraction: share of the prompts that have a stretch of one answer held out; these
             stretches are HELD_SHARE of the rows. 0: `companion.holdout` chooses among the blocks
             once all are there.
-        seed: of both draws.
+        seed: seed of both draws.
         ahead: rows.
         block: rows of a block; None: BLOCK, or less if few would fit.
     """

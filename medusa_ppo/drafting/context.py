@@ -143,7 +143,7 @@ class Arrived:
             hidden_TD, ids_T: the model's inputs and outputs, the rows of all requests one after the
                 other; they include verified drafts.
             rows_B: row of the state from which each request's last token was sampled.
-            last_ids_B: that token.
+            last_ids_B: these tokens.
             sampled_B: how many tokens each request sampled; 0 where the prompt isn't finished.
         """
         back_n = torch.arange(most, device=rows_B.device)

@@ -36,8 +36,8 @@ class RolloutEngine(ABC):
     Attributes:
         max_drafts: drafts per step that it was started for; 0 without heads.
         num_drafts: drafts per step now.
-        policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost
-            its heads, and drafts nothing until some are swapped in.
+        policy_version, heads_version: versions of the last sync and swap. A heads_version of -1:
+            it has lost its heads, and drafts nothing until some are swapped in.
         note: a message about its start for people; empty: none.
         restarts: times that it was lost and restarted.
         elsewhere: it runs on another node.

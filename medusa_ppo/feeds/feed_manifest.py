@@ -44,7 +44,7 @@ class Judged(_Record):
     Attributes:
         mean_acceptance_length: tokens per engine step by replay on held-out responses; None if it
             was never judged.
-        acceptance_per_position: of each draft, accepted / draft steps.
+        acceptance_per_position: accepted / draft steps, for each position.
     """
 
     mean_acceptance_length: Annotated[float, Field(allow_inf_nan=False, ge=1)] | None = None
@@ -120,7 +120,7 @@ class FeedVersion(_Record):
         bytes: length of the file.
         digest: SHA-256 of the file's bytes.
         checksum: `heads.tensorfile.checksum` of its tensors, which an engine reports.
-        dtype: of its tensors, e.g. `float32`.
+        dtype: dtype of its tensors, e.g. `float32`.
         policy_version: version of the actor whose rollouts were trained on last.
         judged: what let it through.
         written_s: time of writing, in seconds since 1970.

@@ -344,7 +344,7 @@ class _Sender:
     """The thread that sends parts. Of the waiting parts only the newest is kept.
 
     Attributes:
-        wish: from the last answer.
+        wish: the wish in the last answer.
         sent, lost: parts that were accepted, and parts that were not.
         problem: why the last part was not accepted; empty if it was.
     """

@@ -112,7 +112,7 @@ class MedusaPlugin:
             heads: the heads that the engine started with, for `save_heads`.
             passes: the most over a batch, where training has a budget; None: what the companion
                 is configured for, over every batch.
-            share: of the loop's seconds, that training may take then.
+            share: share of the loop's seconds that training may then take.
             choices: the engine may choose the number of drafts, and is asked what it chose when the
                 rollouts are there.
             clock: seconds.
@@ -246,7 +246,7 @@ class MedusaPlugin:
         Nothing of the loop changes: none of its random numbers is drawn, and no weight changes.
 
         Args:
-            prompts: of the coming steps, in their order.
+            prompts: prompts of the coming steps, in order.
             sampling: as the loop's responses are sampled.
             score: runs the loop's log-prob pass over these rollouts, inside `actor_forward`.
             tokens: response tokens to train and judge on; 0: do nothing.

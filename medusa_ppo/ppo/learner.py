@@ -67,7 +67,7 @@ class PPOLearner(ABC):
     Attributes:
         actor: as `MedusaPlugin` and `ActorSync` take it.
         device: where batches are prepared.
-        features: of the prompts' images; None: there are none.
+        features: features of the prompts' images; None: none.
         has_critic: there is one, here or elsewhere.
     """
 

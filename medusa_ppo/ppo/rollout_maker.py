@@ -90,7 +90,7 @@ class RolloutMaker:
         begin ... take, score        in the engine's thread; others may be begun before one is taken
 
     Attributes:
-        timeline: of the step.
+        timeline: timeline of the step.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RolloutMaker:
     ) -> None:
         """
         Args:
-            rewards: of responses.
+            rewards: computes rewards of responses.
             piece_prompts: as in the configuration.
             tail: carries prompts over to the next step; None: each step waits for all of its own.
         """

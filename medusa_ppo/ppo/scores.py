@@ -88,7 +88,7 @@ class Scores:
     Attributes:
         weights_SR: importance of each token; None: 1.
         sequences: those that are learned from.
-        kl_coefficient: of the penalty, if it is a part of the loss.
+        kl_coefficient: weight of the penalty, if it is part of the loss.
     """
 
     logprobs_SR: Tensor

@@ -143,8 +143,8 @@ class Support:
         it.
 
         Args:
-            logits_CV: of C response tokens of the micro batch, starting with the one at `first`.
-                Parts must come in order.
+            logits_CV: logits of C response tokens of the micro batch, starting with the one at
+                `first`. Parts must come in order.
         """
         if not self.cuts:
             return logits_CV

@@ -76,7 +76,7 @@ class Question:
         acceptance: share of draft runs that reach each position, falling.
         acceptance_said: where it comes from, in words.
         acceptance_error: half of the interval of the mean acceptance length; 0: given.
-        lengths: of the responses of one engine.
+        lengths: lengths of one engine's responses.
         sequences: most that run at once (vLLM's max_num_seqs).
         prompt: tokens of a prompt.
         alike: responses per prompt, which is prefilled once for all of them.
@@ -219,9 +219,9 @@ class Prediction:
 
     Attributes:
         speedup: rollouts without over with drafts.
-        plain_s, drafted_s: of a rollout, prompts included.
-        tail_share: of the plain rollout, with fewer than half of the slots in use.
-        tail_speedup: of that part.
+        plain_s, drafted_s: seconds of a rollout, including prompts.
+        tail_share: share of the plain rollout with fewer than half of the slots in use.
+        tail_speedup: speed-up in that part.
         pays_from: mean acceptance length from which rollouts are faster; None: never.
         step, async_step: a step without over one with drafts, one phase after the other, or
             rollouts beside the rest; None: the rest is not known.

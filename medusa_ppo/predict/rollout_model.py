@@ -117,7 +117,7 @@ class RolloutTime:
 
     Attributes:
         seconds: until the last response ends.
-        tail_s: of them, with fewer than half of the slots in use.
+        tail_s: seconds of these with fewer than half of the slots in use.
         steps: engine steps.
         drafts: mean number of drafts a step, by time.
     """

@@ -104,7 +104,7 @@ def image_files(rows: Sequence[Row], column: str, path: str) -> list[tuple[bytes
     Args:
         column: a path or a file's bytes, an image as `datasets` stores it (both in a mapping), or a
             list of these.
-        path: of the data; relative paths start at its folder.
+        path: path of the data; relative paths start at its folder.
 
     Raises:
         DataError: no such column, or a file that can't be read.

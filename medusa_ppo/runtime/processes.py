@@ -69,7 +69,7 @@ def local_ray(
     Args:
         cpus: CPUs that the processes of the block request; the machine's number if that is larger.
         queue_bytes: most bytes in transit to the companion.
-        gpus: that our local Ray offers, as CUDA_VISIBLE_DEVICES names them; None: all that this
+        gpus: GPUs that our Ray offers, as CUDA_VISIBLE_DEVICES names them; None: all that this
             process sees. Any other Ray offers what it was started with.
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
@@ -266,7 +266,7 @@ def reserve(
     """Reserve room for all bundles. `ray.init` is the caller's; so is `release`.
 
     Args:
-        what: whose room it is, for the error.
+        what: what the room is for, for the error.
         layout: Ray's placement strategy. `PACK`, as close together as possible, suits processes
             that exchange much data, and costs others nothing.
 

@@ -29,7 +29,7 @@ class Fetched:
 
     Attributes:
         path: file in shared memory, written by this process only.
-        checksum: of its tensors; loading confirms it.
+        checksum: checksum of its tensors; loading confirms it.
     """
 
     version: int

@@ -50,7 +50,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
     """One rank's end of the transfer.
 
     Attributes:
-        checksum: of the last received actor.
+        checksum: checksum of the last received actor.
         lm_head_V2: two columns of its lm_head, if it had one; the serving lm_head is compared with
             them afterwards.
     """
