@@ -10,7 +10,7 @@ that of y itself, is
     token by token   w_k = product over j <= k of min(1, q_j / p_j)
     as a block       w_k = min(1, least product of q_1 / p_1 .. q_j / p_j over j <= k)
 
-and after either the next token comes from p (`heads.acceptance.block_acceptance`).
+and with both rules the next token comes from p (`heads.acceptance.block_acceptance`).
 
 Shape letters: M response tokens, K heads.
 """

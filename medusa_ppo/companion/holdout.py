@@ -69,8 +69,8 @@ def held_stretches(
     rows: int,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a batch from which only a sample is taken: a stretch of one answer to each of a part of
-    the prompts; nothing if there are few.
+    """For a batch that will be sampled: a stretch of one answer to each of a part of the prompts;
+    nothing if there are few prompts.
 
     Prompts are drawn uniformly, so that answers of every length are left for training; within a
     prompt every token is equally likely to be judged on.

@@ -200,7 +200,7 @@ class RolloutEngine(ABC):
 
 
 class WorkerEngine(RolloutEngine):
-    """What engines share that reach our worker extension by their own call (`_call`)."""
+    """The shared part of engines that reach our worker extension by their own call (`_call`)."""
 
     @abstractmethod
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
