@@ -185,8 +185,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def run_pairs(options: argparse.Namespace, arguments: list[str]) -> None:
-    """Both arms of every seed, each in its own process; which arm goes first alternates.
-    """
+    """Both arms of every seed, each in its own process; which arm goes first alternates."""
     launch = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.processes)]
         if options.processes > 1
@@ -289,9 +288,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=5, help="pairs: number of seeds, from 0 on")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument(
-        "--actor", default="", help="folder of the actor instead of the demo's"
-    )
+    parser.add_argument("--actor", default="", help="folder of the actor instead of the demo's")
     parser.add_argument(
         "--dtype",
         default="auto",

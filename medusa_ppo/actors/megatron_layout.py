@@ -336,10 +336,10 @@ class Groups:
 class Packing:
     """Which rows of a packed micro-batch belong to which sequence.
 
-        bounds: where the sequences begin, including their padding; context parallelism splits
-            between these.
-        starts: first row of each sequence that has a token.
-        lengths: tokens of each, without padding.
+    bounds: where the sequences begin, including their padding; context parallelism splits
+        between these.
+    starts: first row of each sequence that has a token.
+    lengths: tokens of each, without padding.
     """
 
     bounds: tuple[int, ...]

@@ -212,8 +212,7 @@ class CompanionClient:
         return EarlySample(max(1, rows), HOLDOUT_SHARE, self._seed, self._ahead)
 
     def give_way(self, wanted: bool) -> None:
-        """Ask the companion to pause or to continue, if it shares cores or a device with the loop.
-        """
+        """Ask the companion to pause or to continue, if it shares cores or a device with the loop."""
         self._pace.hold(wanted and self.shared)
 
     def submit(self, batch: RolloutBatch) -> None:
@@ -430,8 +429,7 @@ class CompanionClient:
         return not self._closed and ray.is_initialized()
 
     def _ask(self, after_version: int, timeout_s: float) -> Answer | None:
-        """One poll. The next poll picks up a late answer, without waiting.
-        """
+        """One poll. The next poll picks up a late answer, without waiting."""
         if self._poll is None:
             self._poll = self._call("newest", CONTROL, after_version)
             self._poll_since = time.monotonic()
@@ -458,9 +456,7 @@ class CompanionClient:
         return None
 
     def _end_process(self, why: str) -> None:
-        self._grace_until = (
-            time.monotonic() + START_TIMEOUT_S
-        )  # A new process needs time to start.
+        self._grace_until = time.monotonic() + START_TIMEOUT_S  # A new process needs time to start.
         ray.kill(self._actor, no_restart=False)
         self._fail(f"The companion {why} for {self._hang_s:.0f} s; it is ended and restarted.")
 
@@ -536,8 +532,7 @@ class _HostedService(CompanionService):
 
 
 def _with_gpus(config: CompanionConfig) -> CompanionConfig:
-    """Give each worker a share of the free GPUs, unless the configuration says how many.
-    """
+    """Give each worker a share of the free GPUs, unless the configuration says how many."""
     if config.num_gpus is not None:
         return config
     return config.model_copy(

@@ -285,8 +285,7 @@ def read_part(path: Path, header: PartHeader, hidden: int, vocab: int) -> Part:
 
 
 def _sizes(found: Header, hidden: int, vocab: int) -> dict[str, int]:
-    """Sizes by letter, after comparing names, dtypes and shapes. Raises DataError if they differ.
-    """
+    """Sizes by letter, after comparing names, dtypes and shapes. Raises DataError if they differ."""
     sizes = {"D": hidden, "V": vocab}
     missing = [name for name in NEEDED if name not in found]
     unknown = [name for name in found if name not in BATCH]
@@ -297,7 +296,7 @@ def _sizes(found: Header, hidden: int, vocab: int) -> dict[str, int]:
     if EMBEDDING in found and LM_HEAD not in found:
         raise _refused("an embedding without an lm_head", "both tables, or the lm_head alone")
     if any((rows in found) != (ids in found) for rows, ids in ROW_PAIRS):
-        raise _refused("rows of a table without their tokens, or tokens without rows", "both, or neither")
+        raise _refused("rows of a table without tokens, or tokens without rows", "both, or neither")
     twice = {LM_HEAD, LM_HEAD_ROWS} <= found.keys() or {EMBEDDING, EMBEDDING_ROWS} <= found.keys()
     alone = EMBEDDING_ROWS in found and not {LM_HEAD, LM_HEAD_ROWS} & found.keys()
     if twice or alone:

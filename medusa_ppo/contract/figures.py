@@ -130,8 +130,7 @@ def serving_figures(
 
 
 def companion_figures(status: CompanionStatus) -> dict[str, Any]:
-    """What the companion has done, and its replay estimates; unknown values are left out.
-    """
+    """What the companion has done, and its replay estimates; unknown values are left out."""
     values: dict[str, Any] = {
         COMPANION_TRAINED_TOKENS: status.trained_tokens,
         COMPANION_DROPPED: status.batches_dropped,

@@ -283,8 +283,7 @@ class ResponseMemory:
 
 
 def tail_of(prompt: Sequence[int], said: Sequence[int] = ()) -> list[int]:
-    """The last `SUFFIX` tokens of a prompt and its response; `MISSING` if there are fewer.
-    """
+    """The last `SUFFIX` tokens of a prompt and its response; `MISSING` if there are fewer."""
     tail = [*prompt[-SUFFIX:], *said[-SUFFIX:]][-SUFFIX:]
     return [MISSING] * (SUFFIX - len(tail)) + tail
 

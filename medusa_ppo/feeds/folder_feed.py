@@ -91,9 +91,7 @@ class FolderFeed(Feed):
                 digest = hashlib.file_digest(copied, "sha256").hexdigest()
             size = os.path.getsize(temporary)
             version = described(number, size, digest, tensors, release)
-            os.chmod(
-                temporary, 0o644
-            )  # mkstemp makes a private file, but other users read heads.
+            os.chmod(temporary, 0o644)  # mkstemp makes a private file, but other users read heads.
             os.replace(temporary, self.folder / version.file)
         finally:
             Path(temporary).unlink(missing_ok=True)

@@ -257,7 +257,7 @@ class ReadReward(RewardSource):
 
     @abstractmethod
     def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
-        """The model's output for each batch, float32 on the CPU: for its texts, or for its tokens."""
+        """The model's output for each batch, float32 on the CPU: for its texts or its tokens."""
 
     @torch.no_grad()
     def score(

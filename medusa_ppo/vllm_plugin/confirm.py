@@ -375,8 +375,7 @@ def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _sum_of_bits(values_N: torch.Tensor) -> torch.Tensor:
-    """Sums words of 8 bytes if the size allows, which is several times as fast; overflow wraps.
-    """
+    """Sums words of 8 bytes if the size allows, which is several times as fast; overflow wraps."""
     size = values_N.element_size()
     words = (
         torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]

@@ -64,8 +64,7 @@ class _LastStep:
 
 
 class HeldHeads(MedusaProposer):
-    """The serving heads, how they change while they serve, and what they may read. V2 keeps q.
-    """
+    """The serving heads, how they change while they serve, and what they may read. V2 keeps q."""
 
     _last_step: _LastStep | None = None
 
@@ -82,8 +81,7 @@ class HeldHeads(MedusaProposer):
         return self._core.draft(hidden_BD, last_ids_B, count, sampling, seen, slots, ending=ending)
 
     def drawn(self, k: int, batch: int) -> torch.Tensor:
-        """The distribution that draft k of the last sampled call was drawn from, float32 `[B, W]`.
-        """
+        """The distribution that draft k of the last sampled call was drawn from, float32 `[B, W]`."""
         assert self._slots is not None, "who samples drafts has room for them"
         return drawn_from(self._slots.cumulative_KRX[k, :batch])
 
@@ -297,8 +295,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Draft ids int64 `[B, K]`; columns from `count` on are meaningless and are not scheduled.
-        """
+        """Draft ids int64 `[B, K]`; columns from `count` on are meaningless and are not scheduled."""
         drafter = self.drafter
         batch = input_batch.num_reqs
         most = self.num_speculative_steps

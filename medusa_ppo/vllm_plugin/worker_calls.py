@@ -1,5 +1,4 @@
-"""What engines and the worker extension exchange: names, drafting settings, errors as data.
-"""
+"""What engines and the worker extension exchange: names, drafting settings, errors as data."""
 
 from __future__ import annotations
 
