@@ -133,7 +133,7 @@ SETTINGS = (
 
 @dataclass
 class SampledAnswer:
-    """One response. `versions`: (number of tokens before, actor that sampled the following ones)."""
+    """One response. `versions`: (number of tokens before, actor that sampled the next ones)."""
 
     prompt: list[int]
     ids: list[int]

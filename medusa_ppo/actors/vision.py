@@ -129,7 +129,7 @@ class ImageReader:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> ImageReader:
-        """Raises ModelError: a model without a known vision tower, or without an image processor."""
+        """Raises ModelError: a model without a known vision tower or an image processor."""
         name = os.fspath(path)
         config = actor_config(path)
         if config.model_type not in VISION_FAMILIES:
@@ -475,7 +475,7 @@ class ImageFeatures:
     other_id: int
 
     def arguments(self, embedding_VD: Tensor) -> dict[str, Any]:
-        """Arguments of the forward pass of a model with these token embeddings, instead of pixels."""
+        """Arguments of the pass of a model with these token embeddings, instead of pixels."""
         rows = [part.rows_NX.to(embedding_VD.device, embedding_VD.dtype) for part in self.features]
         levels = list(
             zip(*(part_NX.split(embedding_VD.shape[1], dim=1) for part_NX in rows), strict=True)

@@ -212,7 +212,7 @@ class CompanionClient:
         return EarlySample(max(1, rows), HOLDOUT_SHARE, self._seed, self._ahead)
 
     def give_way(self, wanted: bool) -> None:
-        """Ask the companion to pause or to continue, if it shares cores or a device with the loop."""
+        """Ask the companion to pause or to continue, if it shares cores or a device with it."""
         self._pace.hold(wanted and self.shared)
 
     def submit(self, batch: RolloutBatch) -> None:

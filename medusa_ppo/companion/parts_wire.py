@@ -285,7 +285,7 @@ def read_part(path: Path, header: PartHeader, hidden: int, vocab: int) -> Part:
 
 
 def _sizes(found: Header, hidden: int, vocab: int) -> dict[str, int]:
-    """Sizes by letter, after comparing names, dtypes and shapes. Raises DataError if they differ."""
+    """Sizes by letter, after comparing names, dtypes and shapes. DataError if they differ."""
     sizes = {"D": hidden, "V": vocab}
     missing = [name for name in NEEDED if name not in found]
     unknown = [name for name in found if name not in BATCH]

@@ -30,7 +30,7 @@ Timer = Callable[[int, torch.dtype], float]
 
 
 class Bfloat16(NamedTuple):
-    """Time in bfloat16 relative to float32, for each timed product; and whether it is worth using."""
+    """Time in bfloat16 relative to float32, for each timed product; and whether it pays."""
 
     ratios: dict[str, float]
     taken: bool

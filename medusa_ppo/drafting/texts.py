@@ -92,7 +92,7 @@ class TextRing:
         self.keys_SALw[slots_N, :, positions_N % self.places] = keys_NAw
 
     def positions(self, newest_B: torch.Tensor, searched: int) -> torch.Tensor:
-        """The positions stored in the first places of each request, `[B, searched]`; below 0: none."""
+        """Positions stored in the first places of each request, `[B, searched]`; below 0: none."""
         behind_BL = (newest_B.unsqueeze(1) - self._numbers_L[:searched]) % self.places
         return newest_B.unsqueeze(1) - behind_BL
 

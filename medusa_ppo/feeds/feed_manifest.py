@@ -81,7 +81,7 @@ class FeedActor(_Record):
             raise damaged("heads", str(error)) from error
 
     def most_bytes(self) -> int:
-        """Maximum size of a file with heads of these sizes, in float32 and with the longest header."""
+        """Largest size of a file with heads of these sizes in float32 with the longest header."""
         config = self.config
         numbers = config.num_heads  # The draft temperatures, which are optional.
         for shape in config.tensor_shapes().values():

@@ -205,7 +205,7 @@ def run_arm(spec: str, medusa: Any, out: Path) -> None:
 
 
 def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
-    """Run `run_arm` in another process. Raises ConfigError with the end of its output if it fails."""
+    """`run_arm` in another process. Raises ConfigError with the end of its output if it fails."""
     out = folder / f"arm-{len(list(folder.iterdir()))}.json"
     command = [
         sys.executable,

@@ -346,7 +346,7 @@ class _Description:
         return _Tensor(storage.dtype, shape)
 
     def _build(self) -> None:
-        """The state of an OrderedDict: torch keeps the modules' versions there; none of it is read."""
+        """The state of an OrderedDict: torch keeps modules' versions there; it is not read."""
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):
             raise self._refused("an object with a state")

@@ -1,4 +1,4 @@
-"""Seconds of generation that trained heads saved: a figure for reports only, which decides nothing."""
+"""Seconds of generation that trained heads saved: a figure for reports, which decides nothing."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def _peak_bytes() -> int:
 
 
 class ProgressSink:
-    """Listener of a run; this one ignores all events. All methods return at once and never raise."""
+    """Listener of a run; this one ignores events. All methods return at once and never raise."""
 
     def run_started(self, name: str, first_step: int, steps: int) -> None:
         """The loop begins: steps first_step .. steps - 1 will be run."""

@@ -458,7 +458,7 @@ class RunSession:
 
 
 def _load(path: str) -> PreTrainedModel:
-    """A model with float32 weights on this process's device; model.dtype is the dtype of products."""
+    """A model with float32 weights on this process's device; model.dtype is that of products."""
     model = load_actor(path, "float32")
     nn.Module.to(model, _device())
     return model

@@ -44,7 +44,7 @@ PROPOSED = verify.Proposed | torch.Tensor | None
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced name of vLLM. `name` is for reports; empty if it belongs to the previous patch."""
+    """One replaced name of vLLM. `name` is for reports; empty if part of the previous patch."""
 
     name: str
     holder: Any
@@ -219,7 +219,7 @@ def _rule(sampling_metadata: Any) -> verify.Rule:
 def _constrain(
     logits_NV: torch.Tensor, rows_B: torch.Tensor, sampling_metadata: Any
 ) -> torch.Tensor:
-    """Apply temperature, top-k and top-p of each request to all its rows. Its input is not changed."""
+    """Apply each request's temperature, top-k and top-p to its rows. The input is not changed."""
 
     def spread(values_B: torch.Tensor | None) -> Any:
         return (
@@ -264,7 +264,7 @@ def _gather_logprobs(
 
 
 def _discarded(runner: Any) -> list[int]:
-    """Requests of this step whose sampled token is discarded because their prompt isn't finished."""
+    """Requests of this step whose sampled token is discarded: their prompt isn't finished."""
     return runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
 
 

@@ -315,7 +315,7 @@ class MedusaProposer(Drafter):
 
     @property
     def _positions_B(self) -> torch.Tensor:
-        """Number of tokens of each request in the batch, int64; copied to the device on first use."""
+        """Number of tokens of each request in the batch, int64; sent to the device on first use."""
         if self._sent_B is None:
             self._sent_B = sending.sent(self._tokens_B, self.device)
         return self._sent_B

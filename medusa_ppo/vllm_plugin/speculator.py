@@ -81,7 +81,7 @@ class HeldHeads(MedusaProposer):
         return self._core.draft(hidden_BD, last_ids_B, count, sampling, seen, slots, ending=ending)
 
     def drawn(self, k: int, batch: int) -> torch.Tensor:
-        """The distribution that draft k of the last sampled call was drawn from, float32 `[B, W]`."""
+        """Distribution that draft k of the last sampled call was drawn from, float32 `[B, W]`."""
         assert self._slots is not None, "who samples drafts has room for them"
         return drawn_from(self._slots.cumulative_KRX[k, :batch])
 
@@ -295,7 +295,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Draft ids int64 `[B, K]`; columns from `count` on are meaningless and are not scheduled."""
+        """Draft ids int64 `[B, K]`; columns from `count` on are meaningless and not scheduled."""
         drafter = self.drafter
         batch = input_batch.num_reqs
         most = self.num_speculative_steps

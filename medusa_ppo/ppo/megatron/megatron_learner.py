@@ -140,7 +140,7 @@ class RankTeam:
             raise
 
     def begin(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all ranks and return references to their answers. Safe from any thread."""
+        """Call a method on all ranks; returns references to the answers. Safe from any thread."""
         with self._handing:
             return [getattr(rank, method).remote(*arguments) for rank in self._ranks]
 

@@ -176,7 +176,7 @@ class ActorRank:
             self._place(REWARD, Resident(judge.model))
 
     def _place(self, role: str, resident: Resident) -> None:
-        """Register a role. If all roles take turns, it frees memory for the next one to be built."""
+        """Register a role. If all roles take turns, it frees memory for the next one."""
         self._turns.settle(role, resident)
         self._turns.clear()
 

@@ -24,7 +24,7 @@ class RankShare:
         self._config = config
 
     def dealt(self, batch: PPOBatch, sequences: Sequence[int]) -> list[int]:
-        """This replica's sequences: every n-th by length, so that replicas have about equal work."""
+        """This replica's sequences: every n-th by length, so that replicas have similar work."""
         return sorted(sequences, key=lambda s: (batch.total_lengths[s], s))[
             self._model.replica :: self._model.replicas
         ]

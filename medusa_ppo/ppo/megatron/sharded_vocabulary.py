@@ -95,7 +95,7 @@ class ShardedVocabulary:
         return logits_CV if top_p >= 1.0 else self._top_p(logits_CV, top_p)
 
     def _top_k(self, logits_CV: torch.Tensor, top_k: int) -> torch.Tensor:
-        """The best k of all tokens are among the best k of each rank, so only these are gathered."""
+        """The best k of all tokens are among the best k of each rank, so only they are gathered."""
         best_CK = torch.full(
             (logits_CV.shape[0], min(top_k, self.rows_per_rank)),
             -torch.inf,
