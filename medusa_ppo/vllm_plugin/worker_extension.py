@@ -125,7 +125,7 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_feed_ahead(self, path: str, checked: list[Any]) -> dict[str, Any]:
-        """Start reading a feed's heads, beside the engine's work; `medusa_feed_heads` loads them."""
+        """Start reading a feed's heads beside the engine's work; `medusa_feed_heads` loads them."""
         drafter = self._medusa_require_drafter()
         self._medusa_ahead = Ahead(path, lambda: drafter.read(path, Checked(*checked)))
         return {}
