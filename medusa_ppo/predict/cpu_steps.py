@@ -211,7 +211,7 @@ class _Actor:
     """A stand-in with the actor's sizes and random weights, packed as vLLM packs them.
 
     Attributes:
-        scale: the actor's layers over those created.
+        scale: number of the actor's layers per created layer.
     """
 
     def __init__(

@@ -569,7 +569,7 @@ WORDS = {
     "pt: a bytearray of 64 GiB": "bytearray",
     "pt: a tensor constructor of 256 GiB": "torch Tensor",
     "pt: lists in lists without end": "EMPTY_LIST",
-    "pt: tuples in tuples without end": "no text",
+    "pt: tuples in tuples without end": "not text",
     "pt: a million empty dicts": "step 200001",
     "pt: an expanded tensor of 2^72 numbers": "is outside its storage",
     "pt: a tensor larger than its storage": "is outside its storage",
