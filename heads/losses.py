@@ -29,7 +29,7 @@ from heads.vocabulary import WHOLE, Vocabulary
 # Warm-up steps of a named loss that has no gradient far from its optimum.
 WARM_UP_STEPS = 60
 
-# Cross-entropy or KL in the mixed ones pulls where total variation has no gradient yet.
+# In the mixed ones, cross-entropy or KL acts where total variation has no gradient yet.
 # (ce, tv, kl, exact_tv)
 NAMED_LOSSES = {
     "ce": (1.0, 0.0, 0.0, 0.0),

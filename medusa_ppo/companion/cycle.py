@@ -113,8 +113,8 @@ class Cycle:
         team: processes that learn the same from the same batches, and share the work; None: there
             are none.
         evidence: candidates against the serving heads, on holdouts.
-        before: the heads that served before these ones, until `after` (these against those, on
-            holdouts of later batches) can tell.
+        before: the previous serving heads, until `after` (the new ones against these, on holdouts
+            of later batches) is decided.
         followed: versions that were compared with the previous one on later batches; `fell_back`:
             those of them that were significantly worse.
         rows: replay estimates of the heads in ROWS on the last judged holdout.

@@ -157,7 +157,7 @@ def stretches(batch: RolloutBatch, seed: int = 0, tokens: int = HOLDOUT_TOKENS) 
 
 def cut_to_states(batch: RolloutBatch) -> RolloutBatch:
     """Turn each run of rows with states into a separate response, after the text before it.
-    Training and replay read nothing else of a response, and the tokens of long ones add up.
+    Training and replay read nothing else, and the other tokens of long responses take much memory.
     """
     if batch.weights_M is None:
         return batch

@@ -331,8 +331,8 @@ class CompanionService:
                     self._idle.notify_all()
 
     def _work_s(self, took_s: float) -> float:
-        """The part of the training batch's time that others could have used: on a CPU without time
-        when others had the cores, and at most the time in which somebody wanted one.
+        """The part of a batch's training time that others could have used. On a CPU this excludes
+        time when others had the cores, and is at most the time in which a process waited for one.
         """
         if self._device.type == "cuda":
             return took_s

@@ -1,6 +1,6 @@
 """Distinguishes actors of the same sizes by the signs of a few numbers of their lm_head.
 
-PPO moves weights little and flips few signs; between two actors half of the signs differ.
+PPO changes weights only a little and flips few signs; between two actors half of the signs differ.
 """
 
 from __future__ import annotations

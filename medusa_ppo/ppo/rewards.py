@@ -418,7 +418,7 @@ class ModelReward(ReadReward):
             given = f"{path}: {labels} labels"
             expected = " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed)
             raise ModelError(
-                "The reward model has not one output.",
+                "The reward model must have exactly one output.",
                 given=given,
                 expected=expected,
                 do="Use a reward model.",

@@ -71,7 +71,7 @@ def rank_sizes(config: RunConfig, path: str, critic_path: str) -> dict[str, Llam
         model: Any = AutoConfig.from_pretrained(reward, trust_remote_code=False)
         if model.num_labels != 1:
             raise ModelError(
-                "The reward model has not one output.",
+                "The reward model must have exactly one output.",
                 given=f"{reward}: {model.num_labels} labels",
                 expected="1 label",
                 do="Use a reward model.",

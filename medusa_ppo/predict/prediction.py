@@ -218,13 +218,13 @@ class Prediction:
     """The answer. Seconds are of one engine's rollout and of a whole step.
 
     Attributes:
-        speedup: rollouts without over with drafts.
+        speedup: time of rollouts without drafts / with drafts.
         plain_s, drafted_s: seconds of a rollout, including prompts.
         tail_share: share of the plain rollout with fewer than half of the slots in use.
         tail_speedup: speed-up in that part.
         pays_from: mean acceptance length from which rollouts are faster; None: never.
-        step, async_step: a step without over one with drafts, one phase after the other, or
-            rollouts beside the rest; None: the rest is not known.
+        step, async_step: time of a step without drafts / with drafts, with consecutive phases, or
+            with rollouts beside the rest; None: the rest is unknown.
         other_s: the rest of a step.
         slots, drafted_slots: sequences that fit at once, without and with drafting.
         rows: by running sequences.

@@ -112,7 +112,7 @@ class EngineFeeder:
         watch.took(fetched, fault)
         if fault is None:
             logger.info(
-                "Heads version %d serve, loaded in %.0f ms.",
+                "Heads version %d is serving; loading took %.0f ms.",
                 fetched.version,
                 1e3 * (time.perf_counter() - began),
             )
