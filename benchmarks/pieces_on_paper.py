@@ -92,7 +92,7 @@ class Engines:
 
 
 def old_cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smallest: int):
-    """`cut` as it was: pieces of at least `smallest` prompts."""
+    """The earlier version of `cut`: pieces of at least `smallest` prompts."""
     weights = [expected_tokens(prompt, sampling) for prompt in prompts]
     left, at = sum(weights), 0
     pieces: list[Piece] = []

@@ -241,7 +241,7 @@ def mean_of(lines: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def learning(options: argparse.Namespace) -> None:
-    """Right answers first and last, and what else moved."""
+    """A table row per variant: right answers in the first and last steps, KL, length and more."""
     logger.info(
         "| | right, first %d | right, last %d | by seed | KL to the reference | optimizer steps |"
         " length | cut |",

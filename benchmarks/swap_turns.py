@@ -135,7 +135,7 @@ def main() -> None:
     trees = {"old": options.old, "new": Path(__file__).resolve().parent.parent}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for number in range(options.rounds):
-        # Each is first as often as second.
+        # Take turns at going first.
         for name in list(trees)[:: 1 if number % 2 else -1]:
             found[name].append(seconds_of(trees[name], options.model))
     sys.stdout.write("parameters of heads and actor: {} and {}\n".format(*found["new"][0]["size"]))

@@ -233,7 +233,7 @@ class RankModel:
         one gather.
 
         Args:
-            value: what to export of a parameter, in its shape.
+            value: returns what to export for a parameter, in the parameter's shape.
         """
         parameters = self.given_out()
         for bucket in _buckets(parameters, dtype, bucket_bytes):

@@ -163,7 +163,7 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     # Without this section our plugin leaves the folder to vLLM's own proposer.
     del config["medusa_ppo"]
-    # That one drafts with all heads that its configuration counts.
+    # That proposer drafts with as many heads as its configuration names.
     config["num_heads"] = min(config["num_heads"], drafts)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return _with_speculation(

@@ -122,7 +122,7 @@ class CompanionDesk:
         try:
             part = read_part(path, header, self._heads.hidden_size, self._heads.vocab_size)
         except (DataError, CheckpointError) as error:
-            # The tap hears of it, and so does whoever looks at the companion.
+            # The tap gets the error; the companion's status shows it too.
             with self._lock:
                 self._tell(f"Rows of process {header.rank} were refused: {error.given}")
             raise

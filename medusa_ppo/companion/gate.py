@@ -78,8 +78,9 @@ class Served:
         draft_temperature: times the rollouts' own; 0: one-hot drafts.
         num_drafts: most drafts in a step; None: one per head.
         ids_W: tokens that drafts come from, int64; None: all.
-        mix: makes the heads' log q of the rollouts' tokens `[M, K]` that of what is drawn from
-            (sampled drafts; a piece of the batch, that log q, and the largest log q of any token).
+        mix: for sampled drafts: turns the heads' log q of the rollouts' tokens `[M, K]` into the
+            log q of the distribution that drafts are drawn from. Takes a piece of the batch, the
+            heads' log q, and the largest log q of any token.
     """
 
     draft_temperature: float = 0.0

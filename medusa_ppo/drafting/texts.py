@@ -1,4 +1,4 @@
-"""The texts that heads that copy search: the last tokens of each request with their keys, by slot,
+"""The texts searched by heads that copy: the last tokens of each request with their keys, by slot,
 and the arithmetic of `heads.copying` on them.
 
 A key depends on tokens alone. It is computed once, when its token arrives, and stays valid until

@@ -71,13 +71,13 @@ SET_BY_THE_ENGINE = {
     "logprobs_mode": "rollouts must report the distribution that was sampled from",
     "disable_log_stats": "the acceptance counters come from the statistics",
     "model": "it is model.path",
-    "weight_transfer_config": "engine.transfer says it",
+    "weight_transfer_config": "engine.transfer sets it",
     "speculative_config": "it is built from heads.path and engine.num_drafts, losslessly",
 }
 WITHOUT_MEDUSA = {
     "async_scheduling": "vLLM's Medusa drafts need each step's tokens on the host",
     "enable_lora": "the heads share the actor's plain lm_head",
-    "enable_expert_parallel": "it was never run",
+    "enable_expert_parallel": "it has never been tested",
     "logits_processors": "vLLM refuses them with speculative decoding",
 }
 

@@ -172,7 +172,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the engine and everything it started; harmless when called again."""
+        """End the engine and everything it started. Safe to call again."""
 
     def __enter__(self) -> Self:
         return self

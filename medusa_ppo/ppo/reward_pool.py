@@ -161,7 +161,7 @@ class RewardPool:
         self._workers[self._workers.index(worker)] = RewardWorker(self._name)
 
     def close(self) -> None:
-        """End all processes; harmless when called again."""
+        """End all processes. Safe to call again."""
         workers = self._workers
         self._workers = []
         for worker in workers:

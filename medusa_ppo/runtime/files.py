@@ -57,8 +57,8 @@ across containers, where process ids mean nothing.
 
 
 class OwnedFolder:
-    """A new folder of this process, removed by `close` (harmless when called again), with this
-    object, or with the process.
+    """A new folder of this process, removed by `close` (safe to call again), when this object is
+    collected, or when the process ends.
     """
 
     def __init__(self, prefix: str, *, shared_memory: bool = False) -> None:

@@ -68,7 +68,9 @@ class Hook:
 
 @dataclass(frozen=True)
 class HookCheck:
-    """A hook in the installed vLLM; `fault` is empty if it is as it was checked."""
+    """A hook in the installed vLLM; `fault` is empty if it matches the code that
+    was checked.
+    """
 
     need: str
     where: str
