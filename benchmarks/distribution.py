@@ -93,7 +93,7 @@ class Setting:
 
 
 def mixed(rng: random.Random) -> dict[str, Any]:
-    """Any of these; the greedy ones are included only as neighbours."""
+    """Random settings of a request; greedy ones are included only as neighbours."""
     temperature = rng.choice((0.0, 0.5, 0.7, 0.9, 1.0, 1.0, 1.3))
     return {
         "temperature": temperature,

@@ -1,15 +1,15 @@
-"""The speed of training heads compared with that of its matrix products alone, for an actor with a
-large vocabulary, in one run and in turns.
+"""Compares the speed of training heads with the speed of its matrix products alone, for an actor
+with a large vocabulary. Both are timed in one run, in turns.
 
     python benchmarks/training_roofline.py [--hidden 1024] [--vocab 151936] [--drafted 8192]
                                            [--rows 4096] [--rounds 3] [--profile]
 
 The heads of the default configuration are trained with the companion's own trainer, on one thread,
 in the dtype that the companion uses on this machine. The products are those that one pass over the
-batch really computes, recorded from torch's calls and repeated on numbers that are in the cache or
-not, as these shapes are. They leave out everything else: look-ups, softmax, losses, copies between
-layouts, clipping, the optimizer. There is no actor: states and tables are random, tokens follow
-Zipf's law.
+batch really computes: recorded from torch's calls, and repeated on numbers that are in the cache or
+not, as they would be with these shapes. They leave out everything else: look-ups, softmax, losses,
+copies between layouts, clipping, the optimizer. There is no actor: states and tables are random,
+tokens follow Zipf's law.
 
 The output is positions per second of both, their ratio (asked: at least 0.6), and the products'
 operations per position next to those that the formulas of `heads/modules.py` and `heads/losses.py`

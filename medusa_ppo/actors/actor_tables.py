@@ -283,7 +283,7 @@ def _unit_of(module: nn.Module, kind: type[Any], model: nn.Module) -> Any:
 
 
 def _own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of an FSDP1 unit, without the units inside it."""
+    """The parameters of an FSDP1 unit, without those of units inside it."""
     yield from (part for part in unit._parameters.values() if part is not None)
     for child in unit.children():
         if not isinstance(child, FSDP):

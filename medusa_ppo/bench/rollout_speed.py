@@ -80,8 +80,8 @@ def running_arms(
     others: Sequence[str] = ("ngram",),
     fixed: Sequence[int] = (),
 ) -> Iterator[list[Arm]]:
-    """All arms, started one after another; `ray.init` is the caller's. Every engine is closed at
-    the end.
+    """All arms, started one after another, after the caller's `ray.init`. Every engine is closed
+    at the end.
 
     Args:
         heads: folder of our heads, any kind.

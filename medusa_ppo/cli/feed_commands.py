@@ -109,9 +109,9 @@ def verify_versions(address: Address) -> None:
 @feed.command()
 @command
 def forget(
-    address: Annotated[str, typer.Argument(metavar="ray:NAME", help="A feed in a Ray.")],
+    address: Annotated[str, typer.Argument(metavar="ray:NAME", help="A feed in Ray.")],
 ) -> None:
-    """End a feed in a Ray, with all its versions; it outlives the loop that created it. Engines
+    """End a feed in Ray, with all its versions; it outlives the loop that created it. Engines
     keep the heads that they have.
 
     Example:  [bold]medusa-ppo feed forget ray:heads[/bold]
@@ -120,7 +120,7 @@ def forget(
 
     if not address.startswith(RAY):
         raise ConfigError(
-            "Only a feed in a Ray has to be forgotten.",
+            "Only a feed in Ray has to be forgotten.",
             given=address,
             expected="ray:NAME",
             do="Remove the folder when it is no longer needed.",

@@ -135,7 +135,7 @@ class DraftingCore:
         """
         if ids_W is not None and self.config.lm_head == "own":
             raise ConfigError(
-                "The draft vocabulary can't be truncated so.",
+                "These heads can't draft from a truncated vocabulary.",
                 given="heads with lm_head=own",
                 expected="heads that share the actor's lm_head",
                 do="Set engine.draft_vocab=0.",

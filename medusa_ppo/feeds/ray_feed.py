@@ -1,4 +1,4 @@
-"""A feed in a Ray: a named actor holds the manifest and, for each version, a reference to an object
+"""A feed in Ray: a named actor holds the manifest and, for each version, a reference to an object
 with its bytes. Readers in the same Ray get these from their node's object store, which fetches an
 object once, however many engines read it.
 
@@ -79,7 +79,7 @@ class RayFeed(Feed):
         self._actor: Any = None
         if not NAME.fullmatch(self._name):
             raise ConfigError(
-                "This is not the address of a feed in a Ray.",
+                "This is not the address of a feed in Ray.",
                 given=address[:200],
                 expected="ray:NAME, of letters, digits, dots and dashes",
                 do="Give the feed a name.",

@@ -410,8 +410,8 @@ class RowTap(ABC):
         if rows >= everything:
             return BatchCollector(rollouts)
         block = block_rows(rows, self._ahead)
-        # A pass's share may be less than a block, and then waits for the next passes. The wait of
-        # the first passes is random, or they would never contribute.
+        # A pass's share may be less than a block; it then waits for the next passes. The initial
+        # debt is random, or the first passes would never contribute.
         if first and self._expected is not None:
             self._owed = random.Random(seed).uniform(0, block)
         self._owed += rows * tokens / everything

@@ -223,7 +223,7 @@ def running_workers(
 
 
 class WorkerHost:
-    """The content of a Ray process: it meets the others, then acts as a worker."""
+    """Runs in a Ray process: meets the others, then acts as a worker."""
 
     def __init__(self, rank: int, size: int, threads: int) -> None:
         torch.set_num_threads(threads)

@@ -578,7 +578,7 @@ class MedusaPlugin:
         return Path(folder)
 
     def close(self) -> None:
-        """End the companion; the engine is the caller's. Harmless when called again."""
+        """End the companion; the caller ends the engine. Safe to call again."""
         self._collector = None
         if self._companion is not None:
             self._companion.close()

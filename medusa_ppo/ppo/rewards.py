@@ -127,8 +127,8 @@ class CallableReward(RewardSource):
             self._pool.close()
 
     def _calls(self, samples: Sequence[Sample]) -> list[tuple[Sample, Callable[[], Any] | None]]:
-        """A call per response, here or with the outcome from another process; None: that process
-        was killed.
+        """A call per response: computes it here, or returns the outcome of another process. None:
+        that process was killed.
         """
         if self._pool is None:
             return [(sample, functools.partial(self._function, *sample)) for sample in samples]

@@ -441,7 +441,7 @@ def _scaled(acceptance: Sequence[float], factor: float) -> tuple[float, ...]:
 
 
 def _bent(acceptance: Sequence[float], power: float) -> tuple[float, ...]:
-    """Better (power below 1) or worse heads with a similar profile: shares to a power."""
+    """Shares raised to a power: better (power below 1) or worse heads with a similar profile."""
     # A share of 0 or 1 would not change with any power.
     return tuple(min(max(share, 1e-4), 1 - 1e-4) ** power for share in acceptance)
 

@@ -263,7 +263,7 @@ def bundle(gpus: float, resource: str | None) -> dict[str, float]:
 def reserve(
     bundles: list[dict[str, float]], what: str, layout: str = "PACK", timeout_s: float = TIMEOUT_S
 ) -> PlacementGroup:
-    """Reserve room for all bundles. `ray.init` is the caller's; so is `release`.
+    """Reserve room for all bundles. The caller runs `ray.init` first, and `release` later.
 
     Args:
         what: what the room is for, for the error.

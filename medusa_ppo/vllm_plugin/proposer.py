@@ -553,7 +553,7 @@ class MedusaProposer(Drafter):
             )
         if size and (size < 0 or own):
             raise ConfigError(
-                "The draft vocabulary can't be truncated so.",
+                "These heads can't draft from a truncated vocabulary.",
                 given=f"{size} tokens, heads with lm_head={self.heads.config.lm_head}",
                 expected="a number of tokens, and heads that share the actor's lm_head",
                 do="Set engine.draft_vocab=0.",
