@@ -79,7 +79,7 @@ def with_earlier_texts(
 def measure(
     options: argparse.Namespace, temperature: float, earlier: Rollouts, now: Rollouts
 ) -> dict[str, Any]:
-    """Tokens per step of every way, and its gain over copying alone."""
+    """Tokens per step of each variant, and its gain over copying alone."""
     actor = load_actor(options.model)
     heads = load_heads(Path(options.heads))[0]
     tables: dict[str, Any] = {"embedding_VD": embedding_weight(actor).detach().float()}

@@ -307,8 +307,7 @@ class Evidence:
         counts_G5: of each prompt: its batch's number, accepted drafts and draft steps of the first
             heads, the same of the second. float64.
         tokens: response tokens of each batch's holdout, by the batch's number.
-        looks: at which the first heads could have replaced the second ones, since these became the
-            second.
+        looks: how many times the first heads could have replaced the second ones so far.
     """
 
     def __init__(self) -> None:

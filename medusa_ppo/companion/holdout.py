@@ -32,8 +32,8 @@ HOLDOUT_PROMPTS = 6
 batch before training on it.
 """
 SAMPLED_SHARE = 0.1
-"""Share of prompts held out from a sample drawn without regard to prompts: heads are judged on all
-there is of each, which is that share of the sample.
+"""Share of prompts held out from a sample drawn without regard to prompts: heads are judged on
+everything sampled of each, which is the same share of the sample.
 """
 LEAST_STRETCH = 64
 """Tokens of a stretch, if answers are that long: a draft step at its end counts for less."""

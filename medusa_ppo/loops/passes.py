@@ -226,8 +226,8 @@ class RowShare:
         self._collector: BatchCollector | None = None
 
     def expect(self, rollouts: Rollouts, sample: EarlySample | None, own: range) -> None:
-        """The rows of all processes, of which this one scores its own and keeps no room for others;
-        and the sample that the companion wants of all of them.
+        """Announce the rows of all processes, and the sample of them that the companion wants. This
+        process scores its own rows, and keeps no room for the others.
         """
         self._collector = BatchCollector(rollouts, sample, own)
 

@@ -418,7 +418,7 @@ class _Sender:
 
     def _failed(self, error: Exception, parcel: _Parcel | None) -> None:
         self.lost += parcel is not None
-        # Nothing is tapped until it answers again; then it has the tables of its start.
+        # Nothing is tapped until it answers again; it then has the tables that it started with.
         self.wish = self.wish.model_copy(update={"rows": 0, "tables_version": None})
         text = str(error)
         if text != self.problem:

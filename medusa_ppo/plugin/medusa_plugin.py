@@ -664,8 +664,8 @@ class StatesTap:
         return None if collector is None else collector.wanted
 
     def put(self, states: Mapping[int, torch.Tensor]) -> None:
-        """Instead of a call, if other processes run the passes: the wanted states of some
-        responses, by index.
+        """Use this instead of a call if other processes run the passes: takes the wanted states of
+        some responses, by index.
         """
         plugin, collector = self._plugin, self._plugin._collector
         if collector is None:

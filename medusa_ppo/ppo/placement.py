@@ -329,7 +329,8 @@ class Turns:
 
         Args:
             training: the role learns, so its tensors for learning come too.
-            more: tensors for learning whose names end so come, and are only read.
+            more: endings of names: tensors for learning with these names come too, but are only
+                read.
         """
         turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         takes = role in self._takers and role in self._roles
@@ -441,8 +442,8 @@ class Turns:
         )
 
     def _move(self, coming: str | None, more: tuple[str, ...] = ()) -> None:
-        """Make all others leave the device, and this role come. If only two roles take turns, only
-        what the next one can use leaves.
+        """Move all others off the device, and this role onto it. If only two roles take turns, only
+        memory that the next one can use is given up.
         """
         began = time.perf_counter()
         spare = Spare(())
