@@ -555,8 +555,8 @@ class EnginePool(base.RolloutEngine):
         meanwhile: Callable[[], None] = lambda: None,
         patience_s: float | None = None,
     ) -> list[tuple[Seat, Any]]:
-        """The answers of these seats' engines. `meanwhile` runs here while they work; an engine that
-        has not answered `patience_s` after it ends counts as lost.
+        """The answers of these seats' engines. `meanwhile` runs here while they work; an engine
+        that has not answered `patience_s` after it ends counts as lost.
         """
         jobs = [
             (seat, self._threads.submit(call, seat.engine))

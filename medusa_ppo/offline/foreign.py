@@ -367,7 +367,7 @@ def _read_stock(
     clobbers = [key for key in config if "num" in key and "heads" in key and key != "num_heads"]
     if clobbers:
         notes.append(
-            f"vLLM would take {clobbers[0][:40]} for the number of heads; ours is that of the tensors."
+            f"vLLM would take {clobbers[0][:40]} for the number of heads; we count tensors."
         )
     if "token_map" in names:
         if not shared:
