@@ -1,16 +1,16 @@
-"""What verifying drafts as a block is worth with given heads, by replay: tokens a step beside those
-of verification token by token, on the same responses.
+"""What verifying drafts as a block gains for given heads, by replay: tokens per step compared with
+token-by-token verification, on the same responses.
 
     python benchmarks/block_verification.py --model ACTOR --heads HEADS --data test.jsonl
         --template 'Question: {question}\\nAnswer:' [--temperatures 1.0,0.7] [--json FILE]
 
-Of responses y that were drawn from p, the chance that y_1 .. y_k were drafted and accepted, over
+For responses y drawn from p, the probability that y_1 .. y_k were drafted and accepted, relative to
 that of y itself, is
 
     token by token   w_k = product over j <= k of min(1, q_j / p_j)
     as a block       w_k = min(1, least product of q_1 / p_1 .. q_j / p_j over j <= k)
 
-and after either the next token is one of p (`heads.acceptance.block_acceptance`).
+and with both rules the next token comes from p (`heads.acceptance.block_acceptance`).
 
 Shape letters: M response tokens, K heads.
 """
@@ -33,7 +33,7 @@ from medusa_ppo.runtime.console import offline_progress
 
 
 def token_acceptance(ratios_MK: torch.Tensor) -> torch.Tensor:
-    """As `heads.acceptance.block_acceptance`, where drafts are verified token by token."""
+    """Like `heads.acceptance.block_acceptance`, for verification token by token."""
     return ratios_MK.clamp(max=0).exp()
 
 

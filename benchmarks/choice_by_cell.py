@@ -4,10 +4,10 @@
         --data FILE --template T [--dtypes float32,bfloat16] [--tokens 96] [--rounds 6]
     python benchmarks/choice_by_cell.py table OUT
 
-Each cell is one `medusa-ppo bench rollout` with none, K = 0, 1, 2, 4 and the chosen K in turns on
-the same prompts, in an engine of its own for none. Files of cells that are there are not made
+Each cell is one `medusa-ppo bench rollout` with no speculation, K = 0, 1, 2, 4 and the chosen K, in
+turn on the same prompts; no speculation has its own engine. Existing files of cells are not made
 again. The table has, for each number of sequences, the medians over rounds of tokens per second
-over vLLM's defaults, and what was chosen over the best of all of them.
+relative to vLLM's defaults, and of the chosen K relative to the best arm.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Tokens per second of the number of drafts that is chosen, over those of the best fixed number, on
-simulated machines: noise of 10 %, stretches of slow steps, single pauses, and a calibration after
-which all steps of a size take longer, or less, in service.
+"""Tokens per second of the chosen number of drafts relative to the best fixed number, on simulated
+machines: with noise of 10 %, stretches of slow steps, single pauses, and a calibration that is
+wrong for all steps of a size.
 
     python benchmarks/choice_simulated.py
 
-One line a machine: mean and worst of 12 seeds after 100, 500 and 2,000 engine steps; what is
-learned on the way counts.
+One line per machine: mean and worst of 12 seeds after 100, 500 and 2,000 engine steps; the steps
+spent on learning count.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DRAFTS = 4
 SEEDS = 12
 LENGTHS = (100, 500, 2000)
 CALIBRATION_NOISE, SIZE_NOISE, STEP_NOISE = 0.05, 0.4, 0.1
-"""Standard deviations (log): of a calibrated kind, of what all kinds of a size have in common in
-service, of a step.
+"""Standard deviations (log): of a calibrated kind, of the common factor of all kinds of a size in
+service, and of a step.
 """
 MEASURED = (23.3e-3, 52.7e-3, 63.9e-3, 75.0e-3, 86.0e-3)
 """Seconds of the demo's actor at 64 sequences in bfloat16 (benchmarks/RESULTS.md)."""
@@ -45,11 +45,11 @@ CASES = (
     ("cache", 0.3, 16),
     ("cache", 0.5, 6),
 )
-"""Machine, share of drafts that are accepted after accepted ones, sequences."""
+"""Machine, acceptance rate of each draft after accepted ones, sequences."""
 
 
 def served(machine: str, keep: float, batch: int, steps: int, seed: int) -> float:
-    """Of `steps` steps, by true seconds."""
+    """Tokens per second over `steps` steps, by true seconds."""
     rng = np.random.default_rng(seed)
     cost = MACHINES[machine]
     chooser = DraftChooser(DRAFTS)

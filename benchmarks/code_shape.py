@@ -1,12 +1,12 @@
-"""What the code looks like in numbers: size, comments, wide lines, cycles between files, names that
-occur twice. Figures to look at, not bounds to meet.
+"""Numbers about the code: size, comments, wide lines, cycles between files, duplicate names. They
+are figures to look at, not limits.
 
     python benchmarks/code_shape.py                  # this checkout
     python benchmarks/code_shape.py --root DIR       # another one, to compare with
     python benchmarks/code_shape.py --longest 10     # the ten longest files and nothing else
 
-`tests/test_architecture.py` takes the import graph and the doubled names from here: cycles and
-doubled names are the two figures that do fail `make check`.
+`tests/test_architecture.py` takes the import graph and the duplicate names from here; cycles and
+duplicate names are the two figures that can fail `make check`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def parse(path: Path) -> ast.Module:
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """What is counted as size."""
+    """The nodes that count as size."""
     return (node for node in ast.walk(tree) if not isinstance(node, NOT_COUNTED))
 
 
 def is_tuple_assignment(node: ast.AST) -> bool:
-    """`a, b = x, y`: several assignments in one line. `rows, columns = table.shape` is none."""
+    """`a, b = x, y`: several assignments in one line. `rows, columns = table.shape` is not one."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Tuple)
@@ -59,7 +59,7 @@ def is_tuple_assignment(node: ast.AST) -> bool:
 def comment_lines(path: Path) -> int:
     """Lines that hold a comment."""
     with tokenize.open(path) as file:
-        # By tokens, because a "#" inside of a text is no comment.
+        # By tokens, because a "#" inside a text is not a comment.
         tokens = tokenize.generate_tokens(file.readline)
         return sum(token.type == tokenize.COMMENT for token in tokens)
 

@@ -1,4 +1,4 @@
-"""Which settings of the companion are best: rollout batches of a real PPO run, recorded once and
+"""Compares settings of the companion: rollout batches of a real PPO run are recorded once, and
 learned from again with each setting.
 
     python benchmarks/companion_defaults.py record --out runs/defaults --config configs/gsm8k.yaml
@@ -6,18 +6,18 @@ learned from again with each setting.
     python benchmarks/companion_defaults.py replay --out runs/defaults
         [--only base ...] [--seeds 0 1] [--heads HEADS]
 
-`record` runs PPO with transformers in the engine's place (the same loop, learner, plugin and tap;
-no vLLM, no companion) and keeps what the companion would have been handed: hidden states, tokens,
+`record` runs PPO with transformers instead of the engine (the same loop, learner, plugin and tap;
+no vLLM, no companion) and stores what the companion would have received: hidden states, tokens,
 log-probs and the actor's tables of every step. `--reward numbers` pays for digits: a small actor on
-real text learns that within a few steps, so the policy really moves; `--reward config` takes the
-configuration's.
+real text learns that within a few steps, so the policy really changes; `--reward config` uses the
+configuration's reward.
 
-`replay` hands these batches to `medusa_ppo.companion.cycle.Cycle`, one setting after the other. The
-base is BASE; each other setting differs from it in what its name says. Before a batch is learned
-from, the heads that serve at that moment are replayed on all of it: they have never seen it, and it
-is what the engine would have counted. The mean over the last half of the batches is the figure.
-Settings meet the same batches, so differences are taken batch by batch. Finished settings are kept
-in OUT/results.jsonl and not done again.
+`replay` feeds these batches to `medusa_ppo.companion.cycle.Cycle`, one setting after the other. The
+base is BASE; the name of each other setting says how it differs. Before a batch is learned from,
+the heads serving at that moment are replayed on all of it: they have never seen it, and this is
+what the engine would have counted. The figure is the mean over the last half of the batches.
+Settings get the same batches, so differences are taken batch by batch. Finished settings are stored
+in OUT/results.jsonl and not repeated.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ GRID: dict[str, dict[str, Any]] = {
 
 def numbers(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Ten times the share of digits among a response's characters; a short one counts as if it had
-    SHORT, or one digit would be best.
+    SHORT characters, or a single digit would be best.
     """
     return 10.0 * sum(c.isdigit() for c in response) / max(SHORT, len(response))
 
 
 class Sampler(NoEngine):
-    """The actor itself, sampled token by token with transformers: what it writes is on-policy
+    """The actor itself, sampled token by token with transformers, so its responses are on-policy
     without a sync.
     """
 
@@ -129,7 +129,7 @@ class Sampler(NoEngine):
         tokens = []
         logprobs = []
         ended_B = torch.zeros(len(rows), dtype=torch.bool)
-        # Rows that have ended go on, and are cut in `_response`: one shape for all.
+        # Rows that have ended continue, and are cut in `_response`: one shape for all.
         for _ in range(sampling.max_new_tokens):
             # Positions count tokens, not columns: padding must not move them.
             positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -next_BT.shape[1] :]
@@ -177,7 +177,7 @@ class Sampler(NoEngine):
 
 
 class ClientRecorder:
-    """Stands where the companion's client stands, and writes what it is handed."""
+    """Replaces the companion's client, and writes what it receives to files."""
 
     def __init__(self, folder: Path, tables: dict[str, torch.Tensor]) -> None:
         self._folder = folder
@@ -191,7 +191,7 @@ class ClientRecorder:
         return BatchCollector(rollouts)
 
     def submit(self, batch: RolloutBatch) -> None:
-        # float64 holds a version and a temperature alike, so one tensor does.
+        # float64 can hold a version and a temperature, so one tensor suffices.
         meta = torch.tensor([batch.policy_version, batch.temperature], dtype=torch.float64)
         tensors = {name: getattr(batch, name) for name in TENSORS}
         save_state(
@@ -220,8 +220,8 @@ class ClientRecorder:
 
 
 def record(args: argparse.Namespace) -> None:
-    """Run PPO and write OUT/batch-*.safetensors and OUT/recorded.json; what an interrupted run
-    wrote can be used.
+    """Run PPO and write OUT/batch-*.safetensors and OUT/recorded.json; the files of an interrupted
+    run can be used.
     """
     config = settled(load_config(args.config, [*args.overrides, f"ppo.steps={args.steps}"]))
     if (config.sampling.top_p, config.sampling.top_k) != (1.0, None):
@@ -266,8 +266,8 @@ def record(args: argparse.Namespace) -> None:
         )
         for step in range(config.ppo.steps):
             values = loop.step(step)
-            # `PPOLoop.run` would move it; here steps are taken one by one, to keep what each has
-            # logged.
+            # `PPOLoop.run` would advance it; here steps are taken one by one, to keep each one's
+            # metrics.
             loop.position = type(loop.position)(step + 1, loop.position.policy_version + 1, 0.0)
             lines.append({name: values.get(name) for name in KEPT_METRICS})
             summary = {
@@ -283,8 +283,8 @@ def record(args: argparse.Namespace) -> None:
 
 
 def batches(folder: Path) -> Iterator[tuple[RolloutBatch, torch.Tensor, torch.Tensor | None]]:
-    """Each recorded batch with the actor's tables that went along: lm_head, and the embedding where
-    heads read it.
+    """Each recorded batch with the actor's tables at that time: lm_head, and the embedding if heads
+    read it.
     """
     for path in sorted(folder.glob("batch-*.safetensors")):
         state = load_state(path)
@@ -300,11 +300,11 @@ def batches(folder: Path) -> Iterator[tuple[RolloutBatch, torch.Tensor, torch.Te
 def learn_again(
     folder: Path, config: RunConfig, settings: dict[str, Any], seed: int, heads: str = ""
 ) -> dict[str, Any]:
-    """One setting over all batches: tokens a step that serving and frozen heads would have given on
-    each, before it was learned from.
+    """Run one setting over all batches: tokens per step that the serving and frozen heads would
+    have given on each batch, before it was learned from.
 
-    `heads`: a native directory to begin with, which then is the frozen control; empty: from
-    nothing.
+    `heads`: a native directory to start with, which is then the frozen control; empty: start with
+    new heads.
     """
     settings = {**BASE, "average": AVERAGE, **settings}
     average = settings.pop("average")
@@ -336,7 +336,8 @@ def learn_again(
             if cycle.trainer._mean is not None:
                 cycle.trainer._mean._decay = average  # No key of a run.
         cycle.trainer.set_tables(lm_head_VD, embedding_VD)
-        # Until the first publish there is no frozen copy: what serves is what it will be a copy of.
+        # Until the first publish there is no frozen copy; the serving heads are what it will be a
+        # copy of.
         control = first if heads else cycle.frozen or cycle.serving
         for lengths, judged in ((serving, cycle.serving), (frozen, control)):
             result = replay(
@@ -361,7 +362,7 @@ def learn_again(
 
 
 def replay_all(args: argparse.Namespace) -> None:
-    """Every setting and seed that is not in OUT/results.jsonl yet, then the table."""
+    """Run every setting and seed that is not in OUT/results.jsonl yet, then print the table."""
     torch.set_num_threads(1)
     recorded = json.loads((args.out / "recorded.json").read_text(encoding="utf-8"))
     config = build_config(recorded["config"])
@@ -381,7 +382,7 @@ def replay_all(args: argparse.Namespace) -> None:
                 "seed": seed,
                 **learn_again(args.out, config, GRID[name], seed, args.heads),
             }
-            # A line as soon as it is there: a grid takes hours, and goes on after an interruption.
+            # Write each line at once: a grid takes hours, and continues after an interruption.
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             _say(
@@ -404,8 +405,8 @@ def replay_all(args: argparse.Namespace) -> None:
 
 
 def table(done: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
-    """Markdown, a row for each setting; differences to the base are taken batch by batch, of the
-    same seed.
+    """A Markdown table with a row for each setting; differences to the base are taken batch by
+    batch, for the same seed.
     """
     lines = [
         (

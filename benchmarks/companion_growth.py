@@ -3,19 +3,18 @@ same rollout batches.
 
     python benchmarks/companion_growth.py [--workers 1 2] [--json FILE]
 
-Workers are real: Ray actors that share batches and optimizer steps. Processor time is counted too:
-on a machine with fewer cores than workers, or with other work on them, the clock says nothing about
-a cluster. A worker that waits for the others uses none, so waiting shows only in the busiest one's
-share: work does not go faster than that. Random states stand for an actor's: times don't depend on
-what they say.
+Workers are real: Ray actors that share batches and optimizer steps. Processor time is counted
+because on a machine with fewer cores than workers, or with other work, the clock says nothing about
+a cluster. A worker that waits uses no processor time, so waiting shows only in the busiest worker's
+share, which limits the speed. Random states replace an actor's: times don't depend on their values.
 
     work per core-second   tokens / seconds of all workers together
-    growth                 work per core-second x workers, over that of one worker: what as many
-                           cores give, if none of them waits
-    at the busiest         the same with the busiest worker's seconds for everyone's: with the
+    growth                 work per core-second x workers, relative to one worker: what this many
+                           cores give if none of them waits
+    at the busiest         the same with the busiest worker's seconds for all workers: includes
                            waiting for it
-    by the clock           seconds of a round with one worker over those with so many; needs a quiet
-                           core for each
+    by the clock           seconds of a round with one worker / with this many; needs a quiet core
+                           for each
 
 Arms take turns, round by round; the median round counts. Letters: D hidden, V vocabulary, S
 responses, M response tokens.
@@ -49,7 +48,7 @@ QUEUE_BYTES = 64 * 1024**2
 
 
 class Round(NamedTuple):
-    """What was trained, each worker's processor seconds, and those of the clock."""
+    """What was trained, each worker's processor seconds, and the elapsed seconds."""
 
     tokens: int
     cores: list[float]
@@ -98,7 +97,7 @@ def core_seconds(client: CompanionClient, workers: int) -> list[float]:
 
 
 def one_round(client: CompanionClient, workers: int, seed: int) -> Round:
-    """Train on its batches."""
+    """Train on this round's batches."""
     before = core_seconds(client, workers)
     tokens = client.status().trained_tokens
     began = time.perf_counter()
@@ -115,9 +114,10 @@ def one_round(client: CompanionClient, workers: int, seed: int) -> Round:
 
 
 def measure(counts: list[int], kind: str, rounds: int = ROUNDS) -> list[dict[str, float]]:
-    """A row for each number of workers; the first is what the others are compared with."""
+    """A row for each number of workers; the others are compared with the first."""
     lm_head_VD = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.5
-    # All at once, and idle but for their turn: a start within a round would be part of its time.
+    # All are started at once, and idle except in their turn: a start within a round would be part
+    # of its time.
     clients = {count: start(count, kind, lm_head_VD) for count in counts}
     taken: dict[int, list[Round]] = {count: [] for count in counts}
     try:
@@ -133,7 +133,7 @@ def measure(counts: list[int], kind: str, rounds: int = ROUNDS) -> list[dict[str
 
 
 def summary(count: int, own: list[Round], first: list[Round]) -> dict[str, float]:
-    """Medians over rounds; ratios of rounds on the same batches."""
+    """Medians over rounds; ratios are of rounds on the same batches."""
     assert [one.tokens for one in own] == [one.tokens for one in first], (
         "the same work in both arms"
     )

@@ -1,15 +1,15 @@
-"""The companion's memory as `medusa-ppo plan` says it, beside what real processes take.
+"""Compares the companion's memory according to `medusa-ppo plan` with that of real processes.
 
     python benchmarks/companion_memory.py [--sizes 512x32000 1024x65536 1024x151936] [--workers 1 2]
 
-For each size of an actor (width x vocabulary) and each number of workers a companion is started as
-a loop starts it, in Ray, and is given batches that fill companion.queue_bytes, with new tables
-before each, until heads were published twice (so that all copies of heads are there) or --batches
-are over. Measured is the largest resident size that the kernel has seen of each process (VmHWM);
-the plan is that of a run with the same configuration, on this machine.
+For each size of an actor (width x vocabulary) and each number of workers, a companion is started in
+Ray as a loop starts it. It gets batches that fill companion.queue_bytes, with new tables before
+each, until heads were published twice (so that all copies of heads exist) or after --batches. The
+measurement is the largest resident size of each process according to the kernel (VmHWM); the plan
+is that of a run with the same configuration, on this machine.
 
 No actor is run: states are random vectors of the tokens, and each token has one successor, which
-heads learn at once. Printed is plan / measured (asked: 0.85 to 1.15), and what the plan is made of.
+heads learn at once. The output is plan / measured (asked: 0.85 to 1.15), and the parts of the plan.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def batch_of(table_VD: torch.Tensor, step: int) -> RolloutBatch:
     ids_ST = (starts_S1 + torch.arange(LENGTH)) % USED
     rows = ids_ST.numel()
     return RolloutBatch(
-        # The state that a token is predicted from is that of the token before it.
+        # The state that predicts a token belongs to the token before it.
         table_VD[((ids_ST - 1) % USED).flatten()],
         ids_ST.flatten(),
         torch.full((rows,), -0.01),
@@ -76,7 +76,7 @@ def batch_of(table_VD: torch.Tensor, step: int) -> RolloutBatch:
 
 
 def peak(pid: int) -> tuple[int, str]:
-    """Most bytes that a process had resident, and what it has now, by kind."""
+    """Peak resident bytes of a process, and its present bytes by kind."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     values = dict(line.split(":", 1) for line in lines if ":" in line)
     kinds = ("RssAnon", "RssFile", "RssShmem")

@@ -1,11 +1,11 @@
-"""The decision table and the picture at the head of docs/choosing.md, by `medusa-ppo predict`'s own
-model: what drafting brings, by size of the actor, running sequences and acceptance.
+"""The decision table and the picture at the top of docs/choosing.md, from `medusa-ppo predict`'s
+own model: what drafting gains, by size of the actor, running sequences and acceptance.
 
     pip install 'medusa-ppo[predict]'
     python benchmarks/decision_table.py            # writes docs/choosing.md and docs/choosing.svg
     python benchmarks/decision_table.py --check    # says whether they are as they would be written
 
-Without the package a roofline counts, and the page says so.
+Without the package a roofline is used, and the page says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ACCEPTED = {
     2.5: (0.64, 0.42, 0.27, 0.17),
     3.0: (0.73, 0.55, 0.41, 0.31),
 }
-"""Tokens a step -> shares by position, falling as those of trained heads do."""
+"""Tokens per step -> shares by position, decreasing as with trained heads."""
 PICTURED = "8B on one H100", 2.5
 LENGTHS = ResponseLengths.log_normal(256, 2000, 0.7, 8192)
 
@@ -65,7 +65,7 @@ def predictions() -> dict[tuple[str, float], Prediction]:
 
 
 def block(found: dict[tuple[str, float], Prediction]) -> list[str]:
-    """What stands between the marks of the page."""
+    """The text between the marks of the page."""
     first = next(iter(found.values()))
     columns = [f"{count} running" for count in SEQUENCES]
     out = [
@@ -114,7 +114,7 @@ def picture(prediction: Prediction) -> str:
 
 
 def written(page: str, lines: Sequence[str]) -> str:
-    """The page with this block in the place of the one it has."""
+    """The page with its block replaced by this one."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + "\n".join(lines) + after

@@ -6,13 +6,13 @@ PIT, setting by setting.
     python benchmarks/distribution.py --model ACTOR --heads HEADS --data train.jsonl
         --tokens 200000 --json distribution.jsonl
 
-For each setting one engine (float32, sampled drafts) samples at least so many tokens, which are
-compared with the transformers model in float32. The same engine then drafts again and is told a q
-that is one step old: those samples must fail, or the test could not see a wrong q. (A grammar's
-drafts are verified as one-hot ones, without q; its control takes their old q for true.) Seeds are
-fixed. `--runner v2` is vLLM's V2 model runner; without a GPU on Triton's interpreter, some tens of
-tokens a second. `--random-actor DIR` writes an actor that never learned anything, and heads: from
-them 200,000 tokens take a minute or two on one core.
+For each setting one engine (float32, sampled drafts) samples at least this many tokens, which are
+compared with the transformers model in float32. The same engine then drafts again with a q that is
+one step old: those samples must fail, or the test could not detect a wrong q. (A grammar's drafts
+are verified as one-hot, without q; its control treats their old q as valid.) Seeds are fixed.
+`--runner v2` is vLLM's V2 model runner; without a GPU it uses Triton's interpreter, at some tens of
+tokens per second. `--random-actor DIR` writes an untrained actor and heads, with which 200,000
+tokens take a minute or two on one core.
 
 Shape letters: M sampled tokens of one response, V vocabulary.
 """
@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# The engine is driven step by step and looked into, so it has to be in this process.
+# The engine is driven step by step and inspected, so it has to be in this process.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-# Before the options are parsed: what follows imports vLLM.
+# Before the options are parsed, because what follows imports vLLM.
 if "v2" in sys.argv and not os.path.exists("/dev/nvidia0"):
-    # Before vLLM, which asks for a driver when it is imported.
+    # Before vLLM, which looks for a driver when it is imported.
     import interpreter  # noqa: F401
 
 import torch
@@ -57,8 +57,8 @@ from medusa_ppo.vllm_plugin.worker_calls import Drafting
 SEED = 20261122
 NEW_TOKENS = 96
 AT_ONCE = 256
-"""Responses that are asked of the engine together."""
-# A wrong q shows in some thousand tokens; that nothing is wrong shows in many more only.
+"""Responses requested from the engine together."""
+# A wrong q shows within some thousand tokens; showing that nothing is wrong takes many more.
 STALE_TOKENS = 5_000
 EVERY_SWAP = 23
 EVERY_SYNC = 61
@@ -73,12 +73,12 @@ class Setting:
 
     Attributes:
         asked: sampling of one request, from a generator of random numbers.
-        drafting: on top of sampled drafts.
+        drafting: settings besides sampled drafts.
         engine: arguments of vLLM's engine.
         sequences: most that run at once.
         preamble: begin every prompt with the same solved examples.
-        cache_blocks: of keys and values for each sequence on the average, who need two: fewer
-            preempt; 0: as many as they need.
+        cache_blocks: blocks of keys and values per sequence on average, where each needs two: fewer
+            cause preemptions; 0: as many as they need.
         in_flight: swap heads and sync actors while requests run.
     """
 
@@ -93,7 +93,7 @@ class Setting:
 
 
 def mixed(rng: random.Random) -> dict[str, Any]:
-    """Any of these; the greedy ones are only there as neighbours."""
+    """Random settings of a request; greedy ones are included only as neighbours."""
     temperature = rng.choice((0.0, 0.5, 0.7, 0.9, 1.0, 1.0, 1.3))
     return {
         "temperature": temperature,
@@ -133,7 +133,7 @@ SETTINGS = (
 
 @dataclass
 class SampledAnswer:
-    """One response. `versions`: (tokens that were there, actor that sampled from then on)."""
+    """One response. `versions`: (number of tokens before, actor that sampled the next ones)."""
 
     prompt: list[int]
     ids: list[int]
@@ -185,8 +185,8 @@ class Stage:
 
 
 def random_actor(like: Path, folder: Path) -> None:
-    """`actor` and `heads`: with the tokenizer and the kind of another actor, but small and never
-    trained, for many tokens a second.
+    """`actor` and `heads`, with the tokenizer and the kind of another actor, but small and
+    untrained, for many tokens per second.
     """
     config = AutoConfig.from_pretrained(like)
     config.update(
@@ -238,13 +238,14 @@ class SteppedEngine:
             self.seen["preempted"] += 1
             return original(*args, **kwargs)
 
-        # Counted, or nobody would know whether anything was preempted at all.
+        # Counted, to show whether anything was preempted at all.
         scheduler._preempt_request = preempt
 
     def sample(self, tokens: int) -> list[SampledAnswer]:
-        """At least so many tokens, of whole responses."""
+        """At least this many tokens, of whole responses."""
         answers: list[SampledAnswer] = []
-        # Whole responses: to stop in the middle would leave out what is still being refused.
+        # Whole responses: stopping in the middle would leave out drafts that are still being
+        # refused.
         while sum(len(answer.ids) for answer in answers) < tokens:
             left = tokens - sum(len(answer.ids) for answer in answers)
             answers += self._round(min(AT_ONCE, 1 + left // NEW_TOKENS))
@@ -265,9 +266,9 @@ class SteppedEngine:
             self._llm.add_request(str(self._serial), {"prompt_token_ids": prompt}, _params(wanted))
         lengths: dict[str, int] = dict.fromkeys(asked, 0)
         versions: dict[str, list[tuple[int, int]]] = {key: [(0, self._actor)] for key in asked}
-        # A step tells of the one response that moved, also the step that ends a request for
-        # several. To take what that step tells would leave the response that took the most steps,
-        # whose drafts were refused most often: a sample of another distribution.
+        # A step reports one response that progressed, even when it ends a request for several.
+        # Using only that report would leave out the response that took the most steps, whose drafts
+        # were refused most often: a sample of another distribution.
         answers: dict[tuple[str, int], SampledAnswer] = {}
         while self._llm.has_unfinished_requests():
             for output in self._llm.step():
@@ -342,12 +343,12 @@ class Grammar:
 
 @torch.no_grad()
 def judge(answers: list[SampledAnswer], stage: Stage) -> Uniformity:
-    """All tokens but the greedy requests'."""
+    """Judge all tokens except those of greedy requests."""
     test = Uniformity(seed=SEED)
     grammar = None
     for answer in answers:
         wanted = answer.asked
-        # Greedy tokens are drawn from nothing; they are there as neighbours of the others.
+        # Greedy tokens are not random; they are there as neighbours of the others.
         if not wanted["temperature"]:
             continue
         sampling = Sampling(wanted["temperature"], wanted.get("top_p", 1.0), wanted.get("top_k", 0))
@@ -372,7 +373,7 @@ def judge(answers: list[SampledAnswer], stage: Stage) -> Uniformity:
 
 
 def keep_one_step_old(worker: Any) -> None:
-    """In the worker: verification is told what q was one step before. Never part of the product."""
+    """In the worker: give verification the q of the previous step. Never part of the product."""
     from medusa_ppo.vllm_plugin import proposer
 
     runner = worker.model_runner
@@ -382,7 +383,7 @@ def keep_one_step_old(worker: Any) -> None:
         return
     drafter = runner.drafter
     use = runner.drafter._use_vocabulary
-    # Under a grammar too: as sampled drafts, where the product has them verified as one-hot.
+    # With a grammar too: treat drafts as sampled, where the product verifies them as one-hot.
     drafter._meet = lambda request: proposer.Traits(request.sampling_params.seed)
 
     def use_vocabulary() -> None:
@@ -395,9 +396,9 @@ def keep_one_step_old(worker: Any) -> None:
 
 
 def _hold_back(holder: Any, method: str, kept: Callable[[], torch.Tensor]) -> None:
-    """After each call of the method the tensor holds what it held after the call before."""
+    """After each call of the method, the tensor holds what it held after the previous call."""
     original = getattr(holder, method)
-    # Copies: the tensor stays where it is, and is written anew in every step.
+    # Copies, because the tensor is rewritten in place in every step.
     older = [kept().clone()]
 
     def stale(*args: Any, **kwargs: Any) -> Any:
@@ -444,7 +445,7 @@ def started(setting: Setting, stage: Stage, runner: str | None) -> Iterator[Any]
 
 
 def block_bytes(text_config: dict[str, Any]) -> int:
-    """Of one block of keys and values in float32."""
+    """Bytes of one block of keys and values in float32."""
     heads = text_config["num_attention_heads"]
     width = text_config.get("head_dim") or text_config["hidden_size"] // heads
     return (
@@ -458,7 +459,7 @@ def block_bytes(text_config: dict[str, Any]) -> int:
 
 
 def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one setting: honest, and with a q that is one step old."""
+    """The figures of one setting: correct, and with a q that is one step old."""
     began = time.perf_counter()
     figures: dict[str, Any] = {"setting": setting.name, "runner": options.runner or "v1"}
     with started(setting, stage, options.runner) as engine:
@@ -467,7 +468,7 @@ def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict
         sampler = SteppedEngine(engine, setting, stage, SEED)
         answers = sampler.sample(options.tokens)
         counters = engine.counters()
-        # Before the control, which preempts and swaps as well.
+        # Before the control, which also preempts and swaps.
         figures["seen"] = {name: count for name, count in sampler.seen.items() if count}
         engine._running().collective_rpc(keep_one_step_old)
         stale = sampler.sample(options.stale_tokens)
@@ -525,7 +526,7 @@ def main() -> None:
         sys.stdout.write(f"{HEAD}\n")
         for setting in [s for s in SETTINGS if s.name in names]:
             row = measure(setting, stage, options)
-            # A control that passes is as bad as a row that fails: the test was blind.
+            # A control that passes is as bad as a row that fails: the test could not see a fault.
             bad |= not row["honest"] or row["one_step_old"]["honest"]
             sys.stdout.write(f"{line(row)}\n")
             sys.stdout.flush()

@@ -1,16 +1,15 @@
-"""What one drafting call costs, one form of the heads against another, in turns.
+"""Compares the cost of one drafting call between two forms of the heads, in turns.
 
     python benchmarks/drafting_turns.py --model actors/gsm8k-4m [--dtype bfloat16] [--rounds 40]
         [--forms copying@512,plain copying@8192,copying@512 ...] [--json FILE]
 
-A form is a name of `FORMS` and, behind an @, how many tokens of text each request has. Each form
-works in a process of its own; in every round both of a pair time the same number of calls, one
-after the other, in turns. Printed is the median of the ratios within a round, for several numbers
-of requests.
+A form is a name in `FORMS` followed by an @ and the number of tokens of text per request. Each form
+runs in its own process; in every round both of a pair time the same number of calls, in turns. The
+output is the median of the ratios within a round, for several numbers of requests.
 
-A call begins as in an engine that two tokens of each request have just come to: they go into the
-rings of pairs and of text, what may be copied is looked up, four drafts are drawn, and their q is
-kept for verification. The products are the engine's own (oneDNN, packed).
+A call starts like in an engine that has just received two tokens of each request: they are written
+to the rings of pairs and of text, the tokens that may be copied are looked up, four drafts are
+drawn, and their q is kept for verification. The products are the engine's own (oneDNN, packed).
 
 Shape letters: B requests, N tokens, D hidden, V vocabulary.
 """
@@ -38,10 +37,10 @@ FORMS: dict[str, dict[str, int]] = {
     "copying": {},
     "two-layers": {"context_layers": 2},
 }
-"""What differs from the heads of a run by default. `bare` are those of 0.3.0."""
+"""Differences from a run's default heads. `bare` are those of 0.3.0."""
 PAIRS = ("copying@512,plain@512", "copying@8192,copying@512", "two-layers@512,copying@512")
 NEW_TOKENS = 2
-"""Tokens of each request that have come since the call before."""
+"""Tokens of each request that arrived since the previous call."""
 
 
 # ---- in a form's own process
@@ -149,7 +148,7 @@ def work(form: str, model: dict[str, Any], dtype_name: str, threads: int) -> Non
     with torch.inference_mode():
         for line in sys.stdin:
             hidden_BD = torch.randn(int(line), call.hidden).to(call.dtype)
-            # Once before the clock runs: products are packed when they are first asked for.
+            # Once before timing: products are packed on first use.
             call(hidden_BD)
             seconds = []
             for _ in range(CALLS):
@@ -175,7 +174,7 @@ class FormProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Or the process would import the package that is installed.
+            # Otherwise the process would import the installed package.
             env=os.environ | {"PYTHONPATH": here},
         )
 

@@ -1,12 +1,12 @@
-"""What earlier responses to the same prompt are worth to heads that copy, by replay: as counts that
-are mixed into q (the memory), as text that copying searches beside the request's own, and as both.
+"""What earlier responses to the same prompt gain for heads that copy, by replay: as counts mixed
+into q (the memory), as text that copying searches besides the request's own, and as both.
 
     python benchmarks/earlier_responses.py --model ACTOR --heads HEADS --data test.jsonl
         --template 'Question: {question}\\nAnswer:' [--temperatures 1.0,0.7,0.5] [--json FILE]
 
 All ways are replayed on the same responses with the same earlier ones, and each is compared with
-copying alone, paired by prompt. The table of w is given the whole set of responses once before it
-is measured: that is where an engine's would be after a while.
+copying alone, paired by prompt. The table of w learns from the whole set of responses once before
+it is measured, as an engine's would have after a while.
 
 Shape letters: S responses.
 """
@@ -61,7 +61,7 @@ def with_earlier_texts(
     batch: RolloutBatch, samples: Sequence[Sample], earlier: Rollouts, tail: int
 ) -> RolloutBatch:
     """The batch with the earlier responses to each prompt before its own text, the newest last; the
-    prompt's last tokens stand before each.
+    prompt's last tokens precede each.
     """
     said: dict[tuple[int, ...], list[int]] = {}
     for response in earlier.responses:
@@ -79,7 +79,7 @@ def with_earlier_texts(
 def measure(
     options: argparse.Namespace, temperature: float, earlier: Rollouts, now: Rollouts
 ) -> dict[str, Any]:
-    """Tokens a step of every way, and what it adds to copying alone."""
+    """Tokens per step of each variant, and its gain over copying alone."""
     actor = load_actor(options.model)
     heads = load_heads(Path(options.heads))[0]
     tables: dict[str, Any] = {"embedding_VD": embedding_weight(actor).detach().float()}

@@ -1,5 +1,5 @@
-"""How often does the gate publish what is no better, and how soon what is? Simulated runs with the
-companion's own evidence and verdicts, and counts drawn for each prompt.
+"""How often does the gate publish candidates that are no better, and how soon ones that are?
+Simulated runs with the companion's own evidence and verdicts, and counts drawn for each prompt.
 
     python benchmarks/gate_looks.py [--runs 1000] [--batches 50]
 
@@ -10,9 +10,9 @@ the noise of n steps more than the serving heads. Two sizes of hold-out: LARGE, 
 what the embedded example judges ahead of training (6 prompts, four answers of 80 tokens to each).
 The spreads are larger than those between candidates that follow each other: those hardly differ.
 
-Printed: of runs whose candidates are no better (gain 0; a little worse; each one another little
-worse) the share that published one; of runs that gain 0.05 tokens the share that had published
-within 2, 4 and 6 batches.
+The output: for candidates that are no better (gain 0; a little worse; each slightly worse by its
+own amount) the share of runs that published one; for a gain of 0.05 tokens the share that had
+published within 2, 4 and 6 batches.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Size:
     """A hold-out.
 
     Attributes:
-        prompts: of each batch.
+        prompts: prompts of each batch.
         steps: draft steps of a prompt's answers.
         step_spread: standard deviation of one step's difference in accepted drafts.
-        prompt_spread: of what a prompt suits the candidate.
+        prompt_spread: standard deviation of how much a prompt suits the candidate.
     """
 
     prompts: int
@@ -55,13 +55,13 @@ def run(seed: int, batches: int, gain: float, size: Size, spread: float = 0.0) -
     """The batch (from 1) at which a candidate was published; None: none was.
 
     Args:
-        gain: tokens a step that every candidate has more than the serving heads.
+        gain: tokens per step by which every candidate is better than the serving heads.
         spread: standard deviation by which each candidate is worse than that, one-sided.
     """
     generator = torch.Generator().manual_seed(seed)
     evidence = Evidence()
     ids_M = torch.zeros(size.prompts, dtype=torch.int64)
-    # Of the hold-out the evidence reads lengths and prompts alone.
+    # The evidence only reads lengths and prompts of the hold-out.
     holdout = RolloutBatch(
         torch.zeros(size.prompts, 1), ids_M, ids_M.float(), torch.ones_like(ids_M)
     )

@@ -1,11 +1,11 @@
-"""A small actor made large by zero-gated neurons: it writes what the small one writes
+"""A small actor enlarged by zero-gated neurons: it writes what the small one writes
 (`medusa_ppo.demo.pretraining.grow`).
 
     python benchmarks/grown_actor.py OUT [--model DIR] [--intermediate 16384]
 
-Each token costs what it costs in any Llama of this size: all weights are read and multiplied. So
-text that is as foreseeable as the demo's comes from an actor whose weights lie in memory and not in
-a CPU's cache, without training a large one.
+Each token costs as much as in any Llama of this size: all weights are read and multiplied. So an
+actor whose weights are in memory and not in a CPU's cache writes text as predictable as the demo's,
+and no large actor has to be trained.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Do heads that go on learning hold their acceptance while the policy moves? `medusa-ppo ppo`, seed
-by seed, with a reward that moves it.
+"""Do heads that keep learning hold their acceptance while the policy changes? `medusa-ppo ppo`,
+seed by seed, with a reward that changes the policy.
 
     python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/holding
         --heads HEADS --seeds 0 1 2
@@ -7,20 +7,20 @@ by seed, with a reward that moves it.
         --heads HEADS --seeds 0 --steps 16 --memory-bytes 4000000
 
 Every seed is a real run: vLLM drafts with the serving heads, the companion trains beside PPO. The
-reward pays for digits (`numbers` in companion_defaults.py), with a large step
-size: reward, KL to the reference and entropy all move. HEADS are trained before the run; without
-them it begins at nothing. The frozen control is the first version that the run publishes, with
-HEADS hardly other than these.
+reward pays for digits (`numbers` in companion_defaults.py), with a large step size, so reward, KL
+to the reference and entropy all change. HEADS are trained before the run; without them it starts
+with new heads. The frozen control is the first version that the run publishes, which with HEADS
+hardly differs from these.
 
-Printed for each seed: extra tokens a step (mean acceptance length - 1) of the serving heads by
+The output for each seed: extra tokens per step (mean acceptance length - 1) of the serving heads by
 vLLM's counters and by replay, and of the frozen heads by replay on the same holdouts, over the last
-sixth of the steps; how many versions were published, how many of them were compared with the one
-before on later batches, which took no part in the choice, and how many were surely worse there. A
-seed whose run is complete is not run again.
+sixth of the steps; how many versions were published, how many of them were compared with the
+previous one on later batches, which took no part in the choice, and how many were significantly
+worse there. A completed seed is not run again.
 
-With --memory-bytes it is GRPO instead, at temperature 0.7, over the same PROMPTS prompts epoch
-after epoch: each seed once with a memory of earlier responses and once without, and acceptance by
-vLLM's counters is printed epoch by epoch.
+With --memory-bytes it is GRPO instead, at temperature 0.7, repeatedly over the same PROMPTS
+prompts: each seed once with a memory of earlier responses and once without. Acceptance by vLLM's
+counters is printed epoch by epoch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ SETTINGS = (
     "ppo.threads=1",
     "ppo.checkpoint_every=20",
 )
-"""Over configs/gsm8k.yaml. The companion is waited for, so that a seed gives the same numbers
-however busy the machine is.
+"""Overrides of configs/gsm8k.yaml. The loop waits for the companion, so that a seed gives the same
+numbers however busy the machine is.
 """
 PROMPTS = 64
 PROMPTS_A_STEP = 16
@@ -73,10 +73,10 @@ EPOCHS = (
     "ppo.minibatch_size=64",
     "ppo.checkpoint_every=null",
 )
-"""What is different with --memory-bytes."""
+"""Further overrides with --memory-bytes."""
 POLICY = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY)
 CURVE = (*POLICY, names.MAL_SERVING, names.REPLAY_SERVING, names.REPLAY_FROZEN)
-# Not the installed command: `-c` takes the checkout that is the working directory.
+# Not the installed command: `-c` uses the checkout in the working directory.
 CALL = "from medusa_ppo.cli import main; main()"
 COLUMNS = (
     "seed | reward | KL, nats | entropy, nats | extra tokens: counters | replay | frozen | of"
@@ -87,7 +87,7 @@ COLUMNS = (
 def run(
     args: argparse.Namespace, seed: int, arm: str = "", more: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """The steps of one seed, from its file when it is complete."""
+    """The steps of one seed, from its file if it is complete."""
     name = f"seed-{seed}{arm}"
     folder = args.out / name
     if not (folder / "metrics.jsonl").is_file() or len(read_run(folder).steps) < args.steps:
@@ -103,7 +103,7 @@ def run(
             str(ROOT / "configs" / "gsm8k.yaml"),
             *settings,
         ]
-        # A process for each run: Ray, vLLM and torch's threads begin anew, as a user's do.
+        # A process for each run: Ray, vLLM and torch's threads start fresh, as for a user.
         with (args.out / f"{name}.log").open("w") as log:
             subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
     return list(read_run(folder).steps[: args.steps])
@@ -150,7 +150,7 @@ def table(runs: dict[int, list[dict[str, Any]]]) -> list[str]:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"| steps | {' | '.join(CURVE)} |", "|---" * (len(CURVE) + 1) + "|"]
-    # Seeds that were given other numbers of steps are shown as far as all go.
+    # If seeds have different numbers of steps, only the steps that all have are shown.
     length = min(map(len, runs.values()))
     block = max(1, length // 10)
     for start in range(0, length, block):
@@ -199,7 +199,7 @@ def main() -> None:
         "--memory-bytes",
         type=int,
         default=0,
-        help="GRPO over a few prompts, with a memory of so many bytes and without",
+        help="GRPO over a few prompts, with a memory of this many bytes and without",
     )
     parser.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""vLLM's V2 model runner on a CPU: its kernels by Triton's interpreter. Imported before vLLM, where
-Triton is installed; for tests.
+"""vLLM's V2 model runner on a CPU, with its kernels on Triton's interpreter. To be imported before
+vLLM, if Triton is installed; for tests.
 
-vLLM's own CPU form of V2 expects a Triton that compiles for CPUs, which no registry has. The stock
-one interprets kernels with numpy: right, and some hundred times slower.
+vLLM's own CPU version of V2 expects a Triton that compiles for CPUs, which no registry has. The
+stock Triton interprets kernels with numpy: correctly, but some hundred times slower.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton.runtime.interpreter import TensorHandle
 
 
 class CPUDriver:
-    """What vLLM and Triton ask of a device's driver."""
+    """What vLLM and Triton need of a device's driver."""
 
     utils = SimpleNamespace(
         get_device_properties=lambda device: {
@@ -49,7 +49,7 @@ class CPUDriver:
         return 0
 
     def set_current_device(self, device: int) -> None:
-        """There is one."""
+        """There is only one."""
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
@@ -62,8 +62,8 @@ class CPUDriver:
 
 
 def log1p(x: Any, _semantic: Any = None) -> Any:
-    """The interpreter has no device library; vLLM's verification of sampled drafts takes this of
-    it.
+    """The interpreter has no device library; vLLM's verification of sampled drafts uses this
+    function from it.
     """
     with np.errstate(all="ignore"):
         return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
@@ -74,19 +74,19 @@ nanargmax = np.nanargmax
 
 
 def argmax(values: Any, *args: Any, **kwargs: Any) -> Any:
-    """The interpreter's argmax raises where all is NaN (a profile run does that); a GPU gives some
-    index.
+    """The interpreter's argmax raises if all values are NaN (which a profile run causes); a GPU
+    returns some index.
     """
     return nanargmax(np.where(np.isnan(values), -np.inf, values), *args, **kwargs)
 
 
-# Any backend's record has the shape; its compiler is never asked, since nothing is compiled.
+# Any backend's record has the right shape; its compiler is never called, since nothing is compiled.
 backends["cpu"] = type(next(iter(backends.values())))(compiler=None, driver=CPUDriver)
 triton.runtime.driver.set_active(CPUDriver())
 libdevice.log1p = log1p
 np.nanargmax = argmax
 
-# vLLM's kernel of top-k and top-p calls methods that the interpreter's numbers lack; where there is
-# no Triton it does both in torch.
+# vLLM's kernel for top-k and top-p calls methods that the interpreter's numbers lack; without
+# Triton it does both in torch.
 topk_topp = import_module("vllm.v1.sample.ops.topk_topp_sampler")
 topk_topp.HAS_TRITON = False

@@ -1,4 +1,4 @@
-"""What a large vocabulary costs, and what drafting from its most frequent tokens alone saves and
+"""What a large vocabulary costs, and what drafting only from its most frequent tokens saves and
 loses.
 
     python benchmarks/large_vocabulary.py actor OUT --tokenizer DIR
@@ -9,14 +9,14 @@ loses.
         [--width 512] [--batches 8]
 
 `actor` writes a Llama of about 270M parameters with 262,144 tokens, and hydra heads, all random.
-Hardly a draft is accepted. A step takes what it takes where all are (five rows are computed and
-verified either way), so with drafts in every step it costs `tokens per draft step / ratio to none`
-plain steps. With `--draft-vocab 0` drafts come from all tokens.
+Hardly any draft is accepted, but a step takes the same time as if all were (five rows are computed
+and verified either way). So with drafts in every step, a step costs `tokens per draft step / ratio
+to none` plain steps. With `--draft-vocab 0` drafts come from all tokens.
 
-`train` times the companion's training at that vocabulary, in turn: all tokens and `--width` of
-them, products in float32 and in bfloat16. `length` trains heads from nothing on the same on-policy
-batches of a real actor with the whole vocabulary and with a part of it, by the companion's own
-cycle, and compares what the heads of the end give on responses that neither has seen.
+`train` times the companion's training at that vocabulary, in turn: with all tokens and with
+`--width` of them, with products in float32 and in bfloat16. `length` trains new heads on the same
+on-policy batches of a real actor with the whole vocabulary and with a part of it, in the
+companion's own cycle, and compares the final heads on responses that neither has seen.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def write_actor(options: argparse.Namespace) -> None:
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": 0,
-        # As small models with large vocabularies have it.
+        # As in small models with large vocabularies.
         "tie_word_embeddings": True,
     }
     model = LlamaForCausalLM(
@@ -89,7 +89,7 @@ def time_training(options: argparse.Namespace) -> None:
     table_VD = 0.02 * torch.randn(options.vocab, D)
     rows = options.rows
     ids_W = torch.arange(0, options.vocab, options.vocab // options.width)[: options.width]
-    # What is sampled lies among the frequent tokens, as it does where the map follows the rollouts.
+    # Sampled tokens are among the frequent ones, as when the draft vocabulary follows the rollouts.
     ids_M = ids_W[torch.randint(options.width, (rows,))]
     batch = RolloutBatch(
         torch.randn(rows, D), ids_M, torch.full((rows,), -2.0), torch.full((rows // 64,), 64)
@@ -101,8 +101,8 @@ def time_training(options: argparse.Namespace) -> None:
             trainer = HeadsTrainer(
                 MedusaHeads(heads), table_VD, config, 0, embedding_VD=table_VD, dtype=DTYPES[name]
             )
-            # Set from outside: in a run the companion picks it from what rollouts use, and here
-            # nothing is rolled out.
+            # Set from outside: in a run the companion chooses it from rollouts, and here there are
+            # none.
             trainer.ids_W = None if width == options.vocab else ids_W
             trainers[name, width] = trainer
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in trainers}
@@ -146,7 +146,7 @@ def sampled(
 
 
 def compare_lengths(options: argparse.Namespace) -> None:
-    """Mean acceptance length of heads trained for a part of the vocabulary over that of heads
+    """Mean acceptance length of heads trained for a part of the vocabulary relative to heads
     trained for all of it.
     """
     actor = load_actor(options.model, "float32")

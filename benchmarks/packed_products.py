@@ -1,10 +1,10 @@
-"""What one packed product of the heads costs a CPU core by dtype: 8 bits, bfloat16 and float32,
+"""What one packed product of the heads costs a CPU core by dtype: 8 bits, bfloat16 and float32, in
 microseconds of processor time.
 
     python benchmarks/packed_products.py [--into 256] [--out 2048]
 
-Printed is the lower quartile of 60 calls, quantisation of the rows included, and how far the
-results lie from float64 (root mean square, as a share of the results' spread).
+The output is the lower quartile of 60 calls, including the quantisation of the rows, and the error
+against float64 (root mean square, relative to the results' standard deviation).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--into", type=int, default=256)
     parser.add_argument("--out", type=int, default=2048)
     options = parser.parse_args()
-    # The clock below is that of this thread alone.
+    # The clock below counts only this thread.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weight = (torch.randn(options.out, options.into) * 0.05).bfloat16()
@@ -46,7 +46,7 @@ def main() -> None:
             for name, product in products.items():
                 took = []
                 for _ in range(WARM + CALLS):
-                    # This thread's processor time: other programs on the machine are not in it.
+                    # This thread's processor time, without other programs on the machine.
                     began = time.thread_time_ns()
                     result_NW = product(rows_ND)
                     took.append(time.thread_time_ns() - began)

@@ -1,17 +1,17 @@
-"""How long the engines of each preset stand idle in a rollout with a long tail, on paper.
+"""How long the engines of each preset are idle in a rollout with a long tail, on paper.
 
     python benchmarks/pieces_on_paper.py [--mean 200] [--spread 0.8]
         [--lengths FILE] [--full-step 2]
 
-Responses have log-normal lengths, cut at the preset's `sampling.max_new_tokens` (or those of a
-file, one number a line), four draws. A step of an engine takes 1 with hardly a sequence and
-`--full-step` with all slots in use, evenly in between; responses take free slots in order. Printed
-are the share of engine time without a response, and steps until the last response ends, for
+Responses have log-normal lengths, cut at the preset's `sampling.max_new_tokens` (or the lengths in
+a file, one number per line), four draws. A step of an engine takes 1 when nearly empty and
+`--full-step` with all slots in use, linearly in between; responses take free slots in order. The
+output is the share of engine time without a response, and steps until the last response ends, for
 
     0.3.0       pieces of at least `engine.max_num_seqs` / 2 prompts, one after the other
-    one by one  `cut`'s pieces, to whoever is free
+    one by one  `cut`'s pieces, each to the first free engine
     dealt       `cut`'s pieces, dealt to the engines before the call (`deal`), as the pool does
-    no calls    any free slot takes the next response: what no cut can beat by much
+    no calls    any free slot takes the next response: no way of cutting can be much better
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAYS = ("0.3.0", "one by one", "dealt", "no calls")
 
 
 class Engines:
-    """Engines with so many slots each; a step's time is a line in the slots in use."""
+    """Engines with this many slots each; a step's time is linear in the slots in use."""
 
     def __init__(self, count: int, slots: int, full_step: float) -> None:
         self.count = count
@@ -59,7 +59,7 @@ class Engines:
         return seconds
 
     def one_by_one(self, calls: Sequence[Sequence[int]]) -> tuple[float, float]:
-        """Time of the whole, and idle share, where the next call goes to who is free first."""
+        """Total time and idle share, if the next call goes to the first free engine."""
         free = [0.0] * self.count
         busy = 0.0
         for lengths in calls:
@@ -69,7 +69,7 @@ class Engines:
         return max(free), 1 - busy / (max(free) * self.count)
 
     def by_slots(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """The same where each free slot takes the next response."""
+        """The same, if each free slot takes the next response."""
         steps, clock, ends = ([0.0] * self.count for _ in range(3))
         running: list[list[float]] = [[] for _ in range(self.count)]
         first = min(len(lengths), self.count * self.slots)
@@ -92,7 +92,7 @@ class Engines:
 
 
 def old_cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smallest: int):
-    """`cut` as it was: pieces of at least `smallest` prompts."""
+    """The earlier version of `cut`: pieces of at least `smallest` prompts."""
     weights = [expected_tokens(prompt, sampling) for prompt in prompts]
     left, at = sum(weights), 0
     pieces: list[Piece] = []

@@ -5,9 +5,9 @@ prompt's letter three times.
     python benchmarks/practice.py reward      # one text in many batches: the same bits? how fast?
 
 The loop is the product's own (`PPOLoop`). Its engine samples with transformers, in this process,
-without heads: what is shown is what PPO learns, not how fast it generates. The actor is a random
-Llama of one layer, so it begins at chance. A response of at most six tokens is right when its first
-three are the prompt's letter; the reward is the share of these three.
+without heads: this shows what PPO learns, not how fast it generates. The actor is a random Llama of
+one layer, so it starts at chance. A response of at most six tokens is right if its first three are
+the prompt's letter; the reward is the share of these three.
 
 Shape letters: B rows, T tokens, V vocabulary.
 """
@@ -57,7 +57,7 @@ VOCABULARY = 16
 END = 0
 PLACES = 3
 PLAIN_BATCH = 16
-# Steps whose mean is shown.
+# Steps over which the means are taken.
 FIRST = LAST = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "gae": {},
@@ -86,10 +86,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class TorchEngine(RolloutEngine):
-    """Samples with transformers; prompts are of one length."""
+    """Samples with transformers; all prompts have one length."""
 
     def __init__(self, actor: LlamaForCausalLM) -> None:
-        # A copy, as an engine has one: it must write with the weights of the last sync, not with
+        # A copy, as in an engine: it must generate with the weights of the last sync, not with
         # those in training.
         self._actor = copy.deepcopy(actor)
 
@@ -208,7 +208,7 @@ def text_of_ids() -> Any:
     """A tokenizer whose text is the token ids."""
     return SimpleNamespace(
         pad_token_id=END,
-        # As the loop calls a tokenizer, and no more of one than it needs.
+        # Called like a tokenizer by the loop, with only the parts that it needs.
         batch_decode=lambda ids, skip_special_tokens: [
             " ".join(str(i) for i in row if i != END) for row in ids
         ],
@@ -241,7 +241,7 @@ def mean_of(lines: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def learning(options: argparse.Namespace) -> None:
-    """Right answers first and last, and what else moved."""
+    """A table row per variant: right answers in the first and last steps, KL, length and more."""
     logger.info(
         "| | right, first %d | right, last %d | by seed | KL to the reference | optimizer steps |"
         " length | cut |",
@@ -267,8 +267,8 @@ def learning(options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def reward(options: argparse.Namespace) -> None:
-    """The same text in many mixes, and seconds beside batches that are padded to their own longest,
-    in turn.
+    """The same text in many random batches, and seconds compared with batches padded to their own
+    longest, in turn.
     """
     with tempfile.TemporaryDirectory() as folder:
         judge(Path(folder), options.hidden)
@@ -289,7 +289,7 @@ def reward(options: argparse.Namespace) -> None:
             left = left[size:]
             mixed = [texts[i] for i in mix]
             scores = source.score([""] * len(mix), mixed, blank[: len(mix)])
-            # Bits and not a tolerance: the product promises that neighbours change nothing.
+            # Bits, not a tolerance: the product promises that neighbours change nothing.
             differing += int((scores != expected[mix]).sum())
         plain_differing = 0
         found = plain(source, texts)

@@ -5,13 +5,13 @@
     python benchmarks/predict_cpu.py CELLS/*.json [--prompt 64]
     python benchmarks/predict_cpu.py --step-times ~/.cache/medusa-ppo/step-times/KEY.json
 
-The measured files are those of `bench rollout`; each names its actor, heads, dtype and threads.
-What was accepted is taken from them, since acceptance is given to a prediction; seconds are not. A
-cell is a number of sequences: predicted is the ratio of each fixed number of drafts to vLLM's
-defaults, and of the best of them, none included, where the measured engine chose for itself.
+The measured files come from `bench rollout`; each names its actor, heads, dtype and threads.
+Acceptance is taken from them, because a prediction needs it as input; seconds are not. A cell is a
+number of sequences. Predicted are the ratio of each fixed number of drafts to vLLM's defaults, and
+that of the best of them (including none) where the measured engine chose by itself.
 
-Step times are those that an engine measured for itself when it started with `num_drafts` chosen by
-it; predicted is each of them, from a calibration of the same sizes.
+Step times are those that an engine measured when it started with a chosen `num_drafts`; each of
+them is predicted, from a calibration of the same sizes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from medusa_ppo.runtime.hardware import ModelSizes
 NEAR = 0.1
 FIXED, CHOSEN = "ours, K = ", "ours, K chosen"
 PROMPT = 64
-"""Tokens of a prompt, about: a cell does not say."""
+"""Approximate tokens of a prompt, which a cell does not contain."""
 STEP_CONTEXT = 120
-"""Tokens in the cache of each request, about, while an engine measures its steps."""
+"""Approximate tokens in the cache of each request while an engine measures its steps."""
 
 
 def accepted_shares(rows: Sequence[Mapping[str, Any]], heads: int) -> tuple[float, ...]:
     """Shares of runs that reach each position, from the mean acceptance lengths of fixed numbers of
-    drafts; what lies between two of them falls evenly.
+    drafts; shares between two of these decrease evenly.
     """
     lengths = {0: 1.0} | {
         int(row["arm"].removeprefix(FIXED)): row["mean_acceptance_length"]
@@ -53,7 +53,7 @@ def accepted_shares(rows: Sequence[Mapping[str, Any]], heads: int) -> tuple[floa
     for first, second in pairwise(known):
         each = (lengths[second] - lengths[first]) / (second - first)
         shares += [each] * (second - first)
-    # Even parts of a sum stand in for falling ones; noise may make a later one the larger.
+    # Equal parts of a sum replace decreasing ones; because of noise a later one may be larger.
     for place in range(1, len(shares)):
         shares[place] = min(shares[place], shares[place - 1])
     return tuple(min(1.0, max(0.0, share)) for share in shares[:heads])
@@ -62,7 +62,7 @@ def accepted_shares(rows: Sequence[Mapping[str, Any]], heads: int) -> tuple[floa
 def predicted_ratios(
     steps: Steps, batch: int, shares: Sequence[float], tokens: int, prompt: int = PROMPT
 ) -> dict[int, float]:
-    """Ratio to vLLM's defaults by number of drafts, at so many sequences that run together."""
+    """Ratio to vLLM's defaults by number of drafts, with this many running sequences."""
     lengths = ResponseLengths((tokens,) * batch, "alike")
     model = RolloutModel(steps, lengths, batch, prompt, len(shares))
     prefill = steps.prefill(prompt * batch)
@@ -128,7 +128,9 @@ def markdown(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def step_rows(kept: Mapping[str, Any], steps: Steps) -> list[str]:
-    """By running sequences: an engine's plain step over its steps with drafts, and predicted."""
+    """By running sequences: an engine's plain step relative to its steps with drafts, measured and
+    predicted.
+    """
     measured = {(row["running"], row["drafts"]): row["seconds"] for row in kept["rows"]}
     out: list[str] = []
     errors: list[float] = []
@@ -149,7 +151,7 @@ def step_rows(kept: Mapping[str, Any], steps: Steps) -> list[str]:
 
 
 def _steps_of_kept(kept: Mapping[str, Any]) -> Steps:
-    """A calibration for the sizes of an engine's kept step times."""
+    """A calibration for the sizes of an engine's saved step times."""
     import torch
 
     from heads.heads_config import HeadsConfig

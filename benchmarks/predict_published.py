@@ -5,9 +5,9 @@ benchmarks/published_cases.json and predicts the second half blind.
     python benchmarks/predict_published.py            # fit, then both halves case by case
     python benchmarks/predict_published.py --no-fit   # with the costs as they stand in the code
 
-The list was fixed before anything was fitted (its own commit). Fitted are the three host times of
-`StepCosts`, which no table of operators has. Beside the model stands a baseline that guesses the
-mean speed-up of the first half for every case.
+The list was fixed before anything was fitted (in its own commit). The fit covers the three host
+times of `StepCosts`, which no table of operators has. The model is compared with a baseline that
+guesses the mean speed-up of the first half for every case.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from medusa_ppo.runtime.hardware import ModelSizes
 CASES = Path(__file__).with_name("published_cases.json")
 FITTED = ("plain_host_s", "draft_host_s", "pass_host_s")
 ROLLOUT = {"mean": 3000.0, "spread": 0.7, "longest": 8192, "prompt": 512.0}
-"""Lengths of a case that is a whole rollout, as its note says."""
+"""Lengths of a case that is a whole rollout, from its note."""
 
 
 def read_cases(path: Path = CASES) -> dict[str, Any]:
@@ -66,7 +66,9 @@ def predicted(case: Mapping[str, Any], listed: Mapping[str, Any], costs: StepCos
 
 
 def _falling(accepted: float, drafts: int) -> list[float]:
-    """Shares at each position with this sum, each as likely as the one before it."""
+    """Shares at each position with this sum, where each draft is equally likely after the previous
+    one.
+    """
     low, high = 0.0, 1.0
     for _ in range(60):
         odds = (low + high) / 2
@@ -78,7 +80,7 @@ def _falling(accepted: float, drafts: int) -> list[float]:
 
 def fit(cases: Sequence[Mapping[str, Any]], listed: Mapping[str, Any]) -> StepCosts:
     """The host times with the smallest squared error: of the logarithm of each speed-up, and of the
-    plain step where it was published in seconds or tokens/s of one sequence.
+    plain step if it was published in seconds or in tokens/s of one sequence.
     """
     from scipy.optimize import least_squares
 

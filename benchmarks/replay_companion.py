@@ -1,18 +1,18 @@
-"""What would the companion have made of a run's batches with other settings? Records the batches of
+"""How would the companion have done on a run's batches with other settings? Records the batches of
 a real run, then trains on them again, without engine and actor.
 
     python benchmarks/replay_companion.py record FOLDER --config demo [key=value ...]
     python benchmarks/replay_companion.py replay FOLDER [companion.key=value ...] [--passes 1.5]
 
-`record` is `medusa-ppo ppo` with a client of the companion that writes down what it hands over: the
-warm-up's batch, then one a step with the passes that the budget paid for. `replay` runs the
-companion's own `Cycle` on them; --passes multiplies these passes, as another `companion.share` or a
-faster machine would. An engine drafts with what the cycle serves, so its responses to drafts are
-replayed exactly: acceptance depends on the batch and the heads alone.
+`record` is `medusa-ppo ppo` with a companion client that also writes its batches to files: the
+warm-up's batch, then one per step with the passes that the budget allowed. `replay` runs the
+companion's own `Cycle` on them; --passes multiplies these passes, like another `companion.share` or
+a faster machine would. An engine drafts with the heads that the cycle serves, so its acceptance is
+replayed exactly: it depends only on the batch and the heads.
 
-Printed for each batch: the version that served it, tokens an engine step by replay on all of the
-batch before anything is trained on it (serving heads, first published heads), and seconds of CPU
-that training and judging took; then the means of the last four batches.
+The output for each batch: the version that served it, tokens per engine step by replay on the whole
+batch before anything is trained on it (serving heads, first published heads), and CPU seconds of
+training and judging; then the means of the last four batches.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from medusa_ppo.ppo.run_progress import make_progress
 
 START = "start.pt"
 LAST = 4
-"""Batches that the closing line is about, as in a run's report."""
+"""Number of batches in the closing line, as in a run's report."""
 SERVED = ("draft_temperature", "num_drafts", "draft_vocab")
 
 
 class RecordingClient(CompanionClient):
-    """Hands batches over as any client does, and writes each down with the tables it goes with."""
+    """Hands batches over like any client, and writes each to a file with its tables."""
 
     folder: Path
 
@@ -107,7 +107,7 @@ class RecordingClient(CompanionClient):
 
 
 def record(folder: Path, config: str, overrides: Sequence[str]) -> None:
-    """Run PPO, and keep what its companion was given."""
+    """Run PPO, and store what its companion receives."""
     RecordingClient.folder = folder
     medusa_plugin.CompanionClient = RecordingClient  # type: ignore[misc]  # For this process alone.
     path = preset(config) if not Path(config).is_file() else config
@@ -116,10 +116,10 @@ def record(folder: Path, config: str, overrides: Sequence[str]) -> None:
 
 
 def cycle_of(start: dict[str, Any], first: dict[str, Any], overrides: Sequence[str]) -> Cycle:
-    """A cycle as the run's companion began, but for these settings.
+    """A cycle in the initial state of the run's companion, except for these settings.
 
     Args:
-        first: the first recorded batch, with the tables that the run began with.
+        first: the first recorded batch, with the run's initial tables.
     """
     settings = start["companion"]
     for override in overrides:
@@ -140,7 +140,7 @@ def cycle_of(start: dict[str, Any], first: dict[str, Any], overrides: Sequence[s
 
 
 def say(line: str) -> None:
-    """At once, for a replay takes minutes."""
+    """Flushed at once, because a replay takes minutes."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -176,7 +176,7 @@ def replay_run(folder: Path, overrides: Sequence[str], factor: float, threads: i
         began_s = time.process_time()
         verdict = ""
         if batch.rising_s is not None:
-            # Its bound is in seconds; a replay must not depend on how busy the machine is.
+            # Its limit is in seconds, and a replay must not depend on how busy the machine is.
             batch = replace(batch, rising_s=1e9)
         elif batch.passes is not None:
             batch = replace(batch, passes=batch.passes * factor)
@@ -190,7 +190,7 @@ def replay_run(folder: Path, overrides: Sequence[str], factor: float, threads: i
             f"{number:5d}  {version:7d}  {serving:7.3f}  {frozen:6.3f}  {cycle.passes:6.2f}"
             f"  {took_s:5.1f}  {verdict}"
         )
-    if last := rows[-LAST:]:  # A run that was broken off may have its warm-up alone.
+    if last := rows[-LAST:]:  # An interrupted run may have only its warm-up.
         say(
             f"last {len(last)} batches: {fmean(row[0] for row in last):.3f} tokens an engine step,"
             f" {fmean(row[1] for row in last):.3f} by the first version; {cycle.version} versions"

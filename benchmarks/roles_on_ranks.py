@@ -4,14 +4,14 @@ reward model in the critic's memory, and in turn. Ranks run on the CPU.
     python benchmarks/roles_on_ranks.py [--hidden 512] [--layers 8] [--vocab 4096] [--steps 3]
         [--dtype float32]
 
-Actor, critic, reference and reward model have the same sizes. Told of the rank that had most:
+Actor, critic, reference and reward model have the same sizes. For the rank with the most:
 
-- plan: what `medusa-ppo plan` says of a rank;
+- plan: a rank's memory according to `medusa-ppo plan`;
 - ledger: weights, gradients and moments, the most at once;
-- process: the process's resident memory, the most at once above what it was before the roles were
-  built, copies in host memory left out (they stand where a GPU's memory isn't); so with all that
-  passes keep;
-- over half of all: the process's bytes over half of what the roles have in one process;
+- process: the process's peak resident memory above that before the roles were built, without
+  copies in host memory (they replace a GPU's host memory); so it includes the activations of
+  passes;
+- over half of all: the process's bytes relative to half of the roles' memory in one process;
 - host: copies that wait;
 - moved, seconds: bytes to host memory and back in a step, and the step's seconds.
 
@@ -35,7 +35,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 SHIM = ROOT / "tests" / "medusa_ppo" / "actors"
 RANK = "ROLES_ON_RANKS"
-"""Set in the environment of ranks, which import this file before they build anything."""
+"""Environment variable of ranks, which import this file before they build anything."""
 EVERY_S = 0.002
 PLACEMENTS = ("separate", "swapped", "in_turn")
 GIB = 2**30
@@ -47,7 +47,7 @@ PROMPT, RESPONSE, SEQUENCES = 16, 48, 16
 
 
 def watch() -> None:
-    """Count the process's resident memory in a thread; `Turns.take` tells the most."""
+    """Track the process's resident memory in a thread; `Turns.take` reports the peak."""
     from medusa_ppo.ppo import placement
 
     process = psutil.Process()
@@ -141,7 +141,7 @@ def batch_of(step: int, vocab: int) -> Any:
 def run(
     actor: Path, judge: Path, placement: str, options: argparse.Namespace
 ) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """One placement: its figures, and what the steps computed."""
+    """One placement: its figures, and the results of its steps."""
     from medusa_ppo.cli.plan import make_plan
     from medusa_ppo.cli.role_memory import RANK as A_RANK
     from medusa_ppo.config.run_config import build_config
@@ -190,7 +190,7 @@ def run(
             report = learner.update(batch, scores, Sampling(), step)
             seconds = time.perf_counter() - began
             figures = learner.take_memory()
-            # The first step makes the moments.
+            # The first step creates the moments.
             if step:
                 found = {
                     "ledger": figures[names.LEDGER_PEAK] * GIB,
@@ -223,8 +223,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
     os.environ[RANK] = "1"
-    # Ray's workers have the environment that it was started in. What is freed leaves the process
-    # at once, so that its resident memory is what it uses.
+    # Ray's workers get the environment that it was started in. Freed memory leaves the process at
+    # once, so that its resident memory is what it uses.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "benchmarks"), str(SHIM)))
 

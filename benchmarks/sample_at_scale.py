@@ -1,15 +1,15 @@
-"""What the companion's sample, hold-out and judging come to at the size of a real model, with the
-program's own functions on batches of that shape. No actor: states are made where they are read.
+"""The companion's sample, hold-out and judging at the size of a real model, with the program's own
+functions on batches of that shape. There is no actor: states are created where they are read.
 
     python benchmarks/sample_at_scale.py sample   # an 8B actor: 64 x 16 x 8,192 tokens, V = 152k
     python benchmarks/sample_at_scale.py judge    # 64 held-out responses of 8,192 tokens, K = 4
 
 `sample`: of the rows that companion.queue_bytes has room for, how many are trained on and judged
-on, of how many prompts; bytes that leave each of 8 ranks of a 70B actor for the same batch; and how
-much of the last quarter of a batch that comes in pieces is in the sample.
+on, and on how many prompts; bytes that leave each of 8 ranks of a 70B actor for the same batch; and
+how much of the last quarter of a batch that arrives in pieces is in the sample.
 
 `judge`: seconds of the products with lm_head for three sets of heads (D = 512, a draft vocabulary
-of 8,192), and of all that judging does beside them.
+of 8,192), and of the rest of judging.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ BFLOAT16 = 2
 
 
 def rows_for(hidden: int) -> int:
-    """Rows that have room beside those of the batch before."""
+    """Rows that fit next to the previous batch."""
     return CompanionConfig().queue_bytes // 2 // (hidden * BFLOAT16 + ROW_BYTES)
 
 
 def sample() -> None:
-    """Print what the sample holds."""
+    """Print the contents of the sample."""
     lengths_S = torch.full((PROMPTS * SIBLINGS,), LENGTH)
     prompts_S = torch.arange(PROMPTS * SIBLINGS) // SIBLINGS
     for name, hidden in (("8B, hidden 4,096", 4096), ("70B, hidden 8,192", 8192)):
@@ -71,7 +71,7 @@ def sample() -> None:
 
 
 class Pieces(RowTap):
-    """A tap whose passes are announced and never made: what they give is known before."""
+    """A tap whose passes are announced but never run: their result is known in advance."""
 
     def _hooked(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -134,7 +134,7 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the requested part."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["sample", "judge"])
     torch.set_num_threads(1)

@@ -37,7 +37,7 @@ TARGET = 0.03
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is taken for granted; vendors' figures are those of an H100 SXM.
+    """Assumptions; vendors' figures are those of an H100 SXM.
 
     Attributes:
         flops: dense bf16 products per second of a GPU (vendor).
@@ -45,18 +45,18 @@ class Assumptions:
         network_bytes_per_s: of a GPU, to another node (one 400 Gb/s card each).
         host_bytes_per_s: of a GPU, to its host (PCIe 5 x16, 63 GB/s by the vendor, less
             overheads).
-        train_share: of `flops`, reached in scoring, update and by the companion.
-        decode_share: of `flops` and of the memory's speed, reached while generating.
-        network_share: of the network's speed.
+        train_share: share of `flops` reached in scoring, update and by the companion.
+        decode_share: share of `flops` and of the memory's speed reached while generating.
+        network_share: share of the network's speed reached.
         step_overhead_s: host time of an engine step.
         reduce_s: one all-reduce of a decode step between tensor-parallel ranks; two per layer.
         drafts: draft tokens per step.
         accepted: drafts accepted per step; mean acceptance length is 1 more. Measured on small
             actors only (RESULTS-archive.md).
         holdout: share of positions that the companion does not train on.
-        judged: sets of heads that the gate replays on the holdout: the candidate, what serves, what
-            served before, the frozen control.
-        float32_share: of `flops`, what products in float32 reach (TF32, vendor).
+        judged: sets of heads that the gate replays on the holdout: the candidate, the serving
+            heads, their predecessors, the frozen control.
+        float32_share: share of `flops` that products in float32 reach (TF32, vendor).
         train_bytes: per parameter of actor and critic: bf16 weight and gradient, float32 weight and
             two moments, gradient buffer.
     """
@@ -84,16 +84,15 @@ class Workload:
     """One rollout batch, the same at every size of the cluster.
 
     Attributes:
-        responses: in a step.
+        responses: number in a step.
         prompt_tokens, response_tokens: means.
-        longest: longest response over the mean one; the last ones of a batch run nearly alone.
+        longest: longest response relative to the mean; the last ones of a batch run nearly alone.
         forwards: scoring passes of models of the actor's size (actor, reference, critic, reward
             model).
-        epochs: of PPO.
-        passes: of the companion over a batch (companion.epochs).
-        teacher: 1 where the loss reads the actor's own distribution (`kl`, `kl_tv`), 0 where it
-            does not.
-        bfloat16: 1 where the companion's products are in it (companion.dtype), 0 in float32.
+        epochs: passes of PPO.
+        passes: passes of the companion over a batch (companion.epochs).
+        teacher: 1 if the loss reads the actor's own distribution (`kl`, `kl_tv`), else 0.
+        bfloat16: 1 if the companion's products use it (companion.dtype), 0 for float32.
         draft_vocab: tokens that drafts come from, and that heads are trained and judged on; 0: all.
         trained: share of the positions that the companion trains on.
     """
@@ -111,7 +110,7 @@ class Workload:
     trained: float = 1.0
 
     def width(self, vocab: int) -> int:
-        """Rows of lm_head that heads are multiplied with."""
+        """Rows of lm_head in the heads' products."""
         return min(self.draft_vocab or vocab, vocab)
 
 
@@ -135,7 +134,7 @@ ACTORS = {
 
 @dataclass(frozen=True)
 class PaperStep:
-    """One PPO step on paper. Seconds of phases that follow each other; bytes that move in all."""
+    """One PPO step on paper. Seconds of consecutive phases; total bytes moved."""
 
     gpus: int
     engine_ranks: int
@@ -161,19 +160,19 @@ class PaperStep:
 
     @property
     def speedup(self) -> float:
-        """Of the whole step, over the same without heads."""
+        """Time of the whole step without heads, relative to the same with heads."""
         return (self.plain_generate_s + self.score_s + self.update_s + self.sync_s) / self.seconds
 
     @property
     def companion_share(self) -> float:
-        """Of the fleet: the companion works all step long, beside everything else."""
+        """Share of the fleet: the companion works during the whole step, beside everything else."""
         return self.companion_gpus / self.gpus
 
 
 def step_on_paper(
     actor: PaperActor, heads: HeadsConfig, gpus: int, given: Assumptions, work: Workload
 ) -> PaperStep | None:
-    """None when the states of training or the engine's weights do not fit into so many GPUs."""
+    """None if the training states or the engine's weights do not fit into this many GPUs."""
     model = actor.sizes
     # Actor, critic, and a reference in bf16.
     states = model.parameters * (2 * given.train_bytes + BFLOAT16) / gpus
@@ -195,8 +194,8 @@ def step_on_paper(
         ranks,
         generate_s=generate_seconds(model, heads, engines, ranks, given, work, given.drafts),
         score_s=work.forwards * 2 * model.product_parameters * all_tokens / rate,
-        # Actor and critic; 6 operations a parameter and token are a forward pass (2) and a backward
-        # one (4).
+        # Actor and critic; 6 operations per parameter and token: a forward pass (2) and a backward
+        # pass (4).
         update_s=2 * work.epochs * 6 * model.product_parameters * all_tokens / rate,
         sync_s=weights / ranks / network,
         tap_s=hidden / (gpus // actor.spread) / given.host_bytes_per_s,
@@ -215,7 +214,7 @@ def step_on_paper(
 
 
 def engine_ranks(model: ModelSizes, given: Assumptions) -> int:
-    """Fewest GPUs (a power of two) of which the weights take at most two thirds."""
+    """Fewest GPUs (a power of two) whose memory is at most two thirds filled by the weights."""
     need = BFLOAT16 * model.parameters / (given.memory_bytes * 2 / 3)
     return 1 << max(0, math.ceil(math.log2(need)))
 
@@ -229,13 +228,13 @@ def generate_seconds(
     work: Workload,
     drafts: int,
 ) -> float:
-    """One rollout batch on all engines: the prompts, full batches, then the long responses that are
-    left.
+    """One rollout batch on all engines: the prompts, full batches, then the remaining long
+    responses.
     """
     per_engine = work.responses / engines
-    # Half of the response: what a running sequence holds on the average.
+    # Half of the response: the average length of a running sequence.
     cache = BFLOAT16 * model.cache_elements * (work.prompt_tokens + work.response_tokens / 2)
-    # 0.9 of a GPU is what engine.memory_fraction is where PPO is not beside the engine.
+    # 0.9 of a GPU is engine.memory_fraction if PPO is not on the same GPU.
     room = ranks * given.memory_bytes * 0.9 - BFLOAT16 * model.parameters
     running = max(1.0, min(per_engine, room / cache))
     length = work.response_tokens / (1 + (given.accepted if drafts else 0.0))
@@ -248,8 +247,8 @@ def generate_seconds(
     )
     steps = per_engine / running * length
     tail = (work.longest - 1) * length
-    # A tenth stands for the tail: the last responses run nearly alone, and then weights are read
-    # for few tokens.
+    # A tenth represents the tail: the last responses run nearly alone, so weights are read for few
+    # tokens.
     few = max(1.0, running / 10)
     return (
         prompt_s
@@ -287,24 +286,25 @@ def decode_seconds(
 def head_flops(
     heads: HeadsConfig, *, training: bool, width: int = 0, teacher: bool = False
 ) -> float:
-    """Of all heads at one position. Tables and h_t take no gradient, so that only products behind
-    the first weights go backwards twice.
+    """Operations of all heads at one position. Tables and h_t get no gradient, so only products
+    after the first weights have two products in the backward pass.
 
     Args:
-        width: tokens that are drafted from; 0: all.
-        teacher: the loss reads the actor's own distribution: one product more with lm_head for each
-            row that any head's target follows.
+        width: tokens that drafts come from; 0: all.
+        teacher: whether the loss reads the actor's own distribution: one more product with lm_head
+            for each row that a head's target follows.
     """
     D = heads.hidden_size
     V = width or heads.vocab_size
-    # A product forwards (2), the gradient to the features (4), and of a table of one's own the
+    # A forward product (2), the gradient to the features (4), and for the heads' own table the
     # gradient to it (6).
     logits = (2.0 if not training else 4.0 if heads.lm_head == "shared" else 6.0) * D * V
     total = heads.num_heads * logits
-    # Of a block of neighbours, each row once, and those behind its end.
+    # Each row of a block of neighbours once, plus those after its end.
     if teacher and training:
         total += 2.0 * D * V * (TOGETHER + heads.num_heads - 1) / TOGETHER
-    # Nothing goes backwards into h_t, so a first layer's gradient is one product and not two.
+    # Nothing is propagated back into h_t, so a first layer's gradient is one product instead of
+    # two.
     first = heads.kind != "hydra"
     for layer in range(heads.num_layers):
         total += (
@@ -314,7 +314,7 @@ def head_flops(
             * (2.0 if not training else 4.0 if first and layer == 0 else 6.0)
         )
     inner = heads.mlp_ratio * D
-    # Each pair is made once, where training goes over whole blocks and serving keeps it.
+    # Each pair is computed once, because training uses whole blocks and serving keeps pairs.
     if heads.context:
         total += (6 * D * D + inner * D) * (4.0 if training else 2.0)
         total += D * D * (6.0 if training else 2.0)
@@ -374,8 +374,8 @@ def markdown(rows: list[tuple[str, PaperStep]]) -> list[str]:
 
 
 def verdict(rows: list[tuple[str, PaperStep]]) -> list[str]:
-    """Where the companion takes more than its share, and what share of the positions it could train
-    on there.
+    """Where the companion takes more than its share, and the share of the positions that it could
+    train on there.
     """
     above = [(name, s) for name, s in rows if s.companion_share > TARGET]
     out = [
@@ -392,7 +392,7 @@ def verdict(rows: list[tuple[str, PaperStep]]) -> list[str]:
 
 
 def overridden(values: Any, pairs: list[str]) -> Any:
-    """A copy with those of the `name=value` pairs that name its fields."""
+    """A copy with the `name=value` pairs that name its fields applied."""
     fields = {field.name: field.type for field in dataclasses.fields(values)}
     found = dict(pair.split("=", 1) for pair in pairs)
     return dataclasses.replace(

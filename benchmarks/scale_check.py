@@ -1,13 +1,13 @@
-"""The formulas of scale.py against measurements on this machine: bytes that move, and the
-companion's time over the scoring pass.
+"""Compares the formulas of scale.py with measurements on this machine: bytes moved, and the
+companion's time relative to the scoring pass.
 
     python benchmarks/scale_check.py [--small] [--json FILE]
 
 It takes minutes; `--small` has sizes for a busy machine.
 
-Both times are taken in turn on the same threads; the ratio of their arithmetic is the model's
-prediction of the ratio of the times, which holds on any machine where both reach the same share of
-its arithmetic. A random Llama stands for the actor: times don't depend on what the weights say.
+Both times are taken in turn on the same threads. The ratio of their arithmetic is the model's
+prediction of the ratio of the times; it is valid on any machine where both reach the same share of
+its arithmetic. A random Llama replaces the actor: times don't depend on the weights' values.
 
 Letters: B batch rows, T tokens, D hidden, V vocabulary.
 """
@@ -50,7 +50,7 @@ def compare(
     rows: int = ROWS,
     tokens: int = TOKENS,
 ) -> dict[str, str]:
-    """Each formula's figure beside the measured one."""
+    """Each formula's figure next to the measured one."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -88,7 +88,7 @@ def compare(
             0,
             embedding_VD=actor.model.embed_tokens.weight.detach(),
         )
-        # Rows from all over the table, as those of a draft vocabulary are.
+        # Rows from all over the table, like those of a draft vocabulary.
         trainer.ids_W = torch.arange(part) * 8 if part else None
         score_s, train_s = _in_turn(
             lambda: _score(actor, rows, tokens),
@@ -151,7 +151,7 @@ def _score(actor: LlamaForCausalLM, rows: int, tokens: int) -> None:
 def _in_turn(
     first: Callable[[], object], second: Callable[[], object], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of both, taken in turn; one round before is thrown away."""
+    """Seconds of both, taken in turn; a first round is discarded."""
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds + 1):
         for call, seconds in zip((first, second), taken, strict=True):

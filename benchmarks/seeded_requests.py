@@ -2,8 +2,8 @@
 
     python benchmarks/seeded_requests.py --model DIR [--sequences 64] [--tokens 64] [--rounds 5]
 
-vLLM without our plugin, eager, in this process: for each step all sequences run, and each draws
-its token from all tokens at temperature 1. Printed are the medians over all rounds' steps, and the
+vLLM without our plugin, eager, in this process: in each step all sequences run, and each draws its
+token from all tokens at temperature 1. The output is the medians over all rounds' steps, and the
 ratio of the rounds with its spread.
 """
 

@@ -1,23 +1,23 @@
 """Is a PPO loop as a whole faster with the plugin than without it? Whole steps in turn, at the end
-of a run, for some seeds.
+of a run, for several seeds.
 
     python benchmarks/step_pairs.py --out runs/pairs [--config configs/demo.yaml]
         [--seeds 0 1 2] [--steps 14] [--pairs 6] [key=value ...]
 
-Each seed is a run of `medusa-ppo ppo` whose companion is not waited for and shares the loop's
-cores. After its last step, steps with the plugin and steps of the same loop without it (an engine
-of its own, no speculation, compiled, vLLM's defaults) take turns; see
+Each seed is a run of `medusa-ppo ppo` that does not wait for its companion and shares the loop's
+cores with it. After its last step, steps with the plugin alternate with steps of the same loop
+without it (a separate engine without speculation, compiled, vLLM's defaults); see
 `medusa_ppo/ppo/comparison.py`. The figure is the median over the pairs of seconds without / seconds
-with: above 1 the plugin pays. Beside it stands what the companion's own account says: seconds saved
-and lost, step by step. A run that is done is not done again.
+with: above 1 the plugin pays. Next to it is the companion's own account: seconds saved and lost,
+step by step. A completed run is not repeated.
 
     python benchmarks/step_pairs.py --out runs/old --old FOLDER --actor FOLDER
         [--seeds 0 1 2] [--steps 8] [--both k=v ...] [-- k=v ...]
 
 With `--old` whole runs of another checkout (the serial loop: commit 09356bd; `make setup` there)
-and of this one take turns, each with its own environment and `configs/demo.yaml`, on the same actor
-and the same batches (`--both`; what follows it alone is for this one). The figure is samples a
-second, this / the other, over the steps after the first two, a pair for each seed.
+alternate with runs of this one, each with its own environment and `configs/demo.yaml`, on the same
+actor and the same batches (`--both`; keys after it are for this checkout only). The figure is
+samples per second, this / the other, over the steps after the first two, one pair for each seed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COLUMNS = (
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """What one run shows; the account is of its last half."""
+    """The figures of one run; the account covers its last half."""
     pairs = run.section("comparison")["steps"]
     ratios = [pair["without"][STEP_S] / pair["with"][STEP_S] for pair in pairs]
     late = run.steps[len(run.steps) // 2 :]
@@ -105,8 +105,8 @@ WARM_UP = 2
 
 
 def samples_per_s(folder: Path, checkout: Path, given: list[str]) -> float:
-    """Of a whole run of a checkout, its first steps left out."""
-    # The summary comes with a run's end: without one it was stopped.
+    """Samples per second of a whole run of a checkout, without its first steps."""
+    # The summary is written at a run's end; without one the run was stopped.
     if not (folder / "summary.json").is_file():
         # vLLM loads the plugin of its environment, whatever PYTHONPATH says.
         own = checkout / ".venv" / "bin" / "python"
@@ -130,7 +130,7 @@ def samples_per_s(folder: Path, checkout: Path, given: list[str]) -> float:
         json.loads(line)
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    # One line more than steps that count: its clock is where they begin.
+    # One more line than steps that count: its clock is where they begin.
     late = lines[WARM_UP - 1 :]
     settings = dict(text.split("=", 1) for text in given)
     samples = (
@@ -142,7 +142,7 @@ def samples_per_s(folder: Path, checkout: Path, given: list[str]) -> float:
 
 
 def beside_old(args: argparse.Namespace) -> None:
-    """Pairs of runs, the order changing from pair to pair."""
+    """Pairs of runs; the order alternates from pair to pair."""
     ratios = []
     for number, seed in enumerate(args.seeds):
         both = [
@@ -181,7 +181,7 @@ def beside_old(args: argparse.Namespace) -> None:
 
 
 def student_error(values: list[float]) -> float:
-    """Half of a mean's interval of 95 %."""
+    """Half of a mean's 95 % interval."""
     # Student's, two-sided, 1 to 9 degrees of freedom: with a few seeds 1.96 would promise too much.
     quantiles = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
     count = len(values)

@@ -1,12 +1,12 @@
-"""What does a step without drafts cost beside a step of an engine without speculation?
+"""What does a step without drafts cost compared with a step of an engine without speculation?
 
     python benchmarks/steps_without_drafts.py MODEL HEADS [--dtype float32] [--sequences 1,4]
         [--rounds 30] [--before]
 
-One engine, in this process, so that both have the same pace: in turns its model runner is vLLM's
-own without speculation, and ours with no drafts at all. With `--before` ours makes what vLLM makes
-for drafts at each step also where there are none, as it did until 0.4. A median of rounds of the
-milliseconds of a step and of their ratio.
+One engine, in this process, so that both have the same pace: its model runner is alternately vLLM's
+own without speculation, and ours without any drafts. With `--before` ours prepares what vLLM
+prepares for drafts in each step even without any, as it did until 0.4. The output is medians over
+rounds of the milliseconds of a step, and of their ratio.
 """
 
 from __future__ import annotations

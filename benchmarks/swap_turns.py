@@ -1,13 +1,13 @@
-"""Seconds of an engine's start, a swap of heads and an actor's sync, this tree against another one,
-in turns.
+"""Seconds of an engine's start, a swap of heads and an actor's sync, in this tree and in another
+one, in turns.
 
     git worktree add ../before COMMIT
     python benchmarks/swap_turns.py --old ../before --model DIR
         [--kind medusa] [--heads 12] [--rounds 3] [--swaps 12]
 
-A round starts an engine in each tree, in a process of its own, and gives it two sets of heads and
-two actors by turns, as files in shared memory. A tree's first swaps and syncs are told beside the
-median of all: memory is new to a process then. Sizes are those of `--model`.
+A round starts an engine in each tree, in its own process, and gives it two sets of heads and two
+actors alternately, as files in shared memory. A tree's first swaps and syncs are shown next to the
+median of all, because memory is then new to a process. Sizes are those of `--model`.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def work(options: argparse.Namespace) -> None:
         HeadsConfig(hidden, vocab, options.heads, kind=options.kind)
     ).requires_grad_(False)
     with tempfile.TemporaryDirectory(
-        # Where the product's own files lie; a disk would be timed otherwise.
+        # Where the product's own files are; otherwise a disk would be timed.
         prefix="medusa-ppo-bench-",
         dir="/dev/shm" if Path("/dev/shm").is_dir() else None,
     ) as name:
         folder = Path(name)
         for version in (0, 1):
             for parameter in (*heads.parameters(), *actor.parameters()):
-                # Other weights in each file: an engine may leave alone what it has already.
+                # Different weights in each file: an engine may skip what it already has.
                 parameter.add_(0.01 * torch.randn_like(parameter))
             save_state(
                 folder / f"heads{version}",
@@ -104,7 +104,7 @@ def seconds_of(tree: Path, model: Path) -> dict[str, float]:
         "--work",
         *sys.argv[1:],
         "--model",
-        # The last --model counts: an absolute one, since the process works in another folder.
+        # The last --model counts: an absolute one, because the process works in another folder.
         str(model),
     ]
     environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
@@ -135,7 +135,7 @@ def main() -> None:
     trees = {"old": options.old, "new": Path(__file__).resolve().parent.parent}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for number in range(options.rounds):
-        # Each is first as often as second.
+        # Take turns at going first.
         for name in list(trees)[:: 1 if number % 2 else -1]:
             found[name].append(seconds_of(trees[name], options.model))
     sys.stdout.write("parameters of heads and actor: {} and {}\n".format(*found["new"][0]["size"]))

@@ -5,8 +5,8 @@
 
 Responses have log-normal lengths, on vLLM without speculation (compiled, in this process), each cut
 at its length. First the CPU is calibrated (`medusa_ppo/predict/cpu_steps.py`), then the engine runs
-the same lengths several times. Printed are seconds of the whole and of the part in which fewer than
-half of the slots are in use.
+the same lengths several times. The output is seconds of the whole, and of the part with fewer than
+half of the slots in use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPT = 32
 
 
 def simulated(options: argparse.Namespace, lengths: ResponseLengths) -> RolloutTime:
-    """By microbenchmarks alone."""
+    """From microbenchmarks alone."""
     import torch
 
     from medusa_ppo.engines.launch import read_model_config
@@ -50,7 +50,7 @@ def simulated(options: argparse.Namespace, lengths: ResponseLengths) -> RolloutT
 
 
 def measured(options: argparse.Namespace, lengths: ResponseLengths) -> tuple[float, float, int]:
-    """Seconds of the whole, of its tail, and steps, on an engine: medians of some rounds."""
+    """Seconds of the whole, of its tail, and steps, on an engine: medians over rounds."""
     # In this process, so that steps can be counted.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_PLUGINS"] = "none"

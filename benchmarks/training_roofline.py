@@ -1,19 +1,19 @@
-"""How fast heads are trained beside the products alone that training is made of, for an actor with
-a large vocabulary, in one run and by turns.
+"""Compares the speed of training heads with the speed of its matrix products alone, for an actor
+with a large vocabulary. Both are timed in one run, in turns.
 
     python benchmarks/training_roofline.py [--hidden 1024] [--vocab 151936] [--drafted 8192]
                                            [--rows 4096] [--rounds 3] [--profile]
 
-Trained are the heads of the default configuration with the companion's own trainer, on one thread,
-in the dtype that the companion takes on this machine. The products are those that one pass over the
-batch really makes, recorded as torch is asked for them, and made again on numbers that lie in the
-cache or not, as these shapes do. What they leave out is all that is no product: look-ups, softmax,
-losses, what is copied from one layout to another, clipping, the optimizer. No actor: states and
-tables are random, tokens follow Zipf's law.
+The heads of the default configuration are trained with the companion's own trainer, on one thread,
+in the dtype that the companion uses on this machine. The products are those that one pass over the
+batch really computes: recorded from torch's calls, and repeated on numbers that are in the cache or
+not, as they would be with these shapes. They leave out everything else: look-ups, softmax, losses,
+copies between layouts, clipping, the optimizer. There is no actor: states and tables are random,
+tokens follow Zipf's law.
 
-Printed are positions a second of both, their ratio (asked: at least 0.6), and the operations a
-position of the products beside those that the formulas of `heads/modules.py` and `heads/losses.py`
-ask for, so that a product that is made twice can't raise the ratio unseen.
+The output is positions per second of both, their ratio (asked: at least 0.6), and the products'
+operations per position next to those that the formulas of `heads/modules.py` and `heads/losses.py`
+require, so that a product computed twice can't raise the ratio unnoticed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def say(line: str) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Remembers every matrix product that torch is asked for: its operator, and the sizes, strides
-    and dtypes of what it multiplies.
+    """Records every matrix product that torch computes: its operator, and the sizes, strides and
+    dtypes of its inputs.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Products(TorchDispatchMode):
         return total
 
     def replayed(self) -> Callable[[], None]:
-        """All of them once more, on random numbers."""
+        """Repeats all of them, on random numbers."""
         tensors: dict[Shape, torch.Tensor] = {}
         for _, shapes in self.seen:
             for shape in shapes:
@@ -101,11 +101,11 @@ class Products(TorchDispatchMode):
 
 
 def formula(heads: HeadsConfig, drafted: int, rows: int, used: int) -> float:
-    """Operations a position that the formulas ask for, of those parts that don't depend on how the
-    rows lie: what a head, the context and lm_head multiply by, forward and backward.
+    """Operations per position that the formulas require, for the parts that don't depend on the
+    layout of the rows: what a head, the context and lm_head multiply, forward and backward.
     """
     D, K, H, C = heads.hidden_size, heads.num_heads, heads.inner_size, heads.context
-    # Gradients of what is multiplied and of the weight, beside the product itself.
+    # Gradients of the input and of the weight, besides the product itself.
     trained = 3 * 2
     cell = H * D + K * H * D + (K - 1) * H * H + K * H * D
     layer = heads.context_layers * (3 * 2 * D * D + D * D + 2 * heads.feed_forward * D * D)
@@ -171,7 +171,7 @@ def main() -> None:
     counts_V = torch.bincount(batch.response_ids_M, minlength=options.vocab)
     order_V = counts_V.argsort(descending=True, stable=True)
     trainer.ids_W = order_V[: options.drafted].sort().values
-    # Moments are made in the first step, and what autograd's threads hold.
+    # The first step allocates moments, and the memory of autograd's threads.
     trainer.train_batch(batch)
     with Products() as products:
         trainer.train_batch(batch)

@@ -10,8 +10,8 @@ process for each run.
 and then compares them; `compare` only compares.
 
 The plain arm is TRL's own GRPOTrainer. On vLLM's CPU build its weight sync does not work, so there
-(and only there) the plain arm reloads the weights as ours does. Seconds of a call are all that TRL
-waits for: sync, newer heads, generation, what the plugin does afterwards.
+(and only there) the plain arm reloads the weights as ours does. Seconds of a call are everything
+that TRL waits for: sync, newer heads, generation, and what the plugin does afterwards.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def mend_cpu_sync() -> None:
 
 
 def set_dtype(dtype: str) -> None:
-    """Give both arms' vLLM a dtype: TRL has no option for it, and `auto` makes bfloat16 of a
-    float32 actor.
+    """Set the dtype of both arms' vLLM: TRL has no option for it, and `auto` turns a float32 actor
+    into bfloat16.
     """
     from trl.generation import vllm_generation
 
@@ -64,8 +64,8 @@ def set_dtype(dtype: str) -> None:
 
 
 def cut_by_fsdp2() -> None:
-    """Cut both arms' actor over the processes with FSDP2. Accelerate does so on GPUs only: here
-    what it would do there, on a CPU.
+    """Shard both arms' actor over the processes with FSDP2. Accelerate does this on GPUs only; this
+    does the same on a CPU.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -81,9 +81,9 @@ def cut_by_fsdp2() -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         assert all(isinstance(parameter, DTensor) for parameter in self.model.parameters())
-        # accelerate would wrap the cut model in DDP.
+        # accelerate would wrap the sharded model in DDP.
         self.accelerator.prepare_model = lambda model, **_: model
-        # TRL decides by it how weights are put together for vLLM; accelerate has not set it.
+        # TRL uses this to decide how to gather weights for vLLM; accelerate has not set it.
         self.vllm_generation._dist.fsdp_version = 2
         return create(self, *args, **kwargs)
 
@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
         cut_by_fsdp2()
     generations: list[dict[str, Any]] = []
     clock_generations(generations)
-    # The example as a user has it: what is measured is the script that the documents show.
+    # The example as a user has it, because the documented script is what is measured.
     example = runpy.run_path(str(EXAMPLE))
     began = time.perf_counter()
     fixed = {"engine": {"num_drafts": example["MEDUSA"]["heads"]["num_heads"]}}
@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> None:
         seed=seed,
         **options.settings,
     )
-    # The last row sums the training up and has no reward.
+    # The last row summarises the training and has no reward.
     history = [row for row in trainer.state.log_history if "reward" in row]
     record = {
         "arm": arm,
@@ -185,9 +185,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def run_pairs(options: argparse.Namespace, arguments: list[str]) -> None:
-    """Both arms of every seed, each in a process of its own; who begins changes from seed to
-    seed.
-    """
+    """Both arms of every seed, each in its own process; which arm goes first alternates."""
     launch = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.processes)]
         if options.processes > 1
@@ -288,11 +286,9 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "pairs", "compare"))
     parser.add_argument("--arm", choices=("plain", "medusa"), default="medusa")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=5, help="pairs: so many of them, from 0 on")
+    parser.add_argument("--seeds", type=int, default=5, help="pairs: number of seeds, from 0 on")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument(
-        "--actor", default="", help="folder of the actor in the place of the demo's"
-    )
+    parser.add_argument("--actor", default="", help="folder of the actor instead of the demo's")
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -307,7 +303,7 @@ def main() -> None:
         "--settings",
         type=json.loads,
         default={},
-        help="JSON: arguments of GRPOConfig in the place of the example's",
+        help="JSON: arguments of GRPOConfig instead of the example's",
     )
     parser.add_argument(
         "--medusa",

@@ -1,11 +1,11 @@
-"""Seconds of an actor's weights on their way to an engine, by each way, over one copy of the same
+"""Seconds to send an actor's weights to an engine, by each way, relative to one copy of the same
 file in memory; the engine's own loading comes on top of each.
 
     python benchmarks/way_of_weights.py [--gib 2] [--rounds 3]
 
-The file way writes it, checks it (once for all engines) and confirms it in each engine; a server
-over HTTP does the same. The broadcast goes from one process to another over gloo. Hashes and other
-sums stand beside them, taken of the same tensors.
+The file way writes the file, checks it (once for all engines) and confirms it in each engine; a
+server over HTTP does the same. The broadcast goes from one process to another over gloo. Hashes and
+other checksums of the same tensors are shown for comparison.
 """
 
 from __future__ import annotations

@@ -4,27 +4,27 @@ Shape letters: S sequences, M response tokens of all sequences one after the oth
 response, K heads, D hidden, V vocabulary. Rows are in response coordinates: row m holds the state
 that predicts response_ids[m]; head k at row m drafts response_ids[m + k].
 
-Stand at a row, draft K tokens, count the run of accepted ones, jump run + 1 rows ahead, repeat
+Start at a row, draft K tokens, count the run of accepted ones, jump run + 1 rows ahead, and repeat
 until the response ends:
   one-hot drafts   position k is accepted when argmax q_k is the rollout's own token;
   sampled drafts   positions 1 to k are all accepted with probability min(1, R_1, ..., R_k), where
                    R_j is the product of q_i(y_i) / p(y_i) over i <= j, and p the behaviour
                    probability of a token.
-Both follow from the rule of verification (as a block, docs/theory.md), given the tokens that were
-emitted. Instead of drawing, the expectation is computed exactly: `visits[t]`, the probability that
-row t is a stop, flows on to the rows that a run can lead to. One-hot drafts are the case where all
+Both follow from the rule of verification (as a block, docs/theory.md), given the emitted tokens.
+The expectation is computed exactly instead of by drawing: `visits[t]`, the probability of a stop at
+row t, flows on to the rows that a run can lead to. One-hot drafts are the case in which all
 probabilities are 0 or 1, and then the counts are whole numbers.
 
 Stops near the end of a response, as vLLM counts them:
   * the prompt pass emits response token 0 without a draft; row 0 is the first stop;
-  * a stop counts as a draft step when at least one response token is left after it. A response that
-    ended (end token or length) drafts no more, so the last token of a response is never a stop;
-  * a run can pass the end: drafts are not shortened to max_tokens, and tokens accepted behind an
-    end token are counted by vLLM before they are cut off. A rollout does not show them. The
-    estimate counts what is seen (so it is low by a part of one run per response, 0.1 to 0.5 % for
-    responses of 60 tokens and more); `accepted_upper` adds all that could have been accepted
-    unseen. With the heads that drafted the rollout, `drafts` equals vLLM's counter exactly and
-    vLLM's accepted tokens lie between the two.
+  * a stop counts as a draft step if at least one response token is left after it. A response that
+    has ended (end token or length) drafts no more, so its last token is never a stop;
+  * a run can pass the end: drafts are not shortened to max_tokens, and vLLM counts accepted tokens
+    after an end token before it cuts them off. A rollout does not contain them. The estimate counts
+    only visible tokens, so it is low by a part of one run per response (0.1 to 0.5 % for responses
+    of 60 tokens and more); `accepted_upper` adds all unseen tokens that could have been accepted.
+    With the heads that drafted the rollout, `drafts` equals vLLM's counter exactly, and vLLM's
+    accepted tokens are between the two.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class ReplayResult:
 
 
 def paired_difference(a: ReplayResult, b: ReplayResult, confidence: float = 0.95) -> Interval:
-    """Mean acceptance length of `a` minus that of `b` on the same sequences: what is common to both
-    (hard prompts, long responses) cancels, sequence by sequence.
+    """Mean acceptance length of `a` minus that of `b` on the same sequences: common effects (hard
+    prompts, long responses) cancel, sequence by sequence.
     """
     if a.drafts_S.shape != b.drafts_S.shape:
         raise DataError(
@@ -144,7 +144,7 @@ def paired_difference(a: ReplayResult, b: ReplayResult, confidence: float = 0.95
 
 
 def extra_tokens(accepted_S: torch.Tensor, drafts_S: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Accepted drafts per step, and how much each observation pulls on it: the linear form of a
+    """Accepted drafts per step, and the influence of each observation on it: the linear form of a
     ratio of sums, whose squares add up to its variance.
     """
     drafts = drafts_S.sum().clamp(min=1e-12)
@@ -153,7 +153,7 @@ def extra_tokens(accepted_S: torch.Tensor, drafts_S: torch.Tensor) -> tuple[floa
 
 
 def student_interval(value: float, pull_S: torch.Tensor, tail: float) -> Interval:
-    """Interval of a value from the pulls of independent observations; fewer than two give none.
+    """Interval of a value from the influences of independent observations; none for fewer than two.
 
     It uses Student's quantile: a bootstrap gives the same for many observations but needs a
     thousand draws, and is too narrow for few.
@@ -170,8 +170,8 @@ def student_interval(value: float, pull_S: torch.Tensor, tail: float) -> Interva
 
 
 def student_quantile(share: float, freedom: int) -> float:
-    """Student's t below which this share lies: the expansion of Abramowitz and Stegun 26.7.5, right
-    to 1 % from 4 degrees of freedom on.
+    """Student's t below which this share lies, by the expansion of Abramowitz and Stegun 26.7.5;
+    accurate to 1 % from 4 degrees of freedom on.
     """
     z = NormalDist().inv_cdf(share)
     terms = (
@@ -250,8 +250,8 @@ def block_acceptance(ratios_MK: torch.Tensor) -> torch.Tensor:
     # up to each.
     reached_MK = ratios_MK.cumsum(1).cummin(1).values.clamp(max=0).exp()
     before_MK = torch.nn.functional.pad(reached_MK[:, :-1], (1, 0), value=1.0)
-    # A position that is never reached leads to no later one, which must not be NaN. NaN from broken
-    # heads still shows.
+    # A position that is never reached leads to no later one, so it must not become NaN. NaN from
+    # broken heads must still show.
     return torch.where(before_MK == 0, before_MK, reached_MK / before_MK)
 
 
@@ -261,8 +261,9 @@ def better_temperatures(
     """For each head the one of Q draft temperatures (its index) with which most of its drafts are
     accepted.
 
-    It goes head by head, each given the temperatures of the earlier ones. The current one is
-    replaced only if the gain exceeds its own error: on few rows all are about as good.
+    The search goes head by head, with the earlier heads' temperatures given. The current
+    temperature is replaced only if the gain exceeds its own error: on few rows all are about as
+    good.
 
     Args:
         ratios_QMK: `draft_ratios` with each temperature, -inf after a response's end.
@@ -309,14 +310,14 @@ def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> Re
     # end.
     within_MK = torch.arange(1, heads + 1) <= left_M.unsqueeze(1)
     runs_MK = (accept_MK.double().cpu() * within_MK).cumprod(1)
-    # A run of j drafts leads j + 1 rows ahead: the refused one is corrected, or the target model
-    # adds one. Rows after the end, and the last one of a response, lead nowhere.
+    # A run of j drafts leads j + 1 rows ahead: the target model corrects the refused draft, or adds
+    # a token. Rows after the end, and the last row of a response, lead nowhere.
     moves_MJ = torch.cat([torch.ones_like(runs_MK[:, :1]), runs_MK], dim=1)
     moves_MJ[:, :-1] -= runs_MK
     moves_MJ *= (left_M > 0).unsqueeze(1)
     moves_TJS = torch.zeros(longest, heads + 1, count, dtype=torch.float64)
     moves_TJS[place_M, :, segment_M] = moves_MJ
-    # Runs may lead beyond the longest response; what arrives there is never read.
+    # Runs may lead past the longest response; these entries are never read.
     visits_TS = torch.zeros(longest + heads + 1, count, dtype=torch.float64)
     visits_TS[0] = 1.0
     # Row by row in order: a row's visits are complete only when all earlier rows are done. All
@@ -359,12 +360,12 @@ def draft_ids_for_rows(
     """argmax of every head at every row, int64 `MK`; conditioned heads read the rollout's own
     tokens, and pairs of the rollout before.
 
-    With `ids_W` drafts come only from these tokens, and a token is given by its place among them.
+    With `ids_W` drafts come only from these tokens, and a token is given by its index among them.
 
     Args:
         condition_MK, context_Mn: `heads.targets.condition_ids` and `heads.targets.context_rows` of
             the rows.
-        texts: what heads that copy search; an engine copies only from its best places.
+        texts: for heads that copy, what they search; an engine copies only from its best places.
     """
     out_MK = torch.zeros(
         hidden_MD.shape[0], heads.config.num_heads, dtype=torch.int64, device=hidden_MD.device
@@ -402,7 +403,7 @@ def draft_logprobs_for_rows(
     chunk_rows: int | None = None,
     tops_QMK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """log q of the targets, as the engine drafts, float32, one `MK` for each temperature:
+    """log q of the targets as the engine drafts them, float32, one `MK` for each temperature:
     `[len(temperatures), M, K]`.
 
     Args:
@@ -411,8 +412,8 @@ def draft_logprobs_for_rows(
         targets_MK: int64 (`heads.targets.head_targets`).
         temperatures: divisors of head logits, besides each head's own: sampling temperature x draft
             temperature.
-        top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the
-            actor's. A token that is cut has -inf.
+        top_k, top_p: those of the rollouts; the engine truncates the drafts' distribution like the
+            actor's. A removed token has -inf.
         tops_QMK: filled with the largest log q of any token.
     """
     out_QMK = torch.zeros(
@@ -452,15 +453,15 @@ def _logits(
     ids_W: torch.Tensor | None,
     chunk_rows: int | None,
 ) -> Iterator[tuple[slice, int, torch.Tensor]]:
-    """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV (only of
-    `ids_W`, if given) over the head's own draft temperature.
+    """Iterate over chunks and heads (index from 0): the rows, the head, and logits_CV (only of
+    `ids_W`, if given) divided by the head's own draft temperature.
     """
     table_VD = (
         heads.own_lm_head(1) if lm_head_VD is None or heads.config.lm_head == "own" else lm_head_VD
     )
     table_VD = table_VD if ids_W is None else table_VD[ids_W]
     rows = chunk_rows or heads.vocabulary.chunk_rows(table_VD)
-    # Once, because on a GPU each check would wait for the device.
+    # Checked once, because on a GPU each check would wait for the device.
     temperatures = heads.temperatures_K.tolist()
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)

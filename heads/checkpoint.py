@@ -1,5 +1,5 @@
-"""The native heads directory and single-file states: atomic to write, validated before anything is
-allocated.
+"""The native heads directory and single-file states: written atomically, and validated before
+anything is allocated.
 
 heads/FORMAT.md is the specification. Everything that comes from disk is treated as hostile: sizes
 are bounded, names, shapes and dtypes are compared with what the configuration implies, values must
@@ -66,7 +66,7 @@ LM_HEAD_KEY = "lm_head.weight"
 OWN_SECTION = "medusa_ppo"
 DAMAGED = "The heads' configuration is damaged."
 MAX_CONFIG_BYTES = 1 << 20
-# Far beyond what anybody trains: sizes in a file determine allocations.
+# Far beyond any real heads: sizes in a file determine allocations.
 MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 64, 64, 1 << 17, 1 << 24
 MORE_BOUNDS = {
     "mlp_ratio": 64,
@@ -80,13 +80,13 @@ MORE_BOUNDS = {
 
 @dataclass(frozen=True)
 class HeadsMetadata:
-    """What a heads directory says about itself.
+    """The description in a heads directory.
 
     Attributes:
         version: heads version (grows with every publish).
-        checksum: of the trainable tensors, as `sha256_of(heads.trainable_state())`.
-        dtype: of the trainable tensors.
-        lm_head_checksum: of the copy of the actor's lm_head, or empty if there is none.
+        checksum: checksum of the trainable tensors, as `sha256_of(heads.trainable_state())`.
+        dtype: dtype of the trainable tensors.
+        lm_head_checksum: checksum of the copy of the actor's lm_head; empty if there is none.
         metadata: the writer's notes; JSON values.
     """
 
@@ -174,11 +174,11 @@ def new_directory(path: str | Path) -> Iterator[Path]:
     """A folder to fill, which replaces `path` if the block succeeds, and is removed otherwise."""
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same place, since a rename needs one file system.
+    # In the same place, because a rename needs one file system.
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
     try:
         yield temporary
-        # mkdtemp makes a private folder, and heads are read by others.
+        # mkdtemp makes a private folder, but other users read heads.
         temporary.chmod(0o755)
         _replace_directory(temporary, path)
     finally:
@@ -320,7 +320,7 @@ def _read_checked(path: Path, names: list[str], expected: str) -> dict[str, torc
 
 
 def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata, int]:
-    """What config.json says, and its format version."""
+    """The contents of config.json, and its format version."""
     raw = parse_json(read_regular(path, MAX_CONFIG_BYTES), path)
     section = raw.get(OWN_SECTION)
     if not isinstance(section, dict):
@@ -348,7 +348,7 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata, int]:
 
 
 def _refuse_gone_kind(path: Path, heads: object) -> None:
-    """Heads of a removed kind are not damaged: tell their owner what to do with them."""
+    """Heads of a removed kind are not damaged: tell their owner what to do instead."""
     kind = heads.get("kind") if isinstance(heads, dict) else None
     if isinstance(kind, str) and kind in GONE_KINDS:
         raise _damaged(
@@ -402,7 +402,7 @@ def _damaged(
 
 
 def check_names_and_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
-    """Compare the file's header with what the configuration implies, before any tensor is read."""
+    """Compare the file's header with the configuration, before any tensor is read."""
     header = read_header(path, MAX_HEADS_HEADER_BYTES)
     missing = sorted(set(shapes) - set(header))
     unknown = sorted(set(header) - set(shapes))

@@ -1,14 +1,14 @@
 """Copying: an attention from the last tokens of a text to what followed such tokens before.
 
-Most of what a policy says already occurs in its prompt, or in its response so far. A head that sees
-only the last few hidden states can't reach that; this attention can. It searches by tokens only,
-not by hidden states, so any text can be searched: a prompt that came from a prefix cache, or the
+Most of what a policy writes already occurs in its prompt, or in its response so far. A head that
+sees only the last few hidden states can't reach that; this attention can. It searches by tokens
+only, not by hidden states, so any text can be searched: a prompt from a prefix cache, or the
 response to another request.
 
 Shape letters: G texts, T tokens of the longest, N rows, R rows of one text, U different tokens, K
 heads, D hidden, A parts of the attention, w width of a part, M tokens of a key, m best places.
 
-For a row whose newest known token x_{t+1} stands at place i of its text, and n(v) = v / rms(v):
+For a row whose newest known token x_{t+1} is at place i of its text, and n(v) = v / rms(v):
 
     key_j   = W_key   [n(e(x_{j-M+1})); ...; n(e(x_j))]       for every place j of the text
     query_i = W_query [n(e(x_{i-M+1})); ...; n(e(x_i))]
@@ -16,7 +16,7 @@ For a row whose newest known token x_{t+1} stands at place i of its text, and n(
               in A parts
     c_k     = [sum_j a_j n(e(x_{j+k}))] of all parts, A D numbers, for draft k = 1..K
 
-A place counts if its K followers are known and in the same part of the text: a text may consist of
+A place counts if its K followers are known and in the same part of the text. A text may consist of
 several parts (earlier responses, then prompt and response), and neither a key nor a follower
 crosses from one part to the next. Everything is known before a draft is drawn, so the distribution
 that drafts are drawn from stays exact whatever is left out: an engine uses only the best places of
@@ -43,8 +43,8 @@ heads lose less than 0.01 tokens a step compared with all places, and a step rea
 embedding instead of multiplying by the whole text.
 """
 AGE_STEP = 2.0**-14
-"""What a score loses per token of distance: almost nothing, but it makes every search choose the
-newer of two places that are equal to the bit.
+"""Decrease of a score per token of distance: almost nothing, but of two places that are equal to
+the bit every search chooses the newer one.
 """
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Token ids `[N]` -> their normalised embeddings `[N, D]`."""
@@ -198,7 +198,7 @@ def places_in_turn(starts_S: torch.Tensor, lengths_S: torch.Tensor) -> torch.Ten
 
 
 def own_text(next_ids_BT: torch.Tensor) -> Text:
-    """What rows search whose text is their own sequence: row b, t stands at next_ids[b, t]."""
+    """Text for rows that search their own sequence: row b, t is at next_ids[b, t]."""
     texts, longest = next_ids_BT.shape
     places_GR = torch.arange(longest, device=next_ids_BT.device).expand(texts, longest)
     order_N = torch.arange(texts * longest, device=next_ids_BT.device)
@@ -216,7 +216,7 @@ def copied(
     *,
     places: int | None = None,
 ) -> torch.Tensor:
-    """What the attention finds for each row and draft: `value_weight` times c_k of the module's
+    """The result of the attention for each row and draft: `value_weight` times c_k of the module's
     docstring, `[N, K, C]`.
 
     Args:
@@ -244,8 +244,7 @@ def copied(
     # places.
     by_part_XD = value_weight.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)
     value_UAC = F.linear(embedded_UD, by_part_XD).unflatten(1, (parts, -1))
-    # Followers of the last places are beyond the end of the tensor; those places are never
-    # searched.
+    # Followers of the last places are past the end of the tensor; those places are never searched.
     followers_GT = F.pad(index_GT, (0, num_heads))
     if places is None:
         found_GKRC = _of_all_places(score_GART, none_A, value_UAC, followers_GT, num_heads)
@@ -255,7 +254,7 @@ def copied(
 
 
 def searched_places(text: Text, num_heads: int) -> torch.Tensor:
-    """Places whose K followers are known and of their part of the text: bool `[G, R, T]`."""
+    """Places whose K followers are known and in the same part of the text: bool `[G, R, T]`."""
     longest = text.parts_GT.shape[1]
     there_GT = text.parts_GT != MISSING
     followed_GT = torch.zeros_like(there_GT)
@@ -308,7 +307,7 @@ def _of_all_places(
     followers_GT: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """The sum over parts, `[G, K, R, C]`, of a softmax over all places."""
+    """The sum over parts, `[G, K, R, C]`, with a softmax over all places."""
     texts, parts, rows, _ = score_GART.shape
     share_GART = torch.cat([_none(none_A, score_GART), score_GART], -1).softmax(-1)[..., 1:]
     # For draft k the share of place j goes to the token at j + k: the shares move, not the values.
@@ -327,7 +326,7 @@ def _of_best_places(
     num_heads: int,
     places: int,
 ) -> torch.Tensor:
-    """The sum over parts, `[G, K, R, C]`, of a softmax over the best places of each part and
+    """The sum over parts, `[G, K, R, C]`, with a softmax over the best places of each part and
     none.
     """
     texts, parts, rows, longest = score_GART.shape

@@ -100,7 +100,7 @@ class SwapError(EngineError):
 
 
 class UnsupportedVersionError(EngineError):
-    """An unchecked version of another library."""
+    """A version of another library that was never checked."""
 
 
 class FeedError(RunError):
@@ -108,7 +108,7 @@ class FeedError(RunError):
 
 
 class BadVersionError(FeedError):
-    """A version in a feed is not what its manifest says, or no heads of its actor."""
+    """A version in a feed is not what its manifest says, or is not heads of its actor."""
 
 
 class HubError(RunError):

@@ -1,5 +1,5 @@
-"""Logits of draft heads before the product with lm_head, which losses and replay compute chunk by
-chunk.
+"""Logits of draft heads before the product with lm_head; losses and replay compute that product
+chunk by chunk.
 
 Shape letters: N rows, K heads, D hidden, V vocabulary.
 """
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 
 class FactoredLogits(NamedTuple):
-    """Logits of N rows and K heads, not multiplied out: logits[n, k] = weight[k] features[n, k].
+    """Logits of N rows and K heads, without the product: logits[n, k] = weight[k] features[n, k].
 
     Attributes:
         features_NKD: output of the residual blocks.
-        weight: the actor's lm_head `VD`, or own ones `KVD`.
+        weight: the actor's lm_head `VD`, or the heads' own `KVD`.
     """
 
     features_NKD: torch.Tensor

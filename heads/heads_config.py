@@ -1,4 +1,4 @@
-"""What a set of draft heads is: its kind and its sizes (no torch)."""
+"""Describes a set of draft heads: its kind and its sizes (no torch)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GONE_FIELDS = ("rank",)
 """Fields of removed kinds. Older files have them, but they meant nothing for other kinds."""
 LM_HEADS = ("shared", "own")
 MOST_HEADS = 31
-"""Random numbers are laid out for this many drafts at each position (`medusa_ppo/drafting`)."""
+"""Random numbers are arranged for this many drafts at each position (`medusa_ppo/drafting`)."""
 TEMPERATURES = "temperatures"
 """File key of the draft temperatures, the divisors of each head's logits; left out if all are 1.
 """
@@ -28,8 +28,8 @@ PART_WIDTH = 64
 CPU_CHUNK = 1 << 22
 """Float32 logits of one chunk (16 MiB): about the size of a CPU's caches."""
 GPU_CHUNK = 1 << 26
-"""256 MiB: a chunk reads the whole lm_head, and it takes some hundred rows before the products hide
-that.
+"""256 MiB: each chunk reads the whole lm_head, and only products of some hundred rows hide that
+time.
 """
 GAP = -1
 """Token id between two parts of a text that heads copy from."""
@@ -207,8 +207,8 @@ class HeadsConfig:
         return any(getattr(self, name) != fields[name] for name in SINCE_COPYING)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """File key -> shape of every trainable tensor (heads/FORMAT.md); the order is head by head,
-        then what all heads share.
+        """File key -> shape of every trainable tensor (heads/FORMAT.md); head by head first, then
+        what all heads share.
 
         In a key, head indices count from 0: index k-1 belongs to head k.
         """

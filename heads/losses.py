@@ -29,7 +29,7 @@ from heads.vocabulary import WHOLE, Vocabulary
 # Warm-up steps of a named loss that has no gradient far from its optimum.
 WARM_UP_STEPS = 60
 
-# Cross-entropy or KL in the mixed ones pulls where total variation has no gradient yet.
+# In the mixed ones, cross-entropy or KL acts where total variation has no gradient yet.
 # (ce, tv, kl, exact_tv)
 NAMED_LOSSES = {
     "ce": (1.0, 0.0, 0.0, 0.0),
@@ -41,7 +41,7 @@ NAMED_LOSSES = {
 
 
 PIECE = 1 << 18
-"""Float32 logits (1 MiB) of which losses and gradients are made together on a CPU."""
+"""Float32 logits (1 MiB) whose losses and gradients are computed together on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,13 @@ class Teacher(NamedTuple):
     def of_chunk(
         self, rows: slice, vocabulary: Vocabulary = WHOLE
     ) -> Callable[[int, slice], torch.Tensor]:
-        """log p of the targets of each head (index from 0), of a piece of a chunk, once; the caller
-        may overwrite it. Neighbours share most of their rows: those are computed once.
+        """log p of the targets of each head (index from 0), for a piece of a chunk; each is yielded
+        once, and the caller may overwrite it. Neighbours share most of their rows, which are
+        computed once.
         """
         rows_CK = self.rows_NK[rows]
         used_U, places_CK = rows_CK.unique(return_inverse=True)
-        # Little is shared: going head by head avoids a table of them all.
+        # Few rows are shared: computing head by head avoids one large table.
         if 2 * used_U.numel() > rows_CK.numel():
             held: dict[int, torch.Tensor] = {}
 
@@ -192,7 +193,7 @@ def head_loss(
         factored: `MedusaHeads.factored(...)`.
         targets_NK: int64 (`heads.targets.head_targets`).
         mask_NK: bool, which positions count; or float, how much each counts in the mean.
-        config: which loss.
+        config: the loss.
         logprobs_NK: behaviour log-probs of the targets (`heads.targets.head_logprobs`); needed for
             TV.
         teacher: the actor's distribution; needed for KL and exact TV.
@@ -200,7 +201,7 @@ def head_loss(
             the actor's are when it samples: heads trained at one temperature then fit the others
             too, and heads that start as lm_head start right.
         chunk_rows: rows of one chunk; None: by the size of the vocabulary.
-        vocabulary: where the tokens are (`heads.vocabulary` of the heads).
+        vocabulary: how the tokens are distributed (`heads.vocabulary` of the heads).
     """
     rows = chunk_rows or vocabulary.chunk_rows(factored.head_weight(0))
     job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows, vocabulary)
@@ -218,8 +219,8 @@ def reference_head_loss(
     teacher_logits_NKV: torch.Tensor | None = None,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """What `head_loss` computes, written plainly with autograd; teacher logits are already divided
-    by the temperature.
+    """The same as `head_loss`, written plainly with autograd; teacher logits are already divided by
+    the temperature.
     """
     logq_NKV = F.log_softmax(logits_NKV.float() / temperature, dim=-1)
     logq_NK = logq_NKV.gather(-1, targets_NK.unsqueeze(-1)).squeeze(-1)
@@ -229,7 +230,7 @@ def reference_head_loss(
     if config.tv and logprobs_NK is not None:
         loss_NK = loss_NK + config.tv * (1 - (logq_NK - logprobs_NK.float()).clamp(max=0).exp())
     if config.kl and teacher_logits_NKV is not None:
-        # Tokens that were cut have log p = -inf: 0 times that would be NaN.
+        # Removed tokens have log p = -inf: 0 times that would be NaN.
         logp_NKV = F.log_softmax(teacher_logits_NKV.float(), dim=-1)
         loss_NK = loss_NK + config.kl * torch.where(
             logp_NKV > -torch.inf, logp_NKV.exp() * (logp_NKV - logq_NKV), 0.0
@@ -258,13 +259,13 @@ class _Job:
 
     @property
     def cut(self) -> bool:
-        """The actor's distribution may be 0 somewhere: log p is -inf there."""
+        """Whether the actor's distribution may be 0 somewhere; log p is then -inf."""
         teacher = self.teacher
         return teacher is None or teacher.top_k > 0 or teacher.top_p < 1
 
     def check(self, expected: tuple[int, ...]) -> None:
-        """Raise ConfigError if something does not fit the features' rows and heads, or is missing
-        for the loss.
+        """Raise ConfigError if something does not fit the features' rows and heads, or the loss
+        lacks something.
         """
         for name, tensor in (
             ("targets", self.targets_NK),
@@ -296,8 +297,8 @@ class _Job:
 
 
 class _Gradients:
-    """Accumulators for the gradients of one pass; None where none is wanted. Those of own lm_heads
-    add up in float32.
+    """Accumulators for the gradients of one pass; None for those not wanted. Gradients of the
+    heads' own lm_heads are summed in float32.
     """
 
     def __init__(self, factored: FactoredLogits, wanted: tuple[bool, ...]) -> None:
@@ -326,13 +327,13 @@ class _Gradients:
             self.features_NKD[rows, head] = dfeatures_CD.to(self.features_NKD.dtype)
         if self.weight_KVD is not None:
             features_CD = factored.features_NKD[rows, head].to(dlow_CV.dtype)
-            # In 16 bits a sum over many chunks would lose the later ones.
+            # A sum over many chunks in 16 bits would lose the later ones.
             self.weight_KVD[head] += (dlow_CV.T @ features_CD).float()
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradient chunk by chunk in forward; backward only scales. Gradients of head k depend
-    on the loss of head k alone.
+    """Computes loss and gradient chunk by chunk in forward; backward only scales. Gradients of head
+    k depend on the loss of head k alone.
     """
 
     @staticmethod
@@ -350,11 +351,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 else None
             )
             for head in range(heads):
-                # The product is this chunk's own, and becomes its gradient in place.
+                # The product belongs to this chunk, and becomes its gradient in place.
                 logits_CV = head_logits(factored, head, chunk)
                 weight_C = job.mask_NK[chunk, head].float()
                 loss_C = torch.empty_like(weight_C)
-                # What is made of a row needs no other row: pieces that stay in the cache.
+                # Rows are independent, so they are processed in pieces that stay in the cache.
                 for piece in _pieces(logits_CV):
                     first = start + piece.start
                     loss_C[piece] = _row_losses(
@@ -370,7 +371,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if gradients.any:
                     gradients.add(factored, head, chunk, logits_CV)
         gradients.features_NKD = job.vocabulary.sum_gradient(gradients.features_NKD)
-        # A head without a position has a loss of 0, not 0 / 0.
+        # A head without a position has loss 0, not 0 / 0.
         ctx.inverse_K = 1.0 / torch.where(total_K > 0, total_K, 1.0)
         ctx.gradients = gradients
         ctx.dtypes = tuple(None if t is None else t.dtype for t in tensors)
@@ -388,14 +389,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 ctx.gradients.in_order(), shapes, ctx.dtypes, strict=True
             )
         ]
-        # They were scaled in place; keeping them would hold memory next to the optimizer's.
+        # They were scaled in place; keeping them would hold memory beside the optimizer's.
         ctx.gradients = None
         return None, *scaled
 
 
 def _pieces(logits_CV: torch.Tensor) -> list[slice]:
-    """Rows of a chunk of which the logits are looked at together: all of them on a GPU, on a CPU so
-    many that what is made of them stays in a core's cache.
+    """Rows of a chunk that are processed together: all of them on a GPU; on a CPU, few enough that
+    the intermediate results stay in a core's cache.
     """
     rows, width = logits_CV.shape
     most = rows if logits_CV.device.type != "cpu" else max(1, PIECE // max(1, width))
@@ -410,10 +411,10 @@ def _row_losses(
     chunk: slice,
     weight_C: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Loss of each row. Overwrites `logits_CV`: with the loss's gradient by these logits times
-    `weight_C`, if there is one (None: no gradient is wanted).
+    """Loss of each row. Overwrites `logits_CV` with the loss's gradient by these logits times
+    `weight_C` (None: no gradient is wanted).
 
-    `logp_CV` is the actor's own distribution where the loss reads it; over a part of the vocabulary
+    `logp_CV` is the actor's own distribution, if the loss reads it; over a part of the vocabulary
     it sums to less than 1.
     """
     config = job.config
@@ -430,7 +431,7 @@ def _row_losses(
         ratio_C = log_ratio_C.clamp(max=0).exp()
         loss_C = loss_C + config.tv * (1 - ratio_C)
         pull_C = pull_C + config.tv * ratio_C * (log_ratio_C < 0)
-    # In place, here and below: a chunk's logits are the largest tensors of a training step.
+    # In place, here and below: the logits of a chunk are the largest tensors of a training step.
     logq_CV = logits_CV.sub_(lse_C1)
     if logp_CV is None:
         if weight_C is None:
@@ -449,18 +450,18 @@ def _row_losses(
             loss_C = loss_C + config.kl * vocabulary.total(kl_CV)
         q_CV = logq_CV.exp_()
         if config.exact_tv:
-            # Once more in the place of what is not read again.
+            # Reuses the memory of a tensor that is not read again.
             lower_CV = torch.minimum(p_CV, q_CV, out=logp_CV)
             loss_C = loss_C + config.exact_tv * (1 - vocabulary.total(lower_CV))
         if weight_C is None:
             return loss_C
         whole = job.teacher is None or job.teacher.lse_M is None
-        # KL's gradient is q times the mass of p less p, and of some tokens alone that mass is below
+        # KL's gradient is q times the mass of p, minus p; over only some tokens, that mass is below
         # 1.
         mass_C: torch.Tensor | float = 1.0 if whole else vocabulary.total(p_CV)
         push_C = pull_C + config.kl * mass_C
         if config.exact_tv:
-            # q where it is below p, else 0: the part of sum min(p, q) that moves with q.
+            # q where it is below p, else 0: the part of sum min(p, q) that depends on q.
             below_q_CV = torch.mul(q_CV, below_CV, out=logp_CV)
             push_C = push_C + config.exact_tv * vocabulary.total(below_q_CV)
         dlogits_CV = q_CV.mul_((push_C * weight_C).unsqueeze(1))
@@ -469,6 +470,6 @@ def _row_losses(
         if config.exact_tv:
             dlogits_CV.addcmul_(below_q_CV, weight_C.unsqueeze(1), value=-config.exact_tv)
     if job.temperature != 1:
-        # The logits were divided by it, and so is their gradient.
+        # The logits were divided by the temperature, so their gradient is too.
         dlogits_CV.div_(job.temperature)
     return loss_C

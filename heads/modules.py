@@ -19,10 +19,10 @@ With a context of n pairs (kind hydra), m_j = [n(h_j); n(e(x_{j+1}))], and one r
 all heads instead of the MLPs:
 
     b   = h_t, and then for each layer of the context
-          b + out sum_j a_j (value m_j)            a: softmax over the pairs j = t-n+1 .. t that are
-                                                   there of (query [n(b); n(e(x_{t+1}))])
+          b + out sum_j a_j (value m_j)            a: softmax over the existing pairs
+                                                   j = t-n+1 .. t of (query [n(b); n(e(x_{t+1}))])
                                                    (key m_j) / sqrt(w)
-          b + feed_out SiLU(feed_in n(b))          where there is a feed-forward layer
+          b + feed_out SiLU(feed_in n(b))          if there is a feed-forward layer
     s_1 = n(SiLU(start n(b)     + token n(e(x_{t+1})) + copy_out copy_value c_1))
     s_k = n(SiLU(step s_{k-1}   + token n(e(x_{t+k})) + copy_out copy_value c_k))
     f_k = b + out s_k
@@ -56,7 +56,8 @@ STACKED = {
     "mlps.{k}.in.weight": "mlp_in",
     "mlps.{k}.out.weight": "mlp_out",
 }
-"""File key -> parameter of all heads, in the file's order (the residual blocks come first)."""
+"""File key -> stacked parameter of all heads, in the file's order (the residual blocks come first).
+"""
 SHARED_PREFIXES = ("context", "copy", "cell")
 """Prefixes of file keys and parameters that all heads share."""
 STARTS_AT_ZERO = ("mlp_out", "cell_out")
@@ -82,8 +83,8 @@ class Context(NamedTuple):
     Attributes:
         hidden_PD: the states of the pairs.
         ids_P: int64, their tokens.
-        places_Nn: int64, the places among them of the pairs at each row's last n positions, oldest
-            first, its own last; MISSING: none.
+        places_Nn: int64, which of them each row's last n positions have, oldest first, its own
+            last; MISSING: none.
     """
 
     hidden_PD: torch.Tensor
@@ -92,15 +93,15 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, rows_Nn: torch.Tensor, hidden_MD: torch.Tensor, ids_M: torch.Tensor) -> Context:
-        """The pairs that `rows_Nn` (`heads.targets.context_rows`, or some of its rows) names among
-        M.
+        """The pairs among M that `rows_Nn` (`heads.targets.context_rows`, or some of its rows)
+        refers to.
         """
         used_P, places_Nn = used_rows(rows_Nn)
         return cls(hidden_MD[used_P], ids_M[used_P], places_Nn)
 
 
 def _random(rows: int, columns: int) -> nn.Parameter:
-    """A product that initially keeps the scale of its input."""
+    """A matrix that initially keeps the scale of its input."""
     return nn.Parameter(torch.randn(rows, columns) / columns**0.5)
 
 
@@ -184,7 +185,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def untrained(self) -> bool:
-        """Whether they are untrained: every head equals lm_head, its own copy included."""
+        """Whether they are untrained: every head equals lm_head, or its own copy of it."""
         outputs = [
             parameter
             for name, parameter in self.named_parameters()
@@ -217,8 +218,7 @@ class MedusaHeads(nn.Module):
         text: Text | None = None,
         places: int | None = None,
     ) -> torch.Tensor:
-        """What lm_head reads, before the product: hidden `...D` -> features `...KD`, in the heads'
-        dtype.
+        """What lm_head multiplies: hidden `...D` -> features `...KD`, in the heads' dtype.
 
         Args:
             hidden: h_t after the actor's last norm.
@@ -226,7 +226,7 @@ class MedusaHeads(nn.Module):
                 (`heads.targets.condition_ids`); conditioned kinds only.
             embedding_VD: the actor's embedding table; kind hydra only.
             context: the pairs before, for each of the N rows; heads with a context only.
-            text: what the N rows search; heads that copy only. None: nothing is found there.
+            text: what the N rows search; heads that copy only. None: nothing is found.
             places: best places of the text that count (`heads.copying`); None: all of them.
         """
         base_ND = self._checked_hidden(hidden)
@@ -277,8 +277,8 @@ class MedusaHeads(nn.Module):
         text: Text | None = None,
         places: int | None = None,
     ) -> FactoredLogits:
-        """All logits in factored form, which the chunked losses take. Arguments as in `forward`;
-        leading dims become N.
+        """All logits in factored form, for the chunked losses. Arguments as in `forward`; leading
+        dims become N.
         """
         features = self.features(
             hidden,
@@ -317,8 +317,8 @@ class MedusaHeads(nn.Module):
             text, places: what heads that copy search; with `next_ids_BT` the row's own sequence.
         """
         if condition is None and next_ids_BT is not None and self.config.conditioned:
-            # Every row of `next_ids_BT` is one sequence, so segments need not be told apart within
-            # it.
+            # Every row of `next_ids_BT` is one sequence, so segments need not be distinguished
+            # within it.
             condition = condition_ids(
                 next_ids_BT, torch.zeros_like(next_ids_BT), self.config.num_heads
             )
@@ -382,7 +382,7 @@ class MedusaHeads(nn.Module):
         return base_ND + F.linear(inner_NF, self.get_parameter(f"{name}_feed_out"))
 
     def _copied(self, text: Text, table_VD: torch.Tensor, places: int | None) -> torch.Tensor:
-        """The result of copying as input of the cell: `[N, K, H]`."""
+        """The result of copying, as input of the cell: `[N, K, H]`."""
         found_NKC = copied(
             text,
             lambda ids_N: self._embed(ids_N, table_VD),
@@ -540,8 +540,8 @@ class MedusaHeads(nn.Module):
         views = self.trainable_views() | (
             {TEMPERATURES: self.temperatures_K} if TEMPERATURES in state else {}
         )
-        # Everything is checked before anything is copied, so that an engine can go on with the old
-        # heads.
+        # Everything is checked before anything is copied, so that an engine can continue with the
+        # old heads.
         wrong = sorted(set(views) ^ set(state)) or [
             name
             for name, view in views.items()
@@ -571,16 +571,16 @@ class MedusaHeads(nn.Module):
 
 
 def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: float) -> torch.Tensor:
-    """Scale each head's gradient to at most `clip_norm` (Euclidean), whatever the other heads' are;
-    and that of what they share.
+    """Scale each head's gradient to at most `clip_norm` (Euclidean), independently of the other
+    heads; the same for the shared parameters.
 
     Args:
         named: parameters of MedusaHeads: stacked `[K, ...]`, `mlp_in.{k}` of one head, or shared
             (`SHARED_PREFIXES`).
 
     Returns:
-        Norm of each head's gradient before clipping, float32 `K`; one more where heads share
-        something.
+        Norm of each head's gradient before clipping, float32 `K`; one more if heads share
+        parameters.
     """
     by_head: list[list[torch.Tensor]] = [[] for _ in range(num_heads)]
     shared: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""The only place that shifts tokens: which token head k predicts at a row, and which tokens it may
+"""The only code that shifts tokens: which token head k predicts at a row, and which tokens it may
 see.
 
 Shape letters: B batch, T rows of one sequence, S sequences, M rows of all sequences one after the
@@ -14,7 +14,7 @@ Row t holds the hidden state h_t, and `next_ids[t]` is the token that lm_head pr
     a context of n pairs is      (h_{t-n+1}, next_ids[t-n+1]), ..., (h_t, next_ids[t])
 
 as long as these rows belong to the same sequence. Everything else in this package and its callers
-asks here.
+uses these functions.
 """
 
 from __future__ import annotations

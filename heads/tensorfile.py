@@ -57,8 +57,8 @@ def save_state(path: str | Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 class StateWriter:
-    """Writes a safetensors file tensor by tensor, in any order, so that nobody needs to hold all of
-    it. A context manager.
+    """Writes a safetensors file tensor by tensor, in any order, so that the whole state is never in
+    memory. A context manager.
 
     The complete file appears when the block succeeds.
     """
@@ -101,16 +101,16 @@ class StateWriter:
         self._file = os.fdopen(handle, "wb")
         try:
             self._file.write(self._header)
-            # Tensors arrive in any order, each for its own place.
+            # Tensors arrive in any order; each has its own place.
             self._file.truncate(self.nbytes)
-        except OSError:  # There is not even room for this.
+        except OSError:  # The disk has no room even for this.
             Path(self._temporary).unlink()
             raise
         return self
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor, in the announced dtype. Raises CheckpointError if it is unexpected or
-        not finite.
+        """Write one tensor, in the dtype of its entry. Raises CheckpointError if it is unexpected
+        or not finite.
         """
         dtype, shape = self._entries.get(name, (None, None))
         if name not in self._waiting or tuple(tensor.shape) != shape:
@@ -148,7 +148,7 @@ class StateWriter:
                     do="Report this.",
                 )
             if kind is None:
-                # mkstemp makes a private file, and weights are read by others.
+                # mkstemp makes a private file, but other users read weights.
                 os.chmod(self._temporary, 0o644)
                 os.replace(self._temporary, self.path)
         finally:
@@ -156,8 +156,8 @@ class StateWriter:
 
 
 def sha256_of(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 (hex) over sorted names, dtypes, shapes and bytes, as a folder of heads has it
-    (FORMAT.md). It takes a second per GiB: for stored files, not for data in transit.
+    """SHA-256 (hex) over sorted names, dtypes, shapes and bytes, as in a folder of heads
+    (FORMAT.md). It takes a second per GiB, so it is used for stored files, not for data in transit.
     """
     digest = hashlib.sha256()
     for name in sorted(state):
@@ -174,7 +174,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-# ---- sums of what is on its way: at the speed of memory, where the tensor is
+# ---- checksums of data in transit: at the speed of memory, on the tensor's device
 
 
 def checksum(state: Mapping[str, torch.Tensor]) -> str:
@@ -252,7 +252,7 @@ def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Ten
     or infinity.
 
     Args:
-        finite: someone has already checked for NaN and infinity.
+        finite: the values have already been checked for NaN and infinity.
     """
     path = Path(path)
     header = read_header(path)
@@ -309,7 +309,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Readers differ in which of two equal keys they use, and what is checked must be what is used.
+    # Readers differ in which of two equal keys they use; the checked value must be the used one.
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a key appears twice")
@@ -317,7 +317,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder, which must be a plain name, and no link that leads out of the
+    """The file `name` of a folder. It must be a plain name, and not a link that leads out of the
     folder.
 
     A hub cache links its snapshots' files to blobs beside them (snapshots/REVISION/NAME ->

@@ -1,4 +1,4 @@
-"""Everything that reads or sums over all tokens of the vocabulary.
+"""Operations that read or sum over all tokens of the vocabulary.
 
 Shape letters: N ids, C rows, V vocabulary, D width of a table.
 """
@@ -24,18 +24,18 @@ def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0)
         logits_NV = logits_NV.masked_fill(logits_NV < threshold_N1, -torch.inf)
     if top_p >= 1.0:
         return logits_NV
-    # Like vLLM's own sampler, including comparison and ties: rollouts were sampled from what it
-    # left.
+    # Like vLLM's own sampler, including comparison and ties, because rollouts were sampled from the
+    # tokens it kept.
     ascending_NV, order_NV = logits_NV.sort(dim=-1)
     out_NV = ascending_NV.softmax(-1).cumsum(-1) <= 1 - top_p
-    # At least one token stays, whatever the rounding of the sum.
+    # At least one token is kept, whatever the rounding of the sum.
     out_NV[:, -1] = False
     return logits_NV.masked_fill(torch.zeros_like(out_NV).scatter_(1, order_NV, out_NV), -torch.inf)
 
 
 class Vocabulary:
     """The operations of losses and replay that need every token. The arithmetic around them is the
-    same wherever the tokens are.
+    same wherever the tokens are stored.
     """
 
     def width(self, held: int) -> int:

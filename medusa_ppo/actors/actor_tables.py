@@ -76,7 +76,7 @@ def adapters_in_use(model: nn.Module) -> tuple[Any, ...]:
 
 
 class Table:
-    """One of the two, live.
+    """One of the two tables, live.
 
     Attributes:
         whole: this process has all of it.
@@ -90,7 +90,7 @@ class Table:
             name: `output` or `input`.
 
         Raises:
-            ModelError: there is none, or its form can't be read.
+            ModelError: there is no such table, or its form can't be read.
         """
         inner = plain_model(model)
         found = inner.get_output_embeddings() if name == "output" else inner.get_input_embeddings()
@@ -283,7 +283,7 @@ def _unit_of(module: nn.Module, kind: type[Any], model: nn.Module) -> Any:
 
 
 def _own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of an FSDP1 unit, without the units inside it."""
+    """The parameters of an FSDP1 unit, without those of units inside it."""
     yield from (part for part in unit._parameters.values() if part is not None)
     for child in unit.children():
         if not isinstance(child, FSDP):

@@ -124,13 +124,13 @@ class MegatronActor(ActorView):
 
     @property
     def lm_head_VD(self) -> torch.Tensor:
-        """As of the last `refresh`, on the CPU; on ranks that report."""
+        """The table at the last `refresh`, on the CPU; only on ranks that report."""
         return self._table("lm_head")
 
     @property
     def embedding_VD(self) -> torch.Tensor:
-        """As of the last `refresh`, on the CPU; on ranks that report, when `with_embedding` was
-        asked for.
+        """The table at the last `refresh`, on the CPU; only on ranks that report, and only with
+        `with_embedding`.
         """
         return self._table("embedding")
 

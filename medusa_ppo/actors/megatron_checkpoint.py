@@ -3,8 +3,8 @@ needs neither Megatron nor its ranks.
 
 FOLDER/latest_checkpointed_iteration.txt     which iteration: FOLDER/iter_0000100 (an iteration's
                                              own folder may be named as well)
-FOLDER/iter_0000100/.metadata                which tensors there are, and in which file each part of
-                                             them stands
+FOLDER/iter_0000100/.metadata                which tensors there are, and which file holds each of
+                                             their parts
 FOLDER/iter_0000100/*.distcp                 the parts, whatever ranks wrote them
 config.json, tokenizer                       in either folder, as transformers has them: Megatron's
                                              own settings are not read
@@ -94,8 +94,8 @@ def folder_of(path: str) -> Path | None:
 
 
 def described_by(path: str) -> str:
-    """The folder with a model's config.json and tokenizer: of a distributed checkpoint it or the
-    one above; any other path as it is.
+    """The folder with a model's config.json and tokenizer: for a distributed checkpoint its own
+    folder or the one above; any other path unchanged.
     """
     folder = folder_of(path)
     if folder is None:
@@ -147,13 +147,13 @@ def as_transformers(path: str, out: Path) -> str:
         for file in home.glob(pattern):
             if file.name not in NOT_OF_TRANSFORMERS:
                 shutil.copyfile(file, out / file.name)
-    # Last, so that whoever finds it finds a complete folder.
+    # Written last, so that whoever finds it finds a complete folder.
     write_atomic(note, source)
     return str(out)
 
 
 class Stored:
-    """The tensors of a distributed checkpoint, by the names that Megatron's model has for them."""
+    """The tensors of a distributed checkpoint, by their names in Megatron's model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -221,9 +221,7 @@ class Stored:
         return whole
 
     def _find(self, name: str) -> tuple[Any, str, int | None]:
-        """What is said of a tensor, its name in the file, and which of the layers in it is
-        meant.
-        """
+        """A tensor's entry, its name in the file, and which of the layers in it is meant."""
         for key, layer in _names_in_file(name):
             about = self._tensors.get(key)
             if isinstance(about, metadata.TensorStorageMetadata) and (
@@ -271,8 +269,8 @@ class Stored:
 
 
 class _Blank:
-    """Replaces whatever else an index names, e.g. Megatron's save plans: accepts anything and does
-    nothing.
+    """Replaces everything else that an index names, e.g. Megatron's save plans: accepts anything
+    and does nothing.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -312,7 +310,7 @@ def _names_in_file(name: str) -> Iterator[tuple[str, int | None]]:
 
 
 def _fitting(name: str, entry: Entry, whole: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape in the table; a vocabulary may have padding."""
+    """A tensor in the shape of the table; a vocabulary may have padding."""
     dim = int(entry.how == "columns")
     rows = sum(shape[dim] for shape in entry.shapes)
     expected = list(entry.shapes[0])

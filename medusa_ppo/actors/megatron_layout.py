@@ -1,5 +1,5 @@
-"""Where things are in a Megatron actor: its tensors' names and those of a checkpoint, and how rows
-are spread over ranks.
+"""The layout of a Megatron actor: names of its tensors and those of a checkpoint, and how rows are
+spread over ranks.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What megatron-core has built in for rope_type llama3."""
+"""The values that megatron-core has built in for rope_type llama3."""
 ROWS_MULTIPLE = 8
 """A rank's rows of the vocabulary are a multiple of this, for fast products on GPUs."""
 How = Literal["qkv", "gate_up", "columns", "vocabulary", "whole"]
 LM_HEAD = "lm_head.weight"
 OUTPUT = "output_layer"
-"""What Megatron calls the layer above the last norm."""
+"""Megatron's name of the layer after the last norm."""
 
 
 @dataclass(frozen=True)
 class Top:
-    """What a model has above its last norm, and its names in a checkpoint.
+    """What a model has after its last norm, and its names in a checkpoint.
 
     Attributes:
         body: prefix of all names below it.
         layer: name of the layer with one output; empty: a table that gives logits.
-        bias: the layer has one.
-        from_body: in the checkpoint that it starts from the body has these names, and the layer is
-            not there: it starts at zero.
+        bias: whether the layer has one.
+        from_body: prefix of the body's names in the checkpoint that it starts from, which lacks the
+            layer: it starts at zero.
     """
 
     body: str = "model."
@@ -50,21 +50,21 @@ class Top:
 
     @property
     def first_name(self) -> str:
-        """Of the embedding."""
+        """Name of the embedding."""
         return f"{self.body}embed_tokens.weight"
 
 
 LOGITS = Top()
 VALUE = Top("backbone.", "value_head", True, "model.")
-"""A critic, as a run saves it; it starts from a causal LM."""
+"""A critic in a run's checkpoint; it starts from a causal LM."""
 SCORE = Top("model.", "score")
-"""A reward model of transformers: a classifier of one output."""
+"""A reward model of transformers: a classifier with one output."""
 
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """What the table and the model need of a checkpoint's configuration. `rope_factor` 0: plain
-    rotary positions.
+    """The sizes in a checkpoint's configuration that the table and the model need. `rope_factor` 0:
+    plain rotary positions.
     """
 
     layers: int
@@ -89,7 +89,7 @@ class LlamaSizes:
         """Sizes of the checkpoint in a folder or under a hub name.
 
         Args:
-            who: what it is for; do: what can be done where it is of no such family.
+            who: its role, for the error; do: what to do if its family is not supported.
 
         Raises:
             ModelError: the table does not know its architecture.
@@ -123,7 +123,7 @@ class LlamaSizes:
         )
 
     def check_cut(self, tensor_parallel: int, pipeline_parallel: int, who: str = "actor") -> None:
-        """ConfigError where the model can't be cut so."""
+        """Raise ConfigError if the model can't be sharded this way."""
         given = {"query groups": self.groups, "rows of the MLP": self.ffn}
         faults = [
             f"{count} {what} on {tensor_parallel} ranks"
@@ -146,7 +146,7 @@ class LlamaSizes:
 
 
 def checkpoint_dtype(path: str | Path) -> str:
-    """What a model that is only read is computed in: as it was saved, in bfloat16 or float32."""
+    """The dtype of a model without training: as saved, bfloat16 or float32."""
     config: Any = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     return "bfloat16" if config.dtype == torch.bfloat16 else "float32"
 
@@ -336,11 +336,10 @@ class Groups:
 class Packing:
     """Which rows of a packed micro-batch belong to which sequence.
 
-    Attributes:
-        bounds: where the sequences begin, their padding counted; context parallelism cuts between
-            these.
-        starts: first row of each sequence that has a token.
-        lengths: its tokens, padding left out.
+    bounds: where the sequences begin, including their padding; context parallelism splits
+        between these.
+    starts: first row of each sequence that has a token.
+    lengths: tokens of each, without padding.
     """
 
     bounds: tuple[int, ...]
@@ -381,8 +380,7 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 def context_positions(
     rank: int, ranks: int, total: int, bounds: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """Positions `P` (of T) of the rows that a context-parallel rank holds, in the order in which it
-    holds them.
+    """Positions `P` (of T) of the rows that a context-parallel rank holds, in its own order.
 
     Args:
         rank, ranks: within the context-parallel group.
@@ -390,7 +388,7 @@ def context_positions(
         bounds: where packed sequences begin (padded), the first at 0; empty: one sequence.
 
     Raises:
-        DataError: a sequence that can't be cut into 2 x ranks equal pieces.
+        DataError: a sequence that can't be split into 2 x ranks equal pieces.
     """
     if ranks == 1:
         return torch.arange(total)
@@ -417,7 +415,7 @@ class Gathering:
     """
 
     def __init__(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        # Collectives need it contiguous, and holding it here keeps it alive while it is sent.
+        # Collectives need it contiguous, and holding it here keeps it alive during the transfer.
         self._values = values.contiguous()
         self._parts: list[torch.Tensor] = [self._values]
         self._work: Any = None

@@ -2,10 +2,10 @@
 checkpoint, run, and joined again.
 
 Layers are those that megatron-core has without TransformerEngine: they run wherever torch runs. Two
-are our own, because its own need TransformerEngine or keep a score for every pair of tokens: the
-norm (for sequence parallelism) and the attention, which is torch's. Shape letters: B batch rows, T
-tokens, P tokens of one context-parallel rank, V vocabulary, D hidden, N heads, W width of a head, M
-rows.
+are our own, because megatron-core's need TransformerEngine or store a score for every pair of
+tokens: the norm (for sequence parallelism) and the attention, which is torch's. Shape letters: B
+batch rows, T tokens, P tokens of one context-parallel rank, V vocabulary, D hidden, N heads, W
+width of a head, M rows.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RankModel:
     """This rank's part of one model. `start_parallel` comes first.
 
     Attributes:
-        sizes: of the whole model.
+        sizes: sizes of the whole model.
         model: the GPTModel.
         ddp: Megatron's wrapper around it, with the buffers of its gradients; None: not trained.
         replica, replicas: which data-parallel replica this rank belongs to, and how many there are.
@@ -107,11 +107,11 @@ class RankModel:
         Args:
             path: folder of the checkpoint to fill it from, or one safetensors file.
             section: how it is sharded; the same on all ranks.
-            trained: it needs gradients.
-            device: where it is.
-            dtype: of its weights and products.
+            trained: whether it needs gradients.
+            device: its device.
+            dtype: dtype of its weights and products.
             recompute: as ppo.recompute.
-            top: what it has above its last norm.
+            top: what it has after its last norm.
 
         Raises:
             ConfigError: the model can't be split over that many ranks.
@@ -133,8 +133,8 @@ class RankModel:
             // section.pipeline_parallel
             * parallel_state.get_pipeline_model_parallel_rank()
         )
-        # A sequence's tokens are cut into equal parts: two for each context-parallel rank, and for
-        # sequence parallelism each part again.
+        # A sequence's tokens are split into equal parts: two for each context-parallel rank, and
+        # for sequence parallelism each part again.
         self._multiple = section.tensor_parallel if section.sequence_parallel else 1
         self._multiple *= 2 * section.context_parallel if section.context_parallel > 1 else 1
         model = _build(
@@ -143,8 +143,8 @@ class RankModel:
         # Dropout is 0: train mode only lets Megatron recompute.
         self.model = model.to(device).requires_grad_(trained).train(trained)
         for name, parameter in self.parameters().items():
-            # Marks who counts it in the norm; Megatron sets this during initialisation, which we
-            # skip.
+            # Marks which rank counts it in the norm; Megatron sets this during initialisation,
+            # which we skip.
             parameter.tensor_model_parallel = self._table[name].how != "whole"
         self.begin(path)
         shared = DistributedDataParallelConfig(
@@ -177,8 +177,8 @@ class RankModel:
                 parameters[name].copy_(shard)
 
     def first_shards(self, path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's shards of the checkpoint that the model starts from, which may have no layer
-        like its last one.
+        """This rank's shards of the checkpoint that the model starts from, which may lack its last
+        layer.
         """
         body = self.top.from_body
         names = [
@@ -193,7 +193,7 @@ class RankModel:
 
         Args:
             suffix: follows the checkpoint's names in the file.
-            body: what the body's names begin with in the file; empty: as `Top` says.
+            body: prefix of the body's names in the file; empty: as in `Top`.
         """
         folder = Path(path)
         # A state file of a run is one file, a checkpoint a folder of shards.
@@ -226,19 +226,19 @@ class RankModel:
         self, value: Callable[[nn.Parameter], torch.Tensor], dtype: torch.dtype, bucket_bytes: int
     ) -> Iterator[dict[str, torch.Tensor]]:
         """The checkpoint's tensors that this stage's shards make up, on the CPU, some at a time;
-        nothing on ranks that don't give out.
+        nothing on ranks that export nothing.
 
-        All tensor-parallel ranks of the first replica call it, and all others that `value` needs. A
-        bucket of shards, as many as fit into `bucket_bytes` and one at least, crosses in one
-        gather.
+        All tensor-parallel ranks of the first replica must call it, and all others that `value`
+        needs. A bucket of shards (as many as fit into `bucket_bytes`, but at least one) is sent in
+        one gather.
 
         Args:
-            value: what is wanted of a parameter, in its shape.
+            value: returns what to export for a parameter, in the parameter's shape.
         """
         parameters = self.given_out()
         for bucket in _buckets(parameters, dtype, bucket_bytes):
             values = [value(parameters[name]).detach().reshape(-1).to(dtype) for name in bucket]
-            # It has done its part in `value`.
+            # This rank has done its part in `value`.
             if not self.first:
                 continue
             parts = Gathering(torch.cat(values), self._group).wait()
@@ -254,8 +254,8 @@ class RankModel:
             yield {name: tensor.contiguous() for name, tensor in joined.items()}
 
     def given_out(self) -> dict[str, Any]:
-        """The parameters of this stage that the checkpoint has; not the last stage's copy of a tied
-        embedding.
+        """The parameters of this stage that the checkpoint has; without the last stage's copy of a
+        tied embedding.
         """
         return {
             name: parameter
@@ -269,8 +269,8 @@ class RankModel:
     # ---- passes
 
     def columns(self, width: int) -> torch.Tensor:
-        """Which of a micro-batch's tokens this rank holds, in the order in which it holds them (P);
-        those from `width` on are padding.
+        """Which of a micro-batch's tokens this rank holds, in its own order (P); those from `width`
+        on are padding.
         """
         padded = -(-width // self._multiple) * self._multiple
         return context_positions(
@@ -292,8 +292,8 @@ class RankModel:
     def of_all_columns(
         self, values_P: torch.Tensor, places_P: torch.Tensor, total: int
     ) -> torch.Tensor:
-        """Numbers that context-parallel ranks have for rows of their own, on all of them: M.
-        Gradients go back to one's own rows.
+        """Combine numbers that each context-parallel rank has for its own rows, on all of them: M.
+        Gradients go back to a rank's own rows.
         """
         if dist.get_world_size(self._context) == 1:
             return values_P
@@ -303,7 +303,8 @@ class RankModel:
         """All micro-batches through the pipeline; `on_output` is called on the last stage, for one
         after the other.
         """
-        # Megatron's schedules can't run zero micro-batches; every rank of a replica has as many.
+        # Megatron's schedules can't run zero micro-batches; every rank of a replica has equally
+        # many.
         if not micros:
             return
 
@@ -314,7 +315,7 @@ class RankModel:
 
             def finish(logits_BTV: torch.Tensor, non_loss_data: bool = False) -> Any:
                 loss = on_output(number, logits_BTV)
-                # Three values: with calculate_per_token_loss Megatron takes the loss as it is.
+                # Three values: with calculate_per_token_loss Megatron takes the loss unchanged.
                 return (
                     None if loss is None else (loss, torch.ones_like(loss, dtype=torch.int), None)
                 )
@@ -347,8 +348,8 @@ class RankModel:
         self.ddp.zero_grad_buffer()
 
     def gather_gradients(self) -> None:
-        """Sum the gradients over replicas and shared copies; with a distributed optimizer this
-        replica has those of its part then.
+        """Sum the gradients over replicas and shared copies; with a distributed optimizer, this
+        replica then has those of its part.
         """
         finalize_model_grads([self.ddp])
 
@@ -399,8 +400,8 @@ def _settings(
         qk_layernorm=sizes.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # The checkpoint's numbers follow; Megatron would first initialise whole tensors on every
-        # rank.
+        # The checkpoint's numbers follow; otherwise Megatron would first initialise whole tensors
+        # on every rank.
         use_cpu_initialization=True,
         perform_initialization=False,
         # Fused kernels need CUDA, Apex or TransformerEngine.
@@ -421,8 +422,8 @@ def _settings(
         variable_seq_lengths=section.pipeline_parallel > 1,
         # Not used; the default refuses sequences of several lengths.
         moe_token_dispatcher_type="alltoall",
-        # Losses are divided by the tokens of the whole minibatch before they come here: sums, never
-        # means of means.
+        # Losses are already divided by the tokens of the whole minibatch: sums, never means of
+        # means.
         calculate_per_token_loss=True,
         **again,
     )

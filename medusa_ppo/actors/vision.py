@@ -1,8 +1,8 @@
 """Images for a vision-language actor: prompts with their image tokens, and the frozen tower's
 features, computed once per image.
 
-The tower is the actor's own, and PPO leaves it frozen: its features of an image never change, so
-actor, critic and reference all read those that were computed once (`FeatureStore`), and only the
+The tower is the actor's own, and PPO keeps it frozen. So its features of an image never change:
+actor, critic and reference all read features that are computed once (`FeatureStore`), and only the
 actor has a tower. The engine is a separate program and computes its own.
 
 Shape letters: B rows, T tokens, I images, N features of an image (as many as it has tokens), D
@@ -49,8 +49,7 @@ PILLOW_MODULE = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 FEATURES_KEY = "mm_encoder_outputs"
 """transformers' argument for features that a forward pass takes instead of pixels."""
 FEATURE_BYTES = 2 * 1024**3
-"""Features that are kept on the host, in bytes; beyond that the least recently used image is
-dropped.
+"""Bytes of features kept on the host; beyond that the least recently used image is dropped.
 """
 
 
@@ -70,14 +69,16 @@ def tower_of(model: Any) -> Any:
 
 
 def copy_without_tower(model: PreTrainedModel, part: nn.Module) -> Any:
-    """A deep copy of the model, or of a part of it. It takes features, and so needs no tower."""
+    """A deep copy of the model, or of a part of it. It takes features, so it needs no tower."""
     tower = tower_of(model)
     # deepcopy treats entries in its memo as already copied.
     return copy.deepcopy(part, {} if tower is None else {id(tower): nn.Identity()})
 
 
 class _ImageProcessor:
-    """Replaces a processor's video part, for callers that ask it for sizes (vLLM with Qwen3-VL)."""
+    """Replaces a processor's video part, for callers that request sizes from it (vLLM with
+    Qwen3-VL).
+    """
 
     def __get__(self, processor: Any, kind: type) -> Any:
         return self if processor is None else processor.image_processor
@@ -85,12 +86,12 @@ class _ImageProcessor:
 
 @functools.cache
 def spare_torchvision() -> None:
-    """Let a processor of transformers that reads videos too be loaded for images alone where
-    torchvision is missing.
+    """Let a transformers processor that also reads videos be loaded for images alone, without
+    torchvision.
 
-    transformers 5.19 has image processors for Pillow as well, but loads a processor whole, and its
-    part for videos needs torchvision. vLLM 0.32 imports a function of the other kind's module;
-    Pillow's has it too.
+    transformers 5.19 also has image processors based on Pillow, but loads a processor as a whole,
+    and its video part needs torchvision. vLLM 0.32 imports a function from the torchvision-based
+    module; the Pillow-based one has it too.
     """
     if importlib.util.find_spec("torchvision") is None and hasattr(
         ProcessorMixin, "get_attributes"
@@ -112,7 +113,7 @@ def open_image(content: bytes) -> Image.Image:
 
 
 class ImageReader:
-    """How an actor reads images: its chat template places them in a prompt, its image processor
+    """How an actor reads images: its chat template places them in a prompt, and its image processor
     prepares them for the tower.
     """
 
@@ -128,9 +129,7 @@ class ImageReader:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> ImageReader:
-        """Raises ModelError: a model without a vision tower that is known here, or without an image
-        processor.
-        """
+        """Raises ModelError: a model without a known vision tower or an image processor."""
         name = os.fspath(path)
         config = actor_config(path)
         if config.model_type not in VISION_FAMILIES:
@@ -149,14 +148,14 @@ class ImageReader:
                 "The actor's image processor can't be loaded.",
                 given=f"{name} ({type(error).__name__}: {reason:.200})",
                 expected="preprocessor_config.json beside the model",
-                do="Copy it from the model that the actor was made of.",
+                do="Copy it from the model that the actor was made from.",
             ) from error
         return cls(tokenizer, processor, int(config.image_token_id))
 
     def prompts(
         self, texts: Sequence[str], images: Sequence[tuple[bytes, ...]]
     ) -> list[tuple[int, ...]]:
-        """One prompt for each row. Raises DataError: an image can't be read, or the template does
+        """One prompt for each row. Raises DataError if an image can't be read, or the template does
         not place the row's images.
         """
         return [
@@ -220,13 +219,13 @@ class ImageReader:
         return str(self._tokenizer.convert_ids_to_tokens(self.image_id))
 
     def count(self, image: bytes, row: int | None = None) -> int:
-        """How many features the image has. DataError when it can't be read."""
+        """Number of features of the image. Raises DataError if it can't be read."""
         try:
             width, height = open_image(image).size
             patches = self._processor.get_number_of_image_patches(height, width, {})
         except Exception as error:
-            # Pillow raises OSError, SyntaxError, ValueError, its own; the processor ValueError for
-            # a ribbon
+            # Pillow raises OSError, SyntaxError, ValueError and its own errors; the processor
+            # ValueError for a very long image.
             raise DataError(
                 "An image can't be read.",
                 given=f"row {row}: {len(image)} bytes ({type(error).__name__}: {str(error)[:200]})",
@@ -236,7 +235,7 @@ class ImageReader:
         return int(patches) // self._processor.merge_size**2
 
     def pixels(self, image: bytes) -> tuple[Tensor, Tensor]:
-        """What the tower reads of an image: its patches, and grid_I3 of this one."""
+        """The tower's input for an image: its patches, and its grid_I3."""
         found = self._processor(images=[open_image(image)], return_tensors="pt")
         return found["pixel_values"], found["image_grid_thw"]
 
@@ -265,14 +264,14 @@ def spread(
     group: dist.ProcessGroup,
 ) -> list[Features]:
     """The features of all images on every rank of a group, each image computed by one of them: data
-    parallel, whatever the ranks share otherwise. All ranks call it with the same images; the next
-    largest image always goes to the rank with the least work.
+    parallelism, whatever else the ranks share. All ranks must call it with the same images; the
+    next largest image always goes to the rank with the least work.
 
     Args:
-        sizes: features of each image.
+        sizes: number of features of each image.
 
     Raises:
-        RunError: another rank failed; on that rank its own error.
+        RunError: another rank failed; the failed rank raises its own error.
     """
     rank = dist.get_rank(group)
     load = [0] * dist.get_world_size(group)
@@ -298,7 +297,7 @@ def spread(
     )
     dist.all_reduce(width_failed, dist.ReduceOp.MAX, group=group)
     width, failed = width_failed.tolist()
-    # After the reduction: the other ranks are in it.
+    # After the reduction, in which the other ranks take part.
     if failure is not None:
         raise failure
     if failed:
@@ -314,7 +313,7 @@ def spread(
     for place, part in own.items():
         parts_NX[place].copy_(part.rows_NX)
         grids_I3[place] = part.grid_3.to(device)
-    # Only one rank has more than zeros of an image: the sum is exact.
+    # Only one rank has values other than zero for an image, so the sum is exact.
     for shared in (rows_NX, grids_I3):
         dist.all_reduce(shared, group=group)
     return [
@@ -343,13 +342,13 @@ class FeatureStore:
         """
         Args:
             actor: the model with the tower.
-            most_bytes: budget of what is kept. Where it is smaller than a step's images they are
+            most_bytes: budget for stored features. If it is smaller than a step's images, they are
                 computed more than once, and counted.
-            group: ranks that share the tower's work, each with a store that is asked for the same
-                images in the same order; None: none.
+            group: ranks that share the tower's work, each with a store that gets the same images in
+                the same order; None: none.
 
         Raises:
-            ModelError: the model takes no features in the place of pixels.
+            ModelError: the model does not accept features instead of pixels.
         """
         if FEATURES_KEY not in inspect.signature(actor.forward).parameters:
             raise ModelError(
@@ -362,8 +361,8 @@ class FeatureStore:
         self._actor = actor
         self._most_bytes = most_bytes
         self._group = group
-        # torch's number of threads is set per thread. One thread alone: images are computed in the
-        # order in which they were asked for, on all ranks.
+        # torch's number of threads is set per thread. A single thread, so that images are computed
+        # in the order of the requests, on all ranks.
         self._thread = ThreadPoolExecutor(
             1, "medusa-ppo-vision", torch.set_num_threads, (torch.get_num_threads(),)
         )
@@ -374,13 +373,13 @@ class FeatureStore:
         self._told = (0, 0.0)
 
     def prefetch(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Start computing the images of these prompts. Failures recur, and are raised, when they
-        are requested.
+        """Start computing the images of these prompts. Failures occur again, and are raised, when
+        the features are requested.
         """
         self._thread.submit(self._fill, by_content(images_of(prompts)))
 
     def look(self, prompts: Sequence[Sequence[int]], input_ids_BT: Tensor) -> ImageFeatures | None:
-        """What a model is given beside the token ids of these rows, each of which begins with its
+        """A model's input besides the token ids of these rows, each of which begins with its
         prompt; None without images.
         """
         images = images_of(prompts)
@@ -395,7 +394,7 @@ class FeatureStore:
         prompt_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=input_ids_BT.device)
         token_BT = input_ids_BT == self.reader.image_id
         columns_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
-        # Its embedding is never read: `forward` looks up the id that was written.
+        # Its embedding is never read: `forward` looks up the original id.
         other_id = 0 if self.reader.image_id else 1
         return ImageFeatures(
             features,
@@ -405,8 +404,8 @@ class FeatureStore:
         )
 
     def figures(self) -> dict[str, float]:
-        """Different images that were looked at since the last call, and runs and seconds of the
-        tower, which may be ahead of them.
+        """Different images used since the last call, and runs and seconds of the tower, which may
+        be ahead of them.
         """
         (runs, seconds), now = self._told, (self._runs, self._seconds)
         found = {
@@ -419,8 +418,8 @@ class FeatureStore:
         return found
 
     def _fill(self, images: dict[bytes, bytes]) -> dict[bytes, Features]:
-        """In the store's thread: the features of these images, by content, those that are missing
-        computed and kept.
+        """Runs in the store's thread: the features of these images, by content; missing ones are
+        computed and stored.
         """
         found = {key: self._kept.pop(key) for key in images if key in self._kept}
         missing = {key: image for key, image in images.items() if key not in found}
@@ -463,10 +462,10 @@ class ImageFeatures:
     """Features of the images of a micro batch, and where they belong.
 
     Attributes:
-        features: of each image, row after row.
-        placed_BT: bool, a feature's place.
-        written_BT: bool, the actor has written the image token itself, as a word like any other: no
-            feature belongs there.
+        features: features of each image, row after row.
+        placed_BT: bool, places of features.
+        written_BT: bool, places where the actor has written the image token itself, like any other
+            token: no feature belongs there.
         other_id: any other token.
     """
 
@@ -476,9 +475,7 @@ class ImageFeatures:
     other_id: int
 
     def arguments(self, embedding_VD: Tensor) -> dict[str, Any]:
-        """What the forward pass of a model with these token embeddings takes in the place of
-        pixels.
-        """
+        """Arguments of the pass of a model with these token embeddings, instead of pixels."""
         rows = [part.rows_NX.to(embedding_VD.device, embedding_VD.dtype) for part in self.features]
         levels = list(
             zip(*(part_NX.split(embedding_VD.shape[1], dim=1) for part_NX in rows), strict=True)
@@ -493,17 +490,17 @@ class ImageFeatures:
 
 
 def forward(model: Any, input_ids_BT: Tensor, seen: ImageFeatures | None, **more: Any) -> Any:
-    """A model's pass over token ids, and over the images beside them.
+    """A model's pass over token ids, and over the images that belong to them.
 
-    transformers takes every image token for the place of a feature. One that the actor has written
-    is hidden from it under another id, and has its own embedding all the same.
+    transformers takes every image token for the place of a feature. An image token that the actor
+    has written is hidden behind another id, but keeps its own embedding.
     """
     if seen is None:
         return model(input_ids=input_ids_BT, use_cache=False, **more)
     table = model.get_input_embeddings()
     hidden_BT = input_ids_BT.masked_fill(seen.written_BT, seen.other_id)
     handle = (
-        # Only this lookup sees the id as it was written.
+        # Only this lookup sees the original id.
         table.register_forward_pre_hook(lambda module, given: (input_ids_BT,))
         if bool(seen.written_BT.any())
         else None

@@ -80,8 +80,8 @@ def running_arms(
     others: Sequence[str] = ("ngram",),
     fixed: Sequence[int] = (),
 ) -> Iterator[list[Arm]]:
-    """All arms, started one after another; `ray.init` is the caller's. Every engine is closed at
-    the end.
+    """All arms, started one after another, after the caller's `ray.init`. Every engine is closed
+    at the end.
 
     Args:
         heads: folder of our heads, any kind.
@@ -90,7 +90,7 @@ def running_arms(
         config: settings that all engines share; `draft_temperature` and `num_drafts` are of our
             arms.
         scratch: folder for the stock arm's copy of its heads.
-        others: of OTHERS, each an arm.
+        others: names in OTHERS, each an arm.
         fixed: numbers of drafts that have arms of their own; none: all heads.
     """
     ours = plan_launch(model, heads, config, seed)
@@ -163,7 +163,7 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     # Without this section our plugin leaves the folder to vLLM's own proposer.
     del config["medusa_ppo"]
-    # That one drafts with all heads that its configuration counts.
+    # That proposer drafts with as many heads as its configuration names.
     config["num_heads"] = min(config["num_heads"], drafts)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return _with_speculation(

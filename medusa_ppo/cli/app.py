@@ -61,7 +61,7 @@ def _raise_interrupt(signum: int, frame: object) -> None:
 def main() -> None:
     """Entry point of the `medusa-ppo` script."""
     if "--debug" in sys.argv:
-        # Removed before typer reads the line, so that it may stand anywhere, even after a command.
+        # Removed before typer reads the line, so that it works anywhere, even after a command.
         sys.argv.remove("--debug")
         Debug.on = True
     keep_freed_memory()

@@ -41,8 +41,8 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8461,
     overrides: Overrides = None,
 ) -> None:
-    """Train heads on what a loop's taps send, and publish the better ones to a feed. The loop needs
-    the same MEDUSA_PPO_COMPANION_TOKEN.
+    """Train heads on the data that a loop's taps send, and publish the better ones to a feed. The
+    loop needs the same MEDUSA_PPO_COMPANION_TOKEN.
 
     Example:  [bold]medusa-ppo companion serve --model models/actor --heads heads/ --feed feed/
     heads.num_heads=3[/bold]

@@ -1,4 +1,4 @@
-"""`medusa-ppo feed serve`, `list`, `verify` and `forget`: places with versions of heads."""
+"""`medusa-ppo feed serve`, `list`, `verify` and `forget`: stores of head versions."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ def verify_versions(address: Address) -> None:
 @feed.command()
 @command
 def forget(
-    address: Annotated[str, typer.Argument(metavar="ray:NAME", help="A feed of a Ray.")],
+    address: Annotated[str, typer.Argument(metavar="ray:NAME", help="A feed in Ray.")],
 ) -> None:
-    """End a feed of a Ray, with all its versions: it outlives the loop that has made it. Engines go
-    on with the heads that they have.
+    """End a feed in Ray, with all its versions; it outlives the loop that created it. Engines
+    keep the heads that they have.
 
     Example:  [bold]medusa-ppo feed forget ray:heads[/bold]
     """
@@ -120,14 +120,14 @@ def forget(
 
     if not address.startswith(RAY):
         raise ConfigError(
-            "Only a feed of a Ray has to be forgotten.",
+            "Only a feed in Ray has to be forgotten.",
             given=address,
             expected="ray:NAME",
-            do="Remove the folder, where nothing of it is wanted any more.",
+            do="Remove the folder when it is no longer needed.",
         )
-    # Ray is loaded where a feed is in it.
+    # Load Ray only if the feed is in it.
     from medusa_ppo.feeds.ray_feed import RayFeed
 
     place = open_feed(address)
-    assert isinstance(place, RayFeed), "of its address"
+    assert isinstance(place, RayFeed), "its address says so"
     say(f"{address}: {'ended' if place.forget() else 'there is none'}.")

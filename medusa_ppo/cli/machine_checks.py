@@ -1,5 +1,5 @@
-"""`medusa-ppo doctor` and `check-setup`: what this machine has, whether engines sample honestly,
-and which commands show that GPUs work.
+"""`medusa-ppo doctor` and `check-setup`: what this machine has, whether engines sample from the
+model's own distribution, and which commands show that GPUs work.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def doctor(
     ] = 20_000,
 ) -> None:
     """Check this machine: Python, packages, memory, Ray, and whether vLLM loads our plugin and
-    samples honestly.
+    samples from the model's own distribution.
 
     Example:  [bold]medusa-ppo doctor --distribution --model models/actor --heads heads-gsm8k
     sampling.top_p=0.9[/bold]

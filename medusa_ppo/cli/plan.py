@@ -45,8 +45,8 @@ ADAM_COPIES = 4
 OTHER_HEADS = 4
 # Per step: gradients that drafts add to one cell, and AdamW's temporaries for all parameters.
 STEP_COPIES = 2
-# Of a chunk's logits: the heads' own, the actor's where the loss reads them, and what is made of
-# them until the gradient is there. Measured, as the numbers of states below.
+# For a chunk's logits: the heads' own, the actor's if the loss reads them, and everything derived
+# from them until the gradient. Measured, like the numbers of states below.
 LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 2, 4
 ON_HOST = ", on the host"
 """Suffix of parts that stay in host memory even if the process has a GPU."""
@@ -117,12 +117,11 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 class Process:
     """One row of the plan: a process, or several of the same kind.
 
-    Attributes:
-        name: what it is.
-        count: how many there are.
-        where: who starts it, and on which node.
-        gpus: GPUs of each; below 1 a share of one; 0 on a machine without any.
-        parts: the parts of each one's memory, in bytes; on its GPU if it has one.
+    name: what it is.
+    count: how many there are.
+    where: who starts it, and on which node.
+    gpus: GPUs of each; below 1 a share of one; 0 on a machine without any.
+    parts: the parts of each one's memory, in bytes; on its GPU if it has one.
     """
 
     name: str
@@ -158,9 +157,9 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `medusa-ppo plan` prints. `peaks`: bytes of tensors in the process that
-    trains the actor, the most in each phase; not known of a Megatron actor. `roles`: of each kind
-    of process that has any, who has memory when.
+    """Everything that `medusa-ppo plan` prints. `peaks`: most bytes of tensors in each phase, in
+    the process that trains the actor; unknown for a Megatron actor. `roles`: for each kind of
+    process with roles, their memory in each part of a step.
     """
 
     model: ModelSizes
@@ -252,7 +251,7 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
 
 
 def _role_parts(config: RunConfig, model: ModelSizes, where: str) -> dict[str, int]:
-    """The roles of a process in the part of a step that has most of them; what waits meanwhile is
+    """The roles of a process in the part of a step with the most memory; roles that wait then are
     on the host.
     """
     parts = dict[str, int]()
@@ -380,7 +379,7 @@ def _engines(
 
 
 def _remembered(config: RunConfig) -> dict[str, int]:
-    """Each engine has all of it, and the loop has a copy, for checkpoints."""
+    """Each engine has all of it, and the loop has a copy for checkpoints."""
     return (
         {f"earlier responses{ON_HOST}": config.engine.memory_bytes}
         if config.engine.memory_bytes
@@ -483,8 +482,8 @@ def _element(config: RunConfig) -> int:
 
 
 def _table_bytes(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int) -> int:
-    """Rows of the actor's tables that go with a batch, at most: of lm_head those that drafts come
-    from and those of the batch's own tokens, of the embedding the latter. A tied table goes once.
+    """Most rows of the actor's tables that go with a batch: of lm_head those of the draft tokens
+    and the batch's own, of the embedding the batch's own. A tied table is sent once.
     """
     prompts = config.ppo.prompts_per_step * config.data.max_prompt_tokens
     own = min(model.vocab, _kept_tokens(config, model, tokens) + prompts)
@@ -495,14 +494,14 @@ def _table_bytes(config: RunConfig, model: ModelSizes, heads: HeadsConfig, token
 
 
 def _kept_tokens(config: RunConfig, model: ModelSizes, tokens: int) -> int:
-    """Of so many response tokens those whose states go to the companion."""
+    """How many of these response tokens have their states sent to the companion."""
     # Half of the queue: the next batch comes while the last one is in training.
     share = config.companion.queue_bytes / 2 / max(1, hidden_bytes(model, tokens))
     return round(tokens * min(1.0, share))
 
 
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
-    """A rollout batch on its way to the companion, at most: of one that is too large, a sample."""
+    """Most bytes of a rollout batch sent to the companion; a batch that is too large is sampled."""
     kept = _kept_tokens(config, model, tokens)
     if kept >= tokens:
         return hidden_bytes(model, tokens)
@@ -511,8 +510,8 @@ def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
 
 
 def _sums(config: RunConfig, tokens: int) -> int:
-    """How often gradients cross between the companion's workers: each optimizer step's sum takes
-    two rounds between all but one of them.
+    """How often gradients are exchanged between the companion's workers: each optimizer step's sum
+    takes two rounds between all but one of them.
     """
     section = config.companion
     steps = section.epochs * -(-tokens // section.batch_positions)

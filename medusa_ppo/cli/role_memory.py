@@ -1,7 +1,7 @@
-"""Whose memory the roles of PPO stand in at each part of a step, in bytes (no torch).
+"""The memory of PPO's roles in each part of a step, in bytes (no torch).
 
-Counted: weights, gradients, moments, and the float32 weights that are stepped where a model
-computes in bfloat16; not what passes keep for themselves.
+Counted: weights, gradients, moments, and the optimizer's float32 weights if a model computes in
+bfloat16. Not counted: the activations of passes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS = (
     ("actor learns", ACTOR, True),
     ("critic learns", CRITIC, True),
 )
-"""What happens in a step: its name, who computes, and whether it learns."""
+"""The parts of a step: name, the role that computes, and whether it learns."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ class RoleBytes:
 
     @property
     def learning(self) -> int:
-        """All that it has while it learns."""
+        """Its bytes while it learns."""
         return self.weights + self.gradients + self.kept
 
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """The roles of one process, or of several alike.
+    """The roles of one process, or of several equal ones.
 
     Attributes:
         where: which process.
         placement: as ppo.placement.
-        buffered: gradients have a place all the time, and not only while they are made.
-        steps_on_copies: weights in 16 bits, and the float32 ones that are learned beside them; a
-            third of what is kept.
+        buffered: gradients have memory all the time, not only while they are computed.
+        steps_on_copies: weights are in 16 bits, with float32 copies for the optimizer; the copies
+            are a third of `kept`.
     """
 
     where: str
@@ -66,7 +66,7 @@ class RoleMemory:
     def during(self, who: str, learns: bool) -> dict[str, int]:
         """Bytes of each role on the process's device while one of them computes."""
         if self.placement in (IN_TURN, SHARED):
-            # Of ranks what engines were given last is still there.
+            # On ranks, the weights that were last sent to the engines are still there.
             given = not who and self.buffered
             return {
                 role.role: role.learning
@@ -90,7 +90,7 @@ class RoleMemory:
 
     @property
     def parts(self) -> list[tuple[str, dict[str, int]]]:
-        """What happens in a step, of what is done here, and the bytes of each role meanwhile."""
+        """The parts of a step that happen in this process, and the bytes of each role in them."""
         here = {role.role for role in self.roles}
         return [
             (what, self.during(who, learns))
@@ -100,7 +100,7 @@ class RoleMemory:
 
     @property
     def most(self) -> dict[str, int]:
-        """Of each role, in the part of a step that has most."""
+        """The bytes of each role in the part of a step with the most."""
         return max((found for _, found in self.parts), key=lambda found: sum(found.values()))
 
     @property
@@ -115,7 +115,7 @@ class RoleMemory:
 
 
 def role_memory(config: RunConfig, model: ModelSizes) -> tuple[RoleMemory, ...]:
-    """Of the loop's process, and of each rank of a Megatron actor; those that have roles."""
+    """For the loop's process, and each rank of a Megatron actor; only those that have roles."""
     loop = list[RoleBytes]()
     ranks = list[RoleBytes]()
     megatron = config.actor.backend == "megatron"
@@ -155,8 +155,8 @@ def _reference(config: RunConfig, model: ModelSizes) -> RoleBytes:
 
 
 def _learning(config: RunConfig, role: str, parameters: int, on_ranks: bool) -> RoleBytes:
-    """Two moments; on ranks with bfloat16 weights also the float32 ones that are stepped, and with
-    a distributed optimizer a share of both.
+    """Two moments; on ranks with bfloat16 weights also the optimizer's float32 copies; with a
+    distributed optimizer, a share of both.
     """
     if not on_ranks:
         return RoleBytes(role, *(FLOAT32 * count * parameters for count in (1, 1, 2)))
@@ -175,7 +175,7 @@ def _learning(config: RunConfig, role: str, parameters: int, on_ranks: bool) -> 
 
 
 def critic_sizes(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
-    """None: the advantages need no critic."""
+    """Sizes of the critic; None: the advantages need none."""
     if config.ppo.advantages != "gae":
         return None
     if not config.model.critic_path:
@@ -184,8 +184,8 @@ def critic_sizes(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
 
 
 def reward_sizes(config: RunConfig) -> tuple[ModelSizes, int] | None:
-    """Of the reward model, and the bytes of its numbers. None: there is none, or of a kind whose
-    sizes are not known.
+    """Sizes of the reward model, and the bytes of its numbers. None: there is none, or its kind has
+    unknown sizes.
     """
     if not config.ppo.judged_by_model:
         return None
@@ -198,14 +198,14 @@ def reward_sizes(config: RunConfig) -> tuple[ModelSizes, int] | None:
 
 
 def scoring_parameters(model: ModelSizes) -> int:
-    """Of a critic or reward model: it has a layer with one output in the place of an lm_head; a
-    tied table stays as its embedding.
+    """Parameters of a critic or reward model: it has a layer with one output instead of an lm_head;
+    a tied table stays as its embedding.
     """
     return model.parameters - model.vocab * model.hidden * (not model.tied) + model.hidden
 
 
 def model_config(path: str) -> dict[str, Any]:
-    """config.json of a model; that of an embedded actor from its recipe, since its folder may not
+    """config.json of a model; for an embedded actor from its recipe, because its folder may not
     exist yet.
     """
     if path not in EMBEDDED_ACTORS:

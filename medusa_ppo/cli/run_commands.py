@@ -142,7 +142,7 @@ def report(
 
 
 def _worth(config: RunConfig, gpu: str) -> str:
-    """What drafting would bring the run on such GPUs, before there are heads."""
+    """What drafting would gain for the run on such GPUs, before there are heads."""
     from medusa_ppo.cli.role_memory import model_config
     from medusa_ppo.predict.asking import assumed, question_of
     from medusa_ppo.predict.gpus import find_gpu
@@ -173,7 +173,7 @@ def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
     from medusa_ppo.reports.plain_words import in_plain_words
     from medusa_ppo.reports.tables import summary_rows
 
-    # A person reads the sentences; the table is for who wants the figures.
+    # Most readers want the sentences; the table has the figures.
     if sentences := in_plain_words(summary):
         say("\n" + "\n".join(sentences) + "\n")
     table = Table(title=f"{run_dir.name}: what the heads were worth", show_header=False)

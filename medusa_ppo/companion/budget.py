@@ -2,7 +2,7 @@
 seconds, and nothing while nothing is gained (no torch).
 
 The limit is a budget in seconds of training. A step of the loop that took s seconds adds `share` x
-s; what training took from the loop is subtracted. Training in seconds that nobody else wanted
+s; what training took from the loop is subtracted. Training in seconds that nothing else needed
 (while the loop waits for rewards, weights or the slowest response) is not counted: the companion
 doesn't report it as work. So the loop slows down by `share` at most, whatever is gained.
 
@@ -93,7 +93,7 @@ class Budget:
     def __init__(self, share: float, most: float, *, shared: bool) -> None:
         """
         Args:
-            share: of the loop's seconds, that training may take.
+            share: share of the loop's seconds that training may take.
             most: passes over a batch.
             shared: the companion trains on cores or a device that the loop uses too.
         """

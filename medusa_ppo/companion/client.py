@@ -1,9 +1,9 @@
-"""The PPO process's end of the companion: hands batches over, asks for versions, and never waits
-for more than a short poll.
+"""The PPO process's end of the companion: submits batches, polls for versions, and never waits
+longer than a short poll.
 
 With `on_error="disable"` no call here raises because of the companion: a dead, hanging or failing
-one shows in `status()` and in the log. With `on_error="raise"` the next call after a failure raises
-CompanionError.
+companion shows in `status()` and in the log. With `on_error="raise"` the next call after a failure
+raises CompanionError.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class CompanionClient:
     """Owns the companion's Ray actor and the folder of its published versions.
 
     Attributes:
-        shared: it trains on cores or a device that the loop uses too, and so gives way while
-            responses are generated.
-        table_bytes: of the actor's tables, that went to the companion since it was started.
+        shared: it trains on cores or a device that the loop uses too, so it yields while responses
+            are generated.
+        table_bytes: bytes of the actor's tables sent to the companion since it started.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class CompanionClient:
         hang_s: float = HANG_S,
         **served: Any,
     ) -> None:
-        """Start the companion in a Ray actor and wait until it is ready. `ray.init` is the
-        caller's.
+        """Start the companion in a Ray actor and wait until it is ready. The caller runs
+        `ray.init`.
 
         Args:
             heads: sizes and kind of the heads.
@@ -91,10 +91,10 @@ class CompanionClient:
             run_dir: the run's folder, for checkpoints; empty: none are written.
             initial_state: trainable tensors to start from; None: zero start.
             resume_from: folder written by `save`.
-            hang_s, served (draft_temperature, num_drafts, draft_vocab): as of ServiceArguments.
+            hang_s, served (draft_temperature, num_drafts, draft_vocab): as in ServiceArguments.
 
         Raises:
-            CompanionError: it did not come up.
+            CompanionError: it did not start.
             RunError: the cluster has no room for all its workers.
         """
         if not ray.is_initialized():
@@ -105,7 +105,7 @@ class CompanionClient:
                 do="Call ray.init first.",
             )
         if config.feed:
-            # Before anything is started: a feed that is wrong now would be so in each step.
+            # Before anything starts: a feed that can't be used now would fail in each step.
             address = absolute(config.feed)
             require_feed(address, FeedActor.of(heads, lm_head_VD))
             config = config.model_copy(update={"feed": address})
@@ -113,7 +113,7 @@ class CompanionClient:
         self._seed = seed
         self._hang_s = hang_s
         self._ahead = heads.num_heads
-        # Heads that have their own are multiplied by these; the actor's own distribution is not.
+        # Heads with their own lm_head read the actor's only if the loss needs its distribution.
         self._reads_lm_head = heads.lm_head == "shared" or config.loss.startswith("kl")
         self._row_bytes = heads.hidden_size * lm_head_VD.element_size() + ROW_BYTES
         self._step_s = 0.0
@@ -140,13 +140,13 @@ class CompanionClient:
             **served,
         )
         self._first_tables = ray.put(pack_tables(lm_head_VD, embedding_VD))
-        # A companion that is started again is built from it; Ray frees what nobody holds.
+        # A restarted companion is built from this; Ray frees objects without a reference.
         self._first = ray.put((arguments, self._first_tables))
-        # The loop's own, from which each batch takes its rows; None: they are what they were at the
+        # The loop's own tables, from which each batch takes its rows; None: unchanged since the
         # start.
         self._live: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        # Drafts come from these tokens after the batch of this number, None: any; and tokens of the
-        # batches behind it, which may become some of them.
+        # The tokens that drafts come from after the batch of this number (None: any), and the
+        # tokens of later batches, which may become draft tokens.
         self._draft_ids: torch.Tensor | None = None
         self._recent: deque[tuple[int, torch.Tensor]] = deque()
         self._rows: tuple[int, ray.ObjectRef, int] | None = None
@@ -157,7 +157,7 @@ class CompanionClient:
         self._poll: ray.ObjectRef | None = None
         self._newest: PublishedHeads | None = None
         self._poll_since = self._grace_until = 0.0
-        self._held = 0  # Bytes of batches that the companion says it holds.
+        self._held = 0  # Bytes of batches that the companion reports to hold.
         self._sent = self._sent_before_poll = self._lost = 0
         self._last = CompanionStatus()
         self._error = ""
@@ -165,7 +165,7 @@ class CompanionClient:
         self._told: set[str] = set()
 
     def _started(self) -> str:
-        """Wait for the first answer: which incarnation of the companion it is."""
+        """Wait for the first answer; returns the companion's incarnation."""
         try:
             return ray.get(self._call("ready", CONTROL), timeout=START_TIMEOUT_S)
         except RayError as error:
@@ -182,11 +182,11 @@ class CompanionClient:
                 ),
             ) from error
 
-    # ---- what the plugin calls
+    # ---- called by the plugin
 
     def collector(self, rollouts: Rollouts) -> BatchCollector:
-        """Where the states of a rollout batch are put together; of a batch that is too large, a
-        sample.
+        """A collector for the states of a rollout batch; if the batch is too large, for a sample of
+        them.
         """
         collector = BatchCollector(
             rollouts, self._sample(sum(len(response.token_ids) for response in rollouts.responses))
@@ -194,13 +194,14 @@ class CompanionClient:
         self._left_out += collector.left_out
         if self._live is not None and self._usable():
             with self._guard("could not take the actor's tables"):
-                # Now: what is scored only in part is handed over after the next update.
+                # Read now, because a batch that is only partly scored is submitted after the next
+                # update.
                 self._rows = rollouts.policy_version, *self._put_rows(collector.token_ids())
         return collector
 
     def _sample(self, tokens: int) -> EarlySample | None:
-        """Which of so many tokens are handed over: what has room beside the batch before, and what
-        the companion has time for. None: all.
+        """Which of this many tokens to submit: as many as fit next to the previous batch and the
+        companion has time for. None: all.
         """
         config = self._config
         rows = config.queue_bytes // 2 // self._row_bytes
@@ -211,22 +212,20 @@ class CompanionClient:
         return EarlySample(max(1, rows), HOLDOUT_SHARE, self._seed, self._ahead)
 
     def give_way(self, wanted: bool) -> None:
-        """Ask the companion to stand still, or to go on, where it shares what it trains on with the
-        loop.
-        """
+        """Ask the companion to pause or to continue, if it shares cores or a device with it."""
         self._pace.hold(wanted and self.shared)
 
     def submit(self, batch: RolloutBatch) -> None:
-        """Hand a batch over; returns at once. The states are copied into Ray's shared memory, and
-        nowhere else.
+        """Submit a batch; returns at once. The states are copied only once, into Ray's shared
+        memory.
 
-        What is on its way and what the companion holds stay within the byte budget together: it
-        drops its oldest ones for new ones, but one that takes nothing in for long gets no more.
+        Batches in transit and those that the companion holds share one byte budget. The companion
+        drops its oldest batches for new ones; if it accepts nothing for long, it gets no more.
         """
         if self._usable():
             self._reap()
             sample = self._sample(batch.response_ids_M.numel()) if batch.weights_M is None else None
-            if sample is not None:  # It was collected elsewhere.
+            if sample is not None:  # Collected elsewhere, without a sample.
                 batch, rows = sample.of(batch), batch.response_ids_M.numel()
                 self._left_out += rows - batch.hidden_MD.shape[0]
             self._step_s = time.monotonic() - self._last_came
@@ -245,8 +244,8 @@ class CompanionClient:
         self._lost += 1
 
     def _handed(self, batch: RolloutBatch) -> tuple[Any, ...]:
-        """A batch and what it needs of the tables, as the companion takes them: one worker by
-        value, several by reference.
+        """A batch and the rows of the tables that it needs, in the form that the companion takes:
+        by value for one worker, by reference for several.
         """
         ids = batch_token_ids(batch.response_ids_M, batch.before_ids_X)
         rows, self._rows = self._rows, None
@@ -269,11 +268,11 @@ class CompanionClient:
         assert self._live is not None, "the tables have changed"
         draft_ids = self._draft_ids if self._reads_lm_head else torch.zeros(0, dtype=torch.int64)
         if draft_ids is not None:
-            # A batch makes only those of its own tokens drafts that weren't yet.
+            # Of all new tokens, a batch can turn only its own into draft tokens.
             draft_ids = torch.cat([draft_ids, *(recent for _, recent in self._recent)])
         lm_head_VD, embedding_VD = self._live
         if draft_ids is not None:
-            # For the feed's manifest, which says whose heads these are.
+            # For the feed's manifest, which identifies the actor of the heads.
             sketched = torch.tensor(sketch_rows(lm_head_VD.shape[0]))
             draft_ids = torch.cat([draft_ids, sketched])
         rows = table_rows(lm_head_VD, embedding_VD, ids, draft_ids, copied=False)
@@ -286,8 +285,8 @@ class CompanionClient:
         *,
         embedding_VD: torch.Tensor | None = None,
     ) -> None:
-        """The actor's tables after an update, live or not. Nothing is copied here: each of the next
-        batches takes the rows along that it needs.
+        """The actor's tables after an update, live or copied. Nothing is copied here: each of the
+        next batches takes the rows that it needs.
         """
         logger.debug("Tables of policy version %d.", policy_version)
         if self._reads_lm_head or embedding_VD is not None:
@@ -296,8 +295,8 @@ class CompanionClient:
     def newest(
         self, after_version: int, timeout_s: float = POLL_TIMEOUT_S
     ) -> PublishedHeads | None:
-        """The last published version if it is newer than `after_version`; None as well when there
-        is no answer in time.
+        """The last published version if it is newer than `after_version`; None also if there is no
+        answer in time.
         """
         if not self._usable():
             return None
@@ -307,7 +306,7 @@ class CompanionClient:
             return None
         if (
             answer.error and answer.error != self._error
-        ):  # A failure inside a companion that is alive.
+        ):  # A failure inside a companion that is still alive.
             self._fail(answer.error)
         self._draft_ids = (
             None if answer.draft_ids is None else torch.from_numpy(answer.draft_ids.copy())
@@ -316,7 +315,7 @@ class CompanionClient:
             self._recent.popleft()
         if (
             self._sent == self._sent_before_poll
-        ):  # Else a batch may have come in after the answer was given.
+        ):  # Otherwise a batch may have arrived after the answer.
             self._held = answer.held_bytes
         self._incarnations.add(answer.incarnation)
         if (
@@ -324,8 +323,8 @@ class CompanionClient:
             and self._newest is not None
             and Path(self._newest.path).is_file()
         ):
-            # It came back without its state: what it publishes must be newer than what the engine
-            # has.
+            # It restarted without its state: what it publishes must be newer than the engine's
+            # heads.
             self.go_on_from(after_version, load_state(self._newest.path))
         if answer.published is None or answer.published.version <= after_version:
             return None
@@ -333,16 +332,16 @@ class CompanionClient:
         return self._newest
 
     def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
-        """Let training go on from these heads, with which the engine drafts; `version` was the last
-        that it was offered.
+        """Let training continue from these heads, with which the engine drafts; `version` was the
+        last one offered to it.
         """
         if self._usable():
             with self._guard("did not take the engine's heads"):
                 self._call("adopt", CONTROL, version, pack(state))
 
     def status(self, timeout_s: float = 2.0) -> CompanionStatus:
-        """What the companion has done; the last known with `alive=False` and an error when it does
-        not answer.
+        """What the companion has done; if it does not answer, the last known status with
+        `alive=False` and an error.
         """
         if self._usable():
             with self._guard("does not answer"):
@@ -362,8 +361,8 @@ class CompanionClient:
         )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything submitted is trained. False when the time is up or the companion is
-        gone.
+        """Wait until everything submitted is trained on. False if the time is up or the companion
+        is gone.
         """
         if not self._usable():
             return False
@@ -379,7 +378,7 @@ class CompanionClient:
         return False
 
     def save(self, folder: str | Path) -> bool:
-        """Write the companion's whole state into `folder`. False when it could not be done."""
+        """Write the companion's whole state into `folder`. False if that failed."""
         self.give_way(False)
         if self._usable():
             with self._guard("could not save its state"):
@@ -391,7 +390,7 @@ class CompanionClient:
         return False
 
     def close(self) -> None:
-        """End the companion and remove its published files; harmless when called again."""
+        """End the companion and remove its published files. Safe to call again."""
         if self._closed:
             return
         self._closed = True
@@ -418,8 +417,8 @@ class CompanionClient:
         )
 
     def _shares(self) -> bool:
-        """Several workers don't: they would wait for each other. On a machine with GPUs the loop
-        needs few of the cores.
+        """Several workers don't share: they would wait for each other. On a machine with GPUs the
+        loop needs few of the cores.
         """
         config = self._config
         if config.workers > 1 or config.resource or config.cores:
@@ -430,9 +429,7 @@ class CompanionClient:
         return not self._closed and ray.is_initialized()
 
     def _ask(self, after_version: int, timeout_s: float) -> Answer | None:
-        """One poll. An answer that is late is picked up by the next poll, which then does not
-        wait.
-        """
+        """One poll. The next poll picks up a late answer, without waiting."""
         if self._poll is None:
             self._poll = self._call("newest", CONTROL, after_version)
             self._poll_since = time.monotonic()
@@ -452,21 +449,19 @@ class CompanionClient:
         self._poll = None
         with self._guard("does not answer"):
             answer: Answer = ray.get(poll)
-            if answer.stuck_s > self._hang_s:  # Its other threads answer all the same.
+            if answer.stuck_s > self._hang_s:  # Its other threads still answer.
                 self._end_process("has not moved on with a batch")
                 return None
             return answer
         return None
 
     def _end_process(self, why: str) -> None:
-        self._grace_until = (
-            time.monotonic() + START_TIMEOUT_S
-        )  # A new process needs time to come up.
+        self._grace_until = time.monotonic() + START_TIMEOUT_S  # A new process needs time to start.
         ray.kill(self._actor, no_restart=False)
-        self._fail(f"The companion {why} for {self._hang_s:.0f} s; it is ended and started again.")
+        self._fail(f"The companion {why} for {self._hang_s:.0f} s; it is ended and restarted.")
 
     def _reap(self) -> None:
-        """Forget the batches that arrived; count those that did not."""
+        """Forget the batches that arrived; count those that were lost."""
         if not self._flying:
             return
         refs = [ref for ref, _ in self._flying]
@@ -479,8 +474,8 @@ class CompanionClient:
             self._lost += 1
 
     def _local(self, published: PublishedHeads) -> PublishedHeads | None:
-        """The same with a file on this node: when the companion runs on another one, its tensors
-        are fetched.
+        """The same version with a file on this node: if the companion runs on another node, its
+        tensors are fetched.
         """
         if Path(published.path).is_file():
             return published
@@ -496,8 +491,8 @@ class CompanionClient:
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[None]:
-        """Turns Ray's errors in its block into the client's failure policy: goes on behind the
-        block, or raises CompanionError.
+        """Apply the client's failure policy to Ray's errors in the block: continue after the block,
+        or raise CompanionError.
         """
         try:
             yield
@@ -505,7 +500,7 @@ class CompanionClient:
             self._fail(f"The companion {what}: {_reason(error)}")
 
     def _tell(self, error: str) -> None:
-        """Each error once, until there is none again."""
+        """Log each error once, until there is none again."""
         if error and error not in self._told:
             logger.warning("Companion: %s", error)
         self._told = self._told | {error} if error else set()
@@ -519,15 +514,15 @@ class CompanionClient:
                 given=error,
                 expected="a companion that trains",
                 do=(
-                    "Correct the cause, or set companion.on_error=disable to go on with the heads"
-                    " at hand."
+                    "Correct the cause, or set companion.on_error=disable to continue with"
+                    " the present heads."
                 ),
             )
 
 
 class _HostedService(CompanionService):
-    """The service, with its arguments fetched from the object store: there the client keeps them,
-    and no constructor call does.
+    """The service, which fetches its arguments from the object store: the client keeps them there,
+    so no constructor call has to.
     """
 
     def __init__(self, first: list[ray.ObjectRef]) -> None:
@@ -537,9 +532,7 @@ class _HostedService(CompanionService):
 
 
 def _with_gpus(config: CompanionConfig) -> CompanionConfig:
-    """With a share of a GPU for each worker, of those that are free now, where nobody said how
-    many.
-    """
+    """Give each worker a share of the free GPUs, unless the configuration says how many."""
     if config.num_gpus is not None:
         return config
     return config.model_copy(
@@ -550,7 +543,7 @@ def _with_gpus(config: CompanionConfig) -> CompanionConfig:
 
 
 def _room(config: CompanionConfig) -> Any:
-    """Room for several workers at once; one worker needs no group."""
+    """A placement group for several workers; one worker needs none."""
     if config.workers == 1:
         return None
     return reserve(
@@ -559,8 +552,8 @@ def _room(config: CompanionConfig) -> Any:
 
 
 def _remote_actor(config: CompanionConfig, first: ray.ObjectRef, group: Any) -> Any:
-    """The service in a Ray actor: batches come in one after the other, questions are answered
-    beside them.
+    """The service in a Ray actor: it takes batches one after the other, and answers calls
+    meanwhile.
     """
     kind = ray.remote(  # type: ignore[call-overload]  # Ray's stubs don't know concurrency groups.
         max_restarts=MAX_RESTARTS,
@@ -568,19 +561,19 @@ def _remote_actor(config: CompanionConfig, first: ray.ObjectRef, group: Any) -> 
         concurrency_groups={INTAKE: 1, CONTROL: 4},
         **actor_options(config, group, 0),
     )(_HostedService if config.workers == 1 else Leader)
-    # Ray warns that `first` may be gone when it starts the actor again; the client keeps it for as
-    # long as it has the actor.
+    # Ray warns that `first` may be gone when it restarts the actor; the client keeps it as long as
+    # the actor.
     with without_line("has constructor arguments in the object store"):
         return kind.remote([first]) if config.workers == 1 else kind.remote([first], group)
 
 
 def _reason(error: RayError) -> str:
-    """The part of Ray's long messages that says something."""
+    """The informative part of Ray's long messages."""
     if isinstance(error, GetTimeoutError):
         return "no answer in time"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     own = [n for n, line in enumerate(lines) if line.startswith("heads.errors.")]
-    if own:  # One of ours: what it is, and what was found.
+    if own:  # One of our errors: its first line, and what was found.
         _, _, problem = lines[own[-1]].partition(": ")
         found = [line for line in lines[own[-1] :] if line.startswith("given:")]
         return " ".join([problem, *(line.removeprefix("given:").strip() for line in found[:1])])

@@ -1,4 +1,4 @@
-"""Puts tapped hidden states in the places of their response tokens.
+"""Puts tapped hidden states in the order of their response tokens.
 
 A loop scores responses in micro-batches, in any order and with any padding, and perhaps only some
 of them. Heads train on whole responses, token by token. This file converts one into the other, with
@@ -28,7 +28,7 @@ class BatchCollector:
 
     Attributes:
         empty_responses: responses without a token.
-        left_out: response tokens whose states the `sample` leaves out.
+        left_out: response tokens whose states the `sample` omits.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class BatchCollector:
     ) -> None:
         """
         Args:
-            rollouts: whose states are coming.
+            rollouts: the rollouts whose states will arrive.
             sample: which of them are wanted; None: all.
             own: indices of the responses scored here, if other processes score the rest; None: all.
         """
@@ -78,7 +78,7 @@ class BatchCollector:
 
     @property
     def kept(self) -> int:
-        """States that are wanted."""
+        """Number of wanted states."""
         return sum(self._counts)
 
     @property
@@ -110,7 +110,7 @@ class BatchCollector:
         mask_BT = response_mask_BT.to(device="cpu", dtype=torch.bool)
         order = [None if s is None else int(s) for s in sequences]
         self._check(hidden_BTD, mask_BT, order)
-        taken: dict[int, int] = {}  # Response -> its row; the first one where there are several.
+        taken: dict[int, int] = {}  # Response -> its row; the first one if there are several.
         for row, s in enumerate(order):
             if s is not None and s in self._own and not self._seen[s]:
                 taken.setdefault(s, row)
@@ -167,8 +167,8 @@ class BatchCollector:
         self._seen[sequence] = True
 
     def token_ids(self) -> torch.Tensor:
-        """The different tokens of the batch that will come of it, int64, ascending; of responses
-        that nobody scores, too.
+        """The different tokens of the future batch, int64, ascending; including responses that are
+        not scored.
         """
         if not self.kept:
             return torch.zeros(0, dtype=torch.int64)
@@ -200,7 +200,7 @@ class BatchCollector:
                 ),
             )
         if self._copied is not None:
-            self._copied.synchronize()  # Else the last states would still be on their way.
+            self._copied.synchronize()  # Otherwise the last states might still be in transit.
         whole = self._packed(self._hidden_MD, logprobs)
         seen_S = torch.tensor(
             [seen for seen, length in zip(self._seen, self._lengths, strict=True) if length]
@@ -211,7 +211,7 @@ class BatchCollector:
     def _packed(
         self, hidden_MD: torch.Tensor, logprobs: Sequence[torch.Tensor] | None
     ) -> RolloutBatch:
-        """All responses with a token, and these states of theirs."""
+        """The batch of all responses that have a token, with these states."""
         responses = self._rollouts.responses
         if self._ids_M is None:
             ids = [t for r in responses for t in r.token_ids]

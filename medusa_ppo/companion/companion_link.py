@@ -1,5 +1,4 @@
-"""A tap's connection to a companion that runs by itself: behind HTTP, or a named actor of the same
-Ray.
+"""A tap's connection to a standalone companion: over HTTP, or to a named actor of the same Ray.
 
 Nothing here is pickled by us: both carry the file and the header of `parts_wire`. (Ray pickles its
 own calls, between processes that have its token.)
@@ -30,27 +29,27 @@ class CompanionLink(ABC):
     """One companion, from one process.
 
     Attributes:
-        address: where it is, for people.
+        address: where it is, in a readable form.
     """
 
     address: str
 
     @abstractmethod
     def ask(self) -> Wish:
-        """What it wants. CompanionError when it does not answer as it should."""
+        """What it wants. Raises CompanionError if it does not answer properly."""
 
     @abstractmethod
     def put(self, path: Path, header: PartHeader) -> Wish:
-        """Hand a part over. CompanionError when it did not take it."""
+        """Send a part. Raises CompanionError if it was not accepted."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; harmless when called again."""
+        """Release its resources. Safe to call again."""
 
 
 def open_link(address: str) -> CompanionLink:
-    """The companion at `http://HOST:PORT`, `https://...`, or `ray:NAME`. ConfigError for other
-    addresses.
+    """The companion at `http://HOST:PORT`, `https://...`, or `ray:NAME`. Raises ConfigError for
+    other addresses.
     """
     if address.startswith(("http://", "https://")):
         return HttpLink(address)
@@ -61,7 +60,7 @@ def open_link(address: str) -> CompanionLink:
 
 def _no_address(given: str) -> ConfigError:
     return ConfigError(
-        "This is no address of a companion.",
+        "This is not the address of a companion.",
         given=given,
         expected="http://HOST:PORT, https://HOST, or ray:NAME",
         do="Give the address that `medusa-ppo companion serve` prints, or the name passed to "
@@ -109,7 +108,7 @@ class HttpLink(CompanionLink):
                 for part in answer.iter_raw(CHUNK_BYTES):
                     data += part
                     if len(data) > MOST_ANSWER_BYTES:
-                        raise self._refused("an answer without end")
+                        raise self._refused("an answer that is too long")
             finally:
                 answer.close()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -158,13 +157,13 @@ class RayLink(CompanionLink):
                 self._actor = named_actor(self.address.removeprefix(RAY))
             return _wish(answer_of(call(self._actor), patience_s), self.address)
         except MedusaError as error:
-            # By the next call another actor may have its name.
+            # At the next call another actor may have its name.
             self._actor = None
             raise CompanionError(
                 "The companion does not answer as it should.",
                 given=f"{self.address}: {error.problem} {error.given}",
                 expected="the actor that `companion_in_ray` started, in this Ray",
-                do="Look whether it runs.",
+                do="Check that it is running.",
             ) from error
 
 

@@ -1,10 +1,10 @@
-"""A companion behind HTTP: `medusa-ppo companion serve`, and anyone who runs the same elsewhere.
+"""A companion behind HTTP: `medusa-ppo companion serve`, or the same server started elsewhere.
 
 GET /wish      what it wants of the next batch
 PUT /parts     one process's part of a batch; its header in PART_HEADER
 GET /status    what it has done so far
 
-Every request needs the token: who sends rows decides what heads learn.
+Every request needs the token: whoever sends rows decides what heads learn.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def require_companion_token(host: str) -> None:
     """Raise ConfigError without a token, even on loopback: every request needs one."""
     if not os.environ.get(COMPANION_TOKEN):
         raise ConfigError(
-            "A companion that runs by itself needs a token: whoever sends rows decides what heads "
-            "learn.",
+            "A standalone companion needs a token: whoever sends rows decides what heads learn.",
             given=f"--host {host}, no {COMPANION_TOKEN}",
             expected=f"{COMPANION_TOKEN}, the same for the companion and the loop",
             do=f"export {COMPANION_TOKEN}=$(openssl rand -hex 32) for both.",
@@ -47,8 +46,8 @@ class CompanionServer(GuardedServer):
     def __init__(self, desk: CompanionDesk, host: str, port: int) -> None:
         """
         Args:
-            desk: is closed by who made it.
-            port: 0: any that is free.
+            desk: closed by its creator.
+            port: 0: any free port.
 
         Raises:
             ConfigError: `require_companion_token`.

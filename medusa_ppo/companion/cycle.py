@@ -117,17 +117,17 @@ class Cycle:
         team: processes that learn the same from the same batches, and share the work; None: there
             are none.
         evidence: candidates against the serving heads, on holdouts.
-        before: the heads that served before these ones, until `after` (these against those, on
-            holdouts of later batches) can tell.
-        followed: versions that were compared with the one before on later batches; `fell_back`:
-            those that were surely worse there.
+        before: the previous serving heads, until `after` (the new ones against these, on holdouts
+            of later batches) is decided.
+        followed: versions that were compared with the previous one on later batches; `fell_back`:
+            those of them that were significantly worse.
         rows: replay estimates of the heads in ROWS on the last judged holdout.
         trainer: trains, and has the actor's tables.
         passes, positions_frac: passes over the last batch, and the share of its positions that were
             trained on.
         judged: batches that a candidate was judged on.
-        gain: what the candidate had more than the serving heads when it was judged last, by all
-            evidence.
+        gain: how much better the candidate was than the serving heads when it was last judged, by
+            all evidence.
     """
 
     def __init__(
@@ -190,11 +190,11 @@ class Cycle:
 
     @property
     def draft_ids(self) -> torch.Tensor | None:
-        """Tokens that drafts come from, int64 `W`; None: any."""
+        """The tokens that drafts come from, int64 `W`; None: any."""
         return self._served.ids_W
 
     def take_tables(self, tables: Any) -> None:
-        """The actor's tables after an update: both of them whole, or the rows that a batch needs.
+        """The actor's tables after an update: both whole, or the rows that a batch needs.
 
         Raises:
             DataError: rows of another actor.
@@ -205,12 +205,12 @@ class Cycle:
             self.trainer.set_tables(*tables)
 
     def join(self, team: Meeting) -> None:
-        """From now on, learn together with these processes, which hold the same state and get the
+        """Learn from now on together with these processes, which hold the same state and get the
         same batches.
         """
         self.team = team
         self.trainer.join(team, alike=True)
-        self.replay.load_state_dict({})  # Not in the state that the others got.
+        self.replay.load_state_dict({})  # Not part of the state that the others got.
 
     def run(self, batch: RolloutBatch) -> CycleReport:
         """Train on most of the batch's responses and judge the result on the others.
@@ -256,8 +256,7 @@ class Cycle:
         self.last_policy_version = batch.policy_version
         if holdout is not None:
             if batch.rising_s is not None:
-                # It used this holdout to decide when to stop anyway, and the run begins with its
-                # heads.
+                # It decided on this holdout when to stop anyway, and the run begins with its heads.
                 self._fit_temperatures(holdout)
             verdict = self._judge(holdout)
             if batch.rising_s is not None:
@@ -348,9 +347,9 @@ class Cycle:
         return verdict
 
     def _fit_temperatures(self, holdout: RolloutBatch) -> None:
-        """Draft temperatures of the candidate, as from now on."""
+        """Set the candidate's draft temperatures, which apply from now on."""
         trainer = self.trainer
-        with trainer.products():  # As in `_measure`: the heads that are judged, and that draft.
+        with trainer.products():  # As in `_measure`: for the heads that are judged and that draft.
             fit_temperatures(
                 self.candidate,
                 holdout,
@@ -560,7 +559,7 @@ def _new_heads(
     touched.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # Nor any GPU's, which nobody would restore.
+        torch.default_generator.manual_seed(seed)  # Not a GPU's, which would not be restored.
         heads = MedusaHeads(config)
     if state is not None:
         heads.load_trainable_state({name: value.to(torch.float32) for name, value in state.items()})

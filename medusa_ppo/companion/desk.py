@@ -92,7 +92,9 @@ class CompanionDesk:
 
     @property
     def most_bytes(self) -> int:
-        """Of a part's file: all rows of the tables in float32, and what the queue holds."""
+        """Maximum size of a part's file: all rows of the tables in float32, and what the queue can
+        hold.
+        """
         tables = FLOAT32_BYTES * self._heads.vocab_size * self._heads.hidden_size
         ids = INT64_BYTES * self._heads.vocab_size
         return HEADER_ROOM + 2 * (tables + ids) + self._config.queue_bytes
@@ -120,7 +122,7 @@ class CompanionDesk:
         try:
             part = read_part(path, header, self._heads.hidden_size, self._heads.vocab_size)
         except (DataError, CheckpointError) as error:
-            # The tap hears of it, and so does whoever looks at the companion.
+            # The tap gets the error; the companion's status shows it too.
             with self._lock:
                 self._tell(f"Rows of process {header.rank} were refused: {error.given}")
             raise
@@ -235,7 +237,7 @@ class CompanionDesk:
             some = found.lm_head_ids_R is not None
             if not some:
                 self._tables = found.lm_head_RD, self._tables[1]
-            # What is there now is of several versions, but for what this batch reads.
+            # The tables here now mix several versions, except in the rows that this batch reads.
             self._tables_version = None
             self._packed_tables = pack(found)
         if some and not all(part.has_logprobs for part in parts):
@@ -276,7 +278,9 @@ class CompanionDesk:
 
 
 def _has_embedding(tables: Tables | TableRows | None) -> bool:
-    """Heads that read it can learn with these; None: with those from before."""
+    """Whether heads that read the embedding can learn with these tables; None: with the earlier
+    ones.
+    """
     if isinstance(tables, TableRows):
         return tables.tied or tables.embedding_ED is not None
     return tables is None or tables[1] is not None

@@ -37,8 +37,8 @@ def train_while_rising(
     Args:
         extra_tokens: what an engine step accepts beyond the first token, on the held-out part.
         judged_state: trainable tensors of the heads that this measures.
-        positions: of one optimizer step.
-        seconds: time limit. With several workers the time of all is up when one's is.
+        positions: positions of one optimizer step.
+        seconds: time limit. With several workers, the first one whose time is up ends it for all.
 
     Returns:
         What all passes did, and how many they were.

@@ -78,8 +78,9 @@ class Served:
         draft_temperature: times the rollouts' own; 0: one-hot drafts.
         num_drafts: most drafts in a step; None: one per head.
         ids_W: tokens that drafts come from, int64; None: all.
-        mix: makes the heads' log q of the rollouts' tokens `[M, K]` that of what is drawn from
-            (sampled drafts; a piece of the batch, that log q, and the largest log q of any token).
+        mix: for sampled drafts: turns the heads' log q of the rollouts' tokens `[M, K]` into the
+            log q of the distribution that drafts are drawn from. Takes a piece of the batch, the
+            heads' log q, and the largest log q of any token.
     """
 
     draft_temperature: float = 0.0
@@ -306,8 +307,7 @@ class Evidence:
         counts_G5: of each prompt: its batch's number, accepted drafts and draft steps of the first
             heads, the same of the second. float64.
         tokens: response tokens of each batch's holdout, by the batch's number.
-        looks: at which the first heads could have replaced the second ones, since these became the
-            second.
+        looks: how many times the first heads could have replaced the second ones so far.
     """
 
     def __init__(self) -> None:
@@ -368,7 +368,7 @@ class Evidence:
 
     def difference(self, confidence: float) -> Interval:
         """Mean acceptance length of the first heads minus that of the second, on the newer holdouts
-        (`_newer`); `confidence` is for each of the interval's ends by itself.
+        (`_newer`); `confidence` applies to each end of the interval separately.
 
         Candidates of several batches differ, and learning heads improve from batch to batch. That
         is not noise, so a prompt's deviation is taken from the mean of its own batch.
@@ -467,7 +467,7 @@ def judge(
     """The verdict on a candidate, by all evidence; the three replays are on the newest holdout.
 
     Args:
-        candidate, serving, frozen: of the newly trained heads, of what the engine drafts with, and
+        candidate, serving, frozen: replays of the newly trained heads, of the serving heads, and
             of the frozen control.
         evidence: candidates against these serving heads, the newest holdout included.
         confidence: probability, over all looks at these serving heads, that no candidate is

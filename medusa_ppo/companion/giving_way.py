@@ -15,10 +15,10 @@ GIVE_WAY_S = 0.005  # Seconds between two checks whether the loop still needs th
 
 
 class Pace:
-    """A byte in shared memory by which the loop says that it needs the cores now, and the companion
-    lets it have them.
+    """A byte in shared memory that the loop sets while it needs the cores, so that the companion
+    pauses.
 
-    On another node the companion has its own byte, which nobody sets.
+    On another node the companion has its own byte, which is never set.
 
     Attributes:
         waited_s: seconds waited since they were last taken.

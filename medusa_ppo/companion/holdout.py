@@ -3,8 +3,8 @@ tokens.
 
 Heads judged on their training data would look better than they draft. Answers to one prompt are
 much alike, so whole prompts are held out with all their answers. In a large batch that would be
-most of what is handed over, and the number of prompts is what tells versions apart, so there it is
-a stretch of one answer to each.
+most of the data, and the number of prompts is what distinguishes versions, so there only a stretch
+of one answer to each prompt is held out.
 
 A batch of few prompts holds out none: too little would be left both to decide by and to learn from.
 Heads are judged on all of it before they train on it (test-then-train, also called prequential:
@@ -32,8 +32,8 @@ HOLDOUT_PROMPTS = 6
 batch before training on it.
 """
 SAMPLED_SHARE = 0.1
-"""Share of prompts held out from a sample drawn without regard to prompts: heads are judged on all
-there is of each, which is that share of the sample.
+"""Share of prompts held out from a sample drawn without regard to prompts: heads are judged on
+everything sampled of each, which is the same share of the sample.
 """
 LEAST_STRETCH = 64
 """Tokens of a stretch, if answers are that long: a draft step at its end counts for less."""
@@ -69,8 +69,8 @@ def held_stretches(
     rows: int,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a batch from which only a sample is taken: a stretch of one answer to each of a part of
-    the prompts; nothing if there are few.
+    """For a batch that will be sampled: a stretch of one answer to each of a part of the prompts;
+    nothing if there are few prompts.
 
     Prompts are drawn uniformly, so that answers of every length are left for training; within a
     prompt every token is equally likely to be judged on.
@@ -132,8 +132,8 @@ def hold_out(
 
 
 def stretches(batch: RolloutBatch, seed: int = 0, tokens: int = HOLDOUT_TOKENS) -> RolloutBatch:
-    """What heads can be judged on: each run of rows with states becomes a response of its own,
-    after the text before it. At most `tokens` tokens.
+    """What heads can be judged on: each run of rows with states becomes a separate response, after
+    the text before it. At most `tokens` tokens.
     """
     whole = replace(cut_to_states(batch), weights_M=None, held_S=None)
     if int(whole.lengths_S.sum()) <= tokens:
@@ -156,8 +156,8 @@ def stretches(batch: RolloutBatch, seed: int = 0, tokens: int = HOLDOUT_TOKENS) 
 
 
 def cut_to_states(batch: RolloutBatch) -> RolloutBatch:
-    """Turn each run of rows with states into a response of its own, after the text before it.
-    Training and replay read nothing else of a response, and the tokens of long ones add up.
+    """Turn each run of rows with states into a separate response, after the text before it.
+    Training and replay read nothing else, and the other tokens of long responses take much memory.
     """
     if batch.weights_M is None:
         return batch

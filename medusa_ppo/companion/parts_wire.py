@@ -1,11 +1,11 @@
-"""What crosses between a tap and a companion that runs by itself: one process's part of a rollout
-batch as a safetensors file and a small header in JSON; back comes what the companion wants next.
+"""The exchange between a tap and a standalone companion: one process's part of a rollout batch as a
+safetensors file with a small JSON header; the reply says what the companion wants next.
 
-    header   who sends it, of which step and policy, and how the responses were sampled
-    file     states, tokens, lengths, ... as `RolloutBatch` names them; and of the actor's tables,
-             where they have changed, the rows that are read (`TableRows`), or all
+    header   its sender, step and policy, and how the responses were sampled
+    file     states, tokens, lengths, ... named as in `RolloutBatch`; and, if they have changed, the
+             actor's tables: the rows that are read (`TableRows`), or all of them
 
-Whoever reads it treats all of it as hostile: names, dtypes and shapes are compared with the actor's
+The reader treats everything as hostile: names, dtypes and shapes are compared with the actor's
 before anything is read, numbers have bounds, and nothing is ever unpickled.
 
 Shape letters as in `medusa_ppo.contract.rollout_batch`.
@@ -58,11 +58,13 @@ BATCH: dict[str, tuple[tuple[str, ...], str]] = {
 NEEDED = ("hidden_MD", "response_ids_M", "lengths_S", "prompts_S", "before_ids_X", "before_S")
 TABLES = (LM_HEAD, EMBEDDING)
 ROW_PAIRS = ((LM_HEAD_ROWS, LM_HEAD_IDS), (EMBEDDING_ROWS, EMBEDDING_IDS))
-"""Rows, and whose they are."""
+"""Tensors with rows, and those with their token ids."""
 MOST_DRAFT_IDS = 40_000
-"""Letters of a wish for tokens that drafts come from; where it takes more, all rows are wanted."""
+"""Maximum length of the text with the draft tokens in a wish; if more is needed, all rows are
+wanted.
+"""
 LOGPROB_ROWS = 1024
-"""Rows whose logits over the whole vocabulary are there at once."""
+"""Rows whose logits over the whole vocabulary are computed at once."""
 Tables = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -74,17 +76,17 @@ Whole = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
 class PartHeader(_Message):
-    """Of one process's part.
+    """The header of one process's part.
 
     Attributes:
-        number: of the step, as the sender counts; the same in all processes of a training.
-        rank, ranks: which of them sends it, and how many do.
-        policy_version: of the actor that gave the states.
-        tables_version: of the actor when its tables changed last; who has others can't learn from
-            these states.
+        number: number of the step by the sender's count; the same in all processes of a training.
+        rank, ranks: which process sends it, and how many do.
+        policy_version: version of the actor that gave the states.
+        tables_version: version of the actor at the last change of its tables; with other tables
+            nothing can be learned from these states.
         temperature, top_k, top_p: how the responses were sampled.
-        left_out: response tokens that are not here, of a sample.
-        tied: the embedding is the lm_head, and comes once.
+        left_out: response tokens that the sample omits.
+        tied: the embedding is the lm_head, and is sent once.
     """
 
     number: Whole
@@ -109,15 +111,16 @@ class Wish(_Message):
     """What a companion wants.
 
     Attributes:
-        rows: states of the next batch, of all processes together; 0: nothing, it is busy.
-        ahead: rows further on from which heads learn.
-        hidden, vocab: of the actor that it was started for.
-        embedding: its heads read the embedding.
-        tables_version: of the tables that it has whole from a tap; None: none yet.
-        draft_ids: tokens that drafts may come from in the next batch, as `ids_text` writes them:
-            of lm_head only their rows and those of the batch's own tokens are read. Empty: any.
-        trained, published: batches that it has learned from, and versions.
-        problem: what failed last; empty: nothing.
+        rows: number of states wanted of the next batch, from all processes together; 0: none,
+            because it is busy.
+        ahead: number of following rows that heads learn from.
+        hidden, vocab: sizes of the actor that it was started for.
+        embedding: whether its heads read the embedding.
+        tables_version: version of the tables that it got whole from a tap; None: none yet.
+        draft_ids: tokens that drafts of the next batch may come from, in the form of `ids_text`: of
+            lm_head only their rows and those of the batch's own tokens are read. Empty: any.
+        trained, published: number of batches it has learned from, and of versions.
+        problem: the last failure; empty: none.
     """
 
     rows: Whole
@@ -133,7 +136,7 @@ class Wish(_Message):
 
 
 def ids_text(ids: torch.Tensor | None, vocab: int) -> str:
-    """Some tokens of a vocabulary as text; empty for None, and where it would be long."""
+    """Some tokens of a vocabulary as text; empty for None, and if the text would be long."""
     if ids is None:
         return ""
     mask_V = np.zeros(vocab, dtype=bool)
@@ -143,20 +146,20 @@ def ids_text(ids: torch.Tensor | None, vocab: int) -> str:
 
 
 def ids_of_text(text: str, vocab: int) -> torch.Tensor | None:
-    """What `ids_text` was given. DataError for other text."""
+    """The tokens in a text by `ids_text`. Raises DataError for any other text."""
     if not text:
         return None
     size = -(-vocab // 8)
     try:
         packed = base64.b64decode(text, validate=True)
         unpacker = zlib.decompressobj()
-        # One byte more than there may be: it ends only where nothing is left.
+        # One byte more than allowed: valid text ends before the limit.
         data = unpacker.decompress(packed, size + 1)
         if len(data) != size or unpacker.unconsumed_tail or not unpacker.eof:
             raise ValueError(f"not {size} bytes")
     except (ValueError, zlib.error) as error:
         raise DataError(
-            "These are no tokens of a vocabulary.",
+            "This text does not encode tokens of a vocabulary.",
             given=f"{text[:40]!r}: {error}",
             expected=f"a mask of {vocab} tokens",
             do="Run the same release of medusa-ppo at both ends.",
@@ -165,14 +168,14 @@ def ids_of_text(text: str, vocab: int) -> torch.Tensor | None:
 
 
 def read_message(kind: type[Any], text: str | bytes) -> Any:
-    """A header or a wish from its JSON. DataError for anything else."""
+    """Read a header or a wish from its JSON. Raises DataError for anything else."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or kind.__name__
         raise DataError(
-            "This is no message between a tap and a companion.",
+            "This is not a message between a tap and a companion.",
             given=f"{where}: {first['msg']}"[:500],
             expected=f"a {kind.__name__} of this release",
             do="Run the same release of medusa-ppo at both ends.",
@@ -186,11 +189,13 @@ def prompt_key(prompt: Sequence[int]) -> int:
 
 
 def batch_tensors(batch: RolloutBatch, *, logprobs: bool) -> dict[str, torch.Tensor]:
-    """What goes into the file. `logprobs`: those of the batch; else the companion computes them."""
+    """The tensors of the file. With `logprobs` those of the batch; otherwise the companion computes
+    them.
+    """
     states = {name: value for name in BATCH if (value := getattr(batch, name, None)) is not None}
     if not logprobs:
         del states["logprobs_M"]
-    # Where prompts are not known (those of images, say), nothing stands before a response.
+    # If prompts are unknown (those of images, for example), nothing precedes a response.
     empty = torch.zeros(0, dtype=torch.int32)
     states.setdefault("before_ids_X", empty)
     states.setdefault("before_S", torch.zeros_like(batch.lengths_S))
@@ -203,12 +208,12 @@ def write_part(
     tables: Tables | TableRows | None,
     header: PartHeader,
 ) -> PartHeader:
-    """Write a part's file. CheckpointError for NaN and infinity. Returns the header that goes with
-    it.
+    """Write a part's file; returns the header that belongs to it. Raises CheckpointError for NaN
+    and infinity.
 
     Args:
-        tables: of the actor that gave the states, where they have changed: the rows that this part
-            needs (`table_rows` with the wish's `draft_ids`), or both whole; None: as before.
+        tables: tables of the actor that gave the states, if they have changed: the rows that this
+            part needs (`table_rows` with the wish's `draft_ids`), or both whole; None: unchanged.
     """
     if isinstance(tables, TableRows):
         found = {
@@ -233,11 +238,11 @@ def write_part(
 
 @dataclass(frozen=True)
 class Part:
-    """A part as the companion has it.
+    """A part in the companion's memory.
 
     Attributes:
-        batch: its rows; log-probs of 0 where `has_logprobs` says that none came.
-        tables: of the actor that wrote it, where they came: both whole, or rows of them.
+        batch: its rows; log-probs are 0 unless `has_logprobs`.
+        tables: tables of the actor that wrote it, if they were sent: both whole, or rows of them.
     """
 
     header: PartHeader
@@ -247,10 +252,11 @@ class Part:
 
 
 def read_part(path: Path, header: PartHeader, hidden: int, vocab: int) -> Part:
-    """Read a part of an actor of this width and vocabulary.
+    """Read a part from an actor of this width and vocabulary.
 
     Raises:
-        DataError, CheckpointError: it is not whole, of another actor, or has values beyond bounds.
+        DataError, CheckpointError: it is incomplete, from another actor, or has values out of
+            bounds.
     """
     found = read_header(path, MOST_HEADER_BYTES)
     sizes = _sizes(found, hidden, vocab)
@@ -279,7 +285,7 @@ def read_part(path: Path, header: PartHeader, hidden: int, vocab: int) -> Part:
 
 
 def _sizes(found: Header, hidden: int, vocab: int) -> dict[str, int]:
-    """Sizes by letter, after comparing names, dtypes and shapes. DataError for others."""
+    """Sizes by letter, after comparing names, dtypes and shapes. DataError if they differ."""
     sizes = {"D": hidden, "V": vocab}
     missing = [name for name in NEEDED if name not in found]
     unknown = [name for name in found if name not in BATCH]
@@ -290,11 +296,11 @@ def _sizes(found: Header, hidden: int, vocab: int) -> dict[str, int]:
     if EMBEDDING in found and LM_HEAD not in found:
         raise _refused("an embedding without an lm_head", "both tables, or the lm_head alone")
     if any((rows in found) != (ids in found) for rows, ids in ROW_PAIRS):
-        raise _refused("rows of a table without their tokens, or these alone", "both, or neither")
+        raise _refused("rows of a table without tokens, or tokens without rows", "both, or neither")
     twice = {LM_HEAD, LM_HEAD_ROWS} <= found.keys() or {EMBEDDING, EMBEDDING_ROWS} <= found.keys()
     alone = EMBEDDING_ROWS in found and not {LM_HEAD, LM_HEAD_ROWS} & found.keys()
     if twice or alone:
-        raise _refused("a table whole and in rows, or no lm_head", "each table once, lm_head among")
+        raise _refused("a table whole and in rows, or no lm_head", "each table once, and lm_head")
     for name, (dtype, shape) in found.items():
         dtypes, letters = BATCH[name]
         expected = tuple(
@@ -310,12 +316,14 @@ def _sizes(found: Header, hidden: int, vocab: int) -> dict[str, int]:
 
 
 def _check_values(tensors: dict[str, torch.Tensor], before: int, vocab: int) -> None:
-    """DataError for what no loop sends. That numbers are finite was seen when they were read."""
+    """Raise DataError for values that no loop sends. Reading has already checked that they are
+    finite.
+    """
     lengths_S = tensors["lengths_S"]
     before_S = tensors["before_S"]
     ids_M = tensors["response_ids_M"]
     rows = ids_M.numel()
-    # Each by itself first: numbers near 2^63 would wrap when they are added.
+    # Each alone first: a sum of numbers near 2^63 would wrap.
     for name, values, least, most in (
         ("lengths_S", lengths_S, 1, rows),
         ("before_S", before_S, 0, before),
@@ -342,7 +350,7 @@ def _check_values(tensors: dict[str, torch.Tensor], before: int, vocab: int) -> 
         )
     weights_M = tensors.get("weights_M")
     if weights_M is not None and bool(((weights_M < 0) | (weights_M > 1)).any()):
-        # A tap cuts rows without a state out before it sends.
+        # A tap removes rows without a state before it sends.
         raise _refused(f"weights from {float(weights_M.min())}", "from 0 to 1")
 
 
@@ -357,7 +365,7 @@ def _refused(given: str, expected: str) -> DataError:
 
 
 def with_logprobs(part: Part, lm_head_VD: torch.Tensor, device: torch.device) -> RolloutBatch:
-    """The part's batch with the log-probs that its own states give, where none came."""
+    """The part's batch; missing log-probs are computed from its own states."""
     batch = part.batch
     if part.has_logprobs:
         return batch
@@ -374,8 +382,8 @@ def with_logprobs(part: Part, lm_head_VD: torch.Tensor, device: torch.device) ->
 
 
 def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Parts of one step as one batch. Of a sample and a whole part the rows of the latter count
-    fully.
+    """Join parts of one step into one batch. If some parts are samples, the rows of whole parts get
+    weight 1.
     """
     if any(batch.weights_M is not None for batch in batches):
         batches = [

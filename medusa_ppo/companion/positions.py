@@ -26,7 +26,7 @@ from medusa_ppo.companion.holdout import cut_to_states, held_stretches
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 BLOCK = 256
-"""Rows that are sampled together; the last few of a block only serve the others."""
+"""Rows sampled together; the last few of a block only supply targets to the others."""
 LEAST_BLOCKS = 8  # Blocks in a sample; a small sample has shorter blocks instead.
 ROW_BYTES = 24
 """Bytes of a row besides its state: its token, log-prob and weight, and what the queue adds."""
@@ -161,7 +161,7 @@ def in_blocks(count: int, block: int, generator: torch.Generator) -> torch.Tenso
 def look_up(
     batch: RolloutBatch, num_heads: int, conditioned: bool, pairs: int = 0, copies: bool = False
 ) -> TrainingRows:
-    """Targets, conditions, contexts of so many pairs, texts to copy from, and log-probs of every
+    """Targets, conditions, contexts of this many pairs, texts to copy from, and log-probs of every
     row of a batch; rows without a weight have no target.
     """
     segment_M = segments_from_lengths(batch.lengths_S)
@@ -216,7 +216,7 @@ class EarlySample:
         holdout_fraction: share of the prompts that have a stretch of one answer held out; these
             stretches are HELD_SHARE of the rows. 0: `companion.holdout` chooses among the blocks
             once all are there.
-        seed: of both draws.
+        seed: seed of both draws.
         ahead: rows.
         block: rows of a block; None: BLOCK, or less if few would fit.
     """

@@ -63,8 +63,8 @@ EXIT_CODE = 70  # Exit code of a process that ends itself to be restarted.
 
 @dataclass(frozen=True)
 class QueuedBatch:
-    """A batch in the queue with the tables of its actor, or the rows of them that it needs, packed
-    (None: those from the start); and its number, as the client counts.
+    """A batch in the queue; packed, the tables of its actor or the rows of them that it needs
+    (None: the initial tables); and its number by the client's count.
     """
 
     batch: RolloutBatch
@@ -129,16 +129,16 @@ class CompanionService:
         self._thread = threading.Thread(target=self._run, name="companion-training", daemon=True)
         self._thread.start()
 
-    # ---- what the client calls
+    # ---- called by the client
 
     @property
     def device(self) -> torch.device:
-        """Where it trains."""
+        """The device that it trains on."""
         return self._device
 
     @property
     def behind(self) -> bool:
-        """A batch waits behind the one in training."""
+        """Whether a batch waits behind the one in training."""
         return self._busy_since is not None and len(self._queue) > 0
 
     def ready(self) -> str:
@@ -146,14 +146,14 @@ class CompanionService:
         return self._incarnation
 
     def submit(self, packed: Any, tables: Any = None, number: int = 0) -> int:
-        """Queue a batch. Never blocks; the oldest that wait go when they are too old or too many
-        bytes (the next one counted).
+        """Queue a batch. Never blocks; the oldest waiting batches are dropped if they are too old
+        or take too many bytes (including the next one).
 
         Args:
             packed: the batch, packed.
-            tables: of the actor that gave the batch's states, packed: both tables whole, or
-                `TableRows` that it needs; None: as before.
-            number: of the batch, as the caller counts.
+            tables: tables of the actor that gave the batch's states, packed: both whole, or the
+                `TableRows` that it needs; None: unchanged.
+            number: number of the batch by the caller's count.
 
         Returns:
             Bytes of the batches that wait or are in training now.
@@ -176,7 +176,7 @@ class CompanionService:
         stuck_s = (
             0.0 if self._busy_since is None or self._pace.held else time.monotonic() - self._beat
         )
-        # In this order: what a batch after it has added is told beside an older number, at worst.
+        # In this order: at worst, what a later batch has added is reported with an older number.
         counted = self._counted
         draft_ids = self._cycle.draft_ids
         return Answer(
@@ -191,8 +191,8 @@ class CompanionService:
         )
 
     def draft_ids(self) -> torch.Tensor | None:
-        """Tokens that drafts come from, and may come from once the batches that wait are counted,
-        int64, ascending; None: any.
+        """The tokens that drafts come from, including those that they may come from once the
+        waiting batches are counted, int64, ascending; None: any.
         """
         with self._idle:
             waiting = [queued.batch.response_ids_M for queued in self._queue.held()]
@@ -200,8 +200,8 @@ class CompanionService:
         return None if ids_W is None else batch_token_ids(ids_W, *waiting)
 
     def adopt(self, version: int, state: dict[str, PackedTensor]) -> None:
-        """The engine drafts with these heads, and `version` was the last it was offered: training
-        continues from them, after this batch.
+        """The engine drafts with these heads, and `version` was the last one offered to it:
+        training continues from them, after this batch.
         """
         with self._state_lock:
             cycle = self._cycle
@@ -263,7 +263,7 @@ class CompanionService:
         )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything submitted is trained; False when the time is up first."""
+        """Wait until everything submitted is trained on; False if the time is up first."""
         with self._idle:
             return self._idle.wait_for(lambda: self._outstanding <= 0, timeout_s)
 
@@ -303,7 +303,7 @@ class CompanionService:
                     self._tried("The companion's state could not be saved", self._checkpoint)
                 if report.published:
                     self._publish()
-                # After every batch, so that a feed that was away gets what it missed.
+                # After every batch, so that a feed that was unavailable gets what it missed.
                 self._tried("The new heads could not be put into the feed", self._feed_newest)
                 self._rest()
             except Exception as error:
@@ -331,8 +331,8 @@ class CompanionService:
                     self._idle.notify_all()
 
     def _work_s(self, took_s: float) -> float:
-        """The part of the training batch's time that others could have used: on a CPU without time
-        when others had the cores, and at most the time in which somebody wanted one.
+        """The part of a batch's training time that others could have used. On a CPU this excludes
+        time when others had the cores, and is at most the time in which a process waited for one.
         """
         if self._device.type == "cuda":
             return took_s
@@ -383,7 +383,7 @@ class CompanionService:
         version = cycle.version
         row = cycle.rows.get("candidate" if cycle.fresh else "serving")
         length = row.mean_acceptance_length if row else math.nan
-        # A feed that is away gets it later, after other batches have been judged.
+        # A feed that is unavailable gets it later, after other batches have been judged.
         self._judged = Judged()
         if row is not None and math.isfinite(length):
             self._judged = Judged(
@@ -439,14 +439,14 @@ class CompanionService:
         forget_oldest(folder, "v[0-9]*")
 
     def _tried(self, what: str, write: Callable[[], None]) -> None:
-        """Report a file that can't be written (a full or read-only disk, a feed that is away) in
+        """Report a file that can't be written (a full or read-only disk, an unavailable feed) in
         the status; training continues.
         """
         try:
             write()
         except (OSError, FeedError) as error:
             self._note = f"{what}: {error}"
-            logger.warning("%s; training goes on.", self._note)
+            logger.warning("%s; training continues.", self._note)
 
     def _checkpoint(self) -> None:
         if self._run_dir is not None:
@@ -574,8 +574,8 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
 
 
 def _same(tables: Any, used: Any) -> bool:
-    """Both are one object of Ray's store: each call unpacks it anew, in the same place. Rows are
-    those of one batch.
+    """Whether both are the same object of Ray's store: each call unpacks it anew, at the same
+    address. Rows belong to one batch.
     """
     if not isinstance(tables, tuple) or not isinstance(used, tuple):
         return tables is used
@@ -614,7 +614,7 @@ def forget_oldest(newest: Path, pattern: str) -> None:
 @contextlib.contextmanager
 def all_cores(wanted: bool) -> Iterator[None]:
     """Within the block this thread uses every core of the process: the loop waits for a warm-up, so
-    nobody else needs them.
+    nothing else needs them.
     """
     before = torch.get_num_threads()
     if wanted:

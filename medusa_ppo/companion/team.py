@@ -87,7 +87,7 @@ def actor_options(config: CompanionConfig, group: Any, index: int) -> dict[str, 
 
 
 class CompanionWorker:
-    """One worker's cycle and the tables that it has. The leader holds one too."""
+    """One worker's cycle and its tables. The leader has one too."""
 
     def __init__(self, cycle: Cycle, tables: ray.ObjectRef) -> None:
         self._cycle = cycle
@@ -129,8 +129,8 @@ class Member:
     def learn(self, handed: HandedBatch) -> None:
         """As `CompanionWorker.learn`.
 
-        The leader reports a batch that fits nobody. Any other failure ends this worker, which the
-        others notice.
+        The leader reports a batch that fits no worker. Any other failure ends this worker, which
+        the others notice.
         """
         with contextlib.suppress(DataError):
             self._worker.learn(handed)
@@ -189,10 +189,10 @@ class Leader(CompanionService):
             )
 
     def _assemble(self) -> None:
-        """One group of all workers that came up.
+        """Form one group of all workers that came up.
 
         Raises:
-            CompanionError: all are there, and can't work together.
+            CompanionError: all are up, but can't work together.
         """
         if not self._members:
             return

@@ -67,13 +67,14 @@ class HeadsTrainer:
     The heads' parameters are float32, the actor's tables constants.
 
     Attributes:
-        rate: factor on the configured step size, which the caller sets and keeps over a restart.
-        team: processes that take every optimizer step together; None: alone.
-        generator: of the order of the positions.
+        rate: factor on the configured step size, set by the caller and kept over a restart.
+        team: processes that take every optimizer step together; None: this one alone.
+        generator: draws the order of the positions.
         give_way: called between two pieces of work; may wait.
-        lm_head_VD, embedding_VD: the actor's tables; on a CPU in float32 unless a dtype of the
-            products was said.
-        ids_W: tokens that drafts come from; products use only these; None: all. Set by the caller.
+        lm_head_VD, embedding_VD: the actor's tables; on a CPU in float32 unless a dtype of products
+            was given.
+        ids_W: tokens that drafts come from; only these are used in products; None: all. Set by the
+            caller.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class HeadsTrainer:
             heads: trained in place.
             lm_head_VD, embedding_VD: the actor's tables; the embedding only for kinds that read it.
             config: step size, loss, positions per step, epochs.
-            seed: of the order of the positions.
+            seed: seed of the order of the positions.
             device: where to train; None: the CPU.
             schedule: factor of the step size by number of the optimizer step; None: always 1.
-            dtype: of the products; None: float32 on a CPU, on a GPU that of lm_head for those with
-                it and float32 for all others. Parameters, moments and sums stay float32.
+            dtype: dtype of products; None: float32 on a CPU; on a GPU lm_head's dtype for products
+                with it, and float32 for all others. Parameters, moments and sums stay float32.
             micro_positions: positions whose gradients are computed at once; None: as many as
                 LOGITS_BYTES have room for.
             mean: running mean, updated after each optimizer step and part of the state; None: none.
@@ -118,7 +119,7 @@ class HeadsTrainer:
         self._micro_positions = micro_positions or max(1, LOGITS_BYTES // (4 * lm_head_VD.shape[0]))
         self._loss = LossConfig.named(config.loss)
         self.generator = torch.Generator().manual_seed(seed)
-        # By lm_head: it, the tokens that drafts come from, and what `_tables_of` made of them.
+        # By lm_head: its table, the draft tokens, and what `_tables_of` computed from them.
         self._products: dict[
             int,
             tuple[
@@ -134,13 +135,13 @@ class HeadsTrainer:
         self.batches_trained = self.batches_skipped = self.trained_tokens = self.optimizer_steps = 0
 
     def join(self, team: Meeting | None, *, alike: bool = False) -> None:
-        """From now on, take every optimizer step together with these processes, which hold the same
+        """Take from now on every optimizer step together with these processes, which hold the same
         state: torch's DDP sums the gradients.
 
         Args:
-            team: they; None: nobody.
-            alike: all are given the same batches, and each takes its share of the positions of a
-                step; else each trains on its own.
+            team: these processes; None: leave the team.
+            alike: all get the same batches, and each takes its share of a step's positions;
+                otherwise each trains on its own batch.
         """
         self.team = team
         self._alike = alike and team is not None
@@ -157,7 +158,7 @@ class HeadsTrainer:
         """Replace the actor's frozen tables."""
         dtype = torch.float32 if self.device.type == "cpu" and self._dtype is None else None
         self.lm_head_VD = lm_head_VD.detach().to(self.device, dtype)
-        # Where nothing is converted they stay the caller's own, which nobody writes into.
+        # Without a conversion they stay the caller's own, and are never written to.
         self._owns_lm_head = self.lm_head_VD.data_ptr() != lm_head_VD.data_ptr()
         self._owns_embedding = False
         if embedding_VD is not None and tied(lm_head_VD, embedding_VD):
@@ -170,18 +171,18 @@ class HeadsTrainer:
                 self._owns_embedding = self.embedding_VD.data_ptr() != embedding_VD.data_ptr()
 
     def set_rows(self, rows: TableRows) -> None:
-        """Take over rows of the actor's tables; those that did not come stay what they are.
+        """Copy rows of the actor's tables; missing rows stay unchanged.
 
         Raises:
-            DataError: they are of another actor.
+            DataError: they belong to another actor.
         """
         self._check_rows(rows.lm_head_RD, rows.lm_head_ids_R)
         if rows.embedding_ED is not None:
             self._check_rows(rows.embedding_ED, rows.embedding_ids_E)
-        # What was made of the rows before.
+        # What was computed from the old rows.
         self._products = {}
         if self.embedding_VD is not None and rows.embedding_ED is not None:
-            # Once: what was given may lie in Ray's store, or be the loop's own.
+            # Only once: the given tables may be in Ray's store, or be the loop's own.
             if not self._owns_embedding:
                 self.embedding_VD = self.embedding_VD.clone()
                 self._owns_embedding = True
@@ -229,8 +230,8 @@ class HeadsTrainer:
             batch: on-policy rollouts.
             replay: older batches, each with the share (0..1) of its positions that joins each
                 epoch.
-            epochs: passes over the positions, the last over a random part of them where it is no
-                whole number; None: as configured.
+            epochs: passes over the positions; if this is not a whole number, the last pass covers a
+                random part of them; None: as configured.
 
         Returns:
             A report. If a step's losses or gradients are not finite, it and all later steps are
@@ -449,8 +450,8 @@ class HeadsTrainer:
     def _tables_of(
         self, batch: RolloutBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """lm_head and embedding of the policy that wrote a batch, and the rows of lm_head that are
-        multiplied by, in the dtype of the products.
+        """lm_head and embedding of the policy that wrote a batch, and the rows of lm_head used in
+        products, in the dtype of products.
         """
         own = batch.lm_head_VD
         key = self.lm_head_VD if own is None else own
@@ -474,8 +475,8 @@ class HeadsTrainer:
     def _drafted_rows(
         self, lm_head_VD: torch.Tensor, table_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Rows of the tokens that drafts come from. A token that joined them after a batch was kept
-        uses its newest row.
+        """Rows of the draft vocabulary. A token that joined it after a batch was kept uses its
+        newest row.
         """
         assert self.ids_W is not None, "drafts come from some tokens"
         ids_W = self.ids_W.cpu()

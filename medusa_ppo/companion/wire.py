@@ -1,7 +1,7 @@
-"""What travels between loop and companion: arguments, answers, and tensors as NumPy arrays.
+"""The messages between loop and companion: arguments, answers, and tensors as NumPy arrays.
 
-The companion is another process, so that it can train while the loop goes on. Ray pickles what
-passes between the two, torch's tensors with a copy; NumPy arrays it puts into shared memory, where
+The companion is another process, so that it can train while the loop continues. Ray pickles what
+passes between the two, and copies torch's tensors; it puts NumPy arrays into shared memory, where
 the other side reads them in place. A rollout batch has gigabytes of hidden states.
 """
 
@@ -25,7 +25,7 @@ AS_INT16 = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """One tensor on its way: the array, and the name of its torch dtype when NumPy can't say it."""
+    """One packed tensor: the array, and the name of its torch dtype if NumPy has no such dtype."""
 
     array: np.ndarray
     dtype: str = ""
@@ -33,17 +33,17 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class PackedRecord:
-    """A dataclass with tensors on its way."""
+    """A packed dataclass with tensors."""
 
     kind: type
     fields: dict[str, Any]
 
 
 def pack(value: Any) -> Any:
-    """The same with its tensors, in dataclasses, dictionaries and tuples too, as NumPy arrays,
-    which Ray carries without a copy.
+    """Convert tensors, also in dataclasses, dictionaries and tuples, to NumPy arrays, which Ray
+    transports without a copy.
 
-    Nothing is copied here either where a tensor is contiguous and on the CPU.
+    Nothing is copied here either if a tensor is contiguous and on the CPU.
     """
     if isinstance(value, torch.Tensor):
         plain = value.detach().to("cpu").contiguous()
@@ -55,7 +55,7 @@ def pack(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: pack(part) for name, part in value.items()}
     if isinstance(value, tuple):
-        # One that stands in it twice (an actor's tied tables) crosses once: the same object is the
+        # A tensor that occurs twice (an actor's tied tables) is sent once: the same object is the
         # same again on the other side.
         packed = {id(part): pack(part) for part in value}
         return tuple(packed[id(part)] for part in value)
@@ -67,7 +67,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """What was packed, on the same memory. Treat its tensors as read-only."""
+    """Unpack what `pack` returned, on the same memory. Treat its tensors as read-only."""
     if isinstance(packed, PackedTensor):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -84,7 +84,7 @@ def unpack(packed: Any) -> Any:
 
 
 def tied(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor) -> bool:
-    """An actor's two tables are one."""
+    """Whether an actor's two tables are one."""
     return (
         lm_head_VD.data_ptr() == embedding_VD.data_ptr()
         and lm_head_VD.shape == embedding_VD.shape
@@ -93,7 +93,7 @@ def tied(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor) -> bool:
 
 
 def pack_tables(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None) -> Any:
-    """An actor's two tables, packed; tied ones cross once."""
+    """An actor's two tables, packed; tied ones are sent once."""
     if embedding_VD is not None and tied(lm_head_VD, embedding_VD):
         embedding_VD = lm_head_VD
     return pack((lm_head_VD, embedding_VD))
@@ -101,15 +101,15 @@ def pack_tables(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None) -> 
 
 @dataclass(frozen=True)
 class TableRows:
-    """What a batch needs of the tables of the actor that wrote it, in the actor's dtype; the rows
-    that nobody reads don't travel. Shape letters: R, E some tokens.
+    """The parts of an actor's tables that a batch of that actor needs, in the actor's dtype; rows
+    that are never read are not sent. Shape letters: R, E some tokens.
 
     Attributes:
-        lm_head_RD: rows of lm_head, of tokens that drafts come from and of the batch's own.
-        lm_head_ids_R: int64, whose they are, ascending; None: `lm_head_RD` is all of it.
-        embedding_ED, embedding_ids_E: the same of the embedding, of the batch's own tokens; None:
+        lm_head_RD: rows of lm_head, for the draft tokens and the batch's own.
+        lm_head_ids_R: int64, ascending, the tokens of these rows; None: `lm_head_RD` is whole.
+        embedding_ED, embedding_ids_E: the same for the embedding, for the batch's own tokens; None:
             the heads don't read it, or it is tied.
-        tied: the embedding is the lm_head, whose rows are there once.
+        tied: the embedding is the lm_head, whose rows are sent once.
     """
 
     lm_head_RD: torch.Tensor
@@ -133,15 +133,15 @@ def table_rows(
     *,
     copied: bool = True,
 ) -> TableRows:
-    """The rows of an actor's tables that a batch needs, on the host. The tables may be anywhere, of
-    any actor that has them whole in this process.
+    """The rows of an actor's tables that a batch needs, on the host. The tables may be on any
+    device, of any actor whose whole tables are in this process.
 
     Args:
         lm_head_VD, embedding_VD: the tables; the embedding only for heads that read it.
         batch_ids: int64, all tokens of the batch (`batch_token_ids`).
         draft_ids: int64, the tokens that drafts may come from; None: any, which needs all of
             lm_head.
-        copied: the tables may change afterwards; False: what is returned is used at once.
+        copied: whether the tables may change afterwards; False: the result is used at once.
     """
 
     def picked(table_VD: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -162,13 +162,13 @@ def table_rows(
 
 
 def joined_rows(parts: Sequence[TableRows]) -> TableRows:
-    """Rows that several processes sent, as one. All of one actor, at one time."""
+    """Join rows that several processes sent. All must be of one actor, at one time."""
 
     def joined(found: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
         there = [part for part in found if part is not None]
         return torch.cat(there) if there else None
 
-    # One that has all of lm_head is enough.
+    # One part with all of lm_head is enough.
     whole = [part for part in parts if part.lm_head_ids_R is None]
     heads = whole[:1] or parts
     return TableRows(
@@ -181,14 +181,14 @@ def joined_rows(parts: Sequence[TableRows]) -> TableRows:
 
 
 def batch_token_ids(*ids: torch.Tensor | None) -> torch.Tensor:
-    """The different tokens among these, int64, ascending; gaps are none."""
+    """The different tokens among these, int64, ascending, without gaps (`GAP`)."""
     found = torch.cat([part.flatten().to(torch.int64) for part in ids if part is not None])
     return found[found >= 0].unique()
 
 
 @dataclass(frozen=True)
 class ServiceArguments:
-    """What a companion is built from, and built again from after a crash.
+    """What a companion is built from, also when it is rebuilt after a crash.
 
     Attributes:
         heads: sizes and kind of the heads.
@@ -198,12 +198,12 @@ class ServiceArguments:
         run_dir: the run's folder (native checkpoints, state for a restart); empty: nothing is
             written there.
         publish_dir: folder in shared memory for published versions.
-        resume_from: folder with a saved state to go on from; empty: begin anew.
-        draft_temperature: of the drafts that heads are judged by, times the rollouts' own; 0:
-            one-hot.
-        hang_s: a worker that answers nothing for so long is ended and started again.
-        num_drafts, draft_vocab: drafts of a step at most, and how many of the most frequent tokens
-            they come from; None: all.
+        resume_from: folder with a saved state to continue from; empty: start from the beginning.
+        draft_temperature: temperature of the drafts by which heads are judged, a factor on that of
+            the rollouts; 0: one-hot drafts.
+        hang_s: a worker that does not answer for this long is ended and restarted.
+        num_drafts, draft_vocab: most drafts in a step, and number of most frequent tokens that they
+            come from; None: all.
     """
 
     heads: HeadsConfig
@@ -225,13 +225,13 @@ class Answer:
 
     Attributes:
         published: a newer version, if there is one.
-        error: what failed last; a batch that was merely skipped is no failure.
-        incarnation: which process answers.
-        held_bytes: of the batches that wait or are in training.
-        version: of its serving heads.
-        stuck_s: seconds since the training thread was last seen at work, while it should be.
-        draft_ids: int32, tokens that drafts came from after the batch with the number `counted`, as
-            the client counts; None: any.
+        error: the last failure; a batch that was merely skipped is none.
+        incarnation: the process that answers.
+        held_bytes: bytes of the batches that wait or are in training.
+        version: version of its serving heads.
+        stuck_s: seconds since the training thread last made progress, while it should work.
+        draft_ids: int32, tokens that drafts came from after the batch with the number `counted` by
+            the client's count; None: any.
     """
 
     published: PublishedHeads | None

@@ -44,9 +44,9 @@ class ActorConfig(Section):
     """
     roles: Literal["policy", "critic", "all"] = "policy"
     """What the ranks hold (backend `megatron`). `policy`: actor and reference; critic and reward
-    model stay whole, in the loop's process. `critic`: the critic too, cut as the actor is. `all`:
-    a reward model of whole responses as well. Set it to critic or all when one of them is too large
-    for one GPU.
+    model stay whole, in the loop's process. `critic`: the critic too, sharded like the actor.
+    `all`: a reward model of whole responses as well. Set it to critic or all when one of them is
+    too large for one GPU.
     """
     resource: Text | None = None
     """Name of a Ray resource (`ray start --resources`): the actor's ranks run on nodes that have

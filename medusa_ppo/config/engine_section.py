@@ -111,7 +111,7 @@ class EngineConfig(Section):
 
     @property
     def chooses_drafts(self) -> bool:
-        """The engine chooses the number of drafts of each step."""
+        """Whether the engine chooses the number of drafts of each step."""
         return self.num_drafts == AUTO
 
     @property

@@ -55,12 +55,12 @@ OLD_KEYS = {
         "Candidates are a running mean over optimizer steps with a decay of 0.97."
     ),
     "companion.positions": (
-        "All positions are trained on; of a batch that is more than half of companion.queue_bytes a"
-        " sample is."
+        "All positions are trained on; a batch larger than half of companion.queue_bytes is"
+        " sampled."
     ),
     "companion.position_share": (
-        "All positions are trained on; of a batch that is more than half of companion.queue_bytes a"
-        " sample is. Leave the key out, or set a smaller companion.queue_bytes."
+        "All positions are trained on; a batch larger than half of companion.queue_bytes is"
+        " sampled. Leave the key out, or set a smaller companion.queue_bytes."
     ),
     "companion.holdout_fraction": "A fifth of the responses is always held out from training.",
     "companion.queue_lag": "Waiting batches are dropped when they are more than two policy "

@@ -49,12 +49,13 @@ class PPOConfig(Section):
     quarter or an eighth of `prompts_per_step` when engine and update have separate devices.
     """
     placement: Literal["separate", "swapped", "in_turn", "shared"] = "separate"
-    """`separate`: actor, critic, reference and reward keep their memory all the time. `swapped`: a
-    reward model of the critic's sizes has none of its own, and stands in the memory of the critic's
-    weights while it judges. `in_turn`: one role at a time is on its device, and the others wait in
-    host memory; engines have devices of their own. `shared`: they take turns on the engine's device
-    while it sleeps (engine.sleep_level), and wait in host memory while it writes. Set it to shared
-    when one GPU must do for everything, to in_turn when the roles do not fit beside each other.
+    """`separate`: actor, critic, reference and reward model keep their memory all the time.
+    `swapped`: a reward model of the critic's sizes has no memory of its own, and uses that of the
+    critic's weights while it scores. `in_turn`: one role at a time is on its device, and the others
+    wait in host memory; engines have their own devices. `shared`: the roles take turns on the
+    engine's device while it sleeps (engine.sleep_level), and wait in host memory while it
+    generates. Set it to shared when there is only one GPU, to in_turn when the roles do not fit on
+    their devices together.
     """
     side_by_side: bool = False
     """The reference scores in parallel to actor and critic, and the critic learns in parallel to
@@ -264,7 +265,7 @@ class PPOConfig(Section):
 
         if self.placement == SWAPPED and (self.advantages != "gae" or not self.judged_by_model):
             yield Contradiction(
-                "Only a reward model and a critic can stand in the same memory.",
+                "Only a reward model and a critic can share memory.",
                 ("ppo.placement", "ppo.advantages", "ppo.reward"),
                 "ppo.advantages=gae, and a reward model as ppo.reward",
                 "Set ppo.placement=separate, or both of them.",

@@ -1,4 +1,4 @@
-"""A step's figures, named as in `contract/metrics.py`, from what engine and companion say."""
+"""A step's figures from engine and companion, named as in `contract/metrics.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def rollout_figures(rollouts: Rollouts) -> dict[str, Any]:
-    """What the rollouts say by themselves: version, speed and length."""
+    """Figures of the rollouts themselves: version, speed and length."""
     count = max(1, len(rollouts.responses))
     return {
         POLICY_VERSION: rollouts.policy_version,
@@ -63,10 +63,9 @@ def rollout_figures(rollouts: Rollouts) -> dict[str, Any]:
 
 
 def lag_figures(rollouts: Rollouts, learner: int) -> dict[str, float]:
-    """How many updates the version that learns is ahead of those that wrote the tokens."""
+    """How many updates the learning version is ahead of the versions that wrote the tokens."""
     versions = [version for response in rollouts.responses for version in response.versions]
-    # All tokens are of the rollouts' version, where no call went on with responses of an earlier
-    # one.
+    # If no call continued an earlier version's responses, all tokens have the rollouts' version.
     if not versions:
         return {POLICY_LAG: learner - rollouts.policy_version}
     return {
@@ -88,8 +87,8 @@ def counter_figures(rollouts: Rollouts) -> dict[str, Any]:
 
 
 def logged(values: dict[str, Any]) -> dict[str, float]:
-    """Figures as other people's loggers take them: numbers only, all under `medusa/`; a list as one
-    number for each of its places.
+    """Figures in the form that other loggers accept: numbers only, all under `medusa/`; a list
+    becomes one number for each of its places.
     """
     found: dict[str, float] = {}
     for name, value in values.items():
@@ -101,7 +100,8 @@ def logged(values: dict[str, Any]) -> dict[str, float]:
         found |= {
             LOGGED + key: float(part)
             for key, part in places.items()
-            # Loggers of other loops take numbers alone; one text would fail the whole line.
+            # Loggers of other loops accept only numbers; a single text would make the whole line
+            # fail.
             if isinstance(part, int | float)
         }
     return found
@@ -110,12 +110,12 @@ def logged(values: dict[str, Any]) -> dict[str, float]:
 def serving_figures(
     rollouts: Rollouts, serving: PublishedHeads | None, choices: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """How the heads did that served: version, staleness, acceptance, each engine's share, and what
-    an engine that chooses K chose.
+    """The serving heads' figures: version, staleness, acceptance, each engine's share, and the
+    choices of an engine that chooses K.
     """
     more: dict[str, Any] = {DRAFT_CHOICES: choices} if choices else {}
     if counts := [sum(row["steps"]) for row in choices]:
-        # Each cell of running sequences counts by the steps that it had.
+        # Each cell of running sequences is weighted by its number of steps.
         weighted = sum(row["speedup"] * n for row, n in zip(choices, counts, strict=True))
         more[DRAFT_SPEEDUP] = weighted / max(1, sum(counts))
     if rollouts.engines:
@@ -130,9 +130,7 @@ def serving_figures(
 
 
 def companion_figures(status: CompanionStatus) -> dict[str, Any]:
-    """What the companion has done, and its replay estimates; those that are not known are left
-    out.
-    """
+    """What the companion has done, and its replay estimates; unknown values are left out."""
     values: dict[str, Any] = {
         COMPANION_TRAINED_TOKENS: status.trained_tokens,
         COMPANION_DROPPED: status.batches_dropped,
@@ -144,7 +142,7 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
         VERSIONS_FOLLOWED: status.versions_followed,
         VERSIONS_WORSE: status.versions_worse,
     }
-    # Where a companion must pay, the plugin writes its own number and reason over these.
+    # If a companion has a budget, the plugin overwrites these with its own number and reason.
     if status.passes:
         values |= {COMPANION_PASSES: status.passes, COMPANION_REASON: "fixed"}
         values |= {COMPANION_POSITIONS: status.positions_frac, COMPANION_RATE: status.rate}

@@ -1,4 +1,4 @@
-"""The frozen data that crosses a seam: between loop, plugin, companion and engine.
+"""The frozen data that loop, plugin, companion and engine exchange.
 
 Shape letters: S sequences, M response tokens of all sequences one after the other, D hidden, K
 heads.
@@ -6,7 +6,7 @@ heads.
 A rollout batch is packed in *response coordinates*: row m belongs to one response token.
 `hidden_MD[m]` is the state that lm_head reads to predict `response_ids_M[m]` (so the first row of a
 sequence is the state of its last prompt token), and head k at row m predicts `response_ids_M[m +
-k]` of the same sequence. Prompts are not needed for that and do not travel.
+k]` of the same sequence. This needs no prompts, so they are not sent.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ class RolloutBatch:
         logprobs_M: float32 behaviour log-probs.
         lengths_S: int64, response tokens of each sequence; they sum to M.
         policy_version: version of the actor that wrote the responses and gave the states.
-        temperature: temperature the behaviour log-probs were taken at.
+        temperature: temperature of the behaviour log-probs.
         prompts_S: int64, which prompt each sequence answers; None: each its own. Answers to one
             prompt are much alike.
-        top_k, top_p: how the responses were cut when they were sampled; 0 and 1: not at all.
-        weights_M: float32, how much each row counts in training, 0: its state only serves its
-            neighbours, below 0: it has no state here; None: 1 each. Where `hidden_MD` has fewer
-            than M rows, it holds the states that there are, in their order.
-        held_S: bool, sequences to judge heads on, chosen where rows were left out; all their rows
+        top_k, top_p: truncation during sampling; 0 and 1: none.
+        weights_M: float32, weight of each row in training; 0: its state only serves its neighbours,
+            below 0: it has no state here; None: all are 1. If `hidden_MD` has fewer than M rows, it
+            holds the existing states in order.
+        held_S: bool, sequences to judge heads on, chosen when rows were sampled; all their rows
             have a state. None: `companion.holdout` chooses.
-        before_ids_X: int32, what stood before each response when it was written, one sequence after
-            the other: earlier texts, each with a GAP behind it (`heads.copying`), then the prompt.
-            Tokens that must not be copied (of images) are gaps. None: not known, and heads that
-            copy search the response alone.
+        before_ids_X: int32, the tokens before each response when it was written, one sequence after
+            the other: earlier texts, each followed by a GAP (`heads.copying`), then the prompt.
+            Tokens that must not be copied (of images) are gaps. None: unknown; heads that copy
+            then search the response alone.
         before_S: int64, how many of these tokens each sequence has.
-        passes: how often to train on it; None: as the companion is configured.
-        lm_head_VD, embedding_VD: the tables of the actor that wrote it, where these are no longer
-            the newest.
-        table_ids_R: int64, ascending, the tokens whose rows these two hold; None: all of them.
-        left_out: response tokens that are not here at all, of a sample.
-        rising_s: train on it for as long as acceptance on its held-out part rises, at most so many
-            seconds, whatever `passes` says; None: it is an ordinary batch.
+        passes: passes to train on it; None: as the companion is configured.
+        lm_head_VD, embedding_VD: tables of the actor that wrote it, if these are no longer the
+            newest.
+        table_ids_R: int64, ascending, the tokens of the rows in these two; None: all tokens.
+        left_out: response tokens that the sample omits completely.
+        rising_s: train on it while acceptance on its held-out part rises, at most this many
+            seconds, whatever `passes` is; None: it is an ordinary batch.
     """
 
     hidden_MD: torch.Tensor
@@ -78,7 +78,7 @@ class RolloutBatch:
         rows = self.response_ids_M.shape[0]
         states = self.hidden_MD.shape[0]
         total = int(self.lengths_S.sum())
-        # Refused where it is made: in the companion the same fault would only be a lost batch.
+        # Refused here, where it is made: in the companion the same fault would only lose the batch.
         if rows == 0:
             raise DataError(
                 "The rollout batch holds no response token.",
@@ -114,7 +114,7 @@ class RolloutBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        # Shapes of sequences (prompts, held-out marks) are left out: a few bytes a response.
+        # Tensors of size S (prompts, held-out marks) are left out: a few bytes per response.
         parts = (
             self.hidden_MD,
             self.response_ids_M,
@@ -130,12 +130,12 @@ class RolloutBatch:
 
     @property
     def state_rows_M(self) -> torch.Tensor:
-        """Row of `hidden_MD` that holds the state of each row, int64; -1: it was left out."""
+        """Row of `hidden_MD` that holds each row's state, int64; -1: it was left out."""
         rows = self.response_ids_M.shape[0]
         if self.weights_M is None or self.hidden_MD.shape[0] == rows:
             return torch.arange(rows)
         kept_M = self.weights_M >= 0
-        # States that are there lie one after the other: each row's place is the number of those
+        # The states are stored in order, so each row's index is the number of rows with a state
         # before it.
         return torch.where(kept_M, kept_M.cumsum(0) - 1, -1)
 
@@ -155,16 +155,16 @@ class RolloutBatch:
             before_at = self.before_S.cumsum(0) - self.before_S
             picked = places_in_turn(before_at[sequences_S], self.before_S[sequences_S])
             chosen["before_ids_X"] = self.before_ids_X[picked]
-        # Of a sample only the rows that have a state bring one along.
+        # In a sample, only the rows that have a state bring one along.
         return replace(self, hidden_MD=self.hidden_MD[states[states >= 0]], **chosen)
 
     @staticmethod
     def join(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-        """All sequences of batches that were sampled in the same way as one batch, in order.
+        """Join all sequences of batches with the same sampling into one batch, in order.
 
-        Prompt numbers and weights stay where all parts have them.
+        Prompt numbers and weights are kept if all parts have them.
         """
-        # Nothing is copied where there is nothing to join: states can be gigabytes.
+        # Nothing is copied if there is nothing to join: states can be gigabytes.
         if len(parts) == 1:
             return parts[0]
         joined: dict[str, Any] = {}
@@ -180,10 +180,10 @@ class RolloutBatch:
             "before_S",
         ):
             found = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
-            # What only some parts know would stand beside the wrong sequences.
+            # A tensor that only some parts have would be misaligned with the sequences.
             joined[name] = torch.cat(found) if len(found) == len(parts) else None
         return replace(parts[0], left_out=sum(part.left_out for part in parts), **joined)
 
     def _picked(self, index: Any, *names: str) -> dict[str, Any]:
-        """The same rows of several tensors, of those that there are."""
+        """The same rows of several tensors, as far as they exist."""
         return {name: value[index] for name in names if (value := getattr(self, name)) is not None}

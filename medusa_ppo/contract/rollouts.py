@@ -1,4 +1,4 @@
-"""What an engine gives back for prompts: responses, acceptance counters, and the sampling."""
+"""What an engine returns for prompts: responses, acceptance counters, and the sampling."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Sampling:
 
 
 class ImagePrompt(tuple[int, ...]):
-    """Token ids of a prompt with images, as the actor reads them: an image's token stands there
-    once for each of its features.
+    """Token ids of a prompt with images, in the actor's form: an image's token is repeated once for
+    each of its features.
 
     Attributes:
-        images: the images in their order, as files hold them (PNG, JPEG, ...).
-        short_ids: the same with each image's token once, as vLLM takes it.
+        images: the images in order, in file form (PNG, JPEG, ...).
+        short_ids: the prompt with each image's token once, in vLLM's form.
     """
 
     images: tuple[bytes, ...]
@@ -38,7 +38,7 @@ class ImagePrompt(tuple[int, ...]):
     def __new__(
         cls, ids: Iterable[int], images: tuple[bytes, ...] = (), short_ids: tuple[int, ...] = ()
     ) -> ImagePrompt:
-        # A tuple is filled in `__new__`; in `__init__` it is too late.
+        # A tuple is filled in `__new__`; `__init__` would be too late.
         prompt = super().__new__(cls, ids)
         prompt.images = images
         prompt.short_ids = short_ids
@@ -46,12 +46,12 @@ class ImagePrompt(tuple[int, ...]):
 
 
 def copyable(prompt: Sequence[int]) -> tuple[int, ...]:
-    """A prompt as heads that copy may search it: tokens that stand for images are gaps."""
+    """A prompt in the form that copying may search: image tokens are gaps."""
     if not isinstance(prompt, ImagePrompt):
         return tuple(prompt)
     counts = Counter(prompt)
     once = Counter(prompt.short_ids)
-    # Only an image's token stands there more often than in the short form: once for each feature.
+    # Only image tokens are more frequent than in the short form: once for each feature.
     return tuple(GAP if counts[token] > once[token] else token for token in prompt)
 
 
@@ -88,7 +88,7 @@ class Counters:
         return self._zip(other, -1)
 
     def _zip(self, other: Counters, sign: int) -> Counters:
-        # Where K is chosen, intervals differ in their number of positions.
+        # If K is chosen, intervals differ in their number of positions.
         pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
         return Counters(
             self.drafts + sign * other.drafts,
@@ -105,12 +105,11 @@ class Response:
     Attributes:
         prompt_index: which of the prompts it answers.
         token_ids: sampled tokens, the end token included when it was sampled.
-        logprobs: behaviour log-probs, one per token: of the distribution that was really sampled
+        logprobs: behaviour log-probs, one per token: of the distribution that was actually sampled
             from.
-        finish_reason: `stop` (end token), `length`, or `unfinished` where the call has ended before
-            it.
-        versions: of the actor that wrote each token, where calls went on with it; empty: all are of
-            the rollouts' version.
+        finish_reason: `stop` (end token), `length`, or `unfinished` if the call ended first.
+        versions: version of the actor for each token, if calls continued the response; empty: all
+            tokens have the rollouts' version.
     """
 
     prompt_index: int
@@ -127,7 +126,7 @@ class EngineShare:
     Attributes:
         index: its place in the pool.
         pieces: calls that it answered.
-        tokens: prompt and response tokens that it ran.
+        tokens: prompt and response tokens that it processed.
         generated_tokens: response tokens.
         seconds: time that it was busy.
         counters: its acceptance counters.
@@ -141,12 +140,12 @@ class EngineShare:
     counters: Counters = field(default_factory=Counters)
 
     def plus(self, part: Rollouts) -> EngineShare:
-        """With one more call."""
+        """Add one more call."""
         return replace(
             self,
             pieces=self.pieces + 1,
-            # An engine runs prompts too: a pool shares work by all tokens, not by those that came
-            # back.
+            # An engine also processes prompts, so a pool divides work by all tokens, not by
+            # response tokens.
             tokens=self.tokens
             + part.generated_tokens
             + sum(len(prompt) for prompt in part.prompts),
@@ -158,8 +157,9 @@ class EngineShare:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What one generate call returned, responses in prompt order. `engines`: each one's part, where
-    a pool answered; `written_tokens`: what the call wrote, where that is not its responses' tokens.
+    """The result of one generate call, with responses in prompt order. `engines`: each engine's
+    part, if a pool answered; `written_tokens`: tokens that the call wrote, if these are not its
+    responses' tokens.
     """
 
     prompts: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""What companion and engines say about heads: published versions, estimates, receipts."""
+"""What companion and engines report about heads: published versions, estimates, receipts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class PublishedHeads:
     """A version of the heads that the companion offers to the engine.
 
     Attributes:
-        version: grows by one with every publish; 0 are the heads the run started with.
-        path: safetensors file (shared memory) with the trainable tensors, keys as in
+        version: grows by one with every publish; 0 are the heads that the run started with.
+        path: safetensors file (shared memory) with the trainable tensors; keys as in
             heads/FORMAT.md.
-        checksum: hex digest over names and bytes, the same that the engine reports after the swap.
+        checksum: hex digest over names and bytes; the engine reports the same after the swap.
         policy_version: version of the actor whose rollouts were trained on last.
         mean_acceptance_length: replay estimate of these heads on the holdout.
     """
@@ -35,14 +35,15 @@ class ReplayRow:
 
 @dataclass(frozen=True)
 class CompanionStatus:
-    """What the companion has done so far. Totals since its start unless a name says otherwise.
+    """What the companion has done so far. Values are totals since its start unless a name says
+    otherwise.
 
-    `train_s` runs while it trains, `worked_s` is what that takes from others: on a CPU the seconds
-    of a core that it had. `passes` and `positions_frac` are of the last batch; `rate` is the share
-    of the configured step size for the next one. The gate has judged `judged` batches, `gain` is
-    what the candidate had more than the serving heads then. `versions_followed` were compared with
-    the one before on later batches, `versions_worse` were surely worse. `incarnation`: which
-    process.
+    `train_s` is the time of training, `worked_s` the part of it taken from others: on a CPU, the
+    seconds of a core. `passes` and `positions_frac` are those of the last batch; `rate` is the
+    factor on the configured step size for the next one. The gate has judged `judged` batches;
+    `gain` is how much better the candidate then was than the serving heads. `versions_followed`
+    were compared with their predecessor on later batches, and `versions_worse` were significantly
+    worse. `incarnation`: which process.
     """
 
     alive: bool = True
@@ -79,8 +80,8 @@ class CompanionStatus:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found of a file of weights by someone who read all of it: sound, finite, and this
-    `heads.tensorfile.checksum`, with which whoever takes the file confirms its bytes.
+    """The result of reading and checking a whole file of weights: it is sound and finite, and has
+    this `heads.tensorfile.checksum`, by which later readers confirm its bytes.
     """
 
     checksum: str
@@ -88,7 +89,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class SwapReceipt:
-    """What the engine says after new heads or a new actor arrived."""
+    """An engine's report after new heads or a new actor arrived."""
 
     version: int
     checksum: str

@@ -96,7 +96,7 @@ def is_whole(folder: Path) -> bool:
         return bool(files) and all(
             _checksum(folder / name) == checksum for name, checksum in files.items()
         )
-    # The usual case before the first training: no reason to warn.
+    # The usual case before the first training, so no warning.
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

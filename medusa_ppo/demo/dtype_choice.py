@@ -1,8 +1,8 @@
-"""Which dtype the embedded example computes in on this CPU: both are timed for a moment.
+"""Chooses the dtype of the embedded example on this CPU by timing both for a moment.
 
-A CPU's flags say whether it has units for bfloat16, not whether they are faster at these sizes, nor
-how slow emulation is. So the products of the example's own actor are timed: one token's, a
-drafted step's, and those of a PPO update.
+A CPU's flags say whether it has instructions for bfloat16, not whether they are faster at these
+sizes, nor how slow emulation is. So the products of the example's own actor are timed: one token's,
+a drafted step's, and those of a PPO update.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch.nn.functional as F
 from medusa_ppo.demo.pretraining import RECIPES
 
 ROWS = {"one token": 1, "a step with 4 drafts": 5, "a PPO update": 512}
-"""What is timed: how many rows are multiplied at once."""
+"""What is timed: the number of rows in a product."""
 ROUNDS = 9
 LEAST_GAIN = 0.9
-"""Share of float32's seconds below which bfloat16 is taken, by the mean over what is timed."""
+"""bfloat16 is used if its mean time is below this share of float32's."""
 MOST_LOSS = 1.1
-"""Share of float32's seconds above which it is not, in anything that is timed."""
+"""It is not used if any timed product takes more than this share of float32's time."""
 
 Timer = Callable[[int, torch.dtype], float]
-"""Seconds of the products of so many rows in a dtype."""
+"""Returns the seconds of products with this many rows in a dtype."""
 
 
 class Bfloat16(NamedTuple):
-    """Seconds in bfloat16 over those in float32, by what was timed; whether it is worth taking."""
+    """Time in bfloat16 relative to float32, for each timed product; and whether it pays."""
 
     ratios: dict[str, float]
     taken: bool
@@ -41,7 +41,8 @@ class Bfloat16(NamedTuple):
 
 
 def time_bfloat16(timer: Timer | None = None, rounds: int = ROUNDS) -> Bfloat16:
-    """Time both dtypes in turns, so that a slow moment of the machine meets both; half a second.
+    """Time both dtypes alternately, so that a slow moment of the machine affects both; this takes
+    half a second.
 
     Args:
         timer: for tests; None: the clock and real products.
@@ -58,7 +59,7 @@ def time_bfloat16(timer: Timer | None = None, rounds: int = ROUNDS) -> Bfloat16:
 
 
 def _time_products() -> Timer:
-    """Times the feed-forward product of the grown actor, where most of its weights are."""
+    """Times the feed-forward product of the grown actor, which has most of its weights."""
     recipe = RECIPES["demo-grown"]
     generator = torch.Generator().manual_seed(0)
     weight_FD = torch.randn(recipe.grown_to, recipe.hidden_size, generator=generator)

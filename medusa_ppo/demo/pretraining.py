@@ -1,5 +1,5 @@
-"""Trains the small actor of the embedded example, and grows it by zero-gated neurons; resumes where
-it stopped.
+"""Trains the small actor of the embedded example, and grows it by zero-gated neurons; an
+interrupted training is resumed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Recipe:
     threads).
 
     Attributes:
-        seed: of the weights and of the text.
+        seed: seed of the weights and of the text.
         steps: optimizer steps.
         batch_size: documents per step. Small on purpose: copying is learned in a number of steps,
             not of tokens.
@@ -105,8 +105,8 @@ def train_actor(
     """The trained actor, in float32 on the CPU.
 
     Args:
-        partial: file that holds an unfinished training; read if it is there, written every
-            SAVE_EVERY_S, left there at the end.
+        partial: file with an unfinished training; read if it exists, written every SAVE_EVERY_S,
+            and left there at the end.
         threads: CPU threads; the previous number is restored.
     """
     model = _new_model(recipe, len(tokenizer), tokenizer.eos_token_id)
@@ -140,7 +140,7 @@ def train_actor(
 
 
 def _new_model(recipe: Recipe, vocab_size: int, end_id: int) -> LlamaForCausalLM:
-    """A Llama with seeded weights; the caller's random state is left alone."""
+    """A Llama with seeded weights; the caller's random state is not changed."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=recipe.hidden_size,
@@ -252,9 +252,9 @@ def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForC
     """The same function, in float32, with `intermediate` neurons in each feed-forward layer, the
     new ones zero-gated.
 
-    A CPU reads and multiplies a zero-gated neuron as any other, so each token costs what it costs
-    in a large actor; the text stays as predictable as a trained small actor's, and no large actor
-    has to be trained. Anything measured with such an actor must say so.
+    A CPU reads and multiplies zero-gated neurons like any others, so each token costs as much as in
+    a large actor. The text stays as predictable as a trained small actor's, and no large actor has
+    to be trained. Anything measured with such an actor must say so.
     """
     config = type(small.config)(**{**small.config.to_dict(), "intermediate_size": intermediate})
     with torch.random.fork_rng(devices=[]):
@@ -303,7 +303,7 @@ def _save_partial(
 
 
 def _load_partial(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> int:
-    """Steps already done; 0 (and the model as it was) where there is no file or none that fits."""
+    """Steps already done; 0 (and the model unchanged) if there is no file or it does not fit."""
     if not path.is_file():
         return 0
     try:

@@ -56,7 +56,7 @@ _SHARES = (11, 4, 1)
 LARGEST = 20
 """Upper limit of intermediate results."""
 _OPERANDS = (2, 9)
-"""The smallest and the largest number that is added or taken away."""
+"""The smallest and the largest number that is added or subtracted."""
 
 NAMES = (
     ("Mia", "she"), ("Tom", "he"), ("Anna", "she"), ("Ben", "he"),

@@ -1,18 +1,18 @@
-"""How many drafts a step should have, from what steps took and what their drafts brought.
+"""Chooses the number of drafts of a step, from measured step times and acceptance.
 
-A step of B running sequences with k drafts each brings B (1 + a_1 + ... + a_k) tokens, where a_j is
-the share of draft runs that reach position j, and takes the seconds that stand in a table by B and
-k. A calibration fills the table when an engine starts; every step that is served keeps it true.
+A step of B running sequences with k drafts each yields B (1 + a_1 + ... + a_k) tokens, where a_j is
+the share of draft runs that reach position j; its duration comes from a table by B and k. A
+calibration fills the table when an engine starts, and every served step keeps it up to date.
 
-The k with the most tokens per second is taken. None is one of the choices, and drafts have to be
-faster than none by more than what chance explains. A step tells nothing of the numbers of drafts
-that it did not have, so the others are tried in turn. What a trial may lose is saved up first, half
-a percent of the time that steps take, so trials never cost more than that.
+The k with the most tokens per second is chosen. Zero is one of the choices, and drafting must be
+significantly faster than not drafting. A step gives no information about other numbers of drafts,
+so these are tried in turn. The time that a trial may lose is saved up first, at half a percent of
+the time of all steps, so trials never cost more than that.
 
-A machine is fast and slow by turns (other programs, clocks). That pace is the same for all k, so it
-is estimated by itself and taken out: what remains tells the k apart.
+A machine is sometimes faster and sometimes slower (other programs, clocks). That pace is the same
+for all k, so it is estimated separately and divided out; what remains distinguishes the k.
 
-All of this runs between any two steps, which may be 3 ms apart, so it is plain floats.
+All of this runs between two steps, which may be 3 ms apart, so it uses plain floats.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from statistics import median
 from typing import Any
 
 KEPT_STEPS = 96
-"""Steps of one kind behind the median of its time: enough to resolve 5 % on a noisy machine, and
-few enough to follow a machine that changes within seconds.
+"""Steps of one kind whose median is its time: enough to resolve 5 % on a noisy machine, and few
+enough to follow a machine that changes within seconds.
 """
 LEARNED_STEPS = 4
 """A calibration counts as at most this many steps, so that current steps soon dominate."""
 LEAST_STEPS = 4
 """Steps of a kind before it may be chosen."""
 PACE_STEPS = 9
-"""Steps whose median is the machine's pace. It has to be a median, as a kind's seconds are: a mean
-of what is skewed (single slow steps) would lift the pace for ever, and lower all seconds with it.
+"""Steps whose median is the machine's pace. It has to be a median, like a kind's seconds: single
+slow steps would make a mean raise the pace for ever, and lower all seconds with it.
 """
 NOISE_STEPS = 20.0
 """Steps over which noise is averaged."""
 LARGEST_SURPRISE = 0.4
-"""Most that one step may add to the noise, in log seconds: a pause for a swap is not noise."""
+"""Limit on what one step may add to the noise, in log seconds: a pause for a swap is not noise."""
 SURE = 2.0
 """Standard errors by which drafting must be faster than not drafting."""
 TRIAL_SHARE = 0.005
@@ -48,32 +48,32 @@ TRIAL_SHARE = 0.005
 TRIAL_STEPS = 5
 """Minimum steps between two trials of the same number of drafts."""
 OTHER_PACE = 0.15
-"""Change of the pace (log) since the last step without drafts that calls for another one, and by
-how much that one must be quicker than expected to call for more: the pace would hide that drafts
-alone became slower.
+"""Change of the pace (log) since the last step without drafts that triggers another one. If that
+step is faster than expected by this much, more follow; otherwise the pace would hide that only
+drafting became slower.
 """
 NEW_MAY_LOSE = 0.85
-"""A number of drafts that was never measured at about so many sequences is tried for a few steps
-where it promises so much of the best so far.
+"""A number of drafts without measurements at about this many sequences is tried for a few steps if
+its expected speed is at least this share of the best one's.
 """
 KEPT_RUNS = 200.0
 """Draft runs over which acceptance is averaged."""
 FIRST_ODDS, PRIOR_RUNS = 0.9, 2.0
-"""What is thought of heads before they were tried, and how many runs that is worth: more than most
-have, or a first wrong draft would keep them from being tried.
+"""Prior for the acceptance of heads before they were tried, and its weight in runs. It is more than
+most heads have, or a first wrong draft would keep them from being tried.
 """
 NEW_HEADS_RUNS = 4.0
 """Weight, in runs, of everything before a swap."""
 REVIEW_STEPS = 4
-"""Steps between two looks at the table, and between two steps that it learns from where all are
-alike: it hardly moves in between, and each takes 20 us.
+"""Steps between two evaluations of the table, and between two steps that it learns from if all are
+alike: it hardly changes in between, and each takes 20 us.
 """
 FINE = 4
-"""Up to so many, every number of drafts is a choice; beyond, fewer and fewer are."""
+"""Up to this number, every number of drafts is a choice; above it they become sparser."""
 
 
 def nearest_power(batch: int) -> int:
-    """The exponent of the power of two closest to `batch`, which is the key of all tables."""
+    """The exponent of the power of two closest to `batch`, the key of all tables."""
     return round(math.log2(batch))
 
 
@@ -119,9 +119,9 @@ class StepTable:
         self._alike = 0
 
     def observe(self, batch: int, drafts: int, seconds: float) -> float:
-        """One step of `batch` sequences that had `drafts` drafts each.
+        """Record a step of `batch` sequences that had `drafts` drafts each.
 
-        Returns how much longer (log) it took than was expected at the pace of now.
+        Returns how much longer (log) it took than expected at the present pace.
         """
         nearest = nearest_power(batch)
         pace = self.pace(batch)
@@ -130,8 +130,8 @@ class StepTable:
         if expected is not None:
             offset = math.log(seconds) - math.log(expected)
             surprise = offset - pace
-            # In service all steps of a size may take longer than the calibration said. A table that
-            # took it for the cost of these drafts would be wrong for long.
+            # In service all steps of a size may take longer than in the calibration. If the table
+            # attributed that to these drafts, it would be wrong for a long time.
             offsets = self._offsets.setdefault(nearest, deque(maxlen=PACE_STEPS))
             offsets.append(offset)
             self._paces[nearest] = self._last_pace = median(offsets)
@@ -141,26 +141,26 @@ class StepTable:
         kind = self.kinds.setdefault((nearest, drafts), StepKind())
         here = self._line(batch, lambda power: self._own(power, drafts))
         if here is not None and kind.steps:
-            # What the step says of the power of two that it is nearest to.
+            # Convert the step's time to that of the nearest power of two.
             log_seconds += kind.median - math.log(here)
         self._alike = self._alike + 1 if drafts == self._last_drafts else 1
         self._last_drafts = drafts
-        # Of one number of drafts alone nobody can tell the machine's pace from its own seconds.
-        # Both would drift, pace up and seconds down where slow steps are the exception, until
+        # With only one number of drafts, the machine's pace can't be told from the step's own time.
+        # Both would drift (the pace up and the seconds down if slow steps are the exception), until
         # nothing could be compared with them any more.
         if self._alike <= KEPT_STEPS or kind.steps < LEAST_STEPS:
             kind.add(log_seconds)
         return surprise
 
     def pace(self, batch: int) -> float:
-        """How much slower (log) than in the table steps of about this many sequences are now."""
+        """How much slower (log) steps of about this many sequences are now than in the table."""
         return self._paces.get(nearest_power(batch), self._last_pace)
 
     def seconds(self, batch: int, drafts: int) -> float | None:
-        """What such a step takes at the machine's usual pace; None: not known.
+        """Seconds of such a step at the machine's usual pace; None: unknown.
 
-        Fewer drafts never take longer, so a kind whose few steps were slow by bad luck is known by
-        those with more drafts.
+        Fewer drafts never take longer, so a kind whose few steps happened to be slow gets the time
+        of kinds with more drafts.
         """
 
         def fastest(power: int) -> float | None:
@@ -180,7 +180,7 @@ class StepTable:
 
     @staticmethod
     def _line(batch: int, at: Callable[[int], float | None]) -> float | None:
-        """A value between those at the powers of two around `batch`; the only one that is known."""
+        """A value interpolated between the powers of two around `batch`, or the only known one."""
         exact = math.log2(batch)
         below = at(math.floor(exact))
         above = at(math.ceil(exact))
@@ -199,7 +199,7 @@ class StepTable:
         return 1.25 * self.noise / math.sqrt(self.steps(batch, drafts))
 
     def rows(self) -> list[dict[str, float]]:
-        """The table as JSON has it: `running`, `drafts`, `seconds`, `steps`."""
+        """The table in its JSON form: `running`, `drafts`, `seconds`, `steps`."""
         return [
             {
                 "running": 2**power,
@@ -220,7 +220,7 @@ class StepTable:
 
 
 class Acceptance:
-    """Share of draft runs that reach each position, of the last runs."""
+    """Share of draft runs that reach each position, over recent runs."""
 
     def __init__(self, positions: int) -> None:
         self._reached = [0.0] * positions
@@ -243,15 +243,15 @@ class Acceptance:
             self._tried[position] = kept * self._tried[position] + tried
 
     def heads_changed(self) -> None:
-        """The acceptance of other heads means little."""
+        """The old heads' acceptance says little about other heads."""
         for position, tried in enumerate(self._tried):
             kept = min(1.0, NEW_HEADS_RUNS / max(tried, 1.0))
             self._reached[position] *= kept
             self._tried[position] *= kept
 
     def shares(self) -> list[float]:
-        """a_1, a_2, ...: falling. A position that was not tried yet is as good as the one before
-        it.
+        """a_1, a_2, ..., decreasing. A position that was not tried yet counts as good as the
+        previous one.
         """
         shares = []
         before = 1.0
@@ -330,10 +330,10 @@ class DraftChooser:
         best = self._best(batch, rates)
         pace = self.table.pace(batch)
         pace_changed = abs(pace - self._pace_of_none.get(nearest, pace)) > OTHER_PACE
-        # Where the machine became quicker again, steps with drafts are quicker than expected, too.
+        # If the machine became faster again, steps with drafts are also faster than expected.
         quicker = max(self._surprise_of_none, self._surprise_of_none - self._surprise_of_drafts)
         if best and (pace_changed or quicker < -OTHER_PACE):
-            # Is it the machine that is slower, or are drafts alone? Steps without any tell.
+            # Either the machine is slower, or only drafting is; steps without drafts show which.
             return 0
         trial = self._trial(batch, rates, best)
         if trial is not None:
@@ -342,8 +342,8 @@ class DraftChooser:
         return best
 
     def tokens_per_second(self, batch: int) -> dict[int, float]:
-        """Expected at the usual pace, of the allowed numbers of drafts that were measured at about
-        so many sequences.
+        """Expected tokens per second at the usual pace, for the allowed numbers of drafts with
+        measurements at about this many sequences.
         """
         tokens = self._tokens()
         rates = {}
@@ -367,9 +367,9 @@ class DraftChooser:
         return max(sure, key=lambda k: rates.get(k, 0.0))
 
     def _trial(self, batch: int, rates: dict[int, float], best: int) -> int | None:
-        """Another number than the best, where what it may lose is saved up; None: not now.
+        """A number other than the best, if the time that it may lose is saved up; None: not now.
 
-        Each number has savings of its own, so that those that lose little are tried often.
+        Each number has its own savings, so that numbers that lose little are tried often.
         """
         tokens = self._tokens()
         picked, most_s, price_s = None, 0.0, 0.0
@@ -383,8 +383,8 @@ class DraftChooser:
             loss_s = batch * tokens[k] * (1.0 / rates[k] - 1.0 / rates[best])
             left_s = self._savings_s[k] - loss_s
             if k != best and left_s >= most_s:
-                # One that looks faster, but not beyond the noise, loses nothing, and waits a while
-                # all the same.
+                # A number that looks faster, but within the noise, loses nothing; it still has to
+                # wait.
                 least_s = TRIAL_STEPS * self._share_of(k) * batch * tokens[k] / rates[k]
                 picked, most_s, price_s = k, left_s, max(loss_s, least_s)
         if picked is not None:
@@ -392,13 +392,15 @@ class DraftChooser:
         return picked
 
     def _share_of(self, k: int) -> float:
-        """Share of the steps' time that trials of k may lose: half of all for none, to which drafts
-        are compared.
+        """Share of the steps' time that trials of k may lose. Half of the total is for k = 0, which
+        all others are compared with.
         """
         return TRIAL_SHARE / 2 / (1 if k == 0 else len(self.allowed) - 1)
 
     def _by_a_line(self, batch: int, k: int, rates: dict[int, float]) -> float:
-        """Seconds of a step with more drafts than were measured at about so many sequences."""
+        """Extrapolated seconds of a step with more drafts than were measured at about this many
+        sequences.
+        """
         known = sorted(rates)
         last = self.table.seconds(batch, known[-1])
         assert last is not None, "what has a rate was measured"
@@ -409,11 +411,11 @@ class DraftChooser:
         return last + (last - before) / (known[-1] - known[-2]) * (k - known[-1])
 
     def take_report(self) -> list[dict[str, Any]]:
-        """Decode steps since the last report, by sequences that ran and drafts they had, fewest
+        """Decode steps since the last report, by running sequences and number of drafts, fewest
         sequences first.
 
         Each row: `running` (this many to not quite twice as many), `steps` (with 0..K drafts) and
-        `speedup` (tokens per second of what would be chosen now, over those without drafts, both
+        `speedup` (tokens per second of the present choice relative to those without drafts, both
         from measured steps).
         """
         seen = self._seen
@@ -429,7 +431,9 @@ class DraftChooser:
 
 
 def merge_choices(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One report of several engines: steps add up, speed-ups are weighted by them."""
+    """Merge the reports of several engines: steps add up, speed-ups are averaged with steps as
+    weights.
+    """
     merged: dict[int, dict[str, Any]] = {}
     for row in (row for report in reports for row in report):
         other = merged.get(row["running"])

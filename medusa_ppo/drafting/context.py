@@ -1,9 +1,9 @@
-"""Heads with a context as drafting asks them: the last n pairs (h_j, x_{j+1}) of each request by
-slot, and the arithmetic of `MedusaHeads`.
+"""Heads with a context in drafting: the last n pairs (h_j, x_{j+1}) of each request by slot, and
+the arithmetic of `MedusaHeads`.
 
-A key and a value of a pair depend on that pair alone, so they are made once, when its token is
-there, and kept in a ring. What a token adds to a product is a row of a table made beforehand where
-that is small, and a product where not.
+A pair's key and value depend on that pair alone, so they are computed once, when its token is
+known, and kept in a ring. What a token adds to a product is looked up in a precomputed table if
+that is small, and multiplied otherwise.
 
 Shape letters: B requests, N pairs, S slots, n pairs of a context, D hidden, H width of the cell, A
 parts of the attention, w width of a part, R width of what is kept of a pair (2 D for each
@@ -36,11 +36,12 @@ from medusa_ppo.drafting.slots import NOTHING, stamps
 
 
 class PairRing:
-    """What is kept of the last n pairs of each request; one spare slot for what nobody reads.
+    """The stored values of the last n pairs of each request, with one spare slot that is never
+    read.
 
-    A pair stands at its position modulo n, beside that position: a pair that is missing (of the
-    prompt, of a request that lost its slot, of heads that were swapped) is seen to be missing,
-    because what stands in its place is of another position or another request.
+    A pair is stored at its position modulo n, together with that position. So a missing pair (of
+    the prompt, of a request that lost its slot, of swapped heads) is recognised: what is stored in
+    its place has another position or another request.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class PairRing:
         positions_N: torch.Tensor,
         kept_NR: torch.Tensor,
     ) -> None:
-        """Pairs at their positions (>= 0); of one call, no two may fall on the same place: at most
-        n positions of a request in a row.
+        """Write pairs at their positions (>= 0). In one call, no two pairs may have the same place:
+        at most n consecutive positions of a request.
         """
         place_N = slots_N * self.pairs + positions_N % self.pairs
         self.kept_NR.index_copy_(0, place_N, kept_NR)
@@ -81,7 +82,7 @@ class PairRing:
     def read(
         self, slots_B: torch.Tensor, requests_B: torch.Tensor, positions_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is kept `[B, n, R]` and a mask `[B, n]` of the n positions that end at
+        """The stored values `[B, n, R]` and a mask `[B, n]` of the n positions that end at
         `positions_B`, oldest first.
 
         Masked entries are meaningless.
@@ -89,8 +90,8 @@ class PairRing:
         wanted_Bn = positions_B.unsqueeze(1) + self._back_n
         place_Bn = slots_B.unsqueeze(1) * self.pairs + wanted_Bn % self.pairs
         same_Bn = self.stamps_N[place_Bn] == stamps(requests_B.unsqueeze(1), wanted_Bn)
-        # The stamp of a position below 0 is no stamp of this request: that of request 0 at
-        # position -1 is NOTHING, which every empty place bears.
+        # A position below 0 must not match a stamp: for request 0 at position -1 it would be
+        # NOTHING, the stamp of every empty place.
         return self.kept_NR[place_Bn], same_Bn & (wanted_Bn >= 0)
 
 
@@ -111,9 +112,9 @@ class Arrived:
 
     Attributes:
         hidden_ND, ids_N: h_j and x_{j+1}.
-        slots_N, requests_N, positions_N: whose they are, and where; the spare slot for what is
-            nobody's.
-        own_B: which of them each request stands at.
+        slots_N, requests_N, positions_N: where they belong; the spare slot if they belong to no
+            request.
+        own_B: index of each request's newest pair.
     """
 
     hidden_ND: torch.Tensor
@@ -135,24 +136,24 @@ class Arrived:
         spare: int,
         most: int,
     ) -> Arrived:
-        """Of a step's own tensors, with nothing read on the host: of each request so many pairs as
-        it sampled, `most` at most.
+        """From a step's own tensors, without reading anything on the host: as many pairs of each
+        request as it sampled tokens, at most `most`.
 
         Args:
-            hidden_TD, ids_T: what the model read and gave, all requests' rows one behind the other;
-                verified drafts are among them.
-            rows_B: row of the state that each request's last token was sampled from.
-            last_ids_B: that token.
+            hidden_TD, ids_T: the model's inputs and outputs, the rows of all requests one after the
+                other; they include verified drafts.
+            rows_B: row of the state from which each request's last token was sampled.
+            last_ids_B: these tokens.
             sampled_B: how many tokens each request sampled; 0 where the prompt isn't finished.
         """
         back_n = torch.arange(most, device=rows_B.device)
         rows_Bn = (rows_B.unsqueeze(1) - back_n).clamp_min(0)
-        # An accepted draft is what the next row read.
+        # An accepted draft is the input of the next row.
         next_rows_Bn = (rows_Bn + 1).clamp_max(len(ids_T) - 1)
         ids_Bn = ids_T[next_rows_Bn].long()
         ids_Bn[:, 0] = last_ids_B
-        # How many pairs a request has isn't known on the host: all have `most`, and those that are
-        # not its own are written where nobody reads.
+        # The host doesn't know how many pairs a request has: all get `most`, and the surplus is
+        # written to the slot that is never read.
         slots_Bn = torch.where(back_n < sampled_B.unsqueeze(1), at.slots_B.unsqueeze(1), spare)
         positions_Bn = (at.positions_B.unsqueeze(1) - back_n).clamp_min(0)
         requests_Bn = at.requests_B.unsqueeze(1).expand_as(rows_Bn)
@@ -176,14 +177,14 @@ class Arrived:
         at: Standing,
         most: int,
     ) -> Arrived:
-        """Where the host has a step's tokens: of each request so many pairs as it sampled, `most`
-        at most.
+        """For steps whose tokens are on the host: as many pairs of each request as it sampled
+        tokens, at most `most`.
 
         Args:
-            hidden_TD: the states that verification read: of each request one more than drafts, or
-                where nothing was drafted one.
-            sampled_token_ids: none for a request whose prompt isn't finished.
-            drafted: drafts that were verified, by request.
+            hidden_TD: the states that verification read: one more than drafts for each request, so
+                one for a request without drafts.
+            sampled_token_ids: empty for a request whose prompt isn't finished.
+            drafted: number of verified drafts, by request.
         """
         # Row of the state, token, request, and how far before the request's last token.
         found: list[tuple[int, int, int, int]] = []
@@ -191,12 +192,12 @@ class Arrived:
         row = 0
         alike = hidden_TD.shape[0] == len(sampled_token_ids)
         for request, (tokens, count) in enumerate(zip(sampled_token_ids, drafted, strict=True)):
-            # Oldest first: the last pair found is then the one that the request stands at.
+            # Oldest first, so that the last pair found is the request's newest.
             ago = range(min(len(tokens), most) - 1, -1, -1)
             found += [
                 (row + len(tokens) - 1 - back, tokens[-1 - back], request, back) for back in ago
             ]
-            # A request without a token points at somebody else's pair; nobody reads its drafts.
+            # A request without a token points at another request's pair; its drafts are never read.
             own.append(max(len(found) - 1, 0))
             row += 1 if alike else count + 1
         # One copy to the device for all four columns.
@@ -214,8 +215,8 @@ class Arrived:
         )
 
     def after(self, before: Sequence[Arrived], at: Standing, ring: PairRing) -> Arrived:
-        """These pairs, and those of steps before them that nobody needed then: of the requests that
-        have the same slots still, and as many as a context has room for.
+        """These pairs together with those of earlier steps that were not needed then: of requests
+        that still have the same slots, and as many as fit into a context.
         """
         if not before:
             return self
@@ -225,7 +226,7 @@ class Arrived:
         holder_2S = torch.full((2, ring.spare + 1), NOTHING, device=slots_N.device)
         holder_2S[:, at.slots_B] = torch.stack([at.requests_B, at.positions_B])
         holder_N, newest_N = holder_2S[:, slots_N].unbind(0)
-        # What is too old would stand in the place of a pair that a request attends to.
+        # A pair that is too old would overwrite one that a request attends to.
         seen_N = (holder_N == requests_N) & (positions_N > newest_N - ring.pairs)
         slots_N = torch.where(seen_N, slots_N, ring.spare)
         return Arrived(
@@ -242,14 +243,14 @@ _Unread = tuple[torch.Tensor, Sequence[Sequence[int]], Sequence[int], Callable[[
 
 
 class UnreadSteps:
-    """Steps after which nothing was drafted. Nobody reads their pairs, so nothing is computed of
-    them: what the steps left is only held, until drafts are wanted again.
+    """Steps after which nothing was drafted. Their pairs are not needed yet, so nothing is computed
+    from them: their tensors are only held until drafts are wanted again.
     """
 
     def __init__(self, pairs: int) -> None:
         """
         Args:
-            pairs: of a context; the pair that drafts are wanted at is one of them.
+            pairs: number of pairs in a context, including the newest one.
         """
         self._steps: deque[_Unread | Arrived] = deque(maxlen=max(pairs - 1, 1))
         self._pairs = pairs
@@ -261,17 +262,17 @@ class UnreadSteps:
         drafted: Sequence[int],
         at: Callable[[], Standing],
     ) -> None:
-        """A step; arguments as of `Arrived.of_lists`, `at` once somebody asks. None of the tensors
-        may change afterwards.
+        """Hold a step; arguments as in `Arrived.of_lists`, with `at` called when needed. None of
+        the tensors may change afterwards.
         """
         self._steps.append((hidden_TD, sampled_token_ids, drafted, at))
 
     def hold_pairs(self, arrived: Arrived) -> None:
-        """A step whose tensors the next one writes over, so that its pairs were copied out."""
+        """Hold a step whose tensors the next step overwrites, so its pairs were copied."""
         self._steps.append(arrived)
 
     def take(self) -> list[Arrived]:
-        """The pairs of the steps that are held, oldest first; none is held afterwards."""
+        """The pairs of the held steps, oldest first; afterwards none is held."""
         found = []
         for step in self._steps:
             if isinstance(step, Arrived):
@@ -285,7 +286,7 @@ class UnreadSteps:
         return found
 
     def forget(self) -> None:
-        """Other heads, or a different actor, have other pairs."""
+        """Discard all: other heads, or another actor, have other pairs."""
         self._steps.clear()
 
 
@@ -294,9 +295,9 @@ class Seen:
     """What B requests attend to.
 
     Attributes:
-        query_BD: of the pair that each stands at, for the first layer of the context.
-        ids_B: the token of that pair.
-        kept_BnR, there_Bn: from `PairRing.read`; the pair that it stands at is the last, and there.
+        query_BD: query of each request's newest pair, for the first layer of the context.
+        ids_B: token of that pair.
+        kept_BnR, there_Bn: from `PairRing.read`; the newest pair is the last one, and never masked.
         told_BKH: what heads that copy found in the text (`drafting.texts`); None: nothing.
     """
 
@@ -308,8 +309,8 @@ class Seen:
 
 
 class CellState:
-    """The state passed from head to head: h_t with its context, and what the cell adds its token
-    to, as a product and the rows' scales.
+    """The state passed from head to head: h_t with its context, and the cell's state before its
+    token is added, as a product and its rows' scales.
     """
 
     def __init__(
@@ -326,15 +327,15 @@ class CellState:
 
 
 class ContextHeads:
-    """Features of heads with a context. What it holds are copies of the heads' values of when
-    `load` was called.
+    """Features of heads with a context. It holds copies of the heads' values from the last call of
+    `load`.
     """
 
     def __init__(self, heads: MedusaHeads, embed: EMBED | None, pack: PACK = plain_linear) -> None:
         """
         Args:
             embed: the engine's own lookup, whatever shards the table.
-            pack: how a weight becomes a product, in a dtype of its own choice.
+            pack: how a weight becomes a product; it chooses the dtype.
         """
         assert embed is not None, "hydra heads read embeddings"
         self.config = heads.config
@@ -349,18 +350,18 @@ class ContextHeads:
         heads = self.heads
         D = self.config.hidden_size
         scale = (D // self.config.context_parts) ** 0.5
-        # Attention divides scores by sqrt(w). That is put into the queries' weights, once per swap;
-        # they are cloned, because what was trained must not change.
+        # Attention divides scores by sqrt(w). This factor is put into the queries' weights, once
+        # per swap; they are cloned, because the trained weights must not change.
         into = [self._layer(layer, "in").clone() for layer in range(self.config.context_layers)]
         for weight_3D2D in into:
             weight_3D2D[:D] /= scale
         # One product for the first layer's query and all layers' keys and values; the queries of
-        # further layers read what the layers before said.
+        # further layers need the output of the previous layers.
         kept = [weight_3D2D[D:] for weight_3D2D in into]
         first_R2D = torch.cat([into[0][:D], *kept])
         asked = [weight_3D2D[:D] for weight_3D2D in into[1:]]
         self._into = self._pack(first_R2D[:, :D])
-        # `pack` chooses the dtype and tells nobody: one row shows it.
+        # `pack` chooses the dtype without reporting it; multiplying one row shows it.
         self.dtype = self._into(first_R2D[:1, :D]).dtype
         self._ask = [self._pack(weight_D2D[:, :D]) for weight_D2D in asked]
         layers = range(self.config.context_layers)
@@ -400,9 +401,9 @@ class ContextHeads:
 
     @torch.no_grad()
     def read_embedding(self) -> None:
-        """1 / rms of every token's embedding, and, where they are small, tables of what tokens add
-        to a pair `[V, D + R]`, to the cell `[V, H]`, and to the queries of further layers `[V, D]`.
-        Made anew after a sync of the actor.
+        """1 / rms of every token's embedding; and, if they are small, tables of what tokens add to
+        a pair `[V, D + R]`, to the cell `[V, H]`, and to the queries of further layers `[V, D]`.
+        Renewed after a sync of the actor.
         """
         size = self.config.vocab_size
         device = self._of_tokens[0].device
@@ -418,8 +419,8 @@ class ContextHeads:
         if self._tables:
             return self._tables[which].index_select(0, ids_N)
         return self._products[which](
-            # RMS normalisation is one number a row, so it is applied behind the product, whose
-            # input is then read as it is.
+            # RMS normalisation is one factor per row, so it is applied after the product, whose
+            # input then needs no copy.
             cast(self._embed(ids_N), self.dtype)
         ) * self._sizes_V1.index_select(0, ids_N)
 
@@ -437,18 +438,18 @@ class ContextHeads:
         )
 
     def seen(self, hidden_BnD: torch.Tensor, ids_Bn: torch.Tensor, there_Bn: torch.Tensor) -> Seen:
-        """Requests that stand at the last of n pairs each."""
+        """Requests whose newest pair is the last of n pairs each."""
         pairs_BnX = self.pairs(hidden_BnD.flatten(0, 1), ids_Bn.flatten()).view(*ids_Bn.shape, -1)
         D = self.config.hidden_size
         return Seen(pairs_BnX[:, -1, :D], ids_Bn[:, -1], pairs_BnX[:, :, D:], there_Bn)
 
     def look_back(self, ring: PairRing, arrived: Arrived, at: Standing) -> Seen:
-        """Put a step's pairs into the ring, and look up what each request attends to."""
+        """Write a step's pairs to the ring, and read what each request attends to."""
         D = self.config.hidden_size
         pairs_NX = self.pairs(arrived.hidden_ND, arrived.ids_N)
         ring.write(arrived.slots_N, arrived.requests_N, arrived.positions_N, pairs_NX[:, D:])
         kept_BnR, there_Bn = ring.read(at.slots_B, at.requests_B, at.positions_B)
-        # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
+        # This is true except for requests whose prompt isn't finished; their drafts are never read.
         there_Bn[:, -1] = True
         own_B = arrived.own_B
         return Seen(pairs_NX[own_B, :D], arrived.ids_N[own_B], kept_BnR, there_Bn)
@@ -492,7 +493,7 @@ class ContextHeads:
             query_BD.unflatten(1, (parts, 1, -1)),
             keys_BnAw.transpose(1, 2),
             values_BnAw.transpose(1, 2),
-            # The queries' weights hold 1 / sqrt(w) already (`load`).
+            # The queries' weights already contain 1 / sqrt(w) (`load`).
             attn_mask=there_Bn[:, None, None],
             scale=1.0,
         )
@@ -509,12 +510,12 @@ class ContextHeads:
             inner_BH = inner_BH + state.told_BKH[:, k]
         cell_BH = F.silu(inner_BH)
         scale_B1 = inverse_rms(cell_BH)
-        # The last head has none after it to tell anything.
+        # No head follows the last one.
         product = self._next if k + 1 < self.config.num_heads else self._last
         both_BX = product(cast(cell_BH, self.dtype))
         D = self.config.hidden_size
         features_BD = torch.addcmul(state.base_BD, both_BX[:, :D], scale_B1)
-        # Its scale is applied where the next token's part is added: one operation instead of two.
+        # Its scale is applied when the next token's part is added: one operation instead of two.
         state.product_BH = both_BX[:, D:]
         state.scale_B1 = scale_B1
         for layer in self._blocks:

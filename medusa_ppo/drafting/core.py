@@ -1,9 +1,9 @@
-"""The drafting call: hidden states, last tokens and uniform numbers in, draft ids and q out, on
-tensors of fixed shapes.
+"""The drafting call: it takes hidden states, last tokens and uniform numbers, and returns draft ids
+and q, in tensors of fixed shapes.
 
-It runs between two steps of the engine, so it loops over no requests: its cost must not grow with
-them on the host. It keeps nothing of a request; what one step leaves for the next (slots, pairs,
-texts, remembered responses) belongs to whoever calls, and comes in as an argument.
+It runs between two steps of the engine, so it has no loop over requests: its cost on the host must
+not grow with their number. It stores nothing about a request; what one step leaves for the next
+(slots, pairs, texts, remembered responses) belongs to the caller, and is passed in.
 
 Shape letters: B requests, K drafts of a step, D hidden, V vocabulary, W width of the draft
 vocabulary (V where there is none), N rows.
@@ -28,7 +28,7 @@ from medusa_ppo.drafting.stopping import Ending
 from medusa_ppo.drafting.texts import Copier
 
 FEATURES = Callable[[int, torch.Tensor], torch.Tensor]
-"""Index of a head, and the last tokens `[B]`, to what lm_head reads `[B, D]`."""
+"""Index of a head and the last tokens `[B]` -> input of lm_head `[B, D]`."""
 SHARPEST = 1e30
 """Factor on the logits of greedy requests: only the largest survives."""
 
@@ -38,11 +38,11 @@ class DraftSampling:
     """How B requests sample, on their device.
 
     Attributes:
-        temperature_B: 0 for requests whose drafts are to be one-hot (greedy ones, and those with a
+        temperature_B: 0 for requests whose drafts must be one-hot (greedy ones, and those with a
             grammar).
-        uniforms_BK: float64 in [0, 1), from `drafting.uniforms`, as many as drafts.
-        top_k_B, top_p_B: None where no request of the batch asks for it; values that cut nothing
-            for those that don't.
+        uniforms_BK: float64 in [0, 1), from `drafting.uniforms`, one per draft.
+        top_k_B, top_p_B: None if no request of the batch has one; otherwise, values that exclude
+            nothing for requests without one.
     """
 
     temperature_B: torch.Tensor
@@ -57,9 +57,9 @@ class Drafted:
 
     Attributes:
         ids_BK: int64, tokens.
-        q: float32 `[B, W]` for each draft, before the rounding of what it was drawn by; only of a
-            sampled call that was given no slots.
-        lengths_B: int64, how many of them are to be verified; None: all.
+        q: float32 `[B, W]` for each draft, before the rounding of the sums used for drawing; only
+            of a sampled call without slots.
+        lengths_B: int64, number of drafts to verify; None: all.
     """
 
     ids_BK: torch.Tensor
@@ -73,8 +73,8 @@ class DraftingCore:
 
     Attributes:
         fused: the heads' products.
-        temperatures_K: draft temperature of each head, float32: its own times what
-            `use_temperature` was told.
+        temperatures_K: draft temperature of each head, float32: its own times the factor of
+            `use_temperature`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DraftingCore:
     ) -> None:
         """
         Args:
-            lm_head: the engine's product, rows `[N, D]` of any dtype -> logits `[N, V]`; read where
+            lm_head: the engine's product, rows `[N, D]` of any dtype -> logits `[N, V]`; used if
                 the heads share it.
             embed: the engine's lookup; kind hydra only.
             pack: how our own weights become products.
@@ -107,8 +107,8 @@ class DraftingCore:
         self.use_vocabulary(None, None)
 
     def actor_changed(self) -> None:
-        """Read the embedding table again. A draft vocabulary's rows of lm_head are its owner's to
-        read: `use_vocabulary`.
+        """Read the embedding table again. The owner of a draft vocabulary renews its rows of
+        lm_head: `use_vocabulary`.
         """
         self.fused.read_embedding()
         if self.copier is not None:
@@ -120,22 +120,22 @@ class DraftingCore:
         torch.mul(self.heads.temperatures_K.float(), temperature, out=self.temperatures_K)
 
     def load(self) -> None:
-        """Read heads, tables and draft vocabulary again."""
+        """Read the heads, tables and draft vocabulary again."""
         self.fused.load()
         if self.copier is not None:
             self.copier.load()
         self.use_temperature(self._temperature)
-        # Own heads of lm_head are packed there too, so it is called with or without a draft
+        # This also packs the heads' own lm_heads, so it is called with or without a draft
         # vocabulary.
         self.use_vocabulary(self.ids_W, self._lm_head if self.ids_W is not None else None)
 
     def use_vocabulary(self, ids_W: torch.Tensor | None, lm_head: LM_HEAD | None) -> None:
-        """Draft from the tokens `ids_W` alone, with the product `lm_head` of their rows `[N, D] ->
-        [N, W]`; None: from all.
+        """Draft only from the tokens `ids_W`, with the product `lm_head` of their rows `[N, D] ->
+        [N, W]`; None: from all tokens.
         """
         if ids_W is not None and self.config.lm_head == "own":
             raise ConfigError(
-                "The draft vocabulary can't be truncated so.",
+                "These heads can't draft from a truncated vocabulary.",
                 given="heads with lm_head=own",
                 expected="heads that share the actor's lm_head",
                 do="Set engine.draft_vocab=0.",
@@ -167,12 +167,12 @@ class DraftingCore:
             hidden_BD: h_t of each request, the state from which its last token was sampled.
             last_ids_B: int64, that last token x_{t+1}; read by conditioned kinds only.
             sampling: None for one-hot drafts.
-            seen: what heads with a context attend to; None: the pair that each request stands at
+            seen: for heads with a context, what they attend to; None: each request's newest pair
                 alone.
-            slots: where sampled drafts are drawn, and what verification needs of them stays; whose
-                they are is for `slots.stamp` to say.
-            recall: what earlier responses say; sampled drafts are then of the mixture.
-            ending: where the runs of sampled drafts end.
+            slots: where sampled drafts are drawn, and where verification finds them;
+                `slots.stamp` then marks their owners.
+            recall: what earlier responses suggest; sampled drafts then come from the mixture.
+            ending: decides where the runs of sampled drafts end.
         """
         drawing = None
         if sampling is not None:
@@ -201,7 +201,7 @@ class DraftingCore:
     def _features(
         self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, seen: Seen | None
     ) -> FEATURES:
-        """Kind hydra: computes each head's features, called in order."""
+        """Kind hydra: computes each head's features; to be called in order."""
         fused = self.fused
         if isinstance(fused, ContextHeads):
             return partial(
@@ -242,16 +242,16 @@ class _Drawing:
         ending: Ending | None,
     ) -> None:
         temperature_B1 = sampling.temperature_B.clamp_min(0).unsqueeze(1)
-        # A slice is an operation more in every step; mostly all heads are asked.
+        # A slice costs one more operation in every step; usually all heads are used.
         temperatures_K = temperatures_K if count == len(temperatures_K) else temperatures_K[:count]
         # 1 / 0 is inf, and inf times a logit of 0 is NaN: the bound keeps greedy rows finite.
         self._scales = (
             (temperature_B1 * temperatures_K).reciprocal_().clamp_max_(SHARPEST).split(1, dim=1)
         )
-        # Of equal logits a greedy request takes the first, as argmax does.
+        # Among equal logits a greedy request takes the first, like argmax.
         uniforms_BK = float32_below(sampling.uniforms_BK) * (temperature_B1 > 0)
         self._uniforms = (
-            # `searchsorted` copies what is not contiguous, and warns, once for each head.
+            # `searchsorted` copies non-contiguous input, and warns, once for each head.
             uniforms_BK.t().clone(memory_format=torch.contiguous_format).unsqueeze(2).unbind(0)
         )
         self._sampling = sampling
@@ -262,7 +262,7 @@ class _Drawing:
         self._places = (slots or DraftSlots(batch, count, width, temperature_B1.device)).places(
             count, batch
         )
-        # With slots q follows from the sums that stay there, so no second copy of it is made.
+        # With slots, q follows from the sums stored there, so it is not copied again.
         self.q: list[torch.Tensor] | None = [] if slots is None else None
 
     def choose(self, logits_BW: torch.Tensor, k: int) -> torch.Tensor:
@@ -278,8 +278,7 @@ class _Drawing:
         if sampling.top_k_B is not None or sampling.top_p_B is not None:
             scaled_BW = cut(scaled_BW, sampling.top_k_B, sampling.top_p_B)
         torch.softmax(scaled_BW, -1, out=mass_BW)
-        # From here on the mass is q itself. Whoever changes it comes first, whoever judges it
-        # after.
+        # From here on the mass is q itself. `recall` changes it first, then `ending` evaluates it.
         if self._recall is not None:
             self._recall.mix(mass_BW, self._drawn_B1)
         if self._ending is not None:
@@ -293,8 +292,8 @@ class _Drawing:
         return column_B1.squeeze(1)
 
     def tell(self, k: int, ids_B: torch.Tensor, column_B: torch.Tensor) -> None:
-        """The draft of the head with index k was drawn: whoever goes by the drafts before the next
-        one learns of it.
+        """Report the draft drawn by the head with index k to everything that the next draft depends
+        on.
         """
         if self._recall is not None or self._ending is not None:
             q_B = self._places.scratch[1].gather(1, column_B.unsqueeze(1)).squeeze(1)
@@ -310,19 +309,21 @@ class _Drawing:
 
 
 CUT_RANGE, CUT_STEPS = 32.0, 18
-"""A cut is looked for so many nats below the likeliest token, by halving so often: to 1e-4."""
+"""Range of the search for a threshold, in nats below the most likely token, and number of halvings:
+accurate to 1e-4.
+"""
 
 
 def cut(
     logits_BW: torch.Tensor, top_k_B: torch.Tensor | None, top_p_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """-inf for what each row's top-k, then its top-p, leave out; ties are kept, and at least one
+    """-inf for what each row's top-k, then its top-p, exclude; ties are kept, and at least one
     token.
 
-    By a threshold that is found by halving, and not by sorting the vocabulary: tokens that lie
-    within 1e-4 of it may be kept. Drafts need no exact cut, since they are verified against what
-    they were drawn from. A top-k beyond the width cuts nothing: a draft vocabulary is narrower than
-    what requests count in.
+    The threshold is found by bisection instead of sorting the vocabulary, so tokens within 1e-4 of
+    it may be kept. Drafts need no exact truncation, since they are verified against the
+    distribution that they were drawn from. A top-k above the width excludes nothing: a draft
+    vocabulary is smaller than the vocabulary that requests refer to.
     """
     below_BW = logits_BW - logits_BW.amax(-1, keepdim=True)
     if top_k_B is not None:
@@ -342,7 +343,7 @@ def cut(
 def _threshold(
     below_BW: torch.Tensor, enough: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The highest of some thresholds `[B, 1]` above which there are `enough`; -inf where there is
+    """The highest of some thresholds `[B, 1]` above which there are `enough`; -inf if there is
     none.
     """
     low_B1 = torch.full_like(below_BW[:, :1], -CUT_RANGE)

@@ -1,14 +1,14 @@
 """A memory of earlier responses to the same prompt, as a second source of drafts.
 
 The heads know the state, the memory knows the wording. Drafts are drawn from one mixture q = (1 -
-w) q_heads + w q_memory: q_memory are counts of what followed suffixes of the text so far (drafts
-included) wherever they occurred before, in responses to the same prompt that have ended or that run
-beside this one; the longest suffix says most. w stands in a table by the length of that suffix and
-by how sure the heads are, and is learned from what was accepted. All of it is fixed before a draft
-is drawn, so q is exact and nothing is lost (docs/theory.md).
+w) q_heads + w q_memory. q_memory counts what followed suffixes of the text so far (including
+drafts) wherever they occurred before, in finished or concurrent responses to the same prompt; the
+longest suffix has the most weight. A table gives w by the length of that suffix and the confidence
+of the heads; it is learned from acceptance. All of this is fixed before a draft is drawn, so q is
+exact and verification stays lossless (docs/theory.md).
 
-What stands in the texts is chosen on the host, between steps; what is looked up and mixed are
-tensors of fixed shapes.
+The contents of the texts are chosen on the host, between steps; lookup and mixing use tensors of
+fixed shapes.
 
 Shape letters: B requests, S slots, K drafts, n tokens of a suffix, P places of a text (tokens that
 may come next), X = n + P, V vocabulary, W width of the draft vocabulary, C cells of the table, G
@@ -29,8 +29,8 @@ import torch
 from heads.errors import CheckpointError
 
 SUFFIX = 12
-"""Tokens of the longest suffix that is distinguished."""
-# By replay, letting shorter suffixes vote, a quarter for each token less, beat the longest one
+"""Length of the longest suffix that is distinguished, in tokens."""
+# In replay, shorter suffixes with a quarter of the weight per missing token beat the longest suffix
 # alone: 2.423 against 2.405 tokens a step (benchmarks/RESULTS-archive.md).
 NEARER = 4.0
 """Factor on the weight of a suffix per additional token."""
@@ -44,30 +44,30 @@ FADE = 0.9
 PLACES = 16_384
 """Most tokens of a text that are searched; newer responses come first."""
 EMPTY, MISSING = -1, -2
-"""Between responses of a text, and before the first token of a short one: equal to no token, nor to
-each other.
+"""Separator between responses of a text, and padding before the first token of a short one: neither
+equals a token, nor the other.
 """
-# 128 bits: two prompts never meet in one key by chance.
+# 128 bits, so that two prompts never get the same key by chance.
 KEY_BYTES = 16
 OVERHEAD = 256
 """Approximate bytes of a response besides its tokens."""
 SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)
-"""Possible values of w. Never all of one source: nothing is learned about what is never drafted."""
+"""Possible values of w. Never 0 or 1: a source that never drafts can't be learned about."""
 FIRST_SHARES = (0.6, 0.6, 0.5, 0.5, 0.3, 0.1)
-"""w by bin of the heads' top, before anything is learned."""
+"""Initial w, by bin of the heads' largest probability."""
 PRIOR, MOST_SEEN = 3.0, 2000.0
-"""Accepted drafts that the first w is defended with, and drafts after which older ones are
+"""Weight of the initial w in accepted drafts, and number of drafts after which older ones are
 forgotten.
 """
 MOST_OVER = 20.0
-"""Limit on what one draft says about another w."""
+"""Limit on the influence of one draft on another w."""
 UNIT = 1 << 30
-"""Sums whose order nobody promises (those of a GPU's atomic additions) are made of whole numbers of
-1 / UNIT: ranks of one engine that rounded differently would draw different tokens, each for itself.
+"""Sums in an undefined order (a GPU's atomic additions) use whole numbers of 1 / UNIT: with
+different rounding, the ranks of one engine would draw different tokens.
 """
 
 
-# ---- what was said, on the host
+# ---- responses, on the host
 
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
@@ -76,7 +76,7 @@ def prompt_key(prompt: Sequence[int]) -> bytes:
 
 
 class _Said(NamedTuple):
-    """A response, the version of the policy that it began with, and its seed."""
+    """A response, the version of the policy that began it, and its seed."""
 
     tokens: np.ndarray
     version: int
@@ -84,13 +84,13 @@ class _Said(NamedTuple):
 
 
 Row = tuple[str, int, int | None, list[int]]
-"""A response on its way to another memory: the prompt's key (hex), versions of the policy since it
-was begun, its seed, its tokens.
+"""A response sent to another memory: the prompt's key (hex), its age in versions of the policy, its
+seed, its tokens.
 """
 TOKENS, TABLE, KEYS, NOW, OF = "tokens", "table", "keys", "version", "of."
-"""Names in a saved memory: all tokens; of each response its length, version, whether it has a seed,
-that seed, and its prompt; the prompts' keys; the policy's version; and digests of what it is a
-memory of.
+"""Names in a saved memory: all tokens; for each response its length, version, whether it has a
+seed, that seed, and its prompt; the prompts' keys; the policy's version; and digests of what the
+memory belongs to.
 """
 
 
@@ -99,8 +99,8 @@ class ResponseMemory:
     its oldest response first.
 
     Attributes:
-        version: of the policy now.
-        nbytes: what it holds.
+        version: version of the policy now.
+        nbytes: bytes in use.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -116,10 +116,10 @@ class ResponseMemory:
         version: int | None = None,
         seed: int | None = None,
     ) -> None:
-        """One response that has ended, to the prompt with this key; `version` of the policy that
-        began it (None: of now).
+        """Add a finished response to the prompt with this key; `version` is that of the policy that
+        began it (None: the present one).
         """
-        # No text has room for more.
+        # A text has no room for more.
         tokens = np.asarray(response[-PLACES:], dtype=np.int32)
         size = tokens.nbytes + OVERHEAD
         if not len(tokens) or size > self.most_bytes:
@@ -136,22 +136,22 @@ class ResponseMemory:
                 del self._said[oldest]
 
     def take(self, rows: Iterable[Row]) -> None:
-        """Responses that another memory had, or another engine wrote."""
+        """Add responses from another memory, or written by another engine."""
         for key, age, seed, tokens in rows:
-            # An age and not a version: each engine counts its versions from its own start.
+            # An age instead of a version, because each engine counts versions from its own start.
             self.remember(bytes.fromhex(key), tokens, self.version - age, seed)
 
     def rows(self) -> list[Row]:
         """Everything, in the order in which it would be dropped."""
         return [
             (key.hex(), self.version - one.version, one.seed, one.tokens.tolist())
-            # In this order `take` rebuilds what is forgotten first.
+            # In this order, `take` restores which responses are dropped first.
             for key, said in self._said.items()
             for one in said
         ]
 
     def state_dict(self, of: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-        """All of it as tensors. `of`: digests that say what it is a memory of."""
+        """Everything as tensors. `of`: digests of what the memory belongs to."""
         said = [
             (place, one) for place, responses in enumerate(self._said.values()) for one in responses
         ]
@@ -177,10 +177,10 @@ class ResponseMemory:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], of: Mapping[str, bytes]) -> None:
-        """Take over what was saved, as far as the budget goes, in the place of what is here.
+        """Replace the contents by a saved memory, as far as the budget allows.
 
         Raises:
-            CheckpointError: it is damaged, or a memory of something else.
+            CheckpointError: it is damaged, or belongs to something else.
         """
         for name, digest in of.items():
             found = bytes(state.get(OF + name, torch.zeros(0, dtype=torch.uint8)).tolist())
@@ -190,14 +190,14 @@ class ResponseMemory:
                     given=f"{name} {found.hex()[:16] or 'unknown'}",
                     expected=f"{name} {digest.hex()[:16]}, that of this run",
                     do=(
-                        f"Go on with the {name} that the run had, or without memory:"
+                        f"Continue with the {name} that the run had, or without memory:"
                         " engine.memory_bytes=null --allow engine.memory_bytes."
                     ),
                 )
         tokens_T, table_R5, keys_P = (
             state.get(name, torch.zeros(0, dtype=torch.int64)) for name in (TOKENS, TABLE, KEYS)
         )
-        # What fits here can be split and looked up below without an error of torch's own.
+        # After these checks, splitting and looking up below can't raise an error of torch's own.
         whole = NOW in state and table_R5.shape[1:] == (5,) and keys_P.shape[1:] == (KEY_BYTES,)
         lengths, places = (table_R5[:, 0].tolist(), table_R5[:, 4].tolist()) if whole else ([], [])
         if (
@@ -231,24 +231,25 @@ class ResponseMemory:
         places: int,
         seed: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What was said to a prompt, the newest first, in `places` tokens at most: tokens `X`
-        (int32) and weights `P` (float32).
+        """The responses to a prompt, newest first, in at most `places` tokens: tokens `X` (int32)
+        and weights `P` (float32).
 
-        A token that may not come next (of the prompt, or none) weighs 0.
+        A token that may not come next (a prompt's token, or a separator) has weight 0.
 
         Args:
-            tail: the prompt's last tokens; they stand before each response.
-            beside: what responses that have not ended have said so far.
-            seed: of who will read it: what was drawn with the same random numbers is left out,
+            tail: the prompt's last tokens, put before each response.
+            beside: the tokens so far of concurrent responses.
+            seed: seed of the reader: what was drawn with the same random numbers is left out,
                 because q may not depend on them.
         """
         said = self._said.get(key, [])
         if said:
             self._said.move_to_end(key)
         before = np.asarray(tail, dtype=np.int32)
-        # Without a gap a suffix could begin in one response and end in the next.
+        # Without a separator, a suffix could begin in one response and end in the next.
         gap = np.array([EMPTY], dtype=np.int32)
-        # A text is SUFFIX tokens longer than its places: `match` looks back from the first one too.
+        # A text is SUFFIX tokens longer than its places, because `match` also looks back from the
+        # first one.
         tokens = [np.full(SUFFIX, EMPTY, dtype=np.int32)]
         weights = [np.zeros(0, dtype=np.float32)]
         newest_first = [
@@ -257,21 +258,22 @@ class ResponseMemory:
             if seed is None or one.seed != seed
         ]
         now = [(np.asarray(some, dtype=np.int32), 1.0) for some in beside if len(some)]
-        # Those beside do not crowd out what has an end.
+        # Concurrent responses must not crowd out finished ones.
         room = places // 2 if said else places
         for part, more in ((now, places - room), (newest_first, 0)):
             for number, (response, weight) in enumerate(part):
                 shown = response
                 tail_T = before
                 if len(before) + len(response) + 1 > room:
-                    # Its last part, with as much room for those that follow: none hides the others.
+                    # Its last part, leaving as much room for each of the following ones, so that
+                    # none hides the others.
                     length = room // (len(part) - number)
                     if length <= SUFFIX:
                         break
                     shown = response[1 - length :]
                     tail_T = gap[:0]
                 weight_P = np.zeros(len(tail_T) + len(shown) + 1, dtype=np.float32)
-                # The prompt's tail is context, not a vote; vLLM has placeholders below 0.
+                # The prompt's tail is context and has no votes; vLLM has placeholders below 0.
                 weight_P[len(tail_T) : -1] = weight * (shown >= 0)
                 tokens += [tail_T, shown, gap]
                 weights.append(weight_P)
@@ -281,9 +283,7 @@ class ResponseMemory:
 
 
 def tail_of(prompt: Sequence[int], said: Sequence[int] = ()) -> list[int]:
-    """The last `SUFFIX` tokens of a prompt and what was said to it; `MISSING` where there are
-    fewer.
-    """
+    """The last `SUFFIX` tokens of a prompt and its response; `MISSING` if there are fewer."""
     tail = [*prompt[-SUFFIX:], *said[-SUFFIX:]][-SUFFIX:]
     return [MISSING] * (SUFFIX - len(tail)) + tail
 
@@ -295,9 +295,8 @@ class Votes(NamedTuple):
     """What followed the suffixes of a text.
 
     Attributes:
-        share_BP: float32, how much of q_memory each place of the text has; all 0 where nothing
-            fits.
-        length_B: int64, tokens of the longest suffix, 0: none fits.
+        share_BP: float32, share of q_memory of each place of the text; all 0 if nothing matches.
+        length_B: int64, length of the longest matching suffix; 0: none matches.
     """
 
     share_BP: torch.Tensor
@@ -305,14 +304,14 @@ class Votes(NamedTuple):
 
 
 def match(texts_BX: torch.Tensor, tails_Bn: torch.Tensor) -> torch.Tensor:
-    """How many tokens before each place are those of the tail, from its last one backwards: int32
-    `[B, P]`.
+    """How many tokens before each place match the tail, backwards from its last one: int32 `[B,
+    P]`.
     """
     places = texts_BX.shape[1] - SUFFIX
     alike_BP = torch.ones(texts_BX.shape[0], places, dtype=torch.bool, device=texts_BX.device)
     run_BP = torch.zeros(alike_BP.shape, dtype=torch.int32, device=texts_BX.device)
     for back in range(1, SUFFIX + 1):
-        # Only an unbroken run counts: once a token differs, what is further back adds nothing.
+        # Only an unbroken run counts: after a differing token, earlier ones add nothing.
         alike_BP &= texts_BX[:, SUFFIX - back : SUFFIX - back + places] == tails_Bn[
             :, -back
         ].unsqueeze(1)
@@ -322,20 +321,20 @@ def match(texts_BX: torch.Tensor, tails_Bn: torch.Tensor) -> torch.Tensor:
 
 def advance(texts_BX: torch.Tensor, run_BP: torch.Tensor, ids_B: torch.Tensor) -> torch.Tensor:
     """Update `match` by one more token."""
-    # The run at a place goes on from the run at the place before it; a full search for each draft
-    # would be SUFFIX comparisons.
+    # A place's run extends that of the previous place; a full search for each draft would take
+    # SUFFIX comparisons.
     longer_BP = torch.nn.functional.pad(run_BP[:, :-1], (1, 0)) + 1
     return longer_BP.clamp_max_(SUFFIX) * (texts_BX[:, SUFFIX - 1 : -1] == ids_B.int().unsqueeze(1))
 
 
 def vote(run_BP: torch.Tensor, weight_BP: torch.Tensor) -> Votes:
-    """Counts after all suffixes that were followed by anything, by length."""
+    """Weighted counts of what followed each suffix, by the suffix's length."""
     run_BP = run_BP * (weight_BP > 0)
     length_B = run_BP.amax(1)
-    # Relative to the longest: the share is the same, and all of float32's range is left for it.
+    # Relative to the longest: the shares are the same, and use all of float32's range.
     near_BP = (run_BP - length_B.unsqueeze(1)).float().mul_(math.log2(NEARER)).exp2_()
     voting_BP = near_BP.mul_(weight_BP).mul_(run_BP > 0)
-    # Where nothing fits the sum is 0, and so shall the shares be, not NaN.
+    # If nothing matches, the sum is 0, and the shares must be 0 too, not NaN.
     return Votes(voting_BP / voting_BP.sum(1, keepdim=True).clamp_min(1e-30), length_B.long())
 
 
@@ -350,15 +349,14 @@ def cells_of(length_B: torch.Tensor, top_B: torch.Tensor) -> torch.Tensor:
 
 
 class Drawn(NamedTuple):
-    """Tokens as both sources saw them, in any one shape.
+    """Tokens with their probabilities in both sources, in any one shape.
 
     Attributes:
-        cells: int64, -1: the memory had no part in it.
+        cells: int64, -1: the memory was not used.
         heads, memory: float32, q of each source.
-        p: float32, the policy's probability times the weight w of the drafts before
-            (`drafting.verify`): as a block is verified, of q as much is accepted as lies below.
-        weight: float32, for each of them 1 / (the probability with which it came here); 0: it does
-            not count.
+        p: float32, the policy's probability times the weight w of the earlier drafts
+            (`drafting.verify`): block verification accepts the part of q that is below it.
+        weight: float32, 1 / (probability with which each token was drawn); 0: it does not count.
     """
 
     cells: torch.Tensor
@@ -369,11 +367,12 @@ class Drawn(NamedTuple):
 
 
 class Trust:
-    """The memory's share of a draft's q, by cell: the w with which most drafts would have been
+    """The memory's share w of a draft's q, by cell: the w with which most drafts would have been
     accepted.
 
-    With any w the chance of acceptance is the sum over tokens of min(p, q), so a token that came
-    with probability c says min(p, q) / c of it, for every w at once, whichever was served.
+    For any w the chance of acceptance is the sum over tokens of min(p, q). So a token drawn with
+    probability c contributes min(p, q) / c to its estimate, for every w at once, whichever one was
+    used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -393,10 +392,10 @@ class Trust:
         """
         Args:
             drawn: flat.
-            offered_N, taken_N: float32, 0 to 1: how probable it was that all drafts before it were
-                accepted, and that it was, too.
+            offered_N, taken_N: float32, 0 to 1: the probability that all earlier drafts are
+                accepted, and that this one is accepted too.
         """
-        # Weights of 0 rather than a selection: the number of drafts would be a host value.
+        # Weights of 0 instead of a selection, whose size would have to be known on the host.
         there_N = (drawn.cells >= 0).float()
         cells_N = drawn.cells.clamp_min(0)
         q_NG = torch.lerp(drawn.heads.unsqueeze(1), drawn.memory.unsqueeze(1), self._shares_G)
@@ -414,11 +413,11 @@ class Trust:
         self._seen_C += both_C2[:, 0]
         self._offered_C += both_C2[:, 0]
         self._taken_C += both_C2[:, 1]
-        # Sums of old drafts shrink once there are enough: heads and policy have moved since.
+        # Old sums shrink once there are enough: heads and policy have changed since.
         fade_C = (MOST_SEEN / self._seen_C.clamp_min(MOST_SEEN)).clamp_max(1)
         self._seen_C *= fade_C
         self._accepted_CG *= fade_C.unsqueeze(1)
-        # The further a w is from the first one, the more accepted drafts must speak for it.
+        # The further a w is from the initial one, the more accepted drafts must support it.
         kept_CG = self._accepted_CG - PRIOR * (self._shares_G - self._first_C.unsqueeze(1)).abs()
         self._share_C = self._shares_G[kept_CG.argmax(1)].where(self._seen_C > 0, self._first_C)
 
@@ -435,8 +434,8 @@ class Trust:
 
 
 class Waiting:
-    """What is known of the drafts of each slot until they are verified: their cells, and q of the
-    heads, of the memory and of both.
+    """What is stored about the drafts of each slot until they are verified: their cells, and q of
+    the heads, of the memory and of the mixture.
     """
 
     def __init__(self, slots: int, drafts: int, device: torch.device) -> None:
@@ -445,7 +444,7 @@ class Waiting:
 
 
 class Recall:
-    """What a batch recalls while a step's drafts are drawn, one after the other."""
+    """What the memory suggests for a batch while a step's drafts are drawn, one after the other."""
 
     def __init__(
         self,
@@ -474,7 +473,7 @@ class Recall:
         self._columns_BP = columns_BP.clamp_min(0)
 
     def mix(self, mass_BW: torch.Tensor, on_B1: torch.Tensor) -> None:
-        """Make the heads' q the mixture, where `on_B1`."""
+        """Replace the heads' q by the mixture where `on_B1` is true."""
         votes = vote(self._run_BP, self._weight_BP)
         self._share_BP = votes.share_BP
         self._cells_B = torch.where(on_B1.squeeze(1), cells_of(votes.length_B, mass_BW.amax(1)), -1)
@@ -486,14 +485,14 @@ class Recall:
         mass_BW.mul_(1 - self._w_B1).add_(whole_BW.float() * (self._w_B1 / UNIT))
 
     def follow(self, k: int, ids_B: torch.Tensor, q_B: torch.Tensor) -> None:
-        """Draft k was drawn, with probability `q_B`: what is to be learned from it, and what the
-        next one stands behind.
+        """Draft k was drawn, with probability `q_B`: store what can be learned from it, and extend
+        the text for the next draft.
         """
         next_BP = self._texts_BX[:, SUFFIX:] == ids_B.int().unsqueeze(1)
         memory_B = (self._share_BP * next_BP).sum(1)
         w_B = self._w_B1.squeeze(1)
-        # The heads' own q was overwritten by the mixture, so it is worked out of it. No w is 1
-        # (SHARES), so nothing is divided by 0.
+        # The mixture has overwritten the heads' own q, so it is computed back. No w is 1 (SHARES),
+        # so the division is safe.
         heads_B = ((q_B - w_B * memory_B) / (1 - w_B)).clamp_min(0)
         self._waiting.q_KS3[k].index_copy_(
             0, self._slots_B, torch.stack([heads_B, memory_B, q_B], dim=1)

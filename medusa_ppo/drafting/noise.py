@@ -1,12 +1,12 @@
-"""Random numbers that all of drafting and verification share, and how a token is drawn with one of
-them.
+"""The random numbers shared by drafting and verification, and how to draw a token with one of them.
 
-They are counted, so that they depend on nothing but seed, position and purpose.
+They are counter-based, so they depend only on seed, position and purpose.
 
-A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) that started at its key:
-number n is mix(key + n * GOLDEN). A key is its seed, mixed once, so streams of neighbouring seeds
-begin far apart. The counter n is position * STREAMS + stream: no step, whatever shared its batch,
-moves another's. Requests without a seed take theirs from torch's generator, one draw for all.
+A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) started at its key: number
+n is mix(key + n * GOLDEN). A key is the seed, mixed once, so the streams of neighbouring seeds
+begin far apart. The counter n is position * STREAMS + stream, so a step never shifts the numbers of
+another, whatever shared its batch. Requests without a seed get theirs from torch's generator, one
+draw for all.
 
 Shape letters: B requests, L streams (numbers of one position), V tokens.
 """
@@ -20,11 +20,11 @@ import torch
 from heads.heads_config import MOST_HEADS
 
 STREAMS = 64
-"""Random numbers that a request may use at one position: drafts, their acceptances, and the token
-that ends the run.
+"""Random numbers that a request may use at one position: for drafts, their acceptances, and the
+token that ends the run.
 """
-# Streams of their own for each purpose: one number for a draft and for its acceptance would tie the
-# two together, and tokens would no longer be the policy's.
+# Separate streams for each purpose: using one number for a draft and its acceptance would correlate
+# the two, and the tokens would no longer have the policy's distribution.
 DRAFT_STREAM, ACCEPT_STREAM, LAST_STREAM = 0, MOST_HEADS, 2 * MOST_HEADS
 
 _WORD = 1 << 64
@@ -32,12 +32,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 SCAN_BYTES = 64 * 1024**2
-# What lies between two neighbouring uniforms.
+# The distance between two neighbouring uniforms.
 UNIT = 2.0**-53
 
 
 def _signed(word: int) -> int:
-    """The same 64 bits as torch's int64 has them."""
+    """The same 64 bits as an int64 of torch."""
     # torch has no arithmetic on uint64; int64 wraps around to the same bits.
     word %= _WORD
     return word - _WORD if word >= _WORD // 2 else word
@@ -58,7 +58,7 @@ def counted(
     word_BL = _mix(
         (positions_B.unsqueeze(1) * STREAMS + streams_L) * _signed(_GOLDEN) + keys_B.unsqueeze(1)
     )
-    # 53 bits are what a float64 in [0, 1) can hold evenly.
+    # A float64 in [0, 1) can represent 53 evenly spaced bits.
     return _shifted(word_BL, 11).double() * UNIT
 
 
@@ -82,14 +82,14 @@ def uniforms(
     count: int,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Float64 uniforms `[B, count]`; counted ones for the requests in `seeded_B`, drawn ones for
-    the others.
+    """Float64 uniforms `[B, count]`: counter-based for the requests in `seeded_B`, from a generator
+    for the others.
 
     Args:
-        keys_B: int64; None where no request of the batch has a seed. The value of those without is
-            not read.
-        seeded_B: bool; None where every request has a seed.
-        generator: of the unseeded; None: torch's own.
+            keys_B: int64; None if no request of the batch has a seed. The values of requests
+                without a seed are not read.
+            seeded_B: bool; None if every request has a seed.
+            generator: for requests without a seed; None: torch's own.
     """
     shape = (positions_B.shape[0], count)
     if keys_B is None:
@@ -99,8 +99,7 @@ def uniforms(
     counted_BL = counted(keys_B, positions_B, stream, count)
     if seeded_B is None:
         return counted_BL
-    # Numbers for all, also for those that don't read them: who is seeded is known on the device
-    # only.
+    # Numbers for all requests, because only the device knows which are seeded.
     drawn_BL = torch.rand(
         shape, dtype=torch.float64, device=positions_B.device, generator=generator
     )
@@ -108,35 +107,36 @@ def uniforms(
 
 
 def float32_below(uniform: torch.Tensor) -> torch.Tensor:
-    """The largest float32 that is not above a float64 uniform: it lies below exactly those float32
-    numbers that the uniform lies below.
+    """The largest float32 that is not above a float64 uniform: it is below exactly those float32
+    numbers that the uniform is below.
     """
-    # A float64 has 29 bits of fraction more than a float32; with these cleared, `float()` rounds
-    # nothing. Rounding up would draw a token that the uniform does not reach.
+    # A float64 has 29 more fraction bits than a float32; with these cleared, `float()` does not
+    # round. Rounding up would draw a token that the uniform does not reach.
     return (uniform.view(torch.int64) & ~((1 << 29) - 1)).view(torch.float64).float()
 
 
 def cumulate(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
-    """Cumulative sums of all columns but the last, X = W - 1, never falling: what draws columns by
-    one uniform.
+    """Cumulative sums of all columns but the last, X = W - 1, never decreasing: with these, one
+    uniform draws a column.
 
-    Column w is drawn, as the first whose sum exceeds the uniform, with probability C_w - C_{w-1} to
-    the last bit, where C_{-1} = 0, the last is 1, and sums above 1 count as 1. So that difference
-    is what q is, and not the mass that was rounded on its way here.
+    Column w is drawn if it is the first whose sum exceeds the uniform. Its probability is C_w -
+    C_{w-1} to the last bit, where C_{-1} = 0, the last is 1, and sums above 1 count as 1. So q is
+    this difference, not the mass before rounding.
     """
     if mass_BW.device.type == "cpu":
-        # torch adds one after the other here, in double, so the sums never fall.
+        # torch adds one after the other here, in double precision, so the sums never decrease.
         torch.cumsum(mass_BW[:, :-1], -1, out=out_BX)
     else:
-        # A parallel scan may fall by a rounding; then a column would have a q below 0. Some rows at
-        # a time, because both are 8 bytes a number, and the maximum says where it was, too.
+        # A parallel scan may decrease by rounding; a column would then have a negative q. In blocks
+        # of rows, because both tensors have 8 bytes per number, and the maximum also returns
+        # indices.
         rows = max(1, SCAN_BYTES // (8 * mass_BW.shape[1]))
         for part_BW, part_BX in zip(mass_BW.split(rows), out_BX.split(rows), strict=True):
             part_BX[:] = part_BW[:, :-1].cumsum(-1, dtype=torch.float64).cummax(-1).values
 
 
 def drawn_from(sums_BX: torch.Tensor) -> torch.Tensor:
-    """q `[B, W]` of what `cumulate` made."""
+    """q `[B, W]` from the sums of `cumulate`."""
     sums_BX = sums_BX.clamp_max(1)
     ends_B1 = sums_BX.new_zeros(sums_BX.shape[0], 1)
     return torch.diff(sums_BX, prepend=ends_B1, append=ends_B1 + 1)
@@ -144,10 +144,10 @@ def drawn_from(sums_BX: torch.Tensor) -> torch.Tensor:
 
 def draw(mass_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
     """Ids `[B, 1]` drawn in proportion to mass: the first token whose cumulative sum exceeds the
-    uniform's share of the whole.
+    uniform's share of the total.
 
-    A uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the
-    total: some entry exceeds it, and that one has mass. (Rows of NaN give the last id.)
+    A uniform is at most 1 - 2^-53, so its product with the total rounds to less than the total:
+    some entry exceeds it, and that entry has mass. (Rows of NaN give the last id.)
     """
     cumulative_BV = mass_BV.cumsum(-1, dtype=torch.float64)
     point_B1 = uniform_B1 * cumulative_BV[..., -1:]

@@ -1,21 +1,21 @@
-"""The products that drafts are made of: the heads' own in few of them, and lm_head's rows of the
-tokens that rollouts really use.
+"""The matrix products of drafting: few for the heads, and one with lm_head's rows of the tokens
+that rollouts really use.
 
-The heads (`FusedHeads`) are the arithmetic of `MedusaHeads`, prepared once per swap. What reads h_t
-alone is one product for all heads. What a token adds to the heads after it is one row of a table
-made beforehand where that is small, and one product for all of these heads where not. The first
-residual block reads its input's two parts by themselves, W (h + out s) = W h + (W out) s, so that
+`FusedHeads` is the arithmetic of `MedusaHeads`, prepared once per swap. Everything that reads h_t
+alone is one product for all heads. What a token adds to the following heads is one row of a
+precomputed table if that is small, and otherwise one product for all of these heads. The first
+residual block multiplies the two parts of its input separately, W (h + out s) = W h + (W out) s, so
 it needs no product of its own. Sums are kept in float32.
 
 lm_head's product is the largest, and most of a vocabulary never occurs in the responses of one
-task. So a `DraftVocabulary` holds the `size` most frequent tokens of the prompts and of what was
-sampled so far (with forgetting); it begins by itself when enough was counted, and is picked anew
+task. So a `DraftVocabulary` holds the `size` most frequent tokens of the prompts and of the sampled
+tokens so far (with forgetting). It becomes active once enough tokens are counted, and is renewed
 whenever heads or actor change. Drafts come from it alone; q is zero elsewhere, which verification
-is told, so nothing is lost but the acceptance of rare tokens. FR-Spec (Zhao et al., 2025) fixes
-such a vocabulary beforehand; here it follows the policy.
+knows, so the only loss is the acceptance of rare tokens. FR-Spec (Zhao et al., 2025) fixes such a
+vocabulary in advance; here it follows the policy.
 
-Shape letters: B requests, N rows, K heads, C of them asked, D hidden, H inner width of the hydra
-MLP, R inner rows of several heads, E = D (K + 1) what the last head reads, V vocabulary, W width of
+Shape letters: B requests, N rows, K heads, C of them in use, D hidden, H inner width of the hydra
+MLP, R inner rows of several heads, E = D (K + 1) input of the last head, V vocabulary, W width of
 the draft vocabulary.
 """
 
@@ -38,14 +38,14 @@ LM_HEAD = LINEAR
 FORGET = 0.5
 """Share of the counts kept at each refresh."""
 SMALL_ENTRIES = 1 << 24
-"""Numbers in an lm_head up to which a copy of all its rows may be held."""
+"""Size of an lm_head up to which a copy of all its rows may be held."""
 LINEAR_TOLERANCE = 0.05
-"""Largest root mean square of the difference between our product and the engine's, as a share of
-the logits' own.
+"""Largest allowed root mean square difference between our product and the engine's, relative to the
+logits.
 """
 MIN_TOKENS_PER_ENTRY = 2
-"""It begins when so many tokens for each of its places were counted; before, drafts use the
-whole vocabulary.
+"""It becomes active when this many tokens per entry were counted; until then drafts use the whole
+vocabulary.
 """
 # Unit vectors in one call of lm_head: with V = 128k their float32 logits are 125 MiB.
 ROWS_AT_ONCE = 256
@@ -54,8 +54,7 @@ ROWS_TRIED = 4
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Ids int64 `[B]` -> rows `[B, D]` of the actor's embedding table."""
 TABLE_ENTRIES = 1 << 24
-"""Most numbers in the tables of what tokens add: memory, and the time that every sync takes to make
-them.
+"""Most numbers in the tables of what tokens add: they cost memory, and time in every sync.
 """
 # Ids looked up at once: with D = 4,096 their float32 embeddings are 64 MiB.
 TABLE_ROWS_AT_ONCE = 4096
@@ -64,13 +63,13 @@ logger = logging.getLogger(__name__)
 
 
 def plain_linear(weight: torch.Tensor) -> LINEAR:
-    """Without packing: the reference, and what GPUs use."""
+    """Without packing: the reference, and used on GPUs."""
     return lambda rows: F.linear(rows.to(weight.dtype), weight)
 
 
 def most_frequent(counts_V: torch.Tensor, size: int) -> torch.Tensor | None:
-    """The tokens that drafts come from, int64 `W`, ascending, and half of the counts forgotten;
-    None before enough was counted.
+    """The draft vocabulary, int64 `W`, ascending; the counts are halved. None until enough was
+    counted.
     """
     if float(counts_V.sum()) < MIN_TOKENS_PER_ENTRY * size:
         return None
@@ -84,8 +83,8 @@ class DraftVocabulary:
     """Counts tokens, picks the most frequent ones, and multiplies by their rows of lm_head.
 
     Attributes:
-        ids_W: int64, ids in the vocabulary, ascending; None while there is none.
-        product: features -> logits of its tokens, or of all where there are no ids; None: the
+        ids_W: int64, ids in the vocabulary, ascending; None while there are none.
+        product: features -> logits of these tokens, or of all tokens without ids; None: the
             engine's own product.
     """
 
@@ -94,10 +93,10 @@ class DraftVocabulary:
     ) -> None:
         """
         Args:
-            size: W; 0 or `vocab_size` and more: always the whole vocabulary.
+            size: W; 0, or `vocab_size` and more: always the whole vocabulary.
             vocab_size: V.
-            pack: how its rows become a product.
-            whole: hold all rows where there are no ids and lm_head is small: the engine's own
+            pack: how the rows become a product.
+            whole: hold all rows if there are no ids and lm_head is small, because the engine's own
                 product may be slower than `pack`'s.
         """
         self.size = size if 0 < size < vocab_size else 0
@@ -110,11 +109,11 @@ class DraftVocabulary:
         self._whole = whole
 
     def count_on(self, device: torch.device) -> None:
-        """Count there, where tokens are seen on a device alone."""
+        """Count on this device, if tokens are only known on a device."""
         self._counts_V = self._counts_V.to(device)
 
     def observe(self, tokens: Iterable[Sequence[int]]) -> None:
-        """Count what a step sampled, or the prompts of new requests."""
+        """Count the tokens of a step, or the prompts of new requests."""
         if self.size:
             # vLLM has placeholders below 0.
             ids = [token for some in tokens for token in some if token >= 0]
@@ -122,13 +121,13 @@ class DraftVocabulary:
             self.observe_there(ids_N, torch.ones_like(ids_N, dtype=torch.bool), len(ids))
 
     def observe_there(self, ids_N: torch.Tensor, there_N: torch.Tensor, least: int) -> None:
-        """Count those of `ids_N` that are `there_N`, on the device of the counts.
+        """Count those of `ids_N` where `there_N` is true, on the device of the counts.
 
         Args:
-            least: so many are, as far as the host knows.
+            least: their number, as far as the host knows.
         """
         if self.size:
-            # Sums of ones are exact, so ranks that add them in another order agree.
+            # Sums of ones are exact, so ranks that add them in different orders agree.
             self._counts_V.index_add_(0, ids_N, there_N.to(self._counts_V.dtype))
             self._counted += least
 
@@ -145,15 +144,15 @@ class DraftVocabulary:
         device: torch.device,
         weight_VD: torch.Tensor | None = None,
     ) -> None:
-        """Pick the tokens anew and read their rows of lm_head; after every change of the actor or
-        the heads. Nothing before enough was counted.
+        """Renew the ids and read their rows of lm_head; call it after every change of the actor or
+        the heads. It has no effect until enough was counted.
 
-        The rows are those of `weight_VD` where the engine's own product agrees; else they are read
-        through it (of the unit vectors), so that they are what it serves, however it is packed,
-        scaled or sharded.
+        The rows are those of `weight_VD` if the engine's own product agrees with them. Otherwise
+        they are read through that product (of unit vectors), so that they are what the engine
+        serves, however packed, scaled or sharded.
         """
-        # The choice stays on the host too: the device's copy may lie in memory that a deep sleep
-        # throws away, and counts that were halved may be too few for another.
+        # The ids are kept on the host too: the device's copy may be in memory that a deep sleep
+        # throws away, and the halved counts may be too few to choose again.
         if self.size:
             chosen_W = most_frequent(self._counts_V, self.size)
             self._chosen_W = self._chosen_W if chosen_W is None else chosen_W.cpu()
@@ -171,17 +170,17 @@ class DraftVocabulary:
                     self._pack(rows_WD.to(dtype)), lm_head, hidden_size, dtype, device
                 )
             self.product = self.product or self._read(lm_head, hidden_size, dtype, device)
-        # Without a product of its rows nothing can be drafted from them: the engine's own gives
-        # logits of the whole vocabulary.
+        # Without a product of the rows, no draft vocabulary is possible: the engine's own product
+        # gives logits of the whole vocabulary.
         if self.product is None:
             self.ids_W = None
 
     def _read(
         self, lm_head: LM_HEAD, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> LM_HEAD | None:
-        """The product of the ids' rows; None where lm_head is not a product (soft caps)."""
+        """The product of the ids' rows; None if lm_head is not a plain product (soft caps)."""
         ids_W = slice(None) if self.ids_W is None else self.ids_W
-        # What the zero vector gives is the bias; each unit vector gives its row and the bias.
+        # The zero vector gives the bias; each unit vector gives its row plus the bias.
         bias_W = lm_head(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0, ids_W]
         parts = []
         for start in range(0, hidden_size, ROWS_AT_ONCE):
@@ -208,8 +207,8 @@ class DraftVocabulary:
         device: torch.device,
     ) -> LM_HEAD | None:
         """The product, if it agrees with the engine's own."""
-        # A generator of its own: the engine's random numbers stay what they are, and all
-        # tensor-parallel ranks try the same states and come to the same answer.
+        # A separate generator: the engine's random numbers stay unchanged, and all tensor-parallel
+        # ranks try the same states and get the same answer.
         rows_ND = torch.randn(
             ROWS_TRIED, hidden_size, generator=torch.Generator().manual_seed(0)
         ).to(device, dtype)
@@ -217,14 +216,14 @@ class DraftVocabulary:
         expected_NW = expected_NV if self.ids_W is None else expected_NV[:, self.ids_W]
         apart = (product(rows_ND).float() - expected_NW).square().mean().sqrt()
         expected = expected_NW.square().mean().sqrt()
-        # Asked this way round, because NaN is no agreement.
+        # Compared this way round, so that NaN counts as a difference.
         agrees = bool(apart <= LINEAR_TOLERANCE * expected)
         return product if agrees else None
 
 
 def spread(values_NW: torch.Tensor, ids_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Probabilities of a draft vocabulary's tokens in their places of the whole one `[N, V]`, zero
-    elsewhere.
+    """Probabilities of a draft vocabulary's tokens at their places in the whole vocabulary, `[N,
+    V]`, zero elsewhere.
     """
     whole_NV = torch.zeros(
         values_NW.shape[0], vocab_size, dtype=values_NW.dtype, device=values_NW.device
@@ -236,16 +235,16 @@ def spread(values_NW: torch.Tensor, ids_W: torch.Tensor, vocab_size: int) -> tor
 
 
 class FusedHeads:
-    """The features of all kinds; `heads.config` says which. Parameters of hydra heads become views
-    of what is multiplied with here.
+    """The features of all kinds (`heads.config`). Parameters of hydra heads become views of the
+    tensors that are multiplied here.
     """
 
     def __init__(self, heads: MedusaHeads, embed: EMBED | None, pack: PACK = plain_linear) -> None:
         """
         Args:
-            embed: the engine's own lookup, whatever shards the table; kind hydra only.
-            pack: how a weight becomes a product, in a dtype of its own choice; what it was given
-                stays where it is.
+            embed: the engine's own lookup, which may be sharded; kind hydra only.
+            pack: how a weight becomes a product; it chooses the dtype, and does not change the
+                weight.
         """
         self.config = heads.config
         self.heads = heads
@@ -257,29 +256,29 @@ class FusedHeads:
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Lay the MLPs of all heads side by side: one product reads what several heads have in
-        common, and nothing is held twice.
+        """Store the MLPs of all heads side by side: one product reads the common input of several
+        heads, and nothing is stored twice.
         """
         heads = self.heads
         K = self.config.num_heads
         D = self.config.hidden_size
         self._H = H = D * self.config.mlp_ratio
-        # Zeros: head k reads only the first k + 2 parts, and what lies behind them is multiplied
+        # Zeros: head k reads only the first k + 2 parts, but the following parts are multiplied
         # too.
         self._in_RE = heads.mlp_out.new_zeros(K * H, D * (K + 1))
         self._out_KRH = heads.mlp_out.new_empty(K, 2 * D, H)
         for k, weight in enumerate(heads.mlp_in):
             place = self._in_RE[k * H : (k + 1) * H, : D * (k + 2)]
             place[:] = weight
-            # The parameter becomes a view, so that a swap writes where the products read.
+            # The parameter becomes a view, so that a swap writes to the tensor that products read.
             weight.data = place
         self._out_KRH[:, :D] = heads.mlp_out
         heads.mlp_out.data = self._out_KRH[:, :D]
 
     @torch.no_grad()
     def load(self) -> None:
-        """Read the heads again, and the embedding table: after a swap."""
-        # Packed products are copies of the old weights: they are made anew when they are asked for.
+        """Read the heads and the embedding table again, after a swap."""
+        # Packed products are copies of the old weights; they are renewed when next needed.
         self._products: dict[tuple[str, int, int], LINEAR] = {}
         self._blocks = [block_KDD.detach() for block_KDD in self.heads.blocks]
         if self.config.kind == "hydra":
@@ -289,9 +288,9 @@ class FusedHeads:
 
     @torch.no_grad()
     def read_embedding(self) -> None:
-        """1 / rms of every token's embedding, and, where they are small: what a token at each place
-        j after h_t adds to the inner rows of heads j.. (from 0), `[V, (K - j) H]`. After a sync of
-        the actor.
+        """1 / rms of every token's embedding; and, if they are small, tables of what a token at
+        each place j after h_t adds to the inner rows of heads j.. (from 0), `[V, (K - j) H]`.
+        Renewed after a sync of the actor.
         """
         if self.config.kind != "hydra":
             return
@@ -306,12 +305,12 @@ class FusedHeads:
         )
 
     def _token_weights(self, j: int, count: int) -> torch.Tensor:
-        """What reads the token at place j after h_t, for the heads j .. count."""
+        """Weights that multiply the token at place j after h_t, for the heads j .. count."""
         D = self.config.hidden_size
         return self._in_RE[j * self._H : count * self._H, D * (1 + j) : D * (2 + j)]
 
     def _product(self, name: str, index: int, count: int) -> LINEAR:
-        """The packed product with a weight `[out, in]`; made when it is first asked for."""
+        """The packed product with a weight `[out, in]`; made on first use."""
         key = (name, index, count)
         if key not in self._products:
             self._products[key] = self._pack(self._weight(*key))
@@ -336,7 +335,7 @@ class FusedHeads:
     # ---- kinds whose features need no tokens
 
     def features_at_once(self, hidden_BD: torch.Tensor, count: int) -> torch.Tensor:
-        """What lm_head reads for the first `count` heads, `[B, C, D]`; kind medusa."""
+        """The input of lm_head for the first `count` heads, `[B, C, D]`; kind medusa."""
         features_BCD = hidden_BD.unsqueeze(1) + F.silu(self._first_blocks(hidden_BD, count))
         for block_KDD in self._blocks[1:]:
             inner_CBD = torch.bmm(
@@ -357,8 +356,8 @@ class FusedHeads:
         )
 
     def features(self, state: HydraState, k: int, last_ids_B: torch.Tensor) -> torch.Tensor:
-        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order,
-        once each.
+        """The input of lm_head for the head with index k (from 0), `BD`; call it for the heads in
+        order, once each.
         """
         inner_BR = state.inner_BR
         H = self._H
@@ -371,7 +370,7 @@ class FusedHeads:
             assert self._embed is not None, "hydra heads read embeddings"
             count = k + left // H
             added_BR = self._product("token", k, count)(self._embed(last_ids_B))
-            # The token's RMS normalisation, applied behind the product: one number a row.
+            # The token's RMS normalisation, applied after the product: one factor per row.
             inner_BR.addcmul_(added_BR, self._sizes_V1.index_select(0, last_ids_B))
         if left > H:
             state.inner_BR = inner_BR.narrow(1, H, left - H)
@@ -396,8 +395,8 @@ class HydraState:
 def token_tables(
     embed: EMBED, size: int, weights: list[torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """1 / rms of every token's embedding, float32 `[V, 1]`, and what each weight `[R, D]` makes of
-    it after its normalisation, `[V, R]` in `dtype`.
+    """1 / rms of every token's embedding, float32 `[V, 1]`, and the product of each weight `[R, D]`
+    with the normalised embeddings, `[V, R]` in `dtype`.
     """
     sizes_V1 = torch.empty((size, 1), device=device)
     tables = [torch.empty((size, len(weight)), dtype=dtype, device=device) for weight in weights]
@@ -418,11 +417,11 @@ def inverse_rms(rows_ND: torch.Tensor) -> torch.Tensor:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Skips torch if there is nothing to do, since a call costs as much as a small product."""
+    """Skips torch if there is nothing to do, because a call costs as much as a small product."""
     return values if values.dtype == dtype else values.to(dtype)
 
 
 def _wide_product(left_KDD: torch.Tensor, right_KDH: torch.Tensor) -> torch.Tensor:
-    """At least float32: its rounding would add to that of the weights."""
+    """At least float32, because its rounding would add to that of the weights."""
     wide = torch.promote_types(left_KDD.dtype, torch.float32)
     return torch.bmm(left_KDD.to(wide), right_KDH.to(wide)).to(left_KDD.dtype)

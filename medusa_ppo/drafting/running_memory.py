@@ -1,5 +1,5 @@
-"""The memory of an engine: it remembers each request when that has ended, and lays out texts for
-those that run.
+"""The memory of an engine: it remembers each finished request, and prepares texts for those that
+run.
 
 Shape letters as in `memory`; T drafts of all requests one after the other, N rows of logits.
 """
@@ -32,8 +32,8 @@ REFRESH = 8
 
 @dataclass
 class _Met:
-    """A request that has not ended: vLLM's state of it, the key and the last tokens of its prompt,
-    the version of the policy that it began with, and its seed.
+    """A running request: vLLM's state of it, its prompt's key and last tokens, the version of the
+    policy that began it, and its seed.
     """
 
     request: Any
@@ -49,25 +49,25 @@ class _Met:
         return self.request.output_token_ids
 
     def tokens(self) -> np.ndarray:
-        """`said`, of which only what is new is read: a list of thousands takes longer to read than
-        all the rest of a step.
+        """`said` as an array. Only new tokens are read, because reading a list of thousands takes
+        longer than the rest of a step.
         """
         said = self.said
         self._sure = min(self._sure, len(said))
         new = np.asarray(said[self._sure :], dtype=np.int32)
         self._said = np.concatenate([self._said[: self._sure], new])
-        # What is below 0 holds a place for a token that comes later.
+        # Negative values are placeholders for later tokens.
         waiting = np.flatnonzero(new < 0)
         self._sure += int(waiting[0]) if len(waiting) else len(new)
         return self._said
 
 
 class RunningMemory:
-    """The memory of an engine: it remembers each request when that has ended, and lays out texts
-    for those that run.
+    """The memory of an engine: it remembers each finished request, and prepares texts for those
+    that run.
 
     Attributes:
-        store: what was said.
+        store: the responses.
         trust: the table of w.
     """
 
@@ -76,7 +76,7 @@ class RunningMemory:
     ) -> None:
         """
         Args:
-            requests: that run at a time, at most.
+            requests: most requests that run at a time.
             places: most tokens of a text.
         """
         self.store = ResponseMemory(most_bytes)
@@ -108,13 +108,13 @@ class RunningMemory:
         counts: Sequence[int],
         temperature_B: torch.Tensor | None,
     ) -> None:
-        """What the policy says of the drafts that are verified now, before top-k and top-p; to be
-        learned from when that is done.
+        """Score the drafts to be verified now with the policy, before top-k and top-p; `settle`
+        learns from that afterwards.
 
         Args:
-            rows_T: of the logits, one for each draft, request after request.
-            counts: drafts of each request.
-            temperature_B: None where all are greedy.
+            rows_T: rows of the logits, one for each draft, request after request.
+            counts: number of drafts of each request.
+            temperature_B: None if all are greedy.
         """
         self._p_T = None
         if temperature_B is not None and len(ids_T):
@@ -123,19 +123,19 @@ class RunningMemory:
             )
             # Greedy requests in a mixed batch have 0; their drafts are one-hot and teach nothing.
             temperature_T1 = temperature_B[requests_T].clamp_min(1e-5).unsqueeze(1)
-            # Top-k and top-p are left out: p is then a little small, which moves w and nothing that
-            # is sampled.
+            # Top-k and top-p are left out: p is then slightly too small, which affects w and no
+            # sample.
             p_TV = (logits_NV[rows_T].float() / temperature_T1).softmax(-1)
             self._p_T = p_TV.gather(1, ids_T.to(torch.int64).clamp_min(0).unsqueeze(1)).squeeze(1)
 
     def settle(self, request_ids: Sequence[str], drafted: Sequence[int]) -> None:
-        """Learn from the drafts that the last step verified, those that were judged.
+        """Learn from the scored drafts that the last step verified.
 
-        From all of them, by how probable it was that they would be reached: which of a block's
-        drafts are accepted depends on those behind them, so the accepted ones alone are no fair
-        sample.
+        It learns from all of them, weighted by the probability that they are reached: which of a
+        block's drafts are accepted depends on the later ones, so the accepted ones alone would be a
+        biased sample.
         """
-        # Taken once: a step that was not judged must not learn from the p of an earlier one.
+        # Taken once: a step without scores must not learn from the p of an earlier one.
         p_T = self._p_T
         self._p_T = None
         rows = []
@@ -174,16 +174,17 @@ class RunningMemory:
         self._waiting.cells_KS[:, slots_B] = -1
 
     def attend(self, request_ids: Sequence[str], live: Mapping[str, Any]) -> None:
-        """Know who runs now, and remember who has ended; once a step, drafts or none.
+        """Track who runs now, and remember who has ended; call it once per step, with or without
+        drafts.
 
         Args:
-            live: vLLM's states of all requests that have not ended.
+            live: vLLM's states of all running requests.
         """
         for key in [key for key in self._met if key not in live]:
             self._take_leave(key)
         for key in request_ids:
             if key not in self._met:
-                # vLLM has no ids for a prompt that came as embeddings.
+                # vLLM has no ids for a prompt that was given as embeddings.
                 prompt = live[key].prompt_token_ids or ()
                 asked = live[key].sampling_params
                 seed = None if asked is None else asked.seed
@@ -192,17 +193,16 @@ class RunningMemory:
                 )
 
     def recall(self, request_ids: Sequence[str]) -> Recall:
-        """For the drafts of this step, of requests that are attended to."""
+        """The memory's part in this step's drafts, for tracked requests."""
         new = [key for key in request_ids if key not in self._slots]
         self._make_room(len(new), set(request_ids))
         self._slots |= {key: self._free.pop() for key in new}
         self._step += 1
-        # New requests at once; the others only now and then, because a text is copied to the
-        # device.
+        # New requests at once; others only now and then, because a text is copied to the device.
         self._lay_out(request_ids if self._step % REFRESH == 0 else new)
         slots = [self._slots[key] for key in request_ids]
-        # The search costs in proportion to the text, so it is as wide as the longest one of this
-        # batch.
+        # The cost of the search is proportional to its width, which is that of the batch's longest
+        # text.
         width = max(1, *(self._lengths[slot] for slot in slots))
         slots_B = torch.tensor(slots).to(self._device, non_blocking=True)
         tails = [tail_of(met.tail, met.said) for met in map(self._met.__getitem__, request_ids)]
@@ -212,7 +212,7 @@ class RunningMemory:
         return Recall(texts_BX, weight_BP, tails_Bn, self.trust, slots_B, self._waiting)
 
     def _take_leave(self, key: str) -> None:
-        """A request has ended; tokens that were accepted behind its end are not its own."""
+        """Forget a request that has ended; tokens accepted after its end are not part of it."""
         met = self._met.pop(key)
         asked = met.request.sampling_params
         said = met.said
@@ -223,14 +223,14 @@ class RunningMemory:
             self._free.append(self._slots.pop(key))
 
     def _make_room(self, count: int, running: set[str]) -> None:
-        # A preempted request gets a new slot, and its text once more, should it come back.
+        # A preempted request gets a new slot and a new text if it returns.
         waiting = [key for key in self._slots if key not in running]
         for key in waiting[: max(count - len(self._free), 0)]:
             self._free.append(self._slots.pop(key))
 
     def _lay_out(self, request_ids: Sequence[str]) -> None:
-        """Write the texts of some requests: what was said to their prompts, of those beside them
-        what they have said by now.
+        """Write the texts of some requests: the responses to their prompts, and what concurrent
+        requests have written so far.
         """
         beside: dict[bytes, list[tuple[_Met, np.ndarray]]] = {}
         asked = {self._met[key].key for key in request_ids}
@@ -243,8 +243,8 @@ class RunningMemory:
             others = (
                 said
                 for other, said in beside[met.key]
-                # Requests of one seed draw by the same numbers: q may not depend on what those
-                # drew.
+                # Requests with the same seed draw with the same numbers, so q may not depend on
+                # each other's tokens.
                 if other is not met and (met.seed is None or met.seed != other.seed)
             )
             tokens, weights = self.store.text(met.key, met.tail, others, self._places, met.seed)
@@ -257,5 +257,5 @@ class RunningMemory:
                 self._device, non_blocking=True
             )
             self._weight_SP[slot, length:] = 0
-            # What this slot's last owner drafted is not this request's to learn from.
+            # Drafts of this slot's previous owner must not teach this request.
             self._waiting.cells_KS[:, slot] = -1

@@ -1,8 +1,8 @@
-"""What the host tells the device between two steps, in one place: it must not wait for it.
+"""How the host sends data to the device between two steps, without waiting for it.
 
-A copy out of ordinary memory waits until the device is done with all that was asked of it before,
-the forward pass first of all; then verification is launched late. A copy out of pinned memory goes
-on its way, and so does the host.
+A copy from ordinary memory waits until the device has finished everything queued before, above all
+the forward pass; verification is then launched late. A copy from pinned memory is queued, and the
+host continues.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ NUMPY_TYPES = {torch.int32: np.int32, torch.int64: np.int64}
 
 
 def sent(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """A tensor of numbers (lists, numpy arrays or a tensor on the host) on its way to the device.
-    A copy in any case: what it was made of may change afterwards.
+    """Send numbers (lists, numpy arrays or a tensor on the host) to the device as a tensor. It is
+    always a copy, because the source may change afterwards.
     """
     if isinstance(values, torch.Tensor):
         host = values.to(dtype, copy=True)
     elif isinstance(values, np.ndarray) and dtype in NUMPY_TYPES:
-        # A tenth of what torch.tensor takes, and it is asked for at every step.
+        # Takes a tenth of torch.tensor's time, and is needed in every step.
         host = torch.from_numpy(values.astype(NUMPY_TYPES[dtype]))
     else:
         host = torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
         return host
-    # torch keeps pinned memory, and gives none away that is still being read.
+    # torch reuses pinned memory only after it has been read.
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

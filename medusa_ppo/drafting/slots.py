@@ -1,10 +1,11 @@
-"""What drafting keeps by slot: who has which slot, and q of the drafts that the next step verifies.
+"""The state of drafting by slot: which request has which slot, and q of the drafts that the next
+step verifies.
 
-All of it stands in tensors that stay where they are. A draft is verified one step after it was
-drawn, against the q that it was drawn from. In between its request may have been preempted, its
-drafts replaced by placeholders, its slot given to another. So beside q stands a stamp of who
-drafted and at which position: what does not bear the stamp that verification expects was not drawn
-from this q, and is verified as a one-hot draft, which is right for any draft.
+All of it is in tensors at fixed addresses. A draft is verified one step after it was drawn, against
+the q that it was drawn from. Meanwhile its request may have been preempted, its drafts replaced by
+placeholders, or its slot given to another request. So a stamp is stored with q: who drafted, and at
+which position. A draft without the stamp that verification expects was not drawn from this q, and
+is verified as a one-hot draft, which is valid for any draft.
 
 Shape letters: B requests, R rows of a batch, S slots, K drafts, W width of the draft vocabulary, X
 = W - 1, T drafts of all requests one after the other, V vocabulary.
@@ -24,26 +25,26 @@ from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.noise import drawn_from, keys_of
 
 POSITIONS = 1 << 24
-"""Positions that a stamp tells apart; 2^39 requests beside them."""
+"""Positions that a stamp distinguishes; this leaves 2^39 requests."""
 NOTHING = -1
 
 
 def stamps(requests_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-    """One int64 for a request (a serial number that is never given twice) at a position."""
+    """One int64 for a request (a serial number that is never reused) at a position."""
     return requests_B * POSITIONS + positions_B
 
 
-# ---- who has which slot
+# ---- which request has which slot
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a request is throughout its life.
+    """Properties of a request that never change.
 
     Attributes:
         seed: None without one.
-        one_hot: its drafts are cut by their own values (a grammar removes what it forbids), so none
-            may be verified against a q.
+        one_hot: whether its drafts must be one-hot: a grammar removes what it forbids from the
+            drafts, so they may not be verified against a q.
     """
 
     seed: int | None = None
@@ -56,12 +57,12 @@ class Seats:
 
     Attributes:
         slots_B: int64.
-        requests_B: int64, serial numbers; none is ever given twice.
-        keys_B: int64 noise keys; None where no request has a seed.
-        seeded_B: bool; None where all requests have a seed, or none.
-        drawn_B: float32, 0 for requests whose drafts must be one-hot, 1 for the others; None where
+        requests_B: int64, serial numbers, which are never reused.
+        keys_B: int64 noise keys; None if no request has a seed.
+        seeded_B: bool; None if all requests have a seed, or none has one.
+        drawn_B: float32, 0 for requests whose drafts must be one-hot, 1 for the others; None if
             there are only others.
-        host_2B: slots and serial numbers once more, on the host.
+        host_2B: slots and serial numbers again, on the host.
     """
 
     slots_B: torch.Tensor
@@ -80,11 +81,11 @@ class _Seat:
 
 
 class Seating:
-    """Slots for `size` requests at a time. One that waits (preempted, not scheduled) keeps its slot
-    until a running one needs it.
+    """Slots for `size` requests at a time. A waiting request (preempted, not scheduled) keeps its
+    slot until a running one needs it.
 
-    A batch that is the one of the step before costs nothing; a request that is new costs a few
-    numbers that are copied to the device.
+    A batch that equals the previous step's costs nothing; a new request costs a few numbers copied
+    to the device.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -102,15 +103,15 @@ class Seating:
     ) -> Seats:
         """
         Args:
-            traits: asked once for each request.
-            live: requests that have not ended; the others' slots are free.
+            traits: called once for each request.
+            live: running requests; the slots of all others are free.
         """
-        # Most decode steps have the batch of the step before: no tensor is made for them.
+        # Most decode steps have the previous step's batch: no tensors are made for these.
         if self._last is not None and self._last[0] == request_ids:
             return self._last[1]
         new = [key for key in request_ids if key not in self._seats]
-        # Ended requests keep their slots until somebody needs one, so a step without a new request
-        # does not look for them.
+        # Ended requests keep their slots until one is needed, so a step without a new request does
+        # not search for them.
         if new:
             self._make_room(len(new), set(request_ids), live)
             for key in new:
@@ -124,7 +125,7 @@ class Seating:
             self._free.append(self._seats.pop(gone).slot)
         waiting = [key for key in self._seats if key not in running]
         for key in waiting[: max(count - len(self._free), 0)]:
-            # Its drafts are verified as one-hot ones, should it come back.
+            # If it returns, its drafts are verified as one-hot.
             self._free.append(self._seats.pop(key).slot)
 
     def _tensors(self, seats: list[_Seat]) -> Seats:
@@ -155,10 +156,10 @@ class KeptDrafts:
     """q of the drafts that a step verifies.
 
     Attributes:
-        rows_B: where each request's drafts stand.
+        rows_B: row of each request's drafts.
         sampled_BK: bool, drafts that were drawn from q; the others are one-hot.
         q_BK: float32, the probability of each draft under its q; 1 for one-hot ones.
-        slots: where to look for whole rows.
+        slots: gives whole rows of q.
     """
 
     rows_B: torch.Tensor
@@ -167,17 +168,17 @@ class KeptDrafts:
     slots: DraftSlots
 
     def of(self, ids_BK: torch.Tensor) -> torch.Tensor:
-        """The probabilities of the drafts `ids_BK`, which are those that were kept."""
+        """The probabilities of the drafts `ids_BK`, which must be the kept ones."""
         return self.q_BK
 
     def part(self, requests: slice | torch.Tensor) -> KeptDrafts:
-        """Of some requests."""
+        """The part for some requests."""
         return KeptDrafts(
             self.rows_B[requests], self.sampled_BK[requests], self.q_BK[requests], self.slots
         )
 
     def rows(self, at_B1: torch.Tensor) -> torch.Tensor:
-        """q `[B, W]` of the draft at index `at_B1` of each request; only to be read where that was
+        """q `[B, W]` of the draft at index `at_B1` of each request; valid only if that draft was
         sampled.
         """
         return self.slots.q(self.rows_B, at_B1.squeeze(1))
@@ -185,10 +186,10 @@ class KeptDrafts:
     def residual(
         self, mass_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
     ) -> torch.Tensor:
-        """max(mass - q, 0) where the draft `refused_B1` at index `at_B1` was refused; the mass
-        where that is below 0.
+        """max(mass - q, 0) if the draft `refused_B1` at index `at_B1` was refused; the mass itself
+        where `at_B1` is below 0.
 
-        q is one-hot, and the mass without the draft is left, where it was not sampled.
+        For a draft that was not sampled, q is one-hot: what is left is the mass without the draft.
         """
         refused = refused_B1 >= 0
         sampled_B1 = self.sampled_BK.gather(1, at_B1)
@@ -199,8 +200,8 @@ class KeptDrafts:
             left_BV = (mass_BV - q_BW).clamp_min(0)
         else:
             left_BV = mass_BV.index_add(1, ids_W, q_BW, alpha=-1).clamp_min(0)
-        # All rows go through the scatter, also those that keep what they have: a branch would read
-        # a host value.
+        # All rows go through the scatter, even unchanged ones: a branch would need a value on the
+        # host.
         at_draft_B1 = torch.where(
             refused & sampled_B1.logical_not(), 0.0, left_BV.gather(1, ids_B1)
         )
@@ -208,8 +209,8 @@ class KeptDrafts:
 
 
 class Places(NamedTuple):
-    """Where a batch is drawn: cumulative sums `[B, X]` and columns `[B, 1]` of each head, and room
-    `[B, W]` for two things.
+    """Buffers for drawing a batch: cumulative sums `[B, X]` and columns `[B, 1]` of each head, and
+    two scratch buffers `[B, W]`.
     """
 
     cumulative: Sequence[torch.Tensor]
@@ -218,16 +219,15 @@ class Places(NamedTuple):
 
 
 class DraftSlots:
-    """What the drafts of the last step were drawn by, row by row of its batch, and stamps; `rows_S`
-    says which row a slot had.
+    """The sums that the last step's drafts were drawn with, by row of its batch, and their stamps;
+    `rows_S` has the row of each slot.
 
-    A request that sits out a step finds its row overwritten, and its stamp with it. One row and one
-    slot more than requests are for padding of a batch.
+    A request that skips a step finds its row and stamp overwritten. There is one row and one slot
+    more than requests, to pad a batch.
 
     Attributes:
-        cumulative_KRX: float32, the W - 1 sums that `drafting.cumulate` makes; what q is follows
-            from them.
-        columns_KR: int64, what was drawn.
+        cumulative_KRX: float32, the W - 1 sums of `drafting.cumulate`, from which q follows.
+        columns_KR: int64, the drawn columns.
         ids_W: the tokens of the columns; None: all of them.
     """
 
@@ -256,8 +256,9 @@ class DraftSlots:
         return self.size
 
     def places(self, count: int, batch: int) -> Places:
-        """Where `count` heads draw for a batch."""
-        # A view is an operation for each head and step, and costs as much as a small product.
+        """The buffers in which `count` heads draw for a batch."""
+        # Making a view is one operation for each head and step, which costs as much as a small
+        # product.
         if (count, batch) not in self._views:
             columns = self.columns_KR[:count, :batch].unsqueeze(2).unbind(0)
             self._views[count, batch] = Places(
@@ -268,18 +269,17 @@ class DraftSlots:
         return self._views[count, batch]
 
     def forget(self) -> None:
-        """Whatever was drafted is one-hot from here on (a draft vocabulary that changes; never
-        because of what was drafted).
+        """All earlier drafts become one-hot (when the draft vocabulary changes; never depending on
+        what was drafted).
         """
         self.stamps_R.fill_(NOTHING)
 
     def stamp(self, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int) -> None:
-        """Say whose the drafts are that were just drawn, `count` each.
+        """Mark the owners of the drafts that were just drawn, `count` each.
 
         Args:
-            stamps_B: from `stamps`; NOTHING for requests whose drafts are one-hot. (Where all of a
-                step are, nothing needs to be said: what stands here bears the stamp of an earlier
-                position.)
+            stamps_B: from `stamps`; NOTHING for requests whose drafts are one-hot. (If all of a
+                step are one-hot, no call is needed: the stamps here are of an earlier position.)
         """
         batch = slots_B.shape[0]
         self.rows_S.index_copy_(0, slots_B, self._numbers_R[:batch])
@@ -289,17 +289,17 @@ class DraftSlots:
             self.columns_KR[count:, :batch].fill_(NOTHING)
 
     def look_up(self, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int) -> KeptDrafts:
-        """What is known of the first `count` drafts of each request."""
+        """What is stored about the first `count` drafts of each request."""
         rows_B = self.rows_S.index_select(0, slots_B)
         columns_BK = self.columns_KR[:count].index_select(1, rows_B).t()
-        # NOTHING stands for no draft on both sides, and two of them are no match.
+        # NOTHING means no draft on both sides, and two of them do not match.
         same_B = (self.stamps_R.index_select(0, rows_B) == stamps_B) & (stamps_B >= 0)
         sampled_BK = same_B.unsqueeze(1) & (columns_BK >= 0)
         drafts_K = self._numbers_R[:count]
         most = self.cumulative_KRX.shape[2] - 1
 
         def below(columns_BK: torch.Tensor) -> torch.Tensor:
-            """The sums before some columns, 0 before the first and 1 after the last."""
+            """The sums before some columns: 0 before the first and 1 after the last."""
             sums_BK = self.cumulative_KRX[
                 drafts_K, rows_B.unsqueeze(1), (columns_BK - 1).clamp(0, most)
             ].clamp_max(1)
@@ -307,10 +307,10 @@ class DraftSlots:
                 columns_BK > most + 1, 1.0, torch.where(columns_BK > 0, sums_BK, 0.0)
             )
 
-        # What a uniform lands on between two sums is drawn: their difference is q to the last bit.
+        # A uniform between two sums draws the column, so their difference is q to the last bit.
         q_BK = torch.where(sampled_BK, below(columns_BK + 1) - below(columns_BK), 1.0)
         return KeptDrafts(rows_B, sampled_BK, q_BK, self)
 
     def q(self, rows_N: torch.Tensor, drafts_N: torch.Tensor) -> torch.Tensor:
-        """q `[N, W]` of some drafts, by row and place among the drafts."""
+        """q `[N, W]` of some drafts, by row and index of the draft."""
         return drawn_from(self.cumulative_KRX[drafts_N, rows_N])

@@ -1,9 +1,9 @@
 """Where a draft run ends, request by request: before a draft that will hardly be accepted.
 
-What a draft's chance is, is estimated from q, from which it is about to be drawn, and from the
-drafts before it: how often drafts were accepted whose q had about so large a top, and whose own
-share of it was about so large. Neither the draft itself nor anything that verifies it has a part in
-that, so the end of a run is a stopping time and nothing is lost (docs/theory.md).
+A draft's chance of acceptance is estimated from the q that it is about to be drawn from, and from
+the earlier drafts: how often drafts with a similar largest probability of q, and a similar share of
+it, were accepted. Neither the draft itself nor anything used to verify it is involved, so the end
+of a run is a stopping time and verification stays lossless (docs/theory.md).
 
 Shape letters: B requests, S slots, K drafts, W width of the draft vocabulary, T bins of q's top, P
 bins of a draft's share of it, X = T P.
@@ -14,20 +14,22 @@ from __future__ import annotations
 import torch
 
 TOPS, PARTS = 16, 4
-"""Bins; of a draft's probability as a share of the largest: the largest itself, more than a third,
+"""Bins; for a draft's probability relative to the largest: the largest itself, more than a third,
 more than a tenth, less.
 """
 PRIOR, MOST_SEEN = 10.0, 2000.0
-"""Drafts that the first estimate counts for, and after which older ones are forgotten."""
+"""Weight of the first estimate in drafts, and number of drafts after which older ones are
+forgotten.
+"""
 EXPLORE = 32
-"""Of so many steps one ends no run, so that every chance goes on being measured."""
+"""One in this many steps ends no run early, so that all chances continue to be measured."""
 
 
 class Stopping:
-    """Chances by bin, learned from verified drafts, and what the drafts of each slot wait to teach.
+    """Chances by bin, learned from verified drafts, and the bins of drafts not verified yet.
 
     Attributes:
-        least: a draft below this chance is not made, nor any after it.
+        least: a draft with a smaller chance is not made, nor any after it.
     """
 
     def __init__(self, least: float, slots: int, drafts: int, device: torch.device) -> None:
@@ -41,8 +43,8 @@ class Stopping:
         self._estimate()
 
     def _estimate(self) -> None:
-        # Two tables: of a draft that was drawn its own share of the top is known; of the one to
-        # come only the top is.
+        # Two tables: for a drawn draft its share of the largest probability is known; for the next
+        # one only the largest probability is.
         self._of_drawn_X = (
             (self._accepted_TP + PRIOR * self._first_T1) / (self._offered_TP + PRIOR)
         ).flatten()
@@ -51,7 +53,7 @@ class Stopping:
         self._of_next_T = (accepted_T + PRIOR * self._first_T1.squeeze(1)) / (offered_T + PRIOR)
 
     def begin(self, slots_B: torch.Tensor) -> Ending:
-        """The runs of a step's requests."""
+        """Start the runs of a step's requests."""
         self._step += 1
         # With a bound of 0 no run ends early.
         return Ending(self, slots_B, 0.0 if self._step % EXPLORE == 0 else self.least)
@@ -61,18 +63,18 @@ class Stopping:
     ) -> None:
         """Learn from the drafts that the last step verified."""
         cells_KB = self._cells_KS[:, slots_B]
-        # The refused draft was asked too; what stands behind it was never verified.
+        # The refused draft was verified too; later ones were not.
         asked_KB = (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B) & (cells_KB >= 0)
         took_KB = asked_KB & (self._steps_K1 < accepted_B)
         places_N = cells_KB.clamp_min(0).flatten()
         for sums_TP, values_KB in ((self._offered_TP, asked_KB), (self._accepted_TP, took_KB)):
             sums_TP.view(-1).index_add_(0, places_N, values_KB.flatten().float())
-        # Heads and policy move: a full cell shrinks, so that newer drafts count as much as they
-        # should.
+        # Heads and policy change: the sums of a full bin shrink, so that newer drafts keep their
+        # weight.
         fade_TP = (MOST_SEEN / self._offered_TP.clamp_min(MOST_SEEN)).clamp_max(1)
         self._offered_TP *= fade_TP
         self._accepted_TP *= fade_TP
-        # Each draft teaches once, also where the next step drafts nothing.
+        # Each draft teaches once, even if the next step drafts nothing.
         self._cells_KS[:, slots_B] = -1
         self._estimate()
 
@@ -93,7 +95,9 @@ class Ending:
         self._goes_on_B = torch.ones_like(slots_B, dtype=torch.bool)
 
     def ask(self, q_BW: torch.Tensor, sampled_B1: torch.Tensor) -> None:
-        """Before a draft is drawn from `q_BW`: is it made? Always where drafts are not sampled."""
+        """Decide, before a draft is drawn from `q_BW`, whether it is made. Drafts that are not
+        sampled always are.
+        """
         self._top_B = q_BW.amax(1)
         self._sampled_B = sampled_B1.squeeze(1)
         self._bin_B = (self._top_B * TOPS).long().clamp(0, TOPS - 1)
@@ -101,12 +105,11 @@ class Ending:
         self._goes_on_B = self._goes_on_B & (
             (chance_B >= self._least) | self._sampled_B.logical_not()
         )
-        # Drafts behind the end are drawn all the same, in static shapes; they are only not
-        # verified.
+        # Shapes are static, so drafts after the end are still drawn, but not verified.
         self.lengths_B += self._goes_on_B
 
     def follow(self, k: int, drawn_q_B: torch.Tensor) -> None:
-        """Draft k was drawn, with this probability."""
+        """Draft k was drawn with this probability."""
         part_B = drawn_q_B / self._top_B
         cell_B = self._bin_B * PARTS + (part_B < 1).long() + (part_B < 1 / 3) + (part_B < 0.1)
         # The chance of a run is the product of its drafts' chances.

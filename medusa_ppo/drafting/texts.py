@@ -1,13 +1,12 @@
-"""What heads that copy search: the last tokens of each request with their keys, by slot, and the
-arithmetic of `heads.copying` on them.
+"""The texts searched by heads that copy: the last tokens of each request with their keys, by slot,
+and the arithmetic of `heads.copying` on them.
 
-A key depends on tokens alone. It is made once, when its token comes, and stays true until other
-heads or another embedding are there. Nothing is needed of the states of what is searched, so a
-prompt that came from a prefix cache is searched as any other, and a request that was preempted is
-written anew from its tokens.
+A key depends on tokens alone. It is computed once, when its token arrives, and stays valid until
+heads or embedding change. Searching needs no hidden states, so a prompt from a prefix cache is
+searched like any other, and a preempted request is rewritten from its tokens.
 
-What is found does not depend on the drafts of the step: it is looked up for all heads at once,
-before the first of them draws.
+The result does not depend on the step's drafts, so it is looked up for all heads at once, before
+the first of them drafts.
 
 Shape letters: B requests, N tokens, S slots, L places kept of a request, K heads, A parts of the
 attention, w width of a part, m best places, M tokens of a key, D hidden, H width of the cell, r
@@ -34,14 +33,16 @@ from medusa_ppo.drafting.products import (
 )
 
 ROUND_PLACES = 128
-"""Where the longest text is known, so many places more or less are searched at once."""
+"""If the longest text is known, the number of searched places is rounded up to a multiple of this.
+"""
 
 
 class TextRing:
-    """The last L tokens of each request and their keys; one spare slot for what nobody reads.
+    """The last L tokens of each request and their keys, with one spare slot that is never read.
 
-    A token stands at its position modulo L. What a slot held of another request is never read: a
-    request is written from its beginning, or from L tokens before its newest, when it takes a slot.
+    A token is stored at its position modulo L. Another request's tokens in a slot are never read:
+    when a request takes a slot, it is written from its beginning, or from L tokens before its
+    newest.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class TextRing:
         self._numbers_L = torch.arange(places, device=device)
 
     def renew(self) -> None:
-        """Its memory was thrown away: it is empty, at the same addresses. What a mask leaves out
-        is looked up all the same, so it must be tokens.
+        """Its memory was thrown away: restore the empty state at the same addresses. Masked places
+        are looked up too, so they must hold valid tokens.
         """
         self.ids_SL.zero_()
         self.keys_SALw.zero_()
@@ -72,12 +73,12 @@ class TextRing:
     def write_ids(
         self, slots_N: torch.Tensor, positions_N: torch.Tensor, ids_N: torch.Tensor
     ) -> None:
-        """Tokens at their positions; at most L of a request in one call."""
+        """Write tokens at their positions; at most L of a request in one call."""
         self.ids_SL[slots_N, positions_N % self.places] = ids_N
         self.newest_S.scatter_reduce_(0, slots_N, positions_N, "amax")
 
     def ids_at(self, slots_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-        """The tokens at positions that are kept, int64 of the shape of `positions_N`."""
+        """The tokens at stored positions, int64, in the shape of `positions_N`."""
         return self.ids_SL[slots_N, positions_N % self.places]
 
     def begin(self, slot: int) -> None:
@@ -91,13 +92,13 @@ class TextRing:
         self.keys_SALw[slots_N, :, positions_N % self.places] = keys_NAw
 
     def positions(self, newest_B: torch.Tensor, searched: int) -> torch.Tensor:
-        """Which position the first places of each request hold, `[B, searched]`; below 0: none."""
+        """Positions stored in the first places of each request, `[B, searched]`; below 0: none."""
         behind_BL = (newest_B.unsqueeze(1) - self._numbers_L[:searched]) % self.places
         return newest_B.unsqueeze(1) - behind_BL
 
 
 class WrittenTexts:
-    """What the host knows of a `TextRing`: how much of which request each slot holds."""
+    """The host's record of a `TextRing`: which request each slot holds, and how much of it."""
 
     def __init__(self, ring: TextRing) -> None:
         self._places = ring.places
@@ -105,17 +106,17 @@ class WrittenTexts:
         self._count_S = np.zeros(ring.spare + 1, dtype=np.int64)
 
     def forget(self) -> None:
-        """Every text is to be written again: other heads have other keys."""
+        """Mark every text as missing: other heads have other keys."""
         self._writer_S.fill(-1)
 
     def missing(
         self, slots_B: np.ndarray, serials_B: np.ndarray, counts_B: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Which request of the batch, and which of its positions, are to be written now; they count
-        as written then.
+        """Which requests of the batch, and which of their positions, must be written now; they
+        count as written afterwards.
 
         Args:
-            counts_B: tokens that each request has.
+            counts_B: number of tokens of each request.
         """
         known_B = np.where(self._writer_S[slots_B] == serials_B, self._count_S[slots_B], 0)
         first_B = np.maximum(known_B, counts_B - self._places)
@@ -129,8 +130,8 @@ class WrittenTexts:
 
 
 class Copier:
-    """What heads find in the texts of a `TextRing`. Copies of the heads' values of when `load` was
-    called.
+    """What heads find in the texts of a `TextRing`. It holds copies of the heads' values from the
+    last call of `load`.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Copier:
             heads: heads that copy.
             embed: the engine's own lookup.
             pack: how a weight becomes a product.
-            never: tokens that are not copied: they stand for images.
+            never: tokens that are not copied, because they stand for images.
         """
         self._never = tuple(never)
         self.heads = heads
@@ -156,7 +157,7 @@ class Copier:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Read the heads again, and the embedding table. Keys that were made before are stale."""
+        """Read the heads and the embedding table again. Existing keys become stale."""
         heads = self.heads
         D = self.config.hidden_size
         scale = (self.config.copy_width // self.config.copy_parts) ** 0.5
@@ -172,8 +173,8 @@ class Copier:
 
     @torch.no_grad()
     def read_embedding(self) -> None:
-        """Tables of what each token adds to keys and queries, and of what it means to the cell when
-        it is copied, where they are small. After a sync of the actor.
+        """Tables, if they are small: what each token adds to keys and queries, and to the cell when
+        it is copied. Renewed after a sync of the actor.
         """
         size = self.config.vocab_size
         device = self._none_A.device
@@ -190,7 +191,7 @@ class Copier:
         )
         self._sizes_V1 = sizes_V1.to(self.dtype)
         self._shares = tables[: len(weights)]
-        # One row for each token and part, beside each other: a lookup names both.
+        # One row for each token and part, side by side: a lookup names both.
         self._meanings_XH = (
             torch.stack(tables[len(weights) :], 1).flatten(0, 1) if meanings else None
         )
@@ -205,7 +206,7 @@ class Copier:
         self, ring: TextRing, slots_N: torch.Tensor, positions_N: torch.Tensor, half: int
     ) -> torch.Tensor:
         """Queries (half 0) or keys (half 1) of the last M tokens up to each position, `[N, A w]`,
-        of the tokens that the ring holds.
+        from the tokens in the ring.
         """
         tokens = self.config.copy_tokens
         width = self.config.copy_width
@@ -227,7 +228,7 @@ class Copier:
     def write(
         self, ring: TextRing, slots_N: torch.Tensor, positions_N: torch.Tensor, ids_N: torch.Tensor
     ) -> None:
-        """Tokens that came, with their keys. The M - 1 tokens before each are there already, or are
+        """Write new tokens and their keys. The M - 1 tokens before each must be in the ring, or
         among these.
         """
         ring.write_ids(slots_N, positions_N, ids_N)
@@ -237,7 +238,7 @@ class Copier:
 
     @torch.no_grad()
     def write_again(self, ring: TextRing) -> None:
-        """Keys of all that the ring holds, by these heads: after a swap or a sync."""
+        """Renew the keys of everything in the ring with these heads, after a swap or a sync."""
         slots_X = (ring.newest_S[: ring.spare] >= 0).nonzero()[:, 0]
         for slot in slots_X.tolist():
             newest = int(ring.newest_S[slot])
@@ -254,11 +255,11 @@ class Copier:
         newest_B: torch.Tensor,
         longest: int | None = None,
     ) -> torch.Tensor:
-        """What the cell is told of each draft, `[B, K, H]`.
+        """What copying gives the cell for each draft, `[B, K, H]`.
 
         Args:
             newest_B: position of the newest token of each request.
-            longest: tokens of the longest text, where the host knows them: fewer places are
+            longest: length of the longest text, if the host knows it: fewer places are then
                 searched.
         """
         K = self.config.num_heads

@@ -1,28 +1,28 @@
-"""Lossless verification of draft tokens in plain torch: what verifies on V1, where vLLM's kernels
-know no block (and on a CPU sample wrongly).
+"""Lossless verification of draft tokens in plain torch: used on V1, where vLLM's kernels have no
+block verification (and sample wrongly on a CPU).
 
 Shape letters: B requests, K most drafts of a request in this step, N rows of logits (for each
 request its drafts, then one more), C requests of B, T rows of drafts, V vocabulary.
 
-Request i owns the rows `starts[i] .. starts[i] + counts[i]`: row j < counts[i] judges draft j, the
-last one is the bonus row. The run of accepted drafts ends at one row per request, and only there a
-token is sampled.
+Request i owns the rows `starts[i] .. starts[i] + counts[i]`: row j < counts[i] verifies draft j,
+the last one is the bonus row. The run of accepted drafts ends at one row per request, and only
+there a token is sampled.
 
-Drafts x_1 .. x_n that were drawn from q are verified as a block (Sun et al. 2024, "Block
-Verification Accelerates Speculative Decoding", Algorithm 2). The first j of them deserve
+Drafts x_1 .. x_n sampled from q are verified as a block (Sun et al. 2024, "Block Verification
+Accelerates Speculative Decoding", Algorithm 2). The first j of them have the weight
 
     w_0 = 1,   w_j = min(1, w_{j-1} p(x_j) / q(x_j)),
 
-and the run is the largest j at which a uniform number of its own lies below h_j, where
+and the run is the largest j whose own uniform number is below h_j, where
 
     h_n = w_n,   h_j = r_j / (r_j + 1 - w_j),   r_j = sum over x of max(w_j p(x) - q(x), 0)
 
-with p and q behind the first j drafts. The token behind the run comes from p when all were
+with p and q after the first j drafts. The token after the run comes from p if all drafts were
 accepted, otherwise from max(w_j p - q, 0). So every token has the distribution p, whatever was
 drafted, and no rule accepts more. Token by token (Leviathan et al. 2023), where draft j is accepted
-with probability min(1, p(x_j) / q(x_j)), what p(x) / q(x) exceeds 1 by is lost; here it makes up
-for a draft before or behind it. For one-hot drafts, where q is 1, nothing exceeds 1, and both
-accept alike.
+with probability min(1, p(x_j) / q(x_j)), the excess of p(x) / q(x) over 1 is lost; here it
+compensates for an earlier or later draft. For one-hot drafts, where q is 1, there is no excess, and
+both rules accept alike.
 
 Sampling inverts the cumulative sum in float64 with one uniform number per request: B x V work and
 no noise of size V.
@@ -45,14 +45,14 @@ PLACEHOLDER = -1
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Where the drafts of a step stand.
+    """Where the drafts of a step are in its rows of logits.
 
     Attributes:
-        draft_ids_BK: int64, -1 where a request has no draft j, or one that must be refused.
+        draft_ids_BK: int64, -1 if a request has no draft j, or if it must be refused.
         counts_B: int64, drafts of each request.
         starts_B: int64, first row of logits of each request.
-        rows_BK: int64, row of logits that judges draft j (clamped inside the request where there is
-            none).
+        rows_BK: int64, row of logits that verifies draft j (clamped to the request's rows if there
+            is none).
     """
 
     draft_ids_BK: torch.Tensor
@@ -64,14 +64,14 @@ class DraftRows:
     def build(
         cls, draft_ids_T: torch.Tensor, counts: Sequence[int], *, bonus_rows: bool = True
     ) -> DraftRows:
-        """From vLLM's flat form. `bonus_rows=False`: rows of logits exist for drafts only."""
+        """Build from vLLM's flat form. `bonus_rows=False`: rows of logits exist for drafts only."""
         device = draft_ids_T.device
         counts_B, starts_B, rows_BK = _places(tuple(counts), int(bonus_rows), device)
         width = rows_BK.shape[1]
         if min(counts) == width:
             ids_BK = draft_ids_T.to(torch.int64).view(len(counts), width)
         else:
-            # By lookup: which places a mask has is read on the host.
+            # By lookup, because indexing with a mask would read its size on the host.
             _, _, drafts_BK = _places(tuple(counts), 0, device)
             there_BK = torch.arange(width, device=device) < counts_B.unsqueeze(1)
             found_BK = draft_ids_T.to(torch.int64)[drafts_BK.clamp_max(len(draft_ids_T) - 1)]
@@ -79,7 +79,7 @@ class DraftRows:
         return cls(ids_BK, counts_B, starts_B, rows_BK)
 
     def part(self, requests: slice | torch.Tensor) -> DraftRows:
-        """Of some requests."""
+        """The part for some requests."""
         return DraftRows(
             self.draft_ids_BK[requests],
             self.counts_B[requests],
@@ -92,8 +92,8 @@ class DraftRows:
 def _places(
     counts: tuple[int, ...], extra: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """counts_B, starts_B and rows_BK of `DraftRows`. Most steps have the counts of the step before;
-    nobody writes into these.
+    """counts_B, starts_B and rows_BK of `DraftRows`. Cached, because most steps have the previous
+    step's counts; these tensors are never written to.
     """
     counts_B = sending.sent(counts, device)
     starts_B = torch.cumsum(counts_B + extra, 0) - (counts_B + extra)
@@ -108,15 +108,15 @@ def uniform_numbers(
     generators: Mapping[int, torch.Generator],
     device: torch.device,
 ) -> torch.Tensor:
-    """Float64 uniforms `[B, width]`; a seeded request draws from its own generator, as many as its
-    drafts plus one.
+    """Float64 uniforms `[B, width]`. A seeded request draws from its own generator, one number per
+    draft plus one.
 
     The last column is for the token that ends the run.
     """
     numbers_BW = torch.rand((len(counts), width), dtype=torch.float64, device=device)
     for index, generator in generators.items():
-        # Not `width` numbers: what a seeded request draws must not depend on its neighbours'
-        # drafts.
+        # Not `width` numbers, because what a seeded request draws must not depend on its
+        # neighbours' drafts.
         own = torch.rand(counts[index] + 1, dtype=torch.float64, generator=generator, device=device)
         numbers_BW[index, : counts[index]] = own[:-1]
         numbers_BW[index, -1] = own[-1]
@@ -124,7 +124,7 @@ def uniform_numbers(
 
 
 class DraftQ(Protocol):
-    """What the drafts of a step were drawn from."""
+    """The distributions that the drafts of a step were drawn from."""
 
     def of(self, ids_BK: torch.Tensor) -> torch.Tensor:
         """q of each draft `[B, K]`."""
@@ -133,13 +133,13 @@ class DraftQ(Protocol):
     def residual(
         self, mass_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
     ) -> torch.Tensor:
-        """max(mass - q, 0) where the draft `refused_B1` at index `at_B1` was refused; the mass
-        where that is below 0.
+        """max(mass - q, 0) if the draft `refused_B1` at index `at_B1` was refused; the mass itself
+        where `at_B1` is below 0.
         """
         ...
 
     def part(self, requests: slice | torch.Tensor) -> DraftQ:
-        """Of some requests."""
+        """The part for some requests."""
         ...
 
 
@@ -162,10 +162,10 @@ class OneHot:
 
 
 class WholeRows:
-    """q as vLLM hands it on, `[B, K, V]`.
+    """q as vLLM passes it, `[B, K, V]`.
 
     Args:
-        requests_C: whose they are, where only some are asked about; the rows stay where they are.
+        requests_C: the requests of interest, if not all; the rows stay where they are.
     """
 
     def __init__(self, probs_BKV: torch.Tensor, requests_C: torch.Tensor | None = None) -> None:
@@ -192,11 +192,11 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class Proposed:
-    """What our own drafting hands to verification, in the place of vLLM's tensor of draft
+    """What our own drafting passes to verification, instead of vLLM's tensor of draft
     probabilities.
 
     Attributes:
-        q: of the drafts; None when none was sampled.
+        q: q of the drafts; None if none was sampled.
         uniforms_BW: float64 `[B, K + 1]`; the last column is for the token that ends the run.
     """
 
@@ -209,21 +209,21 @@ class Run(NamedTuple):
 
     Attributes:
         length_B: int64, drafts of each request.
-        weight_B: w of the module's docstring behind them; what the next token comes from is p times
-            this, less q.
+        weight_B: w of the module's docstring after them; the next token comes from p times this,
+            minus q.
     """
 
     length_B: torch.Tensor
     weight_B: torch.Tensor
 
     def part(self, requests: slice) -> Run:
-        """Of some requests in a row."""
+        """The part for some consecutive requests."""
         return Run(self.length_B[requests], self.weight_B[requests])
 
 
 class TargetRows:
-    """Log-probs of the distribution to sample from, row by row. Of logits alone only what is asked
-    for is normalised: a second `[N, V]` is gigabytes where many sequences run.
+    """Log-probs of the distribution to sample from, row by row. Given only logits, it normalises
+    only the requested rows: a second `[N, V]` tensor would take gigabytes with many sequences.
     """
 
     def __init__(self, logits_NV: torch.Tensor, logprobs_NV: torch.Tensor | None = None) -> None:
@@ -231,7 +231,7 @@ class TargetRows:
         self._sums_N = None
         self.count, self.vocab_size = logits_NV.shape
         if logprobs_NV is None:
-            # float32 also for 16-bit logits: ratios of probabilities decide what is accepted.
+            # float32 even for 16-bit logits, because ratios of probabilities decide acceptance.
             parts = self._values_NV.split(rows_at_once(logits_NV.shape[-1]))
             self._sums_N = torch.cat([part_NV.float().logsumexp(-1) for part_NV in parts])
 
@@ -247,7 +247,7 @@ class TargetRows:
 
 
 ROW_BYTES = 64 * 1024**2
-"""Bytes of float64 that a residual holds at a time."""
+"""Bytes of float64 that a residual may take at a time."""
 
 
 def rows_at_once(vocab_size: int) -> int:
@@ -255,7 +255,7 @@ def rows_at_once(vocab_size: int) -> int:
 
 
 def _in_parts(batch: int, vocab_size: int) -> list[slice]:
-    """Requests of which a residual is made at a time; empty where that is all of them at once."""
+    """Requests whose residual is computed at a time; empty if all fit at once."""
     most = rows_at_once(vocab_size)
     if batch <= most:
         return []
@@ -273,17 +273,17 @@ def accepted_run(
         length_B = accept_BK.to(torch.int64).cumprod(1).sum(1)
         return Run(length_B, logp_BK.new_ones(len(logp_BK)))
     q_BK = draft_q.of(ids_BK).double()
-    # A draft that q could not have drawn says that q is not what was drafted from: refuse it.
+    # A draft that q could not have drawn shows that it came from another q: refuse it.
     ratio_BK = torch.where(q_BK > 0, logp_BK - q_BK.log(), -torch.inf)
-    # The docstring's w_1 .. w_K at once: what the products of ratios have lost since their largest,
-    # or since 1. That is 0, and w 1 to the bit, where they are at their largest.
+    # w_1 .. w_K of the module's docstring at once: how far the products of ratios have fallen below
+    # their maximum so far, or below 1. At the maximum that is 0, and w is 1 to the bit.
     product_BK = ratio_BK.cumsum(1)
     weight_BK = (product_BK - product_BK.cummax(1).values.clamp_min(0)).exp()
-    # What stands behind a draft that must be refused was never drafted.
+    # Nothing was drafted after a draft that must be refused.
     count_B1 = (drafts.draft_ids_BK >= 0).to(torch.int64).cumprod(1).sum(1, keepdim=True)
     run_K = torch.arange(1, weight_BK.shape[1] + 1, device=weight_BK.device)
-    # h is at most w, is w behind the last draft, and 1 where w is 1; the rest asks for a pass over
-    # the vocabulary, unless a longer run is found already.
+    # h is at most w, equals w after the last draft, and is 1 where w is 1. All others need a pass
+    # over the vocabulary, unless a longer run is already found.
     below_BK = (uniform_BK < weight_BK) & (run_K <= count_B1)
     sure_BK = below_BK & ((run_K == count_B1) | (weight_BK == 1))
     length_B = (sure_BK * run_K).amax(1)
@@ -296,7 +296,7 @@ def accepted_run(
 
 
 def waits_for(device: torch.device) -> bool:
-    """Whether a value that decides what is done next has to be waited for."""
+    """Whether the host must wait for a value that decides what is done next."""
     return device.type != "cpu"
 
 
@@ -308,9 +308,11 @@ def _passes(
     weight_BK: torch.Tensor,
     asked_BK: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Whether the uniform numbers lie below h, where `asked_BK`, bool `[B, K]`; None: nowhere."""
+    """Whether the uniform numbers are below h, where `asked_BK`, bool `[B, K]`, is true; None:
+    nowhere.
+    """
     if not waits_for(asked_BK.device):
-        # A pass over the vocabulary for a few runs in place of all.
+        # A pass over the vocabulary for a few runs instead of all.
         requests_C, columns_C = asked_BK.nonzero().unbind(1)
         if not len(requests_C):
             return None
@@ -321,7 +323,7 @@ def _passes(
         below_C = uniform_BK[requests_C, columns_C] * (left_C + 1 - weight_C) < left_C
         return torch.zeros_like(asked_BK).index_put_((requests_C, columns_C), below_C)
     found = torch.zeros_like(asked_BK)
-    # One after the other: rows of the vocabulary for all runs at once take too much room.
+    # One after the other: vocabulary rows for all runs at once would take too much memory.
     for column in range(asked_BK.shape[1] - 1):
         weight_B = weight_BK[:, column]
         runs_B = torch.full_like(drafts.starts_B, column + 1)
@@ -337,7 +339,7 @@ def _left(
     weight_B: torch.Tensor,
     runs_B: torch.Tensor,
 ) -> torch.Tensor:
-    """r of the module's docstring behind runs of these lengths, float64 `[B]`."""
+    """r of the module's docstring after runs of these lengths, float64 `[B]`."""
     parts = _in_parts(len(runs_B), target.vocab_size)
     if parts:
         return torch.cat(
@@ -367,28 +369,28 @@ def residual_sample(
     uniform_B: torch.Tensor,
     draft_q: DraftQ,
 ) -> torch.Tensor:
-    """The token that ends each run, int64 `[B]`. logprobs_BV: the row of each request where its run
-    ended.
+    """The token that ends each run, int64 `[B]`. logprobs_BV: each request's row at the end of its
+    run.
     """
     probs_BV = logprobs_BV.exp()
     width = drafts.draft_ids_BK.shape[1]
     if width:
         at_B1 = run.length_B.clamp_max(width - 1).unsqueeze(1)
         refused_B1 = drafts.draft_ids_BK.gather(1, at_B1)
-        # A run that took all drafts refused none: its last token comes from p itself.
+        # A run of all drafts refused none: its last token comes from p itself.
         refused_B1 = torch.where(
             (run.length_B < drafts.counts_B).unsqueeze(1), refused_B1, PLACEHOLDER
         )
         mass_BV = probs_BV * run.weight_B.unsqueeze(1).to(probs_BV.dtype)
         left_BV = draft_q.residual(mass_BV, at_B1, refused_B1)
-        # p too where rounding leaves nothing of the residual.
+        # Also p if rounding leaves nothing of the residual.
         probs_BV = torch.where(left_BV.sum(1, keepdim=True) > 0, left_BV, probs_BV)
     return draw(probs_BV, uniform_B.unsqueeze(1)).squeeze(1)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Who is greedy. `greedy_B` (bool) is None when all requests are, or none is."""
+    """Which requests are greedy. `greedy_B` (bool) is None if all are, or none is."""
 
     all_greedy: bool = False
     greedy_B: torch.Tensor | None = None
@@ -406,11 +408,11 @@ def verify_rows(
     """Length of each run and the token sampled after it, both int64 `[B]`.
 
     Args:
-        proposed: what our drafting handed on; or q of all drafts `[T, V]`; None: all are one-hot.
+        proposed: from our drafting; or q of all drafts `[T, V]`; None: all are one-hot.
 
-    Where no row exists after a full run (there are no bonus rows), that token means nothing. Both
-    inputs are after temperature, top-k and top-p; logprobs_NV may be left out. Greedy requests read
-    the logits themselves, because the rounding of a softmax can make ties.
+    If there is no row after a full run (no bonus rows), that token is meaningless. Both inputs are
+    after temperature, top-k and top-p; logprobs_NV may be left out. Greedy requests read the logits
+    themselves, because the rounding of a softmax can make ties.
     """
 
     def end_rows(run_B: torch.Tensor) -> torch.Tensor:
@@ -458,7 +460,7 @@ def assemble(drafts: DraftRows, run_B: torch.Tensor, last_B: torch.Tensor) -> to
     width = drafts.draft_ids_BK.shape[1]
     steps_W = torch.arange(width + 1, device=run_B.device)
     run_B1 = run_B.unsqueeze(1)
-    # One column more: a full run is followed by its bonus token.
+    # One more column: a full run is followed by its bonus token.
     ids_BW = torch.nn.functional.pad(drafts.draft_ids_BK, (0, 1), value=PLACEHOLDER)
     ids_BW = torch.where(steps_W < run_B1, ids_BW, PLACEHOLDER)
     return ids_BW.scatter(1, run_B1, last_B.unsqueeze(1)).to(torch.int32)
@@ -485,7 +487,7 @@ def expand_to_rows(
     """One value per request -> one per row; `cumulative_B` counts the rows up to and including each
     request.
 
-    Has the arguments of vLLM's expand_batch_to_tokens, whose CPU form leaves the result
+    It has the arguments of vLLM's expand_batch_to_tokens, whose CPU version leaves the result
     uninitialised.
     """
     counts_B = torch.diff(cumulative_B, prepend=cumulative_B.new_zeros(1)).to(torch.int64)

@@ -56,8 +56,8 @@ class BroadcastPool(EnginePool):
         super().__init__(*args, **kwargs)
 
     def stream_actor(self, stream: ActorStream, version: int) -> SwapReceipt:
-        """Send an actor to all engines. It must not change until the next one: late engines get it
-        from `stream.write`.
+        """Send an actor to all engines. It must not change before the next call: late engines get
+        it from `stream.write`.
 
         Raises:
             SwapError: no engine has it.
@@ -351,7 +351,7 @@ def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
     if tower_of(actor) is None:
         return state
-    # In effect private to save_pretrained, and needed only here.
+    # Effectively private to save_pretrained, and needed only here.
     from transformers.core_model_loading import revert_weight_conversion
 
     # The names of these models in files differ from those in memory.

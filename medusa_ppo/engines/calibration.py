@@ -29,7 +29,7 @@ first use (products, kernels, memory) are made then.
 """
 LEAST_GAP = 1.25
 """A largest batch that is not a power of two is timed too if it is this much larger than the power
-below: the table is at powers of two, and a line through two close points means nothing beyond them.
+below: the table is at powers of two, and extrapolating from two close points is useless.
 """
 
 

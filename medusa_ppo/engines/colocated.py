@@ -278,7 +278,7 @@ class ColocatedEngine(base.WorkerEngine):
             raise
 
     def _look_at_actor(self) -> None:
-        """A refusal leaves the actor as it was; after an interruption there is no complete one."""
+        """After a refusal the actor is unchanged; after an interruption there is none."""
         held = int(self._call("medusa_checksums")["actor_version"])
         self._actor_lost = self._actor_lost or held < 0
 

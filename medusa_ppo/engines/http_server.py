@@ -81,7 +81,7 @@ class ServerEngine(base.WorkerEngine):
         self._devices = tuple(devices)
         self.plan = plan_launch(model_path, heads_path, config, seed)
         self._process: subprocess.Popen[bytes] | None = None
-        # Means no log, if the server is somebody else's.
+        # None, if the server belongs to somebody else: no log.
         self._log = Path(os.devnull)
         # On a shared node loopback is no protection, so a server started here answers only with our
         # token.
@@ -91,10 +91,11 @@ class ServerEngine(base.WorkerEngine):
             headers=token_header(token),
             timeout=CALL_TIMEOUT_S,
             limits=LIMITS,
-            # A proxy from the environment is not needed on loopback, and would learn the token.
+            # Loopback needs no proxy from the environment, which would learn the token.
             trust_env=not token,
         )
-        # Twice the engine's slots, so that requests wait there and no slot waits for a request.
+        # Twice the engine's slots, so that requests wait in the server and slots never wait for
+        # requests.
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
             self._wait_until_healthy(started_here=not config.addresses)
@@ -156,7 +157,7 @@ class ServerEngine(base.WorkerEngine):
         try:
             return super().sync_actor(file, version, checked)
         finally:
-            # In any case, since a server that stays paused answers nobody.
+            # In any case, because a paused server answers no requests.
             self._post("/resume")
 
     def _forget_prompts(self) -> bool:
@@ -168,8 +169,8 @@ class ServerEngine(base.WorkerEngine):
         self._settings = self._settings | settings
 
     def counters(self) -> Counters:
-        """See RolloutEngine. Loops ask before and after each generation, which is when a restarted
-        server is noticed.
+        """See RolloutEngine. Loops call this before and after each generation, which is when a
+        restarted server is noticed.
         """
         if self._met:
             self._meet_again()
@@ -234,7 +235,7 @@ class ServerEngine(base.WorkerEngine):
             except subprocess.TimeoutExpired:
                 logger.debug("the server ignored %s", sign.name)
         process.wait()
-        if self._log.is_file():  # But not the device that means no log: root could remove it.
+        if self._log.is_file():  # But not the device that stands for no log: root could remove it.
             self._log.unlink()
 
     # ---- the process
@@ -264,7 +265,7 @@ class ServerEngine(base.WorkerEngine):
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                # Not a pipe: nobody would read it, and a full pipe blocks the server.
+                # Not a pipe: it would not be read, and a full pipe blocks the server.
                 stdout=handle,
                 stderr=subprocess.STDOUT,
                 env=env,
@@ -280,7 +281,7 @@ class ServerEngine(base.WorkerEngine):
     def _wait_until_healthy(self, *, started_here: bool) -> None:
         deadline = time.monotonic() + (START_TIMEOUT_S if started_here else ATTACH_TIMEOUT_S)
         while time.monotonic() < deadline:
-            # There is no use in waiting ten minutes for a process that is gone.
+            # There is no point in waiting ten minutes for a dead process.
             if self._process is not None and self._process.poll() is not None:
                 raise EngineError(
                     "The vLLM server ended while starting.",

@@ -50,8 +50,8 @@ CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
 LARGE_VOCABULARY = 32_768
 DRAFT_VOCABULARY = 8_192
-"""Vocabulary from which drafts by default come only from the most frequent tokens, and how many of
-these.
+"""Vocabulary size from which drafts by default come only from the most frequent tokens, and the
+number of these.
 """
 HOST = "127.0.0.1"  # For a server started here: only this process uses it.
 ENVIRONMENT = {
@@ -71,13 +71,13 @@ SET_BY_THE_ENGINE = {
     "logprobs_mode": "rollouts must report the distribution that was sampled from",
     "disable_log_stats": "the acceptance counters come from the statistics",
     "model": "it is model.path",
-    "weight_transfer_config": "engine.transfer says it",
+    "weight_transfer_config": "engine.transfer sets it",
     "speculative_config": "it is built from heads.path and engine.num_drafts, losslessly",
 }
 WITHOUT_MEDUSA = {
     "async_scheduling": "vLLM's Medusa drafts need each step's tokens on the host",
     "enable_lora": "the heads share the actor's plain lm_head",
-    "enable_expert_parallel": "it was never run",
+    "enable_expert_parallel": "it has never been tested",
     "logits_processors": "vLLM refuses them with speculative decoding",
 }
 
@@ -178,7 +178,7 @@ def plan_launch(
             sizes = graph_sizes(config.max_num_seqs, max_drafts, most)
             args["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         _refuse_with_heads(config.extra, runner)
-    # See cache_bytes: a share of the memory can be negative there.
+    # See cache_bytes: on a CPU, a share of the memory can be negative.
     if is_cpu_build() and "gpu_memory_utilization" not in config.extra:
         args["kv_cache_memory_bytes"] = cache_bytes(text, config)
     if config.sleep_level:

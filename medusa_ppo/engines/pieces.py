@@ -119,7 +119,7 @@ def deal(
     such an end: `benchmarks/pieces_on_paper.py` has both.
 
     Args:
-        speeds: of the engines, in any unit; nearly equal speeds count as equal, because random long
+        speeds: engine speeds in any unit; nearly equal speeds count as equal, because random long
             responses shift them as much.
     """
     middle = sum(speeds) / len(speeds)

@@ -5,13 +5,12 @@ and lost ones are restarted.
                   call (`deal`)
     swap, sync    all engines at once, from one file that is checked once; it is kept until the next
                   one, for engines that come late
-    memory        what one engine has said goes to all others, and to those that are started again
-    lost engine   its pieces go to the others; it is started anew in the background, catches up, and
+    memory        what one engine has written goes to all others, and to restarted ones
+    lost engine   its pieces go to the others; it is restarted in the background, catches up, and
                   takes pieces again
 
 An engine answers only with the pool's versions: one that missed a swap or sync gets it before its
-next piece. A pool of one is an engine that is restarted when it is lost; it samples what the bare
-engine would.
+next piece. A pool of one restarts its engine when it is lost; the engine samples as it would alone.
 """
 
 from __future__ import annotations
@@ -78,12 +77,12 @@ class Seat:
 
 @dataclass(frozen=True)
 class Load:
-    """Pieces that an engine is asked for in one call.
+    """Pieces that an engine gets in one call.
 
     Attributes:
-        number: its place among the call's loads, which its seed depends on.
+        number: its place among the call's loads; its seed depends on this.
         pieces: as assigned.
-        seat: whose it is, while that engine is there; None: any engine's.
+        seat: the seat that it belongs to, while that engine is there; None: any engine's.
     """
 
     number: int
@@ -239,8 +238,8 @@ class EnginePool(base.RolloutEngine):
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
     def _loads(self, prompts: base.Prompts, sampling: Sampling) -> list[Load]:
-        """What each engine is asked for. With a seed it is the same whatever has happened to
-        engines and however fast they are, because responses depend on it.
+        """The loads of each engine. With a seed they are the same whatever has happened to engines
+        and however fast they are, because responses depend on them.
         """
         pieces = cut(prompts, sampling, len(self._seats))
         seats = (self._ready() if sampling.seed is None else None) or self._seats
@@ -255,7 +254,7 @@ class EnginePool(base.RolloutEngine):
 
     @staticmethod
     def _left_by_a_lost_one(load: Load, sampling: Sampling) -> list[Load]:
-        """What others are asked for instead: with a seed the same load at once, for the same
+        """The loads that others get instead: with a seed the same load at once, for the same
         responses; without one, piece by piece, so that many can take part.
         """
         if sampling.seed is not None:
@@ -291,8 +290,7 @@ class EnginePool(base.RolloutEngine):
                 continue
             waiting.remove(load)
             seeded = (
-                # A single engine keeps the call's own seed, and samples what it would without a
-                # pool.
+                # A single engine keeps the call's own seed, and samples as it would without a pool.
                 replace(sampling, seed=piece_seed(sampling, load.number))
                 if len(self._seats) > 1
                 else sampling
@@ -474,7 +472,7 @@ class EnginePool(base.RolloutEngine):
         is checked here once, not by each engine.
         """
         started = time.perf_counter()
-        # Saved before it is read, so that the engines read what was checked.
+        # Saved before it is read, so that the engines read the file that was checked.
         file = self._keep(base.check_file(path, NAMES[what]), f"{what}-{version}")
         try:
             found = checked or base.check_state(file, NAMES[what])
@@ -557,8 +555,8 @@ class EnginePool(base.RolloutEngine):
         meanwhile: Callable[[], None] = lambda: None,
         patience_s: float | None = None,
     ) -> list[tuple[Seat, Any]]:
-        """Their engines' answers; `meanwhile` runs here, and an engine that is silent for this long
-        after it is lost.
+        """The answers of these seats' engines. `meanwhile` runs here while they work; an engine
+        that has not answered `patience_s` after it ends counts as lost.
         """
         jobs = [
             (seat, self._threads.submit(call, seat.engine))

@@ -44,12 +44,12 @@ Answer = tuple[Any, dict[str, Any]]
 
 
 class EngineHost:
-    """Runs in the Ray actor. It answers with a value or one of our errors (returned, so that it
+    """Runs in the Ray actor. Its answers are a value or one of our errors (returned, so that it
     arrives unchanged), and the engine's numbers.
     """
 
     def __init__(self, *start: Any) -> None:
-        """As `ColocatedEngine`, the plan last."""
+        """As `ColocatedEngine`, with the plan last."""
         self._start = start
         self._engine: ColocatedEngine | None = None
 
@@ -133,7 +133,7 @@ def _forwarded(method: str) -> Any:
 
 
 class RayEngine(base.RolloutEngine):
-    """`ColocatedEngine` in a Ray actor. `ray.init` is the caller's."""
+    """`ColocatedEngine` in a Ray actor. The caller runs `ray.init` first."""
 
     def __init__(
         self,
@@ -352,9 +352,10 @@ def make_engine(
 ) -> base.RolloutEngine:
     """The engine that `config.backend` selects.
 
-    `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over
-    HTTP, started here; or at its addresses. With `config.replicas` above 1, or a broadcast actor: a
-    pool of them. Raises ConfigError if servers started here don't have a GPU each.
+    `colocated`: vLLM in a Ray actor of this cluster (the caller runs `ray.init`); `server`: over
+    HTTP, started here or running at the given addresses. With `config.replicas` above 1, or a
+    broadcast actor: a pool of them. Raises ConfigError if servers started here don't have a GPU
+    each.
 
     Args:
         supervised: also restart a single engine when it is lost, with its heads and actor; a pool

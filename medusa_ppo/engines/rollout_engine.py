@@ -36,8 +36,8 @@ class RolloutEngine(ABC):
     Attributes:
         max_drafts: drafts per step that it was started for; 0 without heads.
         num_drafts: drafts per step now.
-        policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost
-            its heads, and drafts nothing until some are swapped in.
+        policy_version, heads_version: versions of the last sync and swap. A heads_version of -1:
+            it has lost its heads, and drafts nothing until some are swapped in.
         note: a message about its start for people; empty: none.
         restarts: times that it was lost and restarted.
         elsewhere: it runs on another node.
@@ -172,7 +172,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the engine and everything it started; harmless when called again."""
+        """End the engine and everything it started. Safe to call again."""
 
     def __enter__(self) -> Self:
         return self
@@ -200,7 +200,7 @@ class RolloutEngine(ABC):
 
 
 class WorkerEngine(RolloutEngine):
-    """What engines share that reach our worker extension by their own call (`_call`)."""
+    """The shared part of engines that reach our worker extension by their own call (`_call`)."""
 
     @abstractmethod
     def _call(self, method: str, *args: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""By what one actor is told from another of the same sizes: signs of a few numbers of its lm_head.
+"""Distinguishes actors of the same sizes by the signs of a few numbers of their lm_head.
 
-PPO moves weights by little, and turns few signs; of two actors half of them differ.
+PPO changes weights only a little and flips few signs; between two actors half of the signs differ.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import torch
 ROWS, COLUMNS = 64, 8
 SKETCH_DIGITS = ROWS * COLUMNS // 4
 MOST_APART = 0.25
-"""Share of signs that may differ. Of 512 signs of two actors fewer than 0.39 differ once in a
-million times.
+"""Share of signs that may differ. Of 512 signs of two unrelated actors, fewer than 0.39 differ once
+in a million times.
 """
 
 
 def sketch_rows(vocab_size: int) -> list[int]:
-    """Rows of lm_head that a sketch is of."""
+    """Rows of lm_head that a sketch covers."""
     return [row * (vocab_size - 1) // (ROWS - 1) for row in range(ROWS)]
 
 
 def actor_sketch(rows_RD: torch.Tensor) -> str:
-    """Hexadecimal digits, of lm_head's `sketch_rows`."""
+    """A sketch of lm_head's `sketch_rows`, in hexadecimal digits."""
     width = rows_RD.shape[1]
     columns = [column * (width - 1) // (COLUMNS - 1) for column in range(COLUMNS)]
     signs = (rows_RD[:, columns].detach() > 0).flatten().tolist()
@@ -30,7 +30,7 @@ def actor_sketch(rows_RD: torch.Tensor) -> str:
 
 
 def alike(sketch: str, other: str) -> bool:
-    """Of one actor, perhaps at different times; an empty sketch is that of any."""
+    """Whether both are of one actor, perhaps at different times; an empty sketch matches any."""
     if not sketch or not other:
         return True
     apart = (int(sketch, 16) ^ int(other, 16)).bit_count()

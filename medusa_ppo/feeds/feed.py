@@ -27,7 +27,7 @@ class Feed(ABC):
     """A store of head versions. Many may read while one publishes.
 
     Attributes:
-        address: where it is, for people.
+        address: where it is, in a readable form.
     """
 
     address: str
@@ -47,16 +47,16 @@ class Feed(ABC):
     @abstractmethod
     def publish(self, path: Path, release: Release) -> FeedVersion:
         """Add a version, whose tensors are in a file of `heads.checkpoint.save_state`. Readers see
-        it when it is whole.
+        it once it is complete.
 
         Raises:
-            FeedError: the feed can't be reached, is another actor's, or refuses.
+            FeedError: the feed can't be reached, belongs to another actor, or refuses.
             CheckpointError: the file has other tensors than the release says.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release its resources; harmless when called again."""
+        """Release its resources. Safe to call again."""
 
     def manifest(self) -> FeedManifest | None:
         """The manifest; None: nothing has been published yet. Raises FeedError if it can't be
@@ -66,11 +66,11 @@ class Feed(ABC):
         return None if data is None else read_manifest(data, self.address)
 
     def fetch(self, version: FeedVersion, target: Path, most_bytes: int) -> None:
-        """Bring a version's file here. It appears at `target` when all its bytes have come and are
-        those that the manifest names.
+        """Fetch a version's file. It appears at `target` once all its bytes have arrived and match
+        the manifest.
 
         Args:
-            most_bytes: of what is read and written at most, whatever the manifest says.
+            most_bytes: limit on what is read and written, whatever the manifest says.
 
         Raises:
             BadVersionError: the file is too large, cut short, or has other bytes.
@@ -81,7 +81,7 @@ class Feed(ABC):
                 "The feed names a file that is larger than any heads of these sizes.",
                 given=f"{self.address}: {version.file}, {version.bytes} bytes",
                 expected=f"<= {most_bytes} bytes",
-                do="Don't trust this feed; look who writes into it.",
+                do="Don't trust this feed; find out who writes to it.",
             )
         handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.new-", dir=target.parent)
         try:
@@ -100,7 +100,7 @@ class Feed(ABC):
                     given=f"{self.address}: {version.file}, {count} bytes or more, SHA-256"
                     f" {digest.hexdigest()[:16]}",
                     expected=f"{version.bytes} bytes, SHA-256 {version.digest[:16]}",
-                    do="It is half-written, damaged on its way, or forged: publish it again.",
+                    do="It is incomplete, damaged in transit, or forged: publish it again.",
                 )
             os.replace(temporary, target)
         except BaseException:
@@ -109,8 +109,8 @@ class Feed(ABC):
 
 
 def check_heads_file(path: Path, actor: FeedActor, dtype: str) -> str:
-    """The checksum of a file's tensors, after comparing their names, shapes and dtype with those
-    of the actor's heads. CheckpointError for others, and for NaN and infinity.
+    """The checksum of a file's tensors, after comparing their names, shapes and dtype with those of
+    the actor's heads. Raises CheckpointError if they differ, or for NaN and infinity.
     """
     config = actor.config
     names = read_header(path, MAX_HEADS_HEADER_BYTES)
@@ -119,10 +119,10 @@ def check_heads_file(path: Path, actor: FeedActor, dtype: str) -> str:
 
 
 def verify(feed: Feed, version: FeedVersion, actor: FeedActor, folder: Path) -> Path:
-    """Fetch a version into a folder and check all of it. Returns its file.
+    """Fetch a version into a folder and check it completely. Returns its file.
 
     Raises:
-        BadVersionError: as `fetch`; or its tensors are not those that the manifest names.
+        BadVersionError: as `fetch`; or its tensors are not those of the manifest.
         FeedError: as `fetch`.
     """
     path = folder / version.file
@@ -138,9 +138,9 @@ def verify(feed: Feed, version: FeedVersion, actor: FeedActor, folder: Path) -> 
     except CheckpointError as error:
         path.unlink()
         raise BadVersionError(
-            "A version of the feed holds no heads of its actor.",
+            "A version of the feed does not hold heads of its actor.",
             given=f"{feed.address}, version {version.version}: {error.problem} {error.given}",
             expected=str(error.expected),
-            do="Look who writes into the feed, and publish it again.",
+            do="Find out who writes to the feed, and publish it again.",
         ) from error
     return path

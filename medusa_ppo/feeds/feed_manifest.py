@@ -1,12 +1,12 @@
-"""What a feed says about itself: whose heads it has, and which versions, with their digests and
-what they were judged by.
+"""A feed's manifest: the actor of its heads, and its versions with their digests and the results
+they were judged by.
 
     FEED/manifest.json                      this, replaced by a rename
     FEED/heads-000007-1a2b3c4d.safetensors  a version's tensors, named by version and digest; never
                                             written a second time
 
-Everything in it is treated as hostile by who reads it: it is small, no key is unknown or twice, and
-a file's name is no path.
+Readers treat everything in it as hostile: it is small, no key is unknown or repeated, and a file's
+name is not a path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 1 << 18
 FORMAT_VERSION: Literal[1] = 1
 KEPT_VERSIONS = 4
-"""Versions that a feed keeps: a reader that is so many behind looks into the manifest again."""
+"""Versions that a feed keeps: a reader that falls behind by this many reads the manifest again."""
 FLOAT32_BYTES = 4
 Dtype = Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -39,12 +39,12 @@ class _Record(BaseModel):
 
 
 class Judged(_Record):
-    """What let a version through.
+    """The result that let a version through.
 
     Attributes:
-        mean_acceptance_length: tokens an engine step by replay on held-out responses; None where
-            nobody has judged it.
-        acceptance_per_position: of each draft, accepted / draft steps.
+        mean_acceptance_length: tokens per engine step by replay on held-out responses; None if it
+            was never judged.
+        acceptance_per_position: accepted / draft steps, for each position.
     """
 
     mean_acceptance_length: Annotated[float, Field(allow_inf_nan=False, ge=1)] | None = None
@@ -54,11 +54,11 @@ class Judged(_Record):
 
 
 class FeedActor(_Record):
-    """Whose heads a feed has.
+    """The actor that a feed's heads belong to.
 
     Attributes:
         heads: sizes and kind of the heads, as `HeadsConfig.to_dict`.
-        sketch: `actor_sketch` of the actor's lm_head; empty where it isn't known.
+        sketch: `actor_sketch` of the actor's lm_head; empty if unknown.
     """
 
     heads: dict[str, Any]
@@ -66,7 +66,7 @@ class FeedActor(_Record):
 
     @classmethod
     def of(cls, config: HeadsConfig, lm_head_VD: torch.Tensor | None) -> FeedActor:
-        """Heads of these sizes, of the actor with this lm_head; None: it isn't known."""
+        """For heads of these sizes, of the actor with this lm_head; None: unknown."""
         if lm_head_VD is None:
             return cls(heads=config.to_dict())
         rows_RD = lm_head_VD[sketch_rows(lm_head_VD.shape[0])]
@@ -74,25 +74,25 @@ class FeedActor(_Record):
 
     @property
     def config(self) -> HeadsConfig:
-        """FeedError where `heads` are none."""
+        """The sizes as a HeadsConfig. Raises FeedError if `heads` are not valid."""
         try:
             return HeadsConfig.from_dict(self.heads)
         except (ConfigError, TypeError, AttributeError) as error:
             raise damaged("heads", str(error)) from error
 
     def most_bytes(self) -> int:
-        """Of a file with heads of these sizes, in float32 and with the longest header."""
+        """Largest size of a file with heads of these sizes in float32 with the longest header."""
         config = self.config
-        numbers = config.num_heads  # Draft temperatures, which may be there.
+        numbers = config.num_heads  # The draft temperatures, which are optional.
         for shape in config.tensor_shapes().values():
             numbers += shape[0] * (shape[1] if len(shape) > 1 else 1)
         return numbers * FLOAT32_BYTES + MAX_HEADS_HEADER_BYTES
 
     def require_same(self, other: FeedActor, address: str) -> None:
-        """FeedError when `other`, found at an address, is not of this actor.
+        """Raise FeedError if `other`, found at an address, is not this actor.
 
-        Weights move while PPO goes on, so sketches may differ a little. Two runs of one actor are
-        not told apart: drafts stay lossless, and the gate of either is right for both.
+        PPO moves weights, so sketches may differ a little. Two runs of one actor are not
+        distinguished: drafting stays lossless, and the gate of either is valid for both.
         """
         if self.config != other.config:
             given = f"{address}: {other.heads}"
@@ -119,10 +119,10 @@ class FeedVersion(_Record):
         bytes: length of the file.
         digest: SHA-256 of the file's bytes.
         checksum: `heads.tensorfile.checksum` of its tensors, which an engine reports.
-        dtype: of its tensors, e.g. `float32`.
-        policy_version: of the actor whose rollouts were trained on last.
+        dtype: dtype of its tensors, e.g. `float32`.
+        policy_version: version of the actor whose rollouts were trained on last.
         judged: what let it through.
-        written_s: when, seconds since 1970.
+        written_s: time of writing, in seconds since 1970.
     """
 
     version: Annotated[int, Field(ge=1, lt=1 << 53)]
@@ -137,7 +137,7 @@ class FeedVersion(_Record):
 
 
 class FeedManifest(_Record):
-    """The whole of it; the newest version is the last."""
+    """The whole manifest; the newest version comes last."""
 
     format_version: Literal[1] = FORMAT_VERSION
     actor: FeedActor
@@ -157,12 +157,12 @@ class FeedManifest(_Record):
 
 
 class Release(_Record):
-    """What is published, beside the file of tensors itself.
+    """What is published besides the file of tensors.
 
     Attributes:
-        actor: whose heads they are.
-        version: as the publisher counts. Where the feed has it already, the feed's next one.
-        dtype, policy_version, judged: as of `FeedVersion`.
+        actor: the actor of the heads.
+        version: the publisher's number. If the feed already has it, the feed's next number is used.
+        dtype, policy_version, judged: as in `FeedVersion`.
     """
 
     actor: FeedActor
@@ -173,7 +173,9 @@ class Release(_Record):
 
 
 def next_number(found: FeedManifest | None, release: Release, address: str) -> int:
-    """Of what is published beside what is there. FeedError where that is another actor's."""
+    """The number of the next version in a feed. Raises FeedError if the feed belongs to another
+    actor.
+    """
     if found is None:
         return release.version
     found.actor.require_same(release.actor, address)
@@ -181,7 +183,9 @@ def next_number(found: FeedManifest | None, release: Release, address: str) -> i
 
 
 def described(number: int, size: int, digest: str, tensors: str, release: Release) -> FeedVersion:
-    """A version as the manifest has it. `digest`, `tensors`: of its file, and of what is in it."""
+    """A version's entry in the manifest. `digest`, `tensors`: of its file, and of the tensors in
+    it.
+    """
     return FeedVersion(
         version=number,
         file=f"heads-{number:06d}-{digest[:8]}.safetensors",
@@ -198,20 +202,20 @@ def described(number: int, size: int, digest: str, tensors: str, release: Releas
 def with_version(
     found: FeedManifest | None, version: FeedVersion, release: Release
 ) -> FeedManifest:
-    """The manifest with one version more, and without those that are too old."""
+    """The manifest with one more version, and without those that are too old."""
     before = found.versions if found is not None else []
     return FeedManifest(
-        # The newest sketch: an actor that moves far stays its own neighbour.
+        # The newest sketch, so that an actor that moves far still matches step by step.
         actor=release.actor,
         versions=[*before, version][-KEPT_VERSIONS:],
     )
 
 
 def read_manifest(data: bytes, address: str) -> FeedManifest:
-    """FeedError for anything but a whole manifest of this format."""
+    """Read a manifest. Raises FeedError for anything but a complete manifest of this format."""
     try:
         raw = parse_json(data, Path(MANIFEST))
-        # By JSON's own rules: true is no number, and 1.0 no integer.
+        # By JSON's own rules: true is not a number, and 1.0 not an integer.
         return FeedManifest.model_validate(raw)
     except CheckpointError as error:
         raise damaged(address, str(error.given)) from error
@@ -226,5 +230,5 @@ def damaged(address: str, found: str) -> FeedError:
         "The feed's manifest is damaged.",
         given=f"{address}: {found[:500]}",
         expected=f"{MANIFEST} of format {FORMAT_VERSION}",
-        do="Look at it with `medusa-ppo feed list`, and publish again into an empty feed.",
+        do="Inspect it with `medusa-ppo feed list`, and publish to an empty feed.",
     )

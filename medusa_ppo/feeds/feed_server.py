@@ -1,7 +1,7 @@
 """`medusa-ppo feed serve`: a feed's folder behind HTTP, for readers and publishers on other nodes.
 
 GET /manifest.json, /heads-....safetensors    what the manifest names, and nothing else
-PUT /versions                                 a new version; with the token alone
+PUT /versions                                 a new version; only with the token
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FeedServer(GuardedServer):
     def __init__(self, folder: str | Path, host: str, port: int) -> None:
         """
         Args:
-            folder: of the feed; is made when something is published.
-            port: 0: any that is free.
+            folder: the feed's folder; created when something is published.
+            port: 0: any free port.
 
         Raises:
             ConfigError: `require_token_beyond_loopback`.
@@ -39,7 +39,7 @@ class FeedServer(GuardedServer):
         require_token_beyond_loopback(
             host,
             FEED_TOKEN,
-            "A feed that other machines reach needs a token: who writes into it decides what"
+            "A feed that other machines reach needs a token: whoever writes to it decides what"
             " engines draft with.",
             "the feed, the companion and the engines",
         )
@@ -59,7 +59,7 @@ class FeedServer(GuardedServer):
         except MedusaError as error:
             return PlainTextResponse(str(error), status_code=500)
         if data is None:
-            return PlainTextResponse("Nothing was published yet.", status_code=404)
+            return PlainTextResponse("Nothing has been published yet.", status_code=404)
         return Response(data, media_type="application/json")
 
     async def _file(self, request: Request) -> Response:
@@ -77,7 +77,7 @@ class FeedServer(GuardedServer):
 
     async def _take(self, request: Request) -> Response:
         if not self._may_publish:
-            text = f"Who publishes over HTTP needs a token: set {FEED_TOKEN} here and there."
+            text = f"Publishing over HTTP needs a token: set {FEED_TOKEN} here and there."
             return PlainTextResponse(text, status_code=403)
         try:
             release = Release.model_validate_json(request.headers.get(RELEASE_HEADER, ""))

@@ -1,4 +1,4 @@
-"""A feed in a folder: of one node, or of a file system that several share."""
+"""A feed in a folder of one node, or of a shared file system."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FolderFeed(Feed):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """`folder`: is made when something is published."""
+        """`folder`: created when something is published."""
         self.folder = Path(folder)
         self.address = str(folder)
 
@@ -70,16 +70,16 @@ class FolderFeed(Feed):
                 "The feed's folder can't be written to.",
                 given=f"{self.address}: {error}",
                 expected="a folder with room",
-                do="Make room there, or name another folder.",
+                do="Free some space, or use another folder.",
             ) from error
         self._forget_all_but(manifest)
         return version
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _take_in(self, path: Path, number: int, tensors: str, release: Release) -> FeedVersion:
-        """Copy a file in, under the name that its bytes give it."""
+        """Copy a file into the feed, named by its digest."""
         handle, temporary = tempfile.mkstemp(prefix=".heads.new-", dir=self.folder)
         try:
             with path.open("rb") as source, os.fdopen(handle, "wb") as copy:
@@ -91,9 +91,7 @@ class FolderFeed(Feed):
                 digest = hashlib.file_digest(copied, "sha256").hexdigest()
             size = os.path.getsize(temporary)
             version = described(number, size, digest, tensors, release)
-            os.chmod(
-                temporary, 0o644
-            )  # mkstemp makes a private file, and heads are read by others.
+            os.chmod(temporary, 0o644)  # mkstemp makes a private file, but other users read heads.
             os.replace(temporary, self.folder / version.file)
         finally:
             Path(temporary).unlink(missing_ok=True)
@@ -111,5 +109,5 @@ class FolderFeed(Feed):
             "The feed's folder can't be read.",
             given=f"{self.address}: {file}: {reason}",
             expected="a plain file",
-            do="Look at the folder, and publish again.",
+            do="Inspect the folder, and publish again.",
         )

@@ -1,4 +1,4 @@
-"""A feed behind HTTP, as `medusa-ppo feed serve` answers it; and which feed an address means."""
+"""A feed behind HTTP, as served by `medusa-ppo feed serve`; and opening a feed by its address."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.runtime.control_guard import LOOPBACK, token_header
 
 FEED_TOKEN = "MEDUSA_PPO_FEED_TOKEN"
-"""Environment variable of a feed's secret. Another than that of an engine's control routes: who
-reads heads need not be able to replace an actor, and a server that we start has a token of its own.
+"""Environment variable of a feed's secret. It differs from that of an engine's control routes:
+readers of heads need not be able to replace an actor, and a server that we start has its own token.
 """
 RELEASE_HEADER = "X-Medusa-PPO-Release"
 RAY = "ray:"
 """Prefix of the address of a feed in a Ray actor."""
 VERSIONS = "versions"
-"""Where new versions are put."""
+"""Route to which new versions are put."""
 ANSWER_S = 10.0
 """Seconds for a short answer, and for the next part of a file."""
 LEAST_BYTES_PER_S = 1 << 20
-"""A slower file is given up."""
+"""A slower download is given up."""
 # A connection per request: an answer sent twice would be taken for the next one.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 def open_feed(address: str) -> Feed:
-    """The feed at `http://HOST:PORT`, `https://...`, of a Ray (`ray:NAME`), or in a folder.
+    """The feed at `http://HOST:PORT`, `https://...`, in a Ray (`ray:NAME`), or in a folder. Raises
     ConfigError for other addresses.
     """
     if address.startswith(("http://", "https://")):
@@ -58,12 +58,12 @@ def open_feed(address: str) -> Feed:
 
 
 def token_client(url: httpx.URL, token_name: str, timeout_s: float) -> httpx.Client:
-    """A client of a small server of ours, with the token of the environment, where there is one.
-    Redirections are not followed: the token is for this address alone.
+    """A client for a small server of ours, with the token from the environment, if there is one.
+    Redirections are not followed, because the token is for this address alone.
 
     Args:
         token_name: environment variable of the server's secret.
-        timeout_s: for each part of an answer, where a request says no other.
+        timeout_s: for each part of an answer, unless a request sets its own.
     """
     token = os.environ.get(token_name)
     return httpx.Client(
@@ -78,16 +78,16 @@ def token_client(url: httpx.URL, token_name: str, timeout_s: float) -> httpx.Cli
 
 
 def absolute(address: str) -> str:
-    """The same feed for processes that work in other folders."""
+    """The address in a form that works from other folders."""
     elsewhere = "://" in address or address.startswith(RAY)
     return address if elsewhere else str(Path(address).absolute())
 
 
 def require_feed(address: str, actor: FeedActor) -> None:
-    """Ask before anything is published.
+    """Check a feed before anything is published.
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: the address is invalid.
         FeedError: it can't be reached, or has another actor's heads.
     """
     feed = open_feed(address)
@@ -100,18 +100,19 @@ def require_feed(address: str, actor: FeedActor) -> None:
 
 def _no_address(given: str) -> ConfigError:
     return ConfigError(
-        "This is no address of a feed.",
+        "This is not the address of a feed.",
         given=given,
         expected="a folder, http://HOST:PORT, https://HOST or ray:NAME",
-        do="Name a folder that the companion writes, or what `medusa-ppo feed serve` says.",
+        do="Name a folder that the companion writes, or the address that `medusa-ppo feed serve`"
+        " prints.",
     )
 
 
 class HttpFeed(Feed):
-    """Asks a feed behind HTTP (`token_client`)."""
+    """A feed behind HTTP (`token_client`)."""
 
     def __init__(self, address: str) -> None:
-        """ConfigError for an address that is no URL."""
+        """Raises ConfigError for an address that is not a URL."""
         try:
             url = httpx.URL(address.rstrip("/") + "/")
         except httpx.InvalidURL as error:
@@ -180,5 +181,5 @@ class HttpFeed(Feed):
             "The feed does not answer as it should.",
             given=f"{self.address}{name}: {found}",
             expected="an answer of `medusa-ppo feed serve`",
-            do=f"Look whether it runs and is reached from here, and has the same {FEED_TOKEN}.",
+            do=f"Check that it runs, can be reached from here, and has the same {FEED_TOKEN}.",
         )

@@ -1,10 +1,10 @@
-"""A feed in a Ray: a named actor holds the manifest and, of each version, the reference of an
-object with its bytes. Readers of the same Ray get these from the object store of their node, which
-fetches an object once, however many engines read it.
+"""A feed in Ray: a named actor holds the manifest and, for each version, a reference to an object
+with its bytes. Readers in the same Ray get these from their node's object store, which fetches an
+object once, however many engines read it.
 
-The actor is detached, as a folder is: it stays when its publisher ends, and goes with the Ray or by
-`forget`. Ray unpickles what it carries, so such a feed is as safe as its Ray; what comes out is
-looked at as that of any feed.
+The actor is detached, so like a folder it stays when its publisher ends; it ends with the Ray, or
+by `forget`. Ray unpickles what it transports, so such a feed is only as safe as its Ray; the
+contents are checked like those of any feed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _VersionHolder:
         return version.model_dump_json()
 
     def file(self, name: str) -> tuple[int, list[Any]] | None:
-        """Bytes and reference of a version; in a list, so that it is not fetched on the way."""
+        """Size and reference of a version; in a list, so that Ray does not fetch it."""
         ref = self._objects.get(name)
         versions = self._manifest.versions if self._manifest is not None else []
         sizes = {version.file: version.bytes for version in versions}
@@ -68,18 +68,18 @@ class _VersionHolder:
 
 
 class RayFeed(Feed):
-    """Of the Ray that this process is in; one that is in none joins that of RAY_ADDRESS, or of its
-    node.
+    """A feed in the Ray that this process is connected to; if it is not connected, that of
+    RAY_ADDRESS, or of its node.
     """
 
     def __init__(self, address: str) -> None:
-        """`address`: `ray:NAME`. ConfigError for a name that is none."""
+        """`address`: `ray:NAME`. Raises ConfigError for an invalid name."""
         self.address = address
         self._name = address.removeprefix(RAY)
         self._actor: Any = None
         if not NAME.fullmatch(self._name):
             raise ConfigError(
-                "This is no address of a feed in a Ray.",
+                "This is not the address of a feed in Ray.",
                 given=address[:200],
                 expected="ray:NAME, of letters, digits, dots and dashes",
                 do="Give the feed a name.",
@@ -98,14 +98,14 @@ class RayFeed(Feed):
         if found is None:
             raise self._unreachable(f"{file} is gone")
         match found:
-            # Before it is fetched: objects come whole.
+            # Checked before it is fetched, because objects are fetched whole.
             case int(nbytes), [ray.ObjectRef() as ref] if nbytes == size:
                 pass
             case _:
-                raise self._unreachable(f"{file} has not the {size} bytes that it should have")
+                raise self._unreachable(f"{file} does not have the {size} bytes of its entry")
         data = self._asked(lambda actor: ref, ANSWER_S + size / LEAST_BYTES_PER_S)
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 1:
-            raise self._unreachable(f"{file} is no row of bytes")
+            raise self._unreachable(f"{file} is not an array of bytes")
         view = data.data
         for first in range(0, len(view), CHUNK_BYTES):
             yield bytes(view[first : first + CHUNK_BYTES])
@@ -125,7 +125,7 @@ class RayFeed(Feed):
         self._actor = None
 
     def forget(self) -> bool:
-        """End the actor, with all its versions. False where there is none."""
+        """End the actor, with all its versions. False if there is none."""
         actor = self._found()
         self._actor = None
         if actor is not None:
@@ -133,7 +133,7 @@ class RayFeed(Feed):
         return actor is not None
 
     def _begin(self) -> None:
-        """The actor, made where there is none yet."""
+        """The actor; created if there is none yet."""
         try:
             join_ray()
         except RunError as error:
@@ -147,7 +147,7 @@ class RayFeed(Feed):
         )(_VersionHolder).remote(self.address)
 
     def _found(self) -> Any:
-        """The actor; None where nothing was published."""
+        """The actor; None if nothing was published."""
         if self._actor is None:
             try:
                 join_ray()
@@ -160,7 +160,7 @@ class RayFeed(Feed):
         return self._actor
 
     def _asked(self, call: Callable[[Any], Any], patience_s: float, **missing: Any) -> Any:
-        """Its answer; `missing` if there is no such actor."""
+        """The actor's answer; `missing` if there is no such actor."""
         actor = self._found()
         if actor is None:
             if missing:
@@ -171,7 +171,7 @@ class RayFeed(Feed):
         except FeedError:
             raise
         except RunError as error:
-            # It was ended: another one of its name may come.
+            # It was ended; another one may get its name.
             self._actor = None
             raise self._unreachable(f"{error.problem} {error.given}") from error
 
@@ -180,5 +180,5 @@ class RayFeed(Feed):
             "The feed of this Ray does not answer as it should.",
             given=f"{self.address}: {found}",
             expected="the actor that a companion of the same Ray has made",
-            do="Look whether this process and the companion are in the same Ray (RAY_ADDRESS).",
+            do="Check that this process and the companion are in the same Ray (RAY_ADDRESS).",
         )

@@ -2,13 +2,13 @@
 framework.
 
 `Attachment` attaches to a foreign trainer that has its own vLLM. `DraftingEngine` replaces the
-engine of your own loop and calls the plugin's hooks by itself:
+engine of your own loop and calls the plugin's hooks itself:
 
-    generate       newer heads go in before; tokens and behaviour log-probs go to the plugin
-                   afterwards
-    the actor      tapped by hooks on it wherever the loop scores the last rollouts; rows are known
-                   by their tokens
-    sync_actor     the plugin learns that the actor has changed
+    generate       newer heads go into the engine first; tokens and behaviour log-probs go to the
+                   plugin afterwards
+    the actor      tapped by its hooks whenever the loop scores the last rollouts; rows are
+                   recognised by their tokens
+    sync_actor     tells the plugin that the actor has changed
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ def as_config(
 
 
 class Attachment:
-    """One trainer's share: engine arguments before it is built, the plugin while it trains, a run
-    folder when it is done.
+    """One trainer's share: engine arguments before the engine is built, the plugin during training,
+    a run folder at the end.
 
-    Of several processes each has one, and comes to every call. The first has the plugin; each its
-    engine (or part of one), tap and rows.
+    In a training of several processes each has one and makes every call. The first process has the
+    plugin; each has its engine (or part of one), its tap and its rows.
 
     Attributes:
-        folder: the run's folder, as of `medusa-ppo report`.
-        engine: the trainer's vLLM, of all processes; None until it is attached, and on all
+        folder: the run's folder, for `medusa-ppo report`.
+        engine: the trainer's vLLM in all processes; None until it is attached, and on all
             processes but the first.
-        plugin: a NoPlugin outside of the training, and on all processes but the first.
+        plugin: a NoPlugin outside the training, and on all processes but the first.
         ranks: the training's processes.
     """
 
@@ -94,7 +94,7 @@ class Attachment:
                 "A loop with its own engine sends the actor to it by itself.",
                 given=f"engine.transfer={config.engine.transfer}",
                 expected="engine.transfer=file",
-                do="Leave engine.transfer out; the loop's own settings say how its weights travel.",
+                do="Leave engine.transfer out; its own settings decide how weights are sent.",
             )
         self.config = config
         self.ranks = ranks or Ranks()
@@ -119,7 +119,7 @@ class Attachment:
     # ---- the engine
 
     def engine_arguments(self, model: Any) -> dict[str, Any]:
-        """What the trainer's vLLM needs beside the trainer's own arguments. Writes the heads it
+        """The arguments of the trainer's vLLM besides the trainer's own. Writes the heads that it
         starts with. Raises as `plan_launch`.
         """
         actor = self._view(model)
@@ -130,15 +130,15 @@ class Attachment:
 
         heads = self.ranks.share(self._led(write))
         self._plan = plan_launch(model.name_or_path, heads, self.config.engine, self.config.seed)
-        # The trainer says everything else itself: length, memory, dtype and sampling are its own.
+        # The trainer decides everything else: length, memory, dtype and sampling.
         return {name: self._plan.engine_args[name] for name in OURS} | self.config.engine.extra
 
     def attach_llm(self, llm: Any, *, counts: bool = True) -> None:
         """Attach to a `vllm.LLM` that was started with `engine_arguments`, one in each process.
 
         Args:
-            counts: its counters are to be added; of a tensor-parallel engine, which has one in each
-                of several processes, only once.
+            counts: add its counters. A tensor-parallel engine has the same counters in each of
+                several processes, so they are added only once.
         """
         assert self._plan is not None, "engine_arguments() comes first"
         self._serve = functools.partial(serve_llm, llm, counts)
@@ -165,13 +165,13 @@ class Attachment:
 
     def attach_server(self, model: Any, url: Callable[[], str]) -> None:
         """Attach to a running vLLM server with our heads (docs/hooks.md has the command). Only the
-        first process does.
+        first process does this.
 
         Raises:
-            ConfigError: no heads are named: the server must have been started with the same.
+            ConfigError: no heads are named; the server must have been started with the same heads.
             EngineError: the server does not answer, or does not draft with native heads.
         """
-        # The server chooses its heads at its start; without a name we can't know which they are.
+        # The server chooses its heads when it starts; without a name we can't know them.
         if not self.config.heads.path:
             raise ConfigError(
                 "A server is started before the trainer, so its heads must be named.",
@@ -189,13 +189,13 @@ class Attachment:
         self._led(attach)
 
     def sync_by_file(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send the actor to the engine through one file, if the trainer's own way does not work.
+        """Send the actor to the engine through a file, if the trainer's own way does not work.
         Every process iterates over its weights.
         """
         own: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
-            # Every process iterates to the end: a sharded tensor is gathered by all of them when it
-            # is reached, and is gone at the next step.
+            # Every process iterates to the end: all of them gather a sharded tensor when they reach
+            # it, and it is gone at the next step.
             if self.ranks.leads:
                 own[name] = tensor.detach().to("cpu", copy=True).contiguous()
         path = self._home.path / "actor.safetensors"
@@ -206,7 +206,7 @@ class Attachment:
             try:
                 self.engine.sync_actor(path, self._policy_version)
             finally:
-                # In shared memory, as large as the actor.
+                # The file is in shared memory, and as large as the actor.
                 path.unlink(missing_ok=True)
 
         self._led(carry)
@@ -215,11 +215,12 @@ class Attachment:
         """The trainer has put the actor's weights into the engine by itself.
 
         Args:
-            lost_heads: the engine had slept and thrown its weights away, the heads among them.
+            lost_heads: the engine slept and threw its weights away, including the heads.
         """
 
         def tell() -> None:
-            # First: what is said of the new actor goes to the heads that are there.
+            # First, because what is reported about the new actor concerns the heads that are
+            # loaded.
             if isinstance(self.engine, AttachedEngine) and lost_heads:
                 self.engine.feed_again()
             if isinstance(self.engine, WorkerEngine):
@@ -233,7 +234,7 @@ class Attachment:
         to the plugin.
         """
         generated: list[Generated] = []
-        # Before the training or behind it, as in an evaluation: nobody learns from these.
+        # Outside the training, as in an evaluation, nothing is learned from these.
         if self._tap is None:
             yield generated
             return
@@ -244,12 +245,11 @@ class Attachment:
         # Every process builds the same rollouts, to find its own rows among them.
         facts = self.ranks.share(self._led(lambda: self._facts(before or Counters(), seconds)))
         every = [Generated.join(own) for own in self.ranks.all(generated)]
-        # An evaluation in the middle of the training, or prompts with images: the block has put
-        # nothing in.
+        # In an evaluation during the training, or with images in the prompts, the block has added
+        # nothing.
         if not any(part.prompts for part in every) or facts is None:
             return
-        # Responses are numbered over all processes, in their order, without the rows that are left
-        # out.
+        # Responses are numbered over all processes, in their order, without the rows left out.
         first = sum(part.known for part in every[: self.ranks.rank])
         self._rollouts = rollouts = replace(as_rollouts(Generated.join(every), sampling), **facts)
         wanted = self.ranks.share(self._led(lambda: self._sample_of(rollouts)))
@@ -259,15 +259,15 @@ class Attachment:
         self._tap.expect(rollouts, own)
 
     def _sample_of(self, rollouts: Rollouts) -> list[EarlySample | None]:
-        """Report the rollouts to the plugin; returns which sample of the states it wants (None:
-        all). Empty: it wants none.
+        """Report the rollouts to the plugin. Returns the sample of states that it wants (None:
+        all); an empty list if it wants none.
         """
         collector = self.plugin.rollout_ready(rollouts)
         return [] if collector is None else [collector.sample]
 
     def _before_generation(self) -> Counters:
         assert self.engine is not None, "between begin() and end()"
-        # First: asking shows whether a server was started again, and so needs its heads.
+        # First, because this shows whether a server was restarted and so needs its heads.
         counters = self.engine.counters()
         self.plugin.before_generation()
         return counters
@@ -317,7 +317,7 @@ class Attachment:
             return
         actor = self._actor
         before = actor.gathered_bytes
-        # On every process: tables that are cut over processes are gathered.
+        # On every process, because sharded tables are gathered.
         changed = actor.refresh()
         gathered = actor.gathered_bytes - before
         self._more[names.TABLE_BYTES] = self._more.get(names.TABLE_BYTES, 0) + gathered
@@ -326,8 +326,8 @@ class Attachment:
         self._led(lambda: self._tell(actor if changed else None, version, parts or []))
 
     def _tell(self, actor: HFActor | None, version: int, parts: list[RolloutBatch | None]) -> None:
-        """The rows of all processes (of one alone the plugin has them), and the tables if they have
-        changed.
+        """Pass on the rows of all processes (of a single process the plugin has them), and the
+        tables if they have changed.
         """
         if batches := [batch for batch in parts if batch is not None]:
             self.plugin.batch_ready(RolloutBatch.join(batches))
@@ -352,18 +352,18 @@ class Attachment:
             self._more = {}
 
     def figures(self) -> dict[str, float]:
-        """The last step's figures for the trainer's own log, under names of their own."""
+        """The last step's figures for the trainer's own log, under separate names."""
         figures = self._figures
         self._figures = {}
         return figures
 
     def end(self) -> None:
         """Training is over: save the heads, write the report, and close what `begin` started."""
-        # `RemoteAttachment` has a writer and no tap, processes behind the first a tap and no
+        # `RemoteAttachment` has a writer and no tap; processes after the first have a tap and no
         # writer.
         if self._tap is None and self._writer is None:
             return
-        # All go on with the first one's heads, should there be another training.
+        # All continue with the first process's heads if there is another training.
         heads = self.ranks.share(self._led(self._finish))
         self._stack.close()
         atexit.unregister(self._stack.close)
@@ -371,7 +371,7 @@ class Attachment:
         self._tap = None
         self._writer = None
         self._share = None
-        # Should the trainer train again, it goes on with these.
+        # If the trainer trains again, it continues with these.
         self.config = self.config.model_copy(
             update={"heads": self.config.heads.model_copy(update={"path": heads})}
         )
@@ -384,8 +384,8 @@ class Attachment:
 
     def _view(self, model: nn.Module) -> HFActor:
         """The actor with its tables gathered, if they are sharded."""
-        # What kind a folder's heads are is not known before they are read; gathering a table in
-        # vain is cheaper than to come without it.
+        # The kind of a folder's heads is unknown before they are read; gathering a table in vain is
+        # cheaper than lacking it.
         needs_embedding = self.config.heads.kind == "hydra" or bool(self.config.heads.path)
         actor = HFActor(model, reports=self.ranks.leads, with_embedding=needs_embedding)
         actor.refresh()
@@ -396,12 +396,12 @@ class Attachment:
 
 
 class DraftingEngine:
-    """An engine of ours with the plugin behind its calls. Without drafts and companion it is the
+    """Our engine, which calls the plugin in its own calls. Without drafts and companion it is the
     plain engine.
 
     Attributes:
         engine: the engine itself.
-        plugin: a NoPlugin where the settings ask for neither drafts nor a companion.
+        plugin: a NoPlugin if the settings ask for neither drafts nor a companion.
     """
 
     def __init__(
@@ -410,12 +410,12 @@ class DraftingEngine:
         """Start Ray (if there is none), the engine and the companion.
 
         Args:
-            config: read are `heads`, `companion`, `engine` and `seed`.
+            config: only `heads`, `companion`, `engine` and `seed` are read.
             actor: a transformers causal LM; the loop scores with `actor(input_ids=...,
                 attention_mask=...)`.
             model_path: the actor's folder, for vLLM.
-            run_dir: what the plugin measures and publishes; the last heads are left in
-                `heads-final`.
+            run_dir: folder for what the plugin measures and publishes; the last heads are left in
+                its `heads-final`.
 
         Raises:
             UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError,
@@ -427,8 +427,8 @@ class DraftingEngine:
         self._actor = actor
         self._folder = Path(run_dir)
         self._tap: ForwardTap | None = None
-        # Whatever fails on the way ends what was started before it; `pop_all` keeps everything when
-        # nothing has failed.
+        # If anything fails on the way, whatever was started before is ended; `pop_all` keeps
+        # everything once nothing has failed.
         with contextlib.ExitStack() as stack:
             stack.enter_context(local_ray(queue_bytes=config.companion.queue_bytes))
             wanted = as_config(config) is not None
@@ -449,12 +449,12 @@ class DraftingEngine:
             self._stack = stack.pop_all()
 
     def warm_up(self, prompts: Prompts, sampling: Sampling) -> WarmUpReport:
-        """Before the first step: train heads that begin at nothing on responses to these prompts,
-        so that the first step drafts with them (`heads.warm_up_tokens`, `heads.warm_up_s`).
+        """Train untrained heads on responses to these prompts before the first step, so that the
+        first step drafts with them (`heads.warm_up_tokens`, `heads.warm_up_s`).
 
         Args:
-            prompts: of the coming steps, in their order; without images.
-            sampling: as the loop samples.
+            prompts: those of the coming steps, in their order; without images.
+            sampling: the loop's own.
         """
         section = self._config.heads
         if section.path:
@@ -469,7 +469,7 @@ class DraftingEngine:
         )
 
     def _read(self, rollouts: Rollouts) -> None:
-        """The actor's passes over responses that the loop never sees."""
+        """Run the actor over responses that the loop never sees."""
         trained = self._actor.training
         self._actor.eval()
         rows = [
@@ -496,7 +496,7 @@ class DraftingEngine:
             self._actor.train(trained)
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
-        """As of RolloutEngine; newer heads go in before, if there are any."""
+        """Like RolloutEngine; newer heads are installed first, if there are any."""
         self.plugin.before_generation()
         rollouts = self.engine.generate(prompts, sampling)
         self.plugin.rollout_ready(rollouts)
@@ -505,18 +505,18 @@ class DraftingEngine:
         return rollouts
 
     def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
-        """As of RolloutEngine; `medusa_ppo.engines.actor_sync.ActorSync` writes the file and calls
-        it.
+        """Like RolloutEngine; `medusa_ppo.engines.actor_sync.ActorSync` writes the file and calls
+        this.
         """
         return self._synced(self.engine.sync_actor(path, version))
 
     @property
     def streams(self) -> bool:
-        """As of RolloutEngine: with `engine.transfer=broadcast`."""
+        """Like RolloutEngine: true with `engine.transfer=broadcast`."""
         return self.engine.streams
 
     def stream_actor(self, stream: ActorStream, version: int) -> SwapReceipt:
-        """As of BroadcastPool; ActorSync calls it."""
+        """Like BroadcastPool; ActorSync calls this."""
         assert isinstance(self.engine, BroadcastPool), "streams says so"
         return self._synced(self.engine.stream_actor(stream, version))
 
@@ -525,14 +525,14 @@ class DraftingEngine:
         return receipt
 
     def metrics(self) -> dict[str, Any]:
-        """The plugin's figures since the last call, under the names of contract/metrics.py; none
+        """The plugin's figures since the last call, with the names of contract/metrics.py; none
         without a plugin.
         """
         return self.plugin.metrics()
 
     def close(self) -> None:
         """Save the heads, and end what was started here."""
-        # First, because the companion, which the stack ends, has the newest heads.
+        # First, because the companion has the newest heads, and the stack ends it.
         self.plugin.save_heads(self._folder / FINAL_HEADS)
         self.plugin = NoPlugin()  # close() may be called again.
         self._stack.close()

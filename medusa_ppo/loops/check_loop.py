@@ -1,11 +1,11 @@
 """Ten checks of an unknown loop: `medusa-ppo check-loop my_module:make_trainer`.
 
-`make_trainer(medusa)` gives anything with a `train()` of at least four rollout batches and the
-actor as `model`, a causal LM of transformers; `medusa` is a mapping of settings, or None for the
-loop as it was. For the tenth check it must do the same at every call: greedy sampling (top_k=1),
+`make_trainer(medusa)` returns an object with a `train()` of at least four rollout batches and the
+actor as `model`, a causal LM of transformers. `medusa` is a mapping of settings, or None for the
+unchanged loop. For the tenth check it must do the same in every call: greedy sampling (top_k=1),
 seeded data. The process that trains has the plugin.
 
-Each training runs in a process of its own. MedusaPlugin's methods are observed but unchanged.
+Each training runs in a separate process. MedusaPlugin's methods are observed but unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MOST = 0.9
 
 @dataclass(frozen=True)
 class LoopCheck:
-    """One check: what was found, and what to do when it is not ok."""
+    """One check: what was found, and what to do if it is not ok."""
 
     name: str
     ok: bool
@@ -67,12 +67,12 @@ class Watch:
     """What a training did with the plugin, in order.
 
     Attributes:
-        calls: names of the hooks.
+        calls: names of the called hooks.
         batches: a row for each rollout batch.
         versions: reported policy versions.
-        fits: of each batch that went to the companion, how well its states say its tokens.
-        wrong_tables: times that the lm_head that was told was not the model's own.
-        swapped: last version installed, its checksum and the engine's.
+        fits: for each batch that went to the companion, how well its states predict its tokens.
+        wrong_tables: times that the reported lm_head was not the model's own.
+        swapped: last installed version, its checksum and the engine's.
     """
 
     calls: list[str] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Watch:
     _model: Any = None
 
     def install(self) -> None:
-        """From now on, observe MedusaPlugin's methods in this process."""
+        """Observe MedusaPlugin's methods in this process from now on."""
         plugin: Any = MedusaPlugin
         self._beside(plugin, "__init__", before=lambda *_, **__: self.calls.append("start"))
         self._beside(plugin, "before_generation", after=self._installed)
@@ -102,8 +102,7 @@ class Watch:
         before: Callable[..., Any] | None = None,
         after: Callable[..., Any] | None = None,
     ) -> None:
-        # Replaced on the class, since the loop makes its own objects of it, wherever and whenever
-        # it likes.
+        # Replaced on the class, because the loop may create its objects anywhere and at any time.
         whole = getattr(kind, name)
 
         @functools.wraps(whole)
@@ -129,7 +128,8 @@ class Watch:
 
     def _rollouts(self, plugin: Any, rollouts: Rollouts) -> None:
         self.calls.append("rollout_ready")
-        # A copy: the states that come later belong to this table, and the loop updates it in place.
+        # A copy: the states that arrive later belong to this table, and the loop updates it in
+        # place.
         self._table = plugin._tables[0].detach().clone()
         counters = rollouts.counters
         responses = rollouts.responses
@@ -157,7 +157,7 @@ class Watch:
         logits_MV = batch.hidden_MD[rows[here]].float() @ self._table.float().cpu().T
         ids_M = batch.response_ids_M[here]
         known_M = batch.logprobs_M[here]
-        # top_k=1 samples greedily too; vLLM says so by log-probs of 0.
+        # top_k=1 also samples greedily; vLLM then reports log-probs of 0.
         greedy = batch.temperature <= 0 or bool((known_M > -1e-4).all())
         if greedy:
             good = float((logits_MV.argmax(-1) == ids_M).float().mean())
@@ -184,7 +184,7 @@ class Watch:
 
 
 def run_arm(spec: str, medusa: Any, out: Path) -> None:
-    """Train, and write what was seen and a print of the weights to `out`."""
+    """Train, and write what was observed and a digest of the weights to `out`."""
     watch = Watch()
     watch.install()
     sys.path.insert(0, os.getcwd())
@@ -193,7 +193,7 @@ def run_arm(spec: str, medusa: Any, out: Path) -> None:
     watch._model = getattr(trainer, "model", None)
     trainer.train()
     digest = hashlib.sha256()
-    # As bytes: numpy knows no bfloat16.
+    # As bytes, because numpy has no bfloat16.
     for key, tensor in sorted(plain_model(trainer.model).state_dict().items()):
         flat = tensor.detach().cpu().contiguous().flatten()
         digest.update(key.encode() + flat.view(torch.uint8).numpy().tobytes())
@@ -205,7 +205,7 @@ def run_arm(spec: str, medusa: Any, out: Path) -> None:
 
 
 def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
-    """`run_arm` in another process. ConfigError with the end of its output when it fails."""
+    """`run_arm` in another process. Raises ConfigError with the end of its output if it fails."""
     out = folder / f"arm-{len(list(folder.iterdir()))}.json"
     command = [
         sys.executable,
@@ -219,21 +219,21 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
-        # Errors last: the end is what is shown.
+        # Errors last, because only the end is shown.
         end = (done.stdout + done.stderr)[-1500:]
     except subprocess.TimeoutExpired:
-        end = f"no end after {TIMEOUT_S:.0f} s"
-    # Written last: where it is there, the training came to its end, however the process ended after
-    # it.
+        end = f"no end within {TIMEOUT_S:.0f} s"
+    # This file is written last: if it exists, the training was completed, however the process ended
+    # afterwards.
     if not out.is_file():
         raise ConfigError(
             "The loop fails to run.",
             given=f"{spec}, medusa={'None' if medusa is None else 'settings'}:\n{end}",
             expected=(
-                "make_trainer(medusa).train() comes to its end, and the trainer's `model` is a"
+                "make_trainer(medusa).train() returns, and the trainer's `model` is a"
                 " transformers causal LM"
             ),
-            do="Run it by itself first, without check-loop, until it trains to its end.",
+            do="Run it alone first, without check-loop, until it trains to its end.",
         )
     return json.loads(out.read_text(encoding="utf-8"))
 
@@ -249,21 +249,21 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
         medusa: settings for the plugin; None: SETTINGS.
 
     Raises:
-        ConfigError: `spec` is none, or a training fails.
+            ConfigError: `spec` does not name a function, or a training fails.
     """
     if spec.count(":") != 1:
         raise ConfigError(
-            "This names no function.",
+            "This is not the name of a function.",
             given=spec,
-            expected="module:function, as my_module:make_trainer",
+            expected="module:function, e.g. my_module:make_trainer",
             do="Give the module and the function that makes the trainer, with one colon between.",
         )
     with tempfile.TemporaryDirectory() as name:
         seen = train_apart(spec, medusa or SETTINGS, Path(name))
         yield from judge(seen)
         without = train_apart(spec, None, Path(name))
-        # Only where the weights differ: whether the plugin is the reason shows in a second run
-        # without it.
+        # Only if the weights differ: a second run without the plugin shows whether the plugin is
+        # the reason.
         again = (
             without
             if without["weights"] == seen["weights"]
@@ -274,9 +274,9 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
     if same:
         found = "the actor's weights are the same to the bit with and without the plugin"
     elif steady:
-        found = "other weights with the plugin"
+        found = "the actor's weights differ with the plugin"
     else:
-        found = "the loop learns something different at each call, even without the plugin"
+        found = "the loop learns something different in each call, even without the plugin"
     do = "Look for hooks that change what the loop computes or samples."
     if not steady:
         do = "Sample greedily, and seed everything."
@@ -296,7 +296,7 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
         # `close` may be called again; it does nothing then.
         starts == 1 <= ends,
         f"{starts} started, closed {ends} times",
-        "Make one for a job, and close it at the end.",
+        "Make one per training, and close it at the end.",
     )
     if not batches:
         yield LoopCheck(
@@ -307,15 +307,15 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
         )
         return
     hooks = [call for call in calls if call not in ("start", "close")]
-    # After policy_updated anything may come: a loop may update more often than it generates.
+    # After policy_updated anything may follow: a loop may update more often than it generates.
     after = {"before_generation": "rollout_ready", "rollout_ready": "policy_updated"}
     wrong = [f"{a}, {b}" for a, b in pairwise(hooks) if a in after and b != after[a]]
     yield LoopCheck(
         "order of hooks",
         not wrong and len(batches) >= 4 and hooks[0] == "before_generation",
         f"{len(batches)} rollout batches; out of order: {wrong[0] if wrong else 'none'}",
-        "before_generation, rollout_ready, the scored passes, policy_updated: in this order, for at"
-        " least four batches.",
+        "Call before_generation, rollout_ready, the scored passes, policy_updated in this order,"
+        " for at least four batches.",
     )
     known = sum(batch["known"] for batch in batches) / max(
         1, sum(batch["responses"] for batch in batches)
@@ -330,7 +330,7 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
     yield LoopCheck(
         "rows",
         came >= MOST,
-        f"the states of {came:.0%} of the responses came, in {len(fits)} batches",
+        f"the states of {came:.0%} of the responses arrived, in {len(fits)} batches",
         "Score the rows as they were generated (padded, whole), inside plugin.actor_forward or with"
         " the tap on the model that scores.",
     )
@@ -338,9 +338,9 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
     yield LoopCheck(
         "states",
         good >= MOST,
-        f"at least {good:.0%} of each batch's tokens have the log-prob that the states give",
-        "States one token off, another model's, or an engine with older weights than the actor's:"
-        " compare positions and the sync.",
+        f"at least {good:.0%} of each batch's tokens have the log-prob that the states predict",
+        "The states are one token off, or another model's, or the engine has older weights than the"
+        " actor: compare positions and the sync.",
     )
     yield _versions(batches, versions)
     yield LoopCheck(
@@ -359,14 +359,14 @@ def _versions(batches: list[dict[str, Any]], versions: list[int]) -> LoopCheck:
     ok = (
         rising
         and follow[-1] > follow[0]
-        # The engine's first version is the one it started with, which nobody told.
+        # The engine's first version is its initial one, which was not reported.
         and set(follow[1:]) <= {*versions, follow[0]}
         and follow == sorted(follow)
     )
     return LoopCheck(
         "versions",
         ok,
-        f"told {versions[:6]}, rollouts were of {follow[:6]}",
+        f"reported {versions[:6]}, rollouts came from {follow[:6]}",
         "Count the actor's updates, report each once, and sync the engine before the next "
         "rollouts.",
     )

@@ -1,6 +1,6 @@
-"""What our hooks hang on in other people's loops, and whether the installed one still has it: names
-and signatures are looked up when a loop starts. What can't be seen so (in which order things are
-called, what an answer holds) is in tests/contracts/.
+"""The names in other people's loops that our hooks rely on. When a loop starts, names and
+signatures are looked up in the installed version. What this can't show (the order of calls, the
+contents of results) is in tests/contracts/.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Signature = Literal["is", "begins", "takes"]
 
 @dataclass(frozen=True)
 class Seam:
-    """A name of theirs.
+    """A name in another loop.
 
     Attributes:
         place: `module:Name.attribute`.
-        parameters: of its signature, without `self`.
-        how: `is`: ours stands in its place, so there must be no others; `begins`: ours passes
-            these by position; `takes`: by name, among others.
+        parameters: its signature, without `self`.
+        how: `is`: ours replaces it, so there must be no other parameters; `begins`: ours passes
+            these by position; `takes`: ours passes these by name, among others.
     """
 
     place: str
@@ -81,7 +81,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam("verl.workers.rollout.replica:RolloutReplicaRegistry.register"),
         _seam("verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn"),
     ),
-    # Where its servers start: it imports vLLM, which the driver has no use for.
+    # Its servers start here: it imports vLLM, which the driver doesn't need.
     "verl.server": (
         _seam("verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension"),
         _seam("verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer"),
@@ -127,7 +127,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
 
 
 def broken_seam(name: str) -> str:
-    """The first seam of a loop that is not as ours needs it, with what is there; empty: all are."""
+    """The first seam of a loop that has changed, with what was found; empty if there is none."""
     for seam in SEAMS[name]:
         if found := _fault(seam):
             return f"{seam.place}: {found}"
@@ -152,7 +152,7 @@ def _fault(seam: Seam) -> str:
 
 
 def _plain(found: Any) -> Any:
-    """The class under Ray's decorator."""
+    """The class inside Ray's decorator."""
     decorated = getattr(found, "__ray_metadata__", None)
     return found if decorated is None else decorated.modified_class
 

@@ -1,6 +1,6 @@
-"""Hooks for other people's loops: with which of their releases they were run, and what is said of
-others. What a hook hangs on is looked up when it starts (`loop_seams`), so that a newer release
-works as long as it has that.
+"""Hooks for other people's loops: the releases they were run with, and the messages about others.
+The names that a hook relies on are looked up when it starts (`loop_seams`), so a newer release
+works as long as it has them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "skyrl": (),
     "nemo_rl": (),
 }
-"""Distribution (and which part of it) -> the minor versions whose classes and signatures
-tests/contracts/ compares with what we rely on; none: it was never there to be run.
+"""Distribution (and its part) -> the minor versions whose classes and signatures tests/contracts/
+compares with what we rely on; empty: it could never be run.
 """
 _told: set[str] = set()
 
 
 def require_loop(name: str) -> str:
-    """The installed version of a loop. One that was never run is told of once.
+    """The installed version of a loop. A version that was never run is reported once.
 
     Raises:
-        UnsupportedVersionError: it is missing, or something that our hooks hang on is not there or
-            is called otherwise; which, is said.
+        UnsupportedVersionError: it is missing, or a name that our hooks rely on is missing or has
+            another signature; the message says which.
     """
     package = name.split(".")[0]
     checked = CHECKED[name]

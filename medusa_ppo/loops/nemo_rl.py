@@ -1,5 +1,5 @@
-"""NeMo-RL with a companion beside it: its own `policy.worker_extension_cls_fqn`, and two lines
-in the script that starts the training.
+"""NeMo-RL with a companion beside it: its own `policy.worker_extension_cls_fqn`, and two lines in
+the script that starts the training.
 
     from medusa_ppo.loops.nemo_rl import register
     register()
@@ -10,9 +10,9 @@ in the script that starts the training.
         vllm_kwargs:
           speculative_config: {method: medusa, model: HEADS, num_speculative_tokens: 3}
 
-with MEDUSA_PPO_COMPANION and MEDUSA_PPO_FEED in the environment. Never run: NeMo-RL is no package
-that could be installed here. What stands below was read in its sources (docs/other-loops.md), and
-its worker was stood in for (tests/medusa_ppo/loops/test_worker_taps.py).
+with MEDUSA_PPO_COMPANION and MEDUSA_PPO_FEED in the environment. Never run: NeMo-RL is not a
+package that could be installed here. The hook was written from its sources (docs/other-loops.md),
+and tested with a stand-in for its worker (tests/medusa_ppo/loops/test_worker_taps.py).
 
     update           `DTensorPolicyWorkerV2Impl.train`, overridden: every rank taps its rows
 """
@@ -33,13 +33,13 @@ WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWo
 
 
 class TappedWorker:
-    """Stands before NeMo-RL's policy worker in a class's bases; its ranks are the tap's."""
+    """Precedes NeMo-RL's policy worker in a class's bases; the tap is on its ranks."""
 
     _medusa_tap: CompanionTap | None = None
 
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **kwargs: Any) -> Any:
-        """As NeMo-RL's. Of several global batches in one call the later ones' states are of an
-        actor that is a few optimizer steps newer than the tables that go with them.
+        """Like NeMo-RL's. If one call has several global batches, the states of the later ones are
+        from an actor that is a few optimizer steps newer than the tables sent with them.
         """
         if eval_mode:
             return super().train(data, loss_fn, eval_mode, **kwargs)  # type: ignore[misc]
@@ -89,8 +89,8 @@ def unsupported(cfg: Any) -> dict[str, bool]:
 
 
 def register() -> None:
-    """Tell NeMo-RL in which of its environments our worker runs: in that of its own. Once, before
-    the policy is made.
+    """Tell NeMo-RL which of its environments our worker runs in: that of its own worker. Call this
+    once, before the policy is made.
     """
     from nemo_rl.distributed.ray_actor_environment_registry import (
         ACTOR_ENVIRONMENT_REGISTRY,
@@ -102,7 +102,7 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     """`TappedDTensorWorker`, when NeMo-RL looks for it in an environment of its workers."""
-    # Not a class of this file: it needs NeMo-RL's own, which only a worker has.
+    # Not a class of this file: it needs NeMo-RL's own class, which only a worker has.
     if name != NAME:
         raise AttributeError(name)
     import ray

@@ -1,5 +1,5 @@
-"""OpenRLHF's PPO with draft heads: `python -m medusa_ppo.loops.openrlhf --medusa heads.yaml` and
-OpenRLHF's own arguments behind it.
+"""OpenRLHF's PPO with draft heads: `python -m medusa_ppo.loops.openrlhf --medusa heads.yaml`,
+followed by OpenRLHF's own arguments.
 
 OpenRLHF has no plugins and passes no arguments on to vLLM. So its command is run with three names
 replaced (OpenRLHF 0.11; tests/contracts/test_openrlhf.py compares all of it with the installed
@@ -68,9 +68,9 @@ def __getattr__(name: str) -> type[Any]:
 
 
 def plain_class(actor_class: Any) -> type[Any]:
-    """The class under Ray's decorator, to inherit from."""
-    # Ray decorates a subclass that it makes; what derived from that would pass for decorated
-    # already.
+    """The class inside Ray's decorator, to inherit from."""
+    # Ray decorates a subclass that it makes; a class derived from that would count as already
+    # decorated.
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
@@ -78,8 +78,8 @@ def rollout_actor(arguments: dict[str, Any]) -> Any:
     """OpenRLHF's vLLM actor, with our arguments for the engine and two more methods, as a Ray actor
     class.
     """
-    # OpenRLHF is imported where it is used: vLLM's workers import this file for their extension
-    # alone.
+    # OpenRLHF is imported where it is used, because vLLM's workers import this file only for their
+    # extension.
     from openrlhf.trainer.ray import vllm_engine
 
     from medusa_ppo.engines.colocated import process_counters
@@ -109,7 +109,7 @@ def policy_actor() -> Any:
         def forward(
             self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any
         ) -> Any:
-            # One rank's rows are plenty for heads; gathering all would cost the loop bandwidth.
+            # One rank's rows are enough for heads; gathering all would cost the loop bandwidth.
             if self.strategy.get_rank() != 0:
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
             # Created at the first pass: the model is loaded by a separate call after the
@@ -181,7 +181,7 @@ def trainer_actor() -> Any:
             self._medusa_version = 0
 
         def fit(self, global_step: int = 0) -> None:
-            # Not zero where a checkpoint is continued.
+            # Not zero if a checkpoint is continued.
             self._medusa_version = global_step
             engines = self.vllm_engines
             with engines_awake(self.args, engines):
@@ -200,7 +200,7 @@ def trainer_actor() -> Any:
             return {**status, **self.medusa.figures()}, step
 
         def broadcast_to_vllm(self) -> None:
-            # With sleep the engines' weights are awake now, and level 1 has kept the heads.
+            # With sleep mode the engines' weights are awake now, and level 1 has kept the heads.
             super().broadcast_to_vllm()
             self._medusa_version += 1
             gathered = ray.get(self.actor_model_group.async_run_method("medusa_tables"))
@@ -233,11 +233,11 @@ def engines_awake(args: Any, engines: list[Any]) -> Iterator[None]:
 def rows_of(
     sequences: Any, action_mask: Any, attention_mask: Any
 ) -> tuple[list[Row], list[tuple[int, int, int]]]:
-    """Prompt and response of those rows that the heads can learn from, and where their log-probs
-    stand: (row, first, last).
+    """Prompt and response of the rows that the heads can learn from, and where their log-probs are:
+    (row, first, last).
 
-    `action_mask[b, i]` belongs to token i + 1 of the row. Left out are rows with more than one
-    stretch of actions.
+    `action_mask[b, i]` belongs to token i + 1 of the row. Rows with more than one stretch of
+    actions are left out.
     """
     rows = []
     spans = []
@@ -276,7 +276,7 @@ def install(config: RunConfig) -> None:
     from openrlhf.utils import get_strategy
 
     create = vllm_engine.create_vllm_engines
-    kept: list[RemoteAttachment] = []  # The heads' folder must outlive the engines' start.
+    kept: list[RemoteAttachment] = []  # Keeps the heads' folder until the engines have started.
 
     def create_with_heads(
         num_engines: int, tensor_parallel_size: int, pretrain: str, *args: Any, **kwargs: Any
@@ -291,7 +291,7 @@ def install(config: RunConfig) -> None:
 
     def strategy_with_heads(args: Any) -> Any:
         refuse("OpenRLHF", unsupported(args))
-        # The arguments travel with the strategy to every actor, and the settings with them.
+        # The arguments reach every actor with the strategy, and the settings with them.
         args.medusa = config
         return get_strategy(args)
 
@@ -302,7 +302,7 @@ def install(config: RunConfig) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run OpenRLHF's own command with draft heads; without `--medusa`, as it is."""
+    """Run OpenRLHF's own command with draft heads; without `--medusa`, unchanged."""
     parser = argparse.ArgumentParser(
         prog="python -m medusa_ppo.loops.openrlhf", add_help=False, allow_abbrev=False
     )
@@ -314,7 +314,7 @@ def main(arguments: list[str] | None = None) -> None:
         install(config)
     # OpenRLHF parses the command line itself, and would reject our flag.
     sys.argv = [CLI, *rest]
-    # The command imports the names as it runs, after `install` has replaced them.
+    # The command imports the names when it runs, after `install` has replaced them.
     runpy.run_module(CLI, run_name="__main__")
 
 

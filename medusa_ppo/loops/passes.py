@@ -1,8 +1,8 @@
-"""Rows of a foreign loop: its generations, and its log-prob passes over them, tapped and packed for
+"""Rows of a foreign loop: its generations and its log-prob passes over them, tapped and packed for
 the companion.
 
-`ForwardTap` for actors in the plugin's process (or in each process of a training), `RowTap` for a
-worker's half of the plugin elsewhere. Shape letters: B rows, T tokens (padded), N tokens of rows
+`ForwardTap` is for actors in the plugin's process (or in each process of a training), `RowTap` for
+a worker's half of the plugin elsewhere. Shape letters: B rows, T tokens (padded), N tokens of rows
 packed one after the other, D hidden, M response tokens.
 """
 
@@ -34,7 +34,7 @@ from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 
 @dataclass(frozen=True)
 class Generated:
-    """What one generate call of a foreign loop gave: a prompt, a completion and its behaviour
+    """The result of one generate call of a foreign loop: a prompt, a completion and its behaviour
     log-probs for each row.
     """
 
@@ -44,7 +44,7 @@ class Generated:
 
     @property
     def known(self) -> int:
-        """Rows that have a log-prob for each token; the others are left out of the rollouts."""
+        """Rows with a log-prob for each token; the others are left out of the rollouts."""
         return sum(
             None not in logprobs and len(logprobs) == len(row)
             for row, logprobs in zip(self.completions, self.logprobs, strict=True)
@@ -151,7 +151,7 @@ class ForwardTap:
     """Opens `plugin.actor_forward` around those forward passes of a model that compute responses of
     the last rollouts.
 
-    Works on the model's own hooks, so it needs nothing of the trainer that calls the model. The
+    It uses the model's own hooks, so it needs nothing from the trainer that calls the model. The
     hooks read and return nothing.
     """
 
@@ -159,11 +159,11 @@ class ForwardTap:
         """
         Args:
             model: the actor; called with `input_ids` and `attention_mask`, each `[B, T]`.
-            plugin: that was told of the rollouts that `expect` gets.
+            plugin: must have been given the rollouts passed to `expect`.
         """
         self._model = model
         self._plugin = plugin
-        # The policy's: those that are on when the training begins.
+        # The policy's adapters: those that are active when the training begins.
         self._adapters = adapters_in_use(model)
         self._finder: RowFinder | None = None
         self._open: contextlib.AbstractContextManager[None] | None = None
@@ -185,7 +185,7 @@ class ForwardTap:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._drop_failed()
         if self._finder is None or self._finder.done or adapters_in_use(module) != self._adapters:
-            return  # With the adapter off or a different one, it is the reference policy's pass.
+            return  # With the adapter off, or another one, it is the reference policy's pass.
         ids = kwargs.get("input_ids")
         attention = kwargs.get("attention_mask")
         if (
@@ -197,7 +197,7 @@ class ForwardTap:
             return  # A decoding step, or a layout of the caller's own.
         mask_BT, found = self._finder.find(ids, attention)
         if any(index is not None for index in found):
-            # A `with` can't reach from one hook into the other.
+            # A `with` block can't span two hooks.
             self._open = self._plugin.actor_forward(self._model, mask_BT, found)
             self._open.__enter__()
 
@@ -208,26 +208,26 @@ class ForwardTap:
             opened.__exit__(None, None, None)
 
     def _drop_failed(self) -> None:
-        """A forward pass that raised never came to `_after`."""
+        """A forward pass that raised never reached `_after`."""
         opened = self._open
         self._open = None
         if opened is not None:
-            # It ends the context at this point, before states are taken, and is not reported.
+            # It ends the context here, before states are taken, and is not reported.
             error = GeneratorExit()
             opened.__exit__(GeneratorExit, error, None)
 
 
 class RowShare:
-    """Replaces the plugin on each of several processes: keeps the states of the rows it scores
-    until all hand theirs in.
+    """Replaces the plugin on each of several processes: keeps the states of the rows scored here
+    until all processes deliver theirs.
     """
 
     def __init__(self) -> None:
         self._collector: BatchCollector | None = None
 
     def expect(self, rollouts: Rollouts, sample: EarlySample | None, own: range) -> None:
-        """The rows of all processes, of which this one scores its own and keeps no room for others;
-        and the sample that the companion wants of all of them.
+        """Announce the rows of all processes, and the sample of them that the companion wants. This
+        process scores its own rows, and keeps no room for the others.
         """
         self._collector = BatchCollector(rollouts, sample, own)
 
@@ -235,11 +235,11 @@ class RowShare:
     def actor_forward(
         self, model: Actor, response_mask_BT: torch.Tensor, sequences: Sequence[int | None]
     ) -> Iterator[None]:
-        """As of MedusaPlugin."""
+        """Like MedusaPlugin's."""
         if self._collector is None:
             yield
             return
-        # The states are taken in after the block, so a pass that fails leaves nothing behind.
+        # The states are taken after the block, so a failed pass leaves nothing behind.
         with as_view(model).tap() as tap:
             yield
         self._collector.add(tap.hidden_BTD, response_mask_BT, sequences)
@@ -256,11 +256,11 @@ Row = tuple[Sequence[int], Sequence[int]]
 
 
 class RowTap(ABC):
-    """Collects the states of the rows that were announced, from whatever micro-batches the loop
-    makes of them.
+    """Collects the states of the announced rows, from whatever micro-batches the loop makes of
+    them.
 
     Attributes:
-        reports: the rows come together in this process.
+        reports: whether the rows are joined in this process.
     """
 
     reports = True
@@ -269,8 +269,8 @@ class RowTap(ABC):
         """
         Args:
             sampling: how the rollouts are sampled.
-            max_bytes: of batches in transit and in training; a batch larger than half of it is
-                sampled.
+            max_bytes: limit for batches in transit and in training; a batch larger than half of it
+                is sampled.
             ahead: number of following rows that heads learn from.
         """
         self._sampling = sampling
@@ -284,7 +284,7 @@ class RowTap(ABC):
         self._expected: int | None = None
         self._rows: int | None = None
         self._batches = 0
-        # Of the batch: passes so far, and rows of its sample that the next ones may still take.
+        # Of this batch: passes so far, and rows of its sample that the next ones may still take.
         self._passes = 0
         self._owed = 0.0
         self._left_out = 0
@@ -310,17 +310,17 @@ class RowTap(ABC):
 
     @contextlib.contextmanager
     def watch(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Around the passes over these rows. `add_logprobs` follows, where the tap reports.
+        """Context around the passes over these rows. `add_logprobs` follows, if the tap reports.
 
         Raises:
             ConfigError: tokens went through the model, but not whole rows: sequence parallelism
-                cuts them up.
+                splits them.
         """
         # Ranks without rows run the same passes, because states of sharded models are gathered from
         # all ranks.
         rows = rows if self.reports else ()
         responses = tuple(
-            # The pass computes the log-probs; `add_logprobs` replaces the zeros with them.
+            # The pass computes the log-probs; `add_logprobs` later replaces these zeros.
             Response(self._prompt(prompt), tuple(answer), (0.0,) * len(answer), "stop")
             for prompt, answer in rows
         )
@@ -394,7 +394,8 @@ class RowTap(ABC):
         self._collector.add(hidden_TD[None], mask_BT, found)
 
     def _collector_of(self, rollouts: Rollouts, rows: int) -> BatchCollector:
-        """The sample of this pass, given how many rows of the whole batch may be kept.
+        """A collector for this pass's share of the sample, given how many rows of the whole batch
+        may be kept.
 
         The holdout is chosen once all passes are done: answers to one prompt may be in several of
         them.
@@ -409,8 +410,8 @@ class RowTap(ABC):
         if rows >= everything:
             return BatchCollector(rollouts)
         block = block_rows(rows, self._ahead)
-        # A pass may be due less than a block, and then waits for the next ones. The wait of the
-        # first ones is random, or they would never contribute.
+        # A pass's share may be less than a block; it then waits for the next passes. The initial
+        # debt is random, or the first passes would never contribute.
         if first and self._expected is not None:
             self._owed = random.Random(seed).uniform(0, block)
         self._owed += rows * tokens / everything
@@ -423,18 +424,18 @@ class RowTap(ABC):
 class PassTap(RowTap):
     """Taps a transformers causal LM by a hook on it.
 
-    Padded rows (`attention_mask`) and packed ones (`position_ids` that begin anew with each row)
-    are understood.
+    It supports padded rows (`attention_mask`) and packed ones (`position_ids` that restart with
+    each row).
     """
 
     def __init__(self, model: nn.Module, sampling: Sampling, max_bytes: int, ahead: int) -> None:
         """
         Args:
             model: the actor, a transformers causal LM under any wrappers.
-            sampling, max_bytes, ahead: as of RowTap.
+            sampling, max_bytes, ahead: as in RowTap.
         """
         super().__init__(sampling, max_bytes, ahead)
-        # Below lm_head: its output is the state that heads read, and logits need not be there.
+        # Below lm_head: this output is the state that heads read, and logits may not exist.
         self._base: Any = plain_model(model).base_model
 
     @contextlib.contextmanager
@@ -451,7 +452,7 @@ class PassTap(RowTap):
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not self._waiting or not isinstance(ids, torch.Tensor):
             return
-        # Some models give tuples.
+        # Some models return tuples.
         hidden_BTD = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
         for row, first, last in spans(
             ids, kwargs.get("attention_mask"), kwargs.get("position_ids")

@@ -2,7 +2,7 @@
 companion, all of them have engines and rows.
 
 Everything here happens at points that all of them reach: `agree` when their trainers are made,
-`led` inside the hooks. Between two such points no process waits. If a process dies its connections
+`led` inside the hooks. Between two such points no process waits. If a process dies, its connections
 close, and the others get an error at once.
 """
 
@@ -22,7 +22,7 @@ from medusa_ppo.engines.colocated import read_counters
 logger = logging.getLogger(__name__)
 
 AGREE_S = 300.0
-"""Time for all processes to make their trainers; one without a plugin never comes."""
+"""Time for all processes to make their trainers; a process without the plugin never arrives."""
 LED_S = 900.0
 """Longest wait for the first process: it may start or drain a companion meanwhile."""
 DONE = "done"
@@ -59,7 +59,7 @@ class Ranks:
 
     @classmethod
     def here(cls, what: object) -> Self:
-        """This process's end, once all have come with the same settings. See `agree`."""
+        """This process's end, once all have arrived with the same settings. See `agree`."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         ranks = cls(dist.get_rank(), dist.get_world_size()) if several else cls()
         ranks.agree(what)
@@ -75,12 +75,12 @@ class Ranks:
         weights are passed as files.
 
         Raises:
-            ConfigError: they don't (the same error on each), or one of them has not come.
+            ConfigError: they don't (the same error on each), or one of them has not arrived.
         """
         if self.size == 1:
             return
         try:
-            # A group of our own, over the host: the trainer's may be NCCL's, with a timeout for its
+            # A separate group, on the host: the trainer's may be NCCL's, with a timeout for its
             # collectives.
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_S))
             found: list[Any] = [None] * self.size
@@ -110,18 +110,18 @@ class Ranks:
                     ),
                     do="Give every process the same settings, and train on one node.",
                 )
-        # A group's timeout is set when it is made.
+        # A group's timeout is set when the group is made.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LED_S))
 
     # ---- calls from the first process to all
 
     def led(self, action: Callable[[], Found], serve: Serve) -> Found | None:
         """The first process acts, and may `call` meanwhile; the others serve until it is done, and
-        get None.
+        return None.
 
         Raises:
-            EngineError: on the others, when the first one's action failed; it raises what it
-                raised.
+            EngineError: on the others, if the first one's action failed; the first one raises the
+                original error.
         """
         if self.size == 1:
             return action()
@@ -131,7 +131,7 @@ class Ranks:
         problem = ""
         try:
             return action()
-        # Ctrl-C too: the others would wait for the rest of LED_S.
+        # Also for Ctrl-C, because the others would wait for the rest of LED_S.
         except BaseException as error:
             problem = f"{type(error).__name__}: {error}"
             raise
@@ -139,8 +139,8 @@ class Ranks:
             self._share((DONE, (problem,)))
 
     def call(self, method: str, arguments: tuple[Any, ...], serve: Serve) -> list[list[Any]]:
-        """Inside of `led`: what every process answers, this one first. EngineError when one of them
-        failed.
+        """Inside `led`: the answers of every process, this one's first. Raises EngineError if one
+        of them failed.
         """
         if self.size == 1:
             return [serve(method, arguments)]
@@ -179,11 +179,11 @@ class Ranks:
     # ---- plain collectives, no-ops for one process
 
     def share(self, value: Found) -> Found:
-        """The first process's value, on all. They all call it."""
+        """The first process's value, on all. All must call this."""
         return value if self.size == 1 else self._share(value)
 
     def all(self, value: Found) -> list[Found]:
-        """Every process's value, on all of them, in order. They all call it."""
+        """Every process's value, on all of them, in order. All must call this."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -191,7 +191,7 @@ class Ranks:
         return found
 
     def first_gets(self, value: Found) -> list[Found] | None:
-        """Every process's value on the first one; None on the others. They all call it."""
+        """Every process's value on the first one; None on the others. All must call this."""
         return [value] if self.size == 1 else self._gather(value)
 
     def _share(self, value: Any) -> Any:
@@ -206,7 +206,7 @@ class Ranks:
 
 
 def _tried(serve: Serve, method: str, arguments: tuple[Any, ...]) -> tuple[list[Any], str]:
-    """An answer, or a sentence about what went wrong: a process that raised would leave the others
+    """The result, or a sentence about what went wrong: a process that raised would leave the others
     waiting.
     """
     try:
@@ -217,15 +217,15 @@ def _tried(serve: Serve, method: str, arguments: tuple[Any, ...]) -> tuple[list[
 
 
 def serve_llm(llm: Any, counts: bool, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-    """Calls from the first process to each one's vLLM."""
+    """Runs calls from the first process on each process's vLLM."""
     if method == "workers":
         return llm.collective_rpc(arguments[0], args=arguments[1])
-    # Of a tensor-parallel engine every process sees the same counters; one of them counts.
+    # In a tensor-parallel engine every process sees the same counters, so only one of them counts.
     if method == "counters":
         return [read_counters(llm.get_metrics())] if counts else []
     return [llm.reset_prefix_cache()]
 
 
 def no_engine(method: str, arguments: tuple[Any, ...]) -> list[Any]:
-    """A process whose engine is a server, which the first one alone talks to."""
-    raise AssertionError(f"nobody asks for {method} here")
+    """For a process whose engine is a server, which only the first process calls."""
+    raise AssertionError(f"{method} is never called here")

@@ -61,7 +61,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class RemoteAttachment(Attachment):
-    """Like `Attachment`, but only tables, packed batches and named calls cross between processes,
+    """Like `Attachment`, but only tables, packed batches and named calls pass between processes,
     all on one node.
     """
 
@@ -74,7 +74,7 @@ class RemoteAttachment(Attachment):
         """
         super().__init__(config)
         self.folder = folder
-        # From files: the actor is in other processes, and none of them is up yet when the engines
+        # From files: the actor is in other processes, and none of them has started when the engines
         # start.
         self._tables = read_tables(model_path)
         self._heads = heads_for_table(config, self._tables[0])
@@ -89,7 +89,7 @@ class RemoteAttachment(Attachment):
         self._before = Counters()
 
     def arguments(self, worker_extension: str) -> dict[str, Any]:
-        """What vLLM needs beside the loop's own arguments.
+        """The arguments of vLLM besides the loop's own.
 
         Args:
             worker_extension: our worker extension joined with the loop's, by name.
@@ -106,25 +106,25 @@ class RemoteAttachment(Attachment):
         )
 
     def start(self) -> None:
-        """Training begins: companion, plugin, run folder. Ray is the loop's."""
+        """Training begins: companion, plugin, run folder. The loop starts Ray."""
         assert self.engine is not None, "attach() comes first"
         self.plugin = MedusaPlugin.start_from_tables(
             self.config, self._heads, self._tables, self.engine, self.folder
         )
         self._stack.callback(self.plugin.close)
         self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
-        # Engines may have generated already (warming up, validation): that is no rollout of this
+        # Engines may have generated already (warm-up, validation); that is not a rollout of this
         # training.
         self._before = self.engine.counters()
 
     def scored(self, batch: RolloutBatch | None, sampling: Sampling) -> None:
-        """A rollout batch was generated and scored; `batch` is what a worker tapped."""
+        """A rollout batch was generated and scored; a worker tapped `batch`."""
         engine = self.engine
         if engine is None:
             return
         now = engine.counters()
-        # Tokens stay with the workers that scored them; of the generation the driver knows the
-        # counters.
+        # Tokens stay with the workers that scored them; the driver knows only the counters of the
+        # generation.
         rollouts = Rollouts(
             (),
             (),
@@ -150,43 +150,42 @@ class RemoteAttachment(Attachment):
         self._write_step()
 
     def synced(self, *, lost_heads: bool) -> None:
-        """The loop has put the actor's weights into its engines, which are awake and idle: newer
-        heads go in, if there are any.
+        """The loop has put the actor's weights into its engines, which are awake and idle; newer
+        heads are installed, if there are any.
         """
         self.weights_synced(lost_heads=lost_heads)
         self.plugin.before_generation()
 
 
 class WorkerTables:
-    """A worker's end of bringing the actor's two tables to the driver; every rank has one, and
-    calls it when the others do.
+    """A worker's end of sending the actor's two tables to the driver; every rank has one, and calls
+    it when the others do.
     """
 
     def __init__(self, model: nn.Module, *, reports: bool) -> None:
-        """`reports`: this rank hands them to the driver."""
+        """`reports`: whether this rank gives them to the driver."""
         self._actor = HFActor(model, reports=reports)
 
     def changed(self) -> Tables | None:
         """The tables, on the rank that reports, if they may have changed since the last call."""
-        # On every rank: tables that are cut over ranks are gathered.
+        # On every rank, because sharded tables are gathered.
         changed = self._actor.refresh()
         if not (changed and self._actor.reports):
             return None
         live_VD = self._actor.lm_head_VD.detach()
         lm_head_VD = live_VD.to("cpu", copy=True)
         embedding_VD = self._actor.embedding_VD.detach()
-        # A tied one crosses to the driver once.
+        # A tied table is sent to the driver once.
         return lm_head_VD, (
             lm_head_VD if tied(live_VD, embedding_VD) else embedding_VD.to("cpu", copy=True)
         )
 
 
 def read_tables(model_path: str) -> Tables:
-    """lm_head and embedding of an actor, by the model's own names: from the files that hold them,
-    of a folder or of a hub name. Only where these are no safetensors the actor is loaded. Raises as
-    `load_actor`.
+    """lm_head and embedding of an actor, by the model's own names, from the files of a folder or
+    hub name. The actor is loaded only if these are not safetensors. Raises as `load_actor`.
     """
-    # Two tensors of a checkpoint, where loading the actor would take its whole size in memory.
+    # These are two tensors of a checkpoint; loading the actor would take its whole size in memory.
     names = table_names(model_path)
     found: dict[str, torch.Tensor] = {}
     for path in table_files(model_path, names):
@@ -224,7 +223,7 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
             lm_head_VD=lm_head_VD,
             metadata={"start": config.heads.path or "zero"},
         )
-    # The address that was checked comes last, so that it counts: vLLM takes the last one, and
+    # The address that was checked comes last, because vLLM uses the last one, and accepts
     # abbreviations.
     flags = [
         *server_flags(model, str(Path(heads).resolve()), config),
@@ -232,8 +231,8 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
         "--host",
         host,
     ]
-    # The server keeps its API in one process and the model in another; the route that reaches our
-    # workers is one of development mode.
+    # The server keeps its API in one process and the model in another; the route to our workers
+    # exists only in development mode.
     environment = {
         name: value
         for name, value in os.environ.items()

@@ -1,6 +1,6 @@
-"""A companion that runs by itself: started from an actor's files and a configuration, fed by taps,
-publishing to a feed. Behind HTTP in a process of its own (`medusa-ppo companion serve`), or as a
-named actor of the loop's Ray.
+"""A standalone companion: started from an actor's files and a configuration, fed by taps,
+publishing to a feed. It runs behind HTTP in a separate process (`medusa-ppo companion serve`), or
+as a named actor of the loop's Ray.
 """
 
 from __future__ import annotations
@@ -46,25 +46,26 @@ NEWS_S = 1.0
 def _arguments(
     config: RunConfig, model: str, heads: Path, out: Path | None
 ) -> tuple[ServiceArguments, Tables]:
-    """What a companion of this actor is built from; writes the heads that engines start with where
-    there are none.
+    """What a companion of this actor is built from; writes initial heads for the engines if there
+    are none.
 
     Raises:
-        ConfigError: there is no feed, or several workers, which a loop's own Ray has to place.
-        FeedError: the feed is another actor's, or can't be reached.
+        ConfigError: there is no feed, or there are several workers, which a loop's own Ray has to
+            place.
+        FeedError: the feed belongs to another actor, or can't be reached.
         ModelError, CheckpointError: as `read_tables` and `load_heads`.
     """
     section = config.companion
     if not section.feed:
         raise ConfigError(
-            "A companion that runs by itself publishes to a feed.",
+            "A standalone companion publishes to a feed.",
             given="no feed",
             expected="a folder, ray:NAME, or the address of `medusa-ppo feed serve`",
             do="Name it with --feed, and in the engines' MEDUSA_PPO_FEED.",
         )
     if section.workers > 1:
         raise ConfigError(
-            "A companion that runs by itself is one process.",
+            "A standalone companion is one process.",
             given=f"companion.workers={section.workers}",
             expected="companion.workers=1",
             do="Leave companion.workers out.",
@@ -90,7 +91,7 @@ def _arguments(
         config.seed,
         pack(initial.trainable_state()),
         str(out.resolve()) if out is not None else "",
-        # Of the process that trains; see `_desk`.
+        # Threads of the process that trains; see `_desk`.
         "",
         str((out / SAVED).resolve()) if out is not None and saved else "",
         draft_temperature=config.engine.draft_temperature,
@@ -124,16 +125,16 @@ def serve_companion(
     say: Callable[[str], None] = logger.info,
     started: Callable[[CompanionServer], None] = lambda server: None,
 ) -> None:
-    """Answer taps until a signal ends it; then save the state in `out`, if there is one, from which
-    the next start continues.
+    """Answer taps until a signal arrives; then save the state in `out`, if given, from which the
+    next start continues.
 
     Args:
-        config: read are `heads`, `companion`, `engine` (how it drafts) and `seed`.
+        config: only `heads`, `companion`, `engine` (how it drafts) and `seed` are read.
         model: folder or hub name of the actor.
-        heads: folder of the heads that engines start with; made when it has none.
+        heads: folder of the heads that engines start with; created if it has none.
         out: folder of the run; None: nothing is kept.
-        say: hears of each version.
-        started: is given the server before it answers.
+        say: called with a line about each version.
+        started: called with the server before it answers.
 
     Raises:
         ConfigError: no token, no feed, several workers.
@@ -207,19 +208,19 @@ def companion_in_ray(
     name: str, config: RunConfig, model: str, heads: Path, *, out: Path | None = None
 ) -> Any:
     """Start a companion as a named actor of the Ray that this process is in (or joins); taps reach
-    it at `ray:NAME`. It ends with whoever keeps the handle.
+    it at `ray:NAME`. It ends when the handle is dropped.
 
     Args:
         name: letters, digits, dots, dashes.
-        config, model, heads, out: as of `serve_companion`. `companion.resource` says on which node,
-            `companion.num_gpus` on what.
+        config, model, heads, out: as in `serve_companion`. `companion.resource` decides the node,
+            `companion.num_gpus` the device.
 
     Returns:
         The actor's handle.
 
     Raises:
         RunError: there is no Ray, or the name is taken.
-        As `serve_companion`, but for the token.
+        As `serve_companion`, except for the token.
     """
     open_link(f"{RAY}{name}").close()
     join_ray()

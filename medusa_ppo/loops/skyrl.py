@@ -6,12 +6,12 @@
         trainer.override_entrypoint=medusa_ppo.loops.skyrl \\
         $spec.method=medusa $spec.model=HEADS $spec.num_speculative_tokens=3 ...
 
-Never run with SkyRL: what is hooked was read in its package 0.4.0 (docs/other-loops.md), and its
-worker was stood in for (tests/medusa_ppo/loops/test_worker_taps.py).
+Never run with SkyRL: the hooks were written from its package 0.4.0 (docs/other-loops.md), and
+tested with a stand-in for its worker (tests/medusa_ppo/loops/test_worker_taps.py).
 
     vLLM's start     `engine_init_kwargs`, SkyRL's own: they become vLLM's arguments. (Its
-                     `speculative_config` takes `mtp` alone: other drafters "go stale". Engines that
-                     take newer heads from a feed by themselves are what keeps ours fresh.)
+                     `speculative_config` accepts only `mtp`, because other drafters "go stale".
+                     Engines that load newer heads from a feed by themselves keep ours fresh.)
     update           `FSDPPolicyWorkerBase.forward_backward` and `optim_step`, overridden: every
                      rank taps its rows
     environment      `prepare_runtime_environment`, wrapped: our addresses and tokens reach SkyRL's
@@ -33,11 +33,11 @@ from medusa_ppo.loops.worker_tap import Rows, companion_address, response_rows
 
 OVERRIDE = "trainer.override_entrypoint="
 OURS = "MEDUSA_PPO_"
-"""Environment variables with this beginning go to every process of the training."""
+"""Environment variables with this prefix go to every process of the training."""
 
 
 class TappedPolicyWorker:
-    """Stands before SkyRL's policy worker in a class's bases; its ranks are the tap's."""
+    """Precedes SkyRL's policy worker in a class's bases; the tap is on its ranks."""
 
     _medusa_tap: CompanionTap | None = None
 
@@ -53,7 +53,7 @@ class TappedPolicyWorker:
         return norm
 
     def _own_tap(self) -> CompanionTap:
-        # Made at the first pass: the model is loaded by a call of its own, after the constructor.
+        # Made at the first pass: the model is loaded by a separate call, after the constructor.
         if self._medusa_tap is None:
             worker: Any = self
             self._medusa_tap = CompanionTap(
@@ -66,7 +66,7 @@ class TappedPolicyWorker:
 
 def rows_of(data: Any) -> Rows:
     """Prompts and responses of SkyRL's batch: rows are padded on the left, so that responses end
-    together; the loss mask leaves out what the policy has not written.
+    together; the loss mask excludes what the policy has not written.
     """
     ids_BT = data["sequences"]
     loss_mask_BR = data["loss_mask"].bool() & data["response_mask"].bool()
@@ -94,18 +94,18 @@ def tapped(worker: type[Any]) -> type[Any]:
 
 
 def _run(cfg: Any) -> None:
-    """In SkyRL's own process for it, below the driver."""
+    """Runs in SkyRL's own process for it, started by the driver."""
     from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
     from skyrl.train.entrypoints.main_base import BasePPOExp
 
     worker = ray.remote(num_gpus=1)(tapped(fsdp_worker.FSDPPolicyWorkerBase))
-    # SkyRL imports the name when it sets the trainer up.
+    # SkyRL imports the name when it sets up the trainer.
     with replaced(fsdp_worker, "PolicyWorker", worker):
         BasePPOExp(cfg).run()
 
 
 def main() -> None:
-    """SkyRL's own command, called by it.
+    """SkyRL's own command, which SkyRL calls.
 
     Raises:
         UnsupportedVersionError: as `require_loop`.

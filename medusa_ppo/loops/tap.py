@@ -1,6 +1,6 @@
-"""One tap for any loop: around its own log-prob pass, on every rank, to a companion that runs by
-itself (`medusa-ppo companion serve`, or in the loop's Ray). Engines take what that publishes from a
-feed, so this is all that a loop needs.
+"""A tap for any loop: around its own log-prob pass, on every rank, connected to a standalone
+companion (`medusa-ppo companion serve`, or in the loop's Ray). Engines load what it publishes from
+a feed, so a loop needs nothing else.
 
     tap = CompanionTap(actor, "http://HOST:8461")
     for ...:
@@ -9,9 +9,9 @@ feed, so this is all that a loop needs.
         ...                               # the update
         tap.updated()                     # on every rank
 
-The companion says how many states it wants. A sample of them leaves the device, and goes out from a
-thread: the loop waits for nothing but its own copies. A companion that is away, slow or full costs
-the rows of a step, which are counted, and one line in the log.
+The companion says how many states it wants. A sample of them leaves the device, and a thread sends
+it: the loop waits only for its own copies. An unreachable, slow or full companion costs the rows of
+a step, which are counted, and one line in the log.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 NO_BOUND = 1 << 62
-"""Instead of the bytes by which `PassTap` samples: here the companion says how many rows.
+"""Used instead of the bytes by which `PassTap` samples, because here the companion sets the rows.
 """
 
 
@@ -60,9 +60,9 @@ class CompanionTap:
 
     Attributes:
         wish: what the companion last asked for.
-        sent, lost: steps whose rows it accepted, and whose rows it did not.
+        sent, lost: steps whose rows it accepted, and steps whose rows it did not.
         exposed_s: seconds of the loop so far.
-        problem: why it accepts nothing now; empty: it does.
+        problem: why it accepts nothing now; empty if it does.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class CompanionTap:
         ranks: int | None = None,
         version: int = 0,
     ) -> None:
-        """Ask the companion what it is for.
+        """Ask the companion which actor it serves.
 
         Args:
             actor: a transformers causal LM, bare or wrapped (DDP, FSDP, ZeRO, PEFT).
             address: `http://HOST:PORT` of `medusa-ppo companion serve`, with its
                 MEDUSA_PPO_COMPANION_TOKEN in the environment; or `ray:NAME`.
             temperature, top_p, top_k: how the responses are sampled.
-            rank, ranks: of the processes that have rows; None: torch.distributed's.
-            version: of the actor, as the loop counts its updates.
+            rank, ranks: among the processes that have rows; None: torch.distributed's.
+            version: version of the actor by the loop's count of updates.
 
         Raises:
-            ConfigError: it is no address, or nothing is sampled in this way.
+            ConfigError: the address is invalid, or the sampling parameters are.
             CompanionError: the companion can't be reached.
-            ModelError: it is for another actor.
+            ModelError: it serves another actor.
         """
         several = dist.is_available() and dist.is_initialized()
         self._rank = (dist.get_rank() if several else 0) if rank is None else rank
@@ -103,7 +103,7 @@ class CompanionTap:
                 expected=f"0 < temperature <= {MOST_TEMPERATURE}, 0 < top_p <= 1",
                 do="Give the sampling of the loop's rollouts.",
             )
-        # vLLM's word for no cut is -1.
+        # vLLM's value for no top-k is -1.
         self._sampling = Sampling(temperature=temperature, top_p=top_p, top_k=max(0, top_k))
         self._link = open_link(address)
         # Asked on every rank before any continues, so that all of them know.
@@ -129,7 +129,7 @@ class CompanionTap:
                 do="Start `medusa-ppo companion serve` with --model of this actor.",
             )
 
-    # ---- what the loop calls
+    # ---- called by the loop
 
     @contextlib.contextmanager
     def __call__(
@@ -138,8 +138,9 @@ class CompanionTap:
         completions: Sequence[Sequence[int]],
         logprobs: Sequence[torch.Tensor | Sequence[float]] | None = None,
     ) -> Iterator[None]:
-        """Around this rank's log-prob pass: rows are known by their tokens, padded or packed, in
-        any order and any micro-batches. An error of the pass goes through; its rows are lost.
+        """Context around this rank's log-prob pass. Rows are recognised by their tokens, padded or
+        packed, in any order and any micro-batches. An error of the pass is passed on, and its rows
+        are lost.
 
         Args:
             prompts, completions: token ids of each row; a prompt is repeated for each of its rows.
@@ -159,7 +160,7 @@ class CompanionTap:
             self.exposed_s += time.perf_counter() - began
             yield
             return
-        # Before the pass, because afterwards the loop may update them at any time.
+        # Before the pass, because the loop may update them at any time afterwards.
         tables = self._changed_tables()
         self._rows.expect(tokens, wanted)
         self.exposed_s += time.perf_counter() - began
@@ -179,8 +180,8 @@ class CompanionTap:
         completions: Sequence[Sequence[int]],
         logprobs: Sequence[torch.Tensor | Sequence[float]] | None = None,
     ) -> None:
-        """As a call, where the loop has no line of its own around its pass: the actor's next passes
-        are looked at until `updated`. Raises as a call, here or in `updated`.
+        """For a loop that can't put a block around its pass: the actor's next passes are tapped
+        until `updated`. Raises like a call, here or in `updated`.
         """
         self._end_open()
         stack = contextlib.ExitStack()
@@ -188,10 +189,10 @@ class CompanionTap:
         self._open = stack
 
     def updated(self, version: int | None = None) -> None:
-        """The actor was updated; on every rank, at the same point of its work.
+        """The actor was updated; call this on every rank, at the same point of its work.
 
         Args:
-            version: of the actor, as the loop counts; None: one more than before.
+            version: version of the actor by the loop's count; None: one more than before.
         """
         self._end_open()
         began = time.perf_counter()
@@ -202,11 +203,11 @@ class CompanionTap:
         self.exposed_s += time.perf_counter() - began
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything has been sent. False when the time is up first."""
+        """Wait until everything has been sent. False if the time is up first."""
         return self._sender.drain(timeout_s)
 
     def close(self) -> None:
-        """End the thread after what it is sending; harmless when called again."""
+        """End the thread after its current transfer. Safe to call again."""
         self._end_open(failed=True)
         self._sender.close()
 
@@ -251,7 +252,7 @@ class CompanionTap:
         if self._rank:
             return None
         known = self._sender.wish.tables_version
-        # At least once, because an earlier loop may have counted to the same number.
+        # At least once, because an earlier loop may have reached the same number.
         if self._sender.sent and known == self._tables_version:
             return None
         live_VD = self._actor.lm_head_VD.detach()
@@ -287,7 +288,7 @@ def _rows(
     completions: Sequence[Sequence[int]],
     logprobs: Sequence[torch.Tensor | Sequence[float]] | None,
 ) -> list[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
-    """Rows with a token: prompt, completion, log-probs (zeros where none are known)."""
+    """Rows with a token: prompt, completion, log-probs (zeros if unknown)."""
     counts = len(prompts), len(completions), len(completions if logprobs is None else logprobs)
     if len(set(counts)) > 1:
         raise DataError(
@@ -315,14 +316,14 @@ def _rows(
 
 
 class _PolicyTap(PassTap):
-    """Only passes of the actor itself: with the adapter off, or a different one, they belong to the
+    """Only passes of the actor itself: with the adapter off, or another one, they belong to the
     reference policy.
     """
 
     def __init__(self, model: nn.Module, *args: Any) -> None:
         super().__init__(model, *args)
         self._model = model
-        # The policy's: those that are on when the tap is made.
+        # The policy's adapters: those that are active when the tap is made.
         self._adapters = adapters_in_use(model)
 
     def _hook(
@@ -340,12 +341,12 @@ class _Parcel:
 
 
 class _Sender:
-    """The thread that hands parts over. Of the waiting parts only the newest is kept.
+    """The thread that sends parts. Of the waiting parts only the newest is kept.
 
     Attributes:
-        wish: of the last answer.
-        sent, lost: parts that were accepted, and that were not.
-        problem: why not; empty: the last one was.
+        wish: the wish in the last answer.
+        sent, lost: parts that were accepted, and parts that were not.
+        problem: why the last part was not accepted; empty if it was.
     """
 
     def __init__(self, link: CompanionLink, wish: Wish) -> None:
@@ -363,13 +364,13 @@ class _Sender:
     def send(self, parcel: _Parcel) -> None:
         """Returns at once."""
         with self._changed:
-            # Its tables are sent again with this one, since nobody has confirmed them.
+            # Its tables are sent again with this one, because they were never confirmed.
             self.lost += self._waiting is not None
             self._waiting = parcel
             self._changed.notify_all()
 
     def pass_over(self, lost: bool) -> None:
-        """A step whose rows are not wanted; the thread asks what is wanted now."""
+        """Skip a step whose rows are not wanted; the thread asks what is wanted now."""
         with self._changed:
             self.lost += lost
             self._asks = True
@@ -403,7 +404,7 @@ class _Sender:
                 self.wish = self._link.ask() if parcel is None else self._put(parcel)
                 self.sent += parcel is not None
                 self.problem = ""
-            # Whatever happens, the loop continues.
+            # Catches everything, because the loop must continue.
             except (MedusaError, OSError) as error:
                 self._failed(error, parcel)
 
@@ -417,10 +418,10 @@ class _Sender:
 
     def _failed(self, error: Exception, parcel: _Parcel | None) -> None:
         self.lost += parcel is not None
-        # Nothing is tapped for it until it answers; and then it has the tables of its start.
+        # Nothing is tapped until it answers again; it then has the tables that it started with.
         self.wish = self.wish.model_copy(update={"rows": 0, "tables_version": None})
         text = str(error)
         if text != self.problem:
             self.problem = text
             do = "" if isinstance(error, CompanionError) else f"{type(error).__name__}: "
-            logger.warning("%s%s The loop goes on; heads learn nothing meanwhile.", do, text)
+            logger.warning("%s%s The loop continues; heads learn nothing meanwhile.", do, text)

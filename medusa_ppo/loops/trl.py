@@ -24,7 +24,7 @@ from typing import Any
 from heads.errors import ConfigError
 from medusa_ppo.loops.loop_versions import replaced, require_loop
 
-require_loop("trl")  # First: it says which of the names that are imported next has moved.
+require_loop("trl")  # First, because its error names the import that has moved.
 
 import trl  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
@@ -69,7 +69,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
                 self.llm, counts=self.accelerator.process_index % tensor_parallel == 0
             )
         if self.logprobs is None:
-            # RLOO doesn't request the sampled tokens' log-probs, and ignores them. More than 0
+            # RLOO doesn't request the sampled tokens' log-probs, and ignores them. A value above 0
             # would put the most likely token's first instead of the sampled one's (see `_sampled`).
             self.logprobs = 0
 
@@ -94,7 +94,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
     ) -> tuple[Any, ...]:
         """Like TRL's, but newer heads go in first, and training rollouts go to the plugin."""
         if self.mode == "colocate" and self._llm_weights_sleeping:
-            # TRL would do so a moment later; the heads need awake weights.
+            # TRL would do this a moment later, but loading heads needs awake weights.
             self.sync_weights()
         training = bool(self.model.training)
         with self.attachment.generation(self.sampling(num_generations)) as generated:
@@ -104,7 +104,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
         return answer
 
     def sampling(self, num_generations: int) -> Sampling:
-        """How this generation samples, in our words."""
+        """This generation's sampling in our form."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -144,9 +144,9 @@ class MedusaMixin:
     def __init__(self, *args: Any, medusa: Any = None, **kwargs: Any) -> None:
         """
         Args:
-            medusa: a RunConfig, its sections as a mapping, or the path of a YAML file; read are
-                `heads`, `companion`, `engine` (drafting and `extra`) and `seed`. None, or neither
-                drafting nor a companion: TRL's trainer as it is.
+            medusa: a RunConfig, its sections as a mapping, or the path of a YAML file; only
+                `heads`, `companion`, `engine` (drafting and `extra`) and `seed` are read. None, or
+                neither drafting nor a companion: TRL's trainer unchanged.
 
         Raises:
             ConfigError: the trainer does something that can't be combined with draft heads.
@@ -219,12 +219,12 @@ def _start(llm: Any, extra: dict[str, Any], **arguments: Any) -> Any:
 
 
 def _sampled(logprobs: list[list[list[float | None]]]) -> list[list[float | None]]:
-    """The first of each token's log-probs, which is the sampled token's."""
+    """The first of each token's log-probs, which belongs to the sampled token."""
     return [[token[0] for token in sequence] for sequence in logprobs]
 
 
 class _Client(vllm_generation.VLLMClient):
-    """TRL's client, which shows the server our token (`loops.serve`)."""
+    """TRL's client, which sends our token to the server (`loops.serve`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -232,9 +232,9 @@ class _Client(vllm_generation.VLLMClient):
 
 
 class _WithoutCommunicator(_Client):
-    """TRL opens a NCCL group to the server as soon as it sees it; on the CPU build there is none,
-    and weights go by file.
+    """TRL opens an NCCL group to the server as soon as it sees it; the CPU build has none, and
+    weights go through a file.
     """
 
     def init_communicator(self, device: Any = 0) -> None:
-        logger.debug("no communicator: weights go by file")
+        logger.debug("no communicator: weights go through a file")

@@ -1,5 +1,5 @@
-"""TRL's PPOTrainer (`trl.experimental.ppo`, up to 1.12), beside which heads are trained: it
-generates with transformers, without drafts.
+"""TRL's PPOTrainer (`trl.experimental.ppo`, up to 1.12), with heads trained beside it: it generates
+with transformers, without drafts.
 
 What is hooked, and how (TRL 1.12; tests/contracts/test_trl_ppo.py compares all of it with the
 installed package):
@@ -18,7 +18,7 @@ from typing import Any
 from heads.errors import ConfigError
 from medusa_ppo.loops.loop_versions import replaced, require_loop
 
-# First: it says which of the names that are imported next has moved.
+# First, because its error names the import that has moved.
 require_loop("trl.experimental.ppo")
 
 import torch  # noqa: E402
@@ -33,7 +33,7 @@ from medusa_ppo.loops.ranks import Ranks  # noqa: E402
 
 
 class _Events(TrainerCallback):
-    """The policy, next to the value model in the trainer's `model`."""
+    """Events of the policy, which is next to the value model in the trainer's `model`."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -79,7 +79,7 @@ class MedusaPPOTrainer(PPOTrainer):
             )
         self.medusa = Attachment(config, ranks)
         self.medusa.folder = Path(self.args.output_dir) / "medusa"
-        # There is no vLLM, but the plugin wants an engine to ask for counters and to swap into.
+        # There is no vLLM, but the plugin needs an engine for counters and swaps.
         self.medusa.engine = NoEngine() if ranks.leads else None
         self.add_callback(_Events(self.medusa))
 
@@ -93,8 +93,8 @@ class MedusaPPOTrainer(PPOTrainer):
             super().train()
 
     def generate_completions(self, sampling: bool = False) -> None:
-        """As TRL's: it shows samples of other prompts through the same function, which the heads
-        don't learn from.
+        """Like TRL's, which shows samples of other prompts through the same function; the heads
+        don't learn from these.
         """
         self._showing = True
         try:
@@ -127,8 +127,8 @@ def rows_of(
     logits_BRV: torch.Tensor,
     pad_token_id: int,
 ) -> Generated:
-    """TRL's padded generation as rows. The logits are those that were sampled from, the temperature
-    included.
+    """TRL's padded generation as rows. The logits are those that were sampled from, with the
+    temperature applied.
     """
     width = queries_BQ.shape[1]
     responses_BR = query_responses_BT[:, width:]

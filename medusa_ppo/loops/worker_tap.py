@@ -1,8 +1,8 @@
 """What policy workers of Ray loops (SkyRL, NeMo-RL) share when they tap their own training pass:
-the companion's address, and rows out of padded batches.
+the companion's address, and rows from padded batches.
 
-The pass of the update is tapped, not that of the log-probs: all their algorithms make it, and its
-batch says which tokens are the response's. Every worker has a tap; the first one sends the tables.
+The pass of the update is tapped, not that of the log-probs, because all their algorithms make it,
+and its batch marks the response's tokens. Every worker has a tap; the first one sends the tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Rows = tuple[list[list[int]], list[list[int]]]
 
 
 def companion_address() -> str:
-    """ConfigError where nobody has said it."""
+    """The address from the environment. Raises ConfigError if it is not set."""
     if not (address := os.environ.get(COMPANION, "")):
         raise ConfigError(
             "The policy's workers do not know where the companion is.",
@@ -33,13 +33,13 @@ def companion_address() -> str:
 
 
 def response_rows(ids_BT: torch.Tensor, real_BT: torch.Tensor, response_BT: torch.Tensor) -> Rows:
-    """Prompt and response of those rows that end in one unbroken response, and have a prompt. Left
-    out are those of several turns, whose tools' answers stand between, and rows of padding.
+    """Prompt and response of the rows that have a prompt and end in one unbroken response. Rows of
+    several turns, with tools' answers in between, and rows of padding are left out.
 
     Args:
         ids_BT: token ids, padded anywhere.
-        real_BT: which of them are no padding.
-        response_BT: which of them the policy has written.
+        real_BT: true where a token is not padding.
+        response_BT: true where the policy wrote the token.
     """
     prompts, responses = [], []
     for ids_T, real_T, response_T in zip(

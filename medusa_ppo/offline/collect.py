@@ -1,5 +1,5 @@
 """The data that heads are trained and measured on: sequences of tokens written by the model, or
-from texts, chats and a run's rollouts.
+taken from texts, chats and a run's rollouts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Sample:
 
     Attributes:
         ids: all tokens, including the given ones.
-        spans: (first, end) of each stretch of written tokens, in order; at least one token stands
-            before each.
-        prompt: samples of one number are much alike (answers to one prompt, windows of one text)
-            and are never split by a holdout.
+        spans: (first, end) of each stretch of written tokens, in order; at least one token precedes
+            each.
+        prompt: samples with the same number are much alike (answers to one prompt, windows of one
+            text) and are never split by a holdout.
         logprobs: behaviour log-probs of the written tokens; None: use the actor's own.
     """
 
@@ -73,7 +73,7 @@ def response_rounds(
     response tokens (0: each prompt once).
 
     Args:
-        sampling: how; its seed is that of the first round, and every round has the next one.
+        sampling: the sampling; its seed is used for the first round, and each later round adds one.
         rounds_done, tokens_done: what an earlier call has yielded; this one continues after it.
     """
     number = rounds_done
@@ -112,7 +112,7 @@ def samples_of(rounds: Iterable[Rollouts]) -> list[Sample]:
 def response_sample(
     prompt: tuple[int, ...], response: tuple[int, ...], logprobs: tuple[float, ...] | None
 ) -> Sample:
-    """A response behind its prompt, not numbered yet."""
+    """A response after its prompt, not numbered yet."""
     return Sample(prompt + response, ((len(prompt), len(prompt) + len(response)),), 0, logprobs)
 
 
@@ -149,10 +149,10 @@ def samples_from_texts(
 def _windows(
     text: str, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int
 ) -> list[Sample]:
-    # Windows are cut below; `verbose` would warn of every text that is longer than the model's
+    # Windows are cut below; `verbose` would warn about every text that is longer than the model's
     # context.
     ids = tuple(tokenizer(text, truncation=False, verbose=False).input_ids)
-    # The first token of a window was the last one of the window before.
+    # The first token of a window is the last one of the previous window.
     windows = [ids[start : start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
     return [Sample(window, ((1, len(window)),), number) for window in windows]
 
@@ -236,7 +236,7 @@ def is_chat(value: object) -> bool:
 def samples_from_chats(
     chats: Iterable[Messages], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
 ) -> list[Sample]:
-    """Conversations: only the assistant's turns (the token that ends each included) count as
+    """Conversations: only the assistant's turns (including the token that ends each) count as
     written.
 
     Args:
@@ -285,7 +285,7 @@ def chat_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: 
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ModelError when the tokenizer can't render messages."""
+    """Raise ModelError if the tokenizer can't render messages."""
     if not tokenizer.chat_template:
         raise ModelError(
             "The tokenizer has no chat template.",
@@ -310,7 +310,7 @@ def _written_turns(
 ) -> list[tuple[str, list[tuple[int, int]]]]:
     """Texts with the character ranges that the assistant wrote.
 
-    One text holds all turns, unless the template renders a turn differently once more messages
+    One text holds all turns, unless the template renders a turn differently when more messages
     follow (some drop earlier reasoning): then the turn gets a separate text, as the model wrote it.
     """
     if not is_chat(messages):
@@ -328,8 +328,8 @@ def _written_turns(
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        # A template doesn't report where its turns begin: a turn is what it adds to the text
-        # before.
+        # A template doesn't report where its turns begin: a turn is what it adds to the previous
+        # text.
         before = _render(messages[:index], tokenizer, number, answer=True)
         after = _render(messages[: index + 1], tokenizer, number)
         # A generation prompt can contain more than the final turn (an opening tag for reasoning):
@@ -352,7 +352,7 @@ def _common_prefix(left: str, right: str) -> int:
 def _render(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int, *, answer: bool = False
 ) -> str:
-    # Templates read messages[0], and fail on nothing.
+    # Templates read messages[0], which an empty list doesn't have.
     if not messages:
         return ""
     try:
@@ -414,11 +414,11 @@ def samples_from_rollouts(
     teach nothing and are left out.
 
     Args:
-        rows: with `prompt_ids` and `response_ids`; `logprobs` where known (else the actor's own are
-            taken), `temperature`, `top_p` and `top_k` unless it was plain sampling.
-        vocab_size: ids lie below it.
+        rows: with `prompt_ids` and `response_ids`; `logprobs` if known (otherwise the actor's own
+            are used), and `temperature`, `top_p` and `top_k` unless it was plain sampling.
+        vocab_size: upper limit of ids.
         context: most tokens of prompt and response together.
-        temperature: that the heads are trained for.
+        temperature: temperature that the heads are trained for.
         max_tokens: stop at this many response tokens.
 
     Raises:
@@ -478,8 +478,8 @@ def _check_sampling(row: Row, number: int, temperature: float) -> None:
         "top_k": (0, "0: heads are trained for plain sampling"),
     }
     for name, (wanted, meaning) in plain.items():
-        # Log-probs of a cut distribution differ from those of later sampling: heads would learn,
-        # and be judged, against the wrong p.
+        # Log-probs of a truncated distribution differ from those of later sampling: heads would
+        # learn from, and be judged by, the wrong p.
         if row.get(name) is not None and row[name] != wanted:
             raise _bad(row, name, number, f"{wanted} ({meaning})")
 

@@ -61,7 +61,7 @@ class BaseModel:
     """A transformers model folder; only its files are read.
 
     Attributes:
-        name: as the user gave it; it goes into the configurations that name a base model.
+        name: as the user gave it; configurations that name a base model get this name.
         lm_head_VD: in the model's own dtype; the embedding table if the two are tied.
     """
 
@@ -187,8 +187,8 @@ def convert(
         source: a folder, or a file medusa_lm_head.pt.
         target: a new folder.
         to: one of `formats.FORMATS`.
-        model: folder of the model that the heads are for; needed where its lm_head or its whole
-            weights go into the target.
+        model: folder of the model that the heads are for; needed if its lm_head or all its weights
+            go into the target.
         say: receives messages about slow steps.
 
     Raises:

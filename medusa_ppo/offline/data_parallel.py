@@ -1,5 +1,5 @@
-"""Data-parallel training: workers in processes of Ray, on one machine or a cluster, each on its own
-groups: torch's DDP.
+"""Data-parallel training: workers in Ray processes, on one machine or a cluster, each on its own
+groups, with torch's DDP.
 
     the command (no tensors of its own)
       |  groups of the part            report, tokens
@@ -40,7 +40,7 @@ from medusa_ppo.runtime.rendezvous import Meeting, Place
 
 State = dict[str, torch.Tensor]
 SHARED = ("loss", "learning_rate")
-"""Options that are settings of the companion's trainer; the others of these have its defaults."""
+"""Options that are settings of the companion's trainer; its other settings have their defaults."""
 # In optimizer steps; the share of the step size that is left at the end.
 WARM_UP_STEPS = 20
 LAST_FACTOR = 0.01
@@ -53,8 +53,8 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
 
     def factor(step: int) -> float:
         warm = min(1.0, (step + 1) / WARM_UP_STEPS)
-        # After `steps` the cosine would rise again, and the last part's steps may be there, since
-        # each batch of a part rounds up its own.
+        # After `steps` the cosine would rise again. The last part may take steps beyond that,
+        # because each batch of a part rounds up its own.
         cosine = 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps)))
         return warm * max(LAST_FACTOR, cosine)
 
@@ -83,8 +83,8 @@ class TrainingWorker:
         """
         Args:
             training: all sequences; the groups are the same in every worker.
-            held_out: what heads are judged on; only the first worker reads it.
-            rank, team: which one of several this is, and the others.
+            held_out: samples that heads are judged on; only the first worker reads it.
+            rank, team: this worker's number among several, and the others.
         """
         self._options = options
         self._rank = rank
@@ -130,7 +130,7 @@ class TrainingWorker:
 
         Args:
             dealt: groups of each worker.
-            number: of the part, over all epochs.
+            number: number of the part, over all epochs.
 
         Returns:
             A report, and the written tokens of this worker's groups.
@@ -223,7 +223,7 @@ def running_workers(
 
 
 class WorkerHost:
-    """The content of a Ray process: meets the others, then acts as a worker."""
+    """Runs in a Ray process: meets the others, then acts as a worker."""
 
     def __init__(self, rank: int, size: int, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -246,13 +246,13 @@ class WorkerHost:
         )
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """A call of the worker, or one of its attributes."""
+        """Call a method of the worker, or read one of its attributes."""
         found = getattr(self._worker, name)
         return found(*arguments) if callable(found) else found
 
 
 class TrainingWorkers:
-    """Several workers that look like one; attributes as `TrainingWorker`."""
+    """Several workers behind the interface of one; attributes as in `TrainingWorker`."""
 
     def __init__(
         self, options: TrainOptions, training: list[Sample], held_out: list[Sample]

@@ -1,5 +1,5 @@
-"""`medusa-ppo eval`: what heads are worth, by replay or by a real engine's counters, by temperature
-and category, and against others.
+"""`medusa-ppo eval`: what heads gain, by replay or by a real engine's counters, by temperature and
+category, and compared with other heads.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ INTERVAL_GROUPS = 16
 """Groups of prompts behind the interval of an engine's counters."""
 LEAST_GROUPS = 4
 """Groups of a small category."""
-# More values are texts or numbers rather than categories, and make a table that nobody reads.
+# More values are texts or numbers rather than categories, and would make an unreadable table.
 MAX_CATEGORIES = 50
 MEMORY_BYTES = 2**30
-"""Of the memory of earlier responses."""
+"""Size of the memory of earlier responses."""
 PLACE_BOUNDS, ENTROPY_BOUNDS = (0, 16, 64, 256, 1024), (0, 0.25, 0.5, 1, 2)
-"""What drafts are grouped by."""
+"""Bounds of the groups that drafts are counted in."""
 BY_SUFFIX = "By length of the suffix that the memory knew, drafts"
 ENTROPY_ROWS = 1024
 """Rows whose distribution is computed at once."""
@@ -83,7 +83,7 @@ class MeasuredHeads:
     Attributes:
         result: counts of each observation of an interval: a prompt (replay) or a group of prompts
             (an engine's counters).
-        categories: of each unit.
+        categories: category of each observation.
         parts: more about where drafts are accepted, by replay: titles of tables, and their rows.
     """
 
@@ -160,8 +160,8 @@ def _read(options: EvalOptions) -> Scene:
 
 
 def _groups(options: EvalOptions, scene: Scene) -> list[PromptGroup]:
-    """The prompts in the calls that an engine is to make. It counts for a whole call: small groups,
-    of one category each.
+    """The prompts, grouped into calls of the engine. It counts acceptance for a whole call, so
+    groups are small, and of one category each.
     """
     rows = list(scene.rows)
     by_category: dict[str, list[tuple[int, ...]]] = {}
@@ -191,8 +191,8 @@ def _groups(options: EvalOptions, scene: Scene) -> list[PromptGroup]:
 def _generate(
     options: EvalOptions, groups: Sequence[PromptGroup], heads: str, progress: OfflineProgress
 ) -> tuple[list[list[Rollouts]], list[list[Rollouts]]]:
-    """Earlier responses of each group and those to measure, once for each temperature; with heads,
-    the engine drafts.
+    """Earlier responses of each group, and those to measure, for each temperature; with heads, the
+    engine drafts.
     """
     progress.say(f"Starting the engine {'with ' + heads if heads else ''} ...")
     prompts = [prompt for group in groups for prompt in group.prompts]
@@ -212,8 +212,8 @@ def _generate(
                 engine.configure(memory_bytes=0)
                 engine.configure(memory_bytes=MEMORY_BYTES)
             before = replace(sampling, responses_per_prompt=options.earlier_responses)
-            # Seeds different from the measured ones: a memory of the same responses would know them
-            # all.
+            # Seeds different from the measured responses: a memory of the same responses would know
+            # them all.
             own = options.seed + len(groups)
             ways = (
                 [("Earlier responses", earlier, before, own)] if options.earlier_responses else []
@@ -238,8 +238,8 @@ def _replayed(
     rollouts: Sequence[Sequence[Rollouts]],
     progress: OfflineProgress,
 ) -> list[list[MeasuredHeads]]:
-    """All heads on the same rollouts, at every temperature, with a memory of the earlier ones where
-    there are any.
+    """All heads on the same rollouts, at every temperature, with a memory of the earlier responses
+    if there are any.
     """
     device = training_device()
     actor = on_device(load_actor(options.model))
@@ -254,7 +254,7 @@ def _replayed(
         prompts = {sample.prompt: sample.ids[: sample.spans[0][0]] for sample in samples}
         with progress.phase(f"Hidden states, temperature {temperature:g}", len(samples)) as advance:
             batch = read_all(HiddenReader(actor, temperature), samples, advance)
-        # The replay cuts q and p like the sampling did; the reader does not know about that.
+        # The replay truncates q and p like the sampling; the reader does not know the sampling.
         batch = replace(batch, top_k=options.top_k, top_p=options.top_p)
         of_each = [
             group.category
@@ -262,13 +262,14 @@ def _replayed(
             for response in r.responses
             if response.token_ids
         ]
-        # Responses to one prompt are much alike, so the interval counts whole prompts; within one
-        # category, so that its figures have units of their own.
+        # Responses to one prompt are much alike, so an observation of the interval is a whole
+        # prompt within one category.
         units: dict[tuple[str, int], int] = {}
         pairs = zip(of_each, [sample.prompt for sample in samples], strict=True)
         unit_S = torch.tensor([units.setdefault(pair, len(units)) for pair in pairs])
         for one, found in zip(heads, measured, strict=True):
-            # A table of w per set of heads, since trust in the memory depends on them.
+            # Each set of heads has its own table of w, because trust in the memory depends on the
+            # heads.
             recalled = Recalled(prompts, before) if before else None
             result = replay(
                 one.to(device),
@@ -289,7 +290,7 @@ def _replayed(
 def _parts(
     result: ReplayResult, batch: RolloutBatch, lm_head_VD: torch.Tensor
 ) -> dict[str, list[dict[str, Any]]]:
-    """Tokens a step by the draft's place in its response, and by how open the policy is about the
+    """Tokens per step by the draft's place in its response, and by the policy's entropy at the
     first drafted token.
     """
     assert result.rows_M2 is not None, "a replay on one process knows its rows"
@@ -311,7 +312,7 @@ def _parts(
 def _by_value(
     values_M: torch.Tensor, bounds: Sequence[float], rows_M2: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Tokens a step of the rows between each two bounds; parts in which nothing was drafted are
+    """Tokens per step of the rows between two bounds each; ranges in which nothing was drafted are
     left out.
     """
     found = []
@@ -347,7 +348,7 @@ class Recalled:
     """The memory in a replay: what the engine's memory would have known from earlier responses,
     response by response.
 
-    The trust in it is learned from previous responses, as an engine learns it from its steps.
+    Trust in the memory is learned from previous responses, as an engine learns it from its steps.
 
     Attributes:
         trust: the table of w.
@@ -372,7 +373,7 @@ class Recalled:
         self, batch: RolloutBatch, logprobs_MK: torch.Tensor, tops_MK: torch.Tensor
     ) -> torch.Tensor:
         """log q of the mixture for the batch's tokens; `logprobs_MK` are those of the heads,
-        `tops_MK` the largest of each of their q.
+        `tops_MK` the largest of each head's q.
         """
         assert batch.prompts_S is not None, "samples know their prompts"
         lengths = batch.lengths_S.tolist()
@@ -399,8 +400,8 @@ class Recalled:
         heads_TK: torch.Tensor,
         tops_TK: torch.Tensor,
     ) -> torch.Tensor:
-        """q of a response's tokens `[T, K]`; w of the next responses follows from how these would
-        have been accepted.
+        """q of a response's tokens `[T, K]`; w of the next responses follows from how many of these
+        would have been accepted.
         """
         here_T = torch.zeros_like(ids_T)
         K = heads_TK.shape[1]
@@ -410,16 +411,16 @@ class Recalled:
         (memory_TK, there_TK), (length_TK, _), (p_TK, _) = ahead
         cells_TK = torch.where(there_TK, cells_of(length_TK, tops_TK), -1)
         q_TK = torch.lerp(heads_TK, memory_TK, self.trust.share(cells_TK))
-        # That all drafts up to each are accepted as a block, and the product of q / p up to it
-        # (`heads.acceptance.block_acceptance`).
+        # The probability that all drafts up to each are accepted as a block, and the product of q /
+        # p up to it (`heads.acceptance.block_acceptance`).
         ratio_TK = torch.where(there_TK, q_TK / p_TK.clamp_min(1e-30), 0.0).double()
         product_TK = ratio_TK.cumprod(1)
         taken_TK = product_TK.cummin(1).values.clamp_max(1)
-        # A draft is offered when all before it were accepted.
+        # A draft is offered if all earlier ones were accepted.
         offered_TK, before_TK = (
             F.pad(part[:, :-1], (1, 0), value=1.0) * there_TK for part in (taken_TK, product_TK)
         )
-        # These tokens came from the policy itself, so the drafts before are weighted by q / p.
+        # These tokens came from the policy itself, so the earlier drafts are weighted by q / p.
         drawn = Drawn(
             cells_TK,
             heads_TK,
@@ -461,7 +462,7 @@ class Recalled:
 
 
 def _counted(groups: Sequence[PromptGroup], rounds: Sequence[Rollouts]) -> MeasuredHeads:
-    """vLLM's counters; the units are the calls, which are groups of prompts."""
+    """vLLM's counters; the observations are the calls, which are groups of prompts."""
     # If K is chosen, calls differ in their number of positions.
     accepted = list(zip_longest(*(r.counters.accepted_per_position for r in rounds), fillvalue=0))
     drafts = torch.tensor([r.counters.drafts for r in rounds], dtype=torch.float64)
@@ -489,7 +490,7 @@ def _by_category(options: EvalOptions, found: Sequence[MeasuredHeads]) -> dict[s
 
 
 def _figures(found: Sequence[MeasuredHeads]) -> dict[str, Any]:
-    """Figures of the heads, and, paired with them, those of the heads to compare with."""
+    """Figures of the heads, and of the heads to compare with, paired with them."""
     figures = {**_of_one(found[0].result), **({"parts": found[0].parts} if found[0].parts else {})}
     if len(found) == 1:
         return figures

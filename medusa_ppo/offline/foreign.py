@@ -64,7 +64,7 @@ class TensorFiles:
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Copies of these tensors, checked to be finite."""
-        # File by file, so that each is opened and checked once.
+        # File by file, so that each is opened and checked only once.
         by_file: dict[Path, dict[str, str]] = {}
         for name in names:
             path, inside = self.places[name]
@@ -135,7 +135,7 @@ def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor 
     names = [
         name
         for name in files.header
-        # Heads may have tables of their own under such names.
+        # Heads may have their own tables under such names.
         if name.endswith("lm_head.weight") and not name.startswith("medusa_head")
     ]
     tied = config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings"))
@@ -159,7 +159,6 @@ def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     # Models with several parts keep the sizes of their language model there.
-    # Models with several parts keep the sizes of their language model there.
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else {}
 
@@ -170,8 +169,7 @@ class FoundHeads:
 
     Attributes:
         format: one of `formats.FORMATS`.
-        base_model: name or path of the model the heads belong to, as the configuration has it, or
-            empty.
+        base_model: name or path of the heads' model in the configuration, or empty.
         notes: what differed from the configuration or was left out, in sentences.
         native: further data of a native directory.
     """
@@ -184,7 +182,7 @@ class FoundHeads:
 
 
 def base_model_of(metadata: HeadsMetadata) -> str:
-    """The model that native heads were trained for, as their metadata names it, or empty."""
+    """The model that native heads were trained for, according to their metadata, or empty."""
     notes = metadata.metadata
     options = notes.get("options")
     if isinstance(options, Mapping):
@@ -353,8 +351,8 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
 def _read_stock(
     files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str
 ) -> FoundHeads:
-    """vLLM's own directory. docs/formats.md lists its traps; each that vLLM falls into silently
-    is either told as a note or refused here.
+    """vLLM's own directory. docs/formats.md lists its traps; each one that vLLM falls into silently
+    is reported in a note or refused here.
     """
     shared = config.get("original_lm_head") is True
     names = _vllm_names(files, shared, where)
@@ -369,7 +367,7 @@ def _read_stock(
     clobbers = [key for key in config if "num" in key and "heads" in key and key != "num_heads"]
     if clobbers:
         notes.append(
-            f"vLLM would take {clobbers[0][:40]} for the number of heads; the tensors say it."
+            f"vLLM would take {clobbers[0][:40]} for the number of heads; we count tensors."
         )
     if "token_map" in names:
         if not shared:

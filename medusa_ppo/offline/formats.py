@@ -1,4 +1,4 @@
-"""Which tensor names and sizes each Medusa format has: key tables to and from format-independent
+"""The tensor names and sizes of each Medusa format: key tables to and from format-independent
 heads.
 
 Shape letters: D hidden, V vocabulary. K heads, L residual layers; in names {k} and {l} count from
@@ -6,7 +6,8 @@ Shape letters: D hidden, V vocabulary. K heads, L residual layers; in names {k} 
 
 All formats compute the same for head k: f = h; f = f + SiLU(W_l f + b_l) for each layer l; logits =
 lm_head f. They differ in names, in whether there are biases, in whether each head has its own
-lm_head, and in whether the layers of a head are one and the same.
+lm_head f. They differ in names, in whether there are biases, in whether each head has its own
+lm_head, and in whether the layers of a head are all the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from heads.errors import CheckpointError, ConfigError
 from heads.heads_config import HeadsConfig
 from heads.tensorfile import FLOAT_DTYPES, Header
 
-# The names of heads that are free of any format: stock vLLM's, which are our native ones too.
+# The format-independent names of heads: stock vLLM's, which are our native ones too.
 BLOCK = "blocks.{k}.layers.{l}.weight"
 BIAS = "blocks.{k}.layers.{l}.bias"
 OWN = "lm_heads.{k}.weight"
@@ -36,17 +37,17 @@ ask for a head with a number of any length.
 
 @dataclass(frozen=True)
 class KeyTable:
-    """Names of one format, and what it can hold.
+    """The names of one format, and what it can hold.
 
     Attributes:
         block, bias, own: templates of the three kinds of tensors: a layer's matrix and bias, and
             a head's own lm_head.
-        shared: name of the copy of the actor's lm_head, where the format has one.
-        biases: `optional`, `always` (zeros are written when there are none) or `never`.
+        shared: name of the copy of the actor's lm_head, if the format has one.
+        biases: `optional`, `always` (zeros are written if there are none) or `never`.
         lm_heads: `any`, or `own` (a shared one is written once for each head).
-        tied: the format's own loader builds one layer and repeats it, so that different layers
-            would be lost.
-        needs_lm_head: the copy of a shared lm_head must be there.
+        tied: the format's own loader builds one layer and repeats it, so different layers would be
+            lost.
+        needs_lm_head: whether the copy of a shared lm_head is required.
     """
 
     block: str
@@ -95,15 +96,15 @@ class Claims:
 
 @dataclass(frozen=True)
 class Layout:
-    """Heads as a file's header describes them, checked; nothing is read yet.
+    """Heads according to a file's header, checked; no tensor is read yet.
 
     Attributes:
-        names: name in the file -> name free of any format. Several of the latter for tied layers:
+        names: name in the file -> format-independent name. Tied layers have several of the latter:
             {name: (first, second)}.
-        hidden_size, num_heads, num_layers: sizes that the tensors have.
-        vocab_size: rows of the lm_heads, or None when no tensor says.
-        own: every head has its own lm_head.
-        dtype: of the heads' tensors.
+        hidden_size, num_heads, num_layers: sizes of the tensors.
+        vocab_size: rows of the lm_heads, or None if no tensor shows it.
+        own: whether every head has its own lm_head.
+        dtype: dtype of the heads' tensors.
         notes: what differed from the configuration, in sentences for the reader.
     """
 
@@ -119,7 +120,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class PlainHeads:
-    """Heads of kind medusa, free of any format: tensors under the names BLOCK, BIAS (all or none),
+    """Format-independent heads of kind medusa: tensors under the names BLOCK, BIAS (all or none),
     OWN, and perhaps the actor's lm_head.
     """
 
@@ -133,7 +134,7 @@ class PlainHeads:
 
     @property
     def tied(self) -> bool:
-        """Whether the layers of each head are bit for bit the same."""
+        """Whether the layers of each head are the same, to the bit."""
         for name in (BLOCK, BIAS) if self.biased else (BLOCK,):
             for k in range(self.config.num_heads):
                 first = self.tensors[name.format(k=k, l=0)]
@@ -151,10 +152,10 @@ class PlainHeads:
 
 
 def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> Layout:
-    """Understand the names of a file that holds heads and nothing else, and check their sizes.
+    """Interpret the names of a file that holds only heads, and check their sizes.
 
     Raises:
-        CheckpointError: a name that the format doesn't have, one that is missing, or sizes that
+        CheckpointError: a name that the format doesn't have, a missing name, or sizes that
             contradict each other.
     """
     blocks = _indices(table.block, header)
@@ -164,8 +165,8 @@ def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> 
         raise _wrong(where, "no residual block", f"names like {table.block}")
     K = 1 + max(k for k, _ in blocks)
     present = 1 + max(layer for _, layer in blocks)
-    # Where a head is a Sequential, the lm_head's number counts the layers before it. Of tied
-    # layers safetensors keeps only the first, and this number is what tells how many there were.
+    # If a head is a Sequential, the lm_head's number counts the layers before it. Of tied layers
+    # safetensors keeps only the first, so this number is the only record of how many there were.
     L = max(n for _, n in own) if own and "{n}" in table.own else present
     notes = _check_counts(K, L, present, claims, bool(own), where)
     names: dict[str, tuple[str, ...]] = {}
@@ -199,7 +200,7 @@ def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> 
 
 
 def _indices(template: str, header: Header) -> list[tuple[int, int]]:
-    """Head, and layer (or 0), of every name that a template makes."""
+    """Head and layer (or 0) of every name that matches a template."""
     text = re.escape(template)
     for letter in "kln":
         text = text.replace(re.escape("{" + letter + "}"), INDEX)
@@ -274,7 +275,7 @@ def _sized(
                 f"{target} has shape {shape}",
                 f"{expected}, as the others have, within {MAX_VOCAB} x {MAX_WIDTH}",
             )
-        # The actor's lm_head may be of another dtype than the heads.
+        # The actor's lm_head may have another dtype than the heads.
         if dtype not in FLOAT_DTYPES or (dtype != code and target != SHARED):
             raise _wrong(
                 where,
@@ -308,7 +309,7 @@ def plain_heads(
 
     Args:
         tensors: by their names in the file.
-        lm_head_VD: the actor's lm_head, when known from elsewhere.
+        lm_head_VD: the actor's lm_head, if known from elsewhere.
     """
     named = {target: tensors[name] for name, targets in layout.names.items() for target in targets}
     notes = list(layout.notes)
@@ -329,7 +330,7 @@ def plain_heads(
         notes.append("All biases are zero and left out.")
         named = {name: tensor for name, tensor in named.items() if name not in biases}
     # Formats without a shared lm_head hold a copy of the model's for each head. Only the model
-    # proves that these are copies: heads trained with lm_heads of their own may start out alike.
+    # proves that these are copies: heads trained with their own lm_heads may start out equal.
     own = [named[OWN.format(k=k)] for k in range(layout.num_heads)] if layout.own else []
     same = bool(own) and all(torch.equal(tensor, own[0]) for tensor in own[1:])
     if same and lm_head_VD is not None and torch.equal(own[0], lm_head_VD.to(layout.dtype)):
@@ -438,6 +439,6 @@ def to_keys(plain: PlainHeads, target: str) -> dict[str, torch.Tensor]:
             out[table.own.format(k=k, n=config.num_layers)] = plain.lm_head_VD.to(plain.dtype)
     if table.shared and config.lm_head == "shared" and plain.lm_head_VD is not None:
         out[table.shared] = plain.lm_head_VD.to(plain.dtype)
-    # Each a tensor of its own: safetensors refuses names that share memory, as tied layers and a
-    # table written for each head do.
+    # Each name gets its own tensor: safetensors refuses names that share memory, like tied layers
+    # and a table written for each head.
     return {name: tensor.clone().contiguous() for name, tensor in out.items()}

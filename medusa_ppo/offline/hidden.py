@@ -1,5 +1,5 @@
 """Hidden states of samples: sequences packed into rows without padding, in fixed groups, cached up
-to a limit, else computed again.
+to a limit, otherwise computed again.
 
 Shape letters: B rows of a forward pass, T positions, D hidden, V vocabulary, M written tokens of
 all sequences.
@@ -23,20 +23,20 @@ from medusa_ppo.offline.collect import Sample
 from medusa_ppo.runtime.console import Advance
 
 GROUP_TOKENS = 8192
-"""Tokens of one group, and of one forward pass at most."""
+"""Tokens of one group, and at most of one forward pass."""
 # Minimum even with little text: a single group could neither be split among workers nor reordered
 # in each epoch.
 LEAST_GROUPS = 16
 ROW_TOKENS = 256
-"""Rows are at least so long where sequences are packed, so that little of a row stays empty."""
+"""Minimum length of rows of packed sequences, so that little of a row stays empty."""
 LOGIT_ELEMENTS = 1 << 26
 """Logits of one forward pass that needs them (256 MiB in float32)."""
-# Two different tokens, or a position could be mistaken for the same one of the other sequence.
+# Two different tokens, or a position could be confused with the same position of the other
+# sequence.
 PROBE_LENGTHS = (7, 5)
 
 Row = list[tuple[int, int]]
-"""Sequences that stand one after the other in one row of a forward pass: (sample, its first
-position).
+"""Consecutive sequences in one row of a forward pass: (sample, its first position).
 """
 
 
@@ -58,7 +58,7 @@ class HiddenStates:
 
     Attributes:
         groups: indices of each group's samples.
-        cached_bytes: held now.
+        cached_bytes: bytes in the cache now.
         forwards: groups computed so far.
     """
 
@@ -69,7 +69,7 @@ class HiddenStates:
         Args:
             reader: computes the states.
             cache_bytes: most bytes of hidden states to keep; 0: none, every use is a forward pass.
-            seed: of the dealing.
+            seed: seed of the grouping.
         """
         self._reader = reader
         self._samples = samples
@@ -110,8 +110,8 @@ class HiddenStates:
 
 
 class HiddenReader:
-    """Reads hidden states from a model's own forward pass: packed rows if the model keeps sequences
-    apart, else padded ones.
+    """Reads hidden states from a model's own forward pass: in packed rows if the model keeps
+    sequences apart, otherwise in padded ones.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class HiddenReader:
         """
         Args:
             model: the actor, on the device where it is to run.
-            temperature: of the samples' behaviour log-probs, and of those that are the actor's own
-                because a sample has none.
-            dtype: that states are kept in; None: as the model gives them.
+            temperature: temperature of the samples' behaviour log-probs, also of the actor's own
+                where a sample has none.
+            dtype: dtype of the stored states; None: as the model gives them.
         """
         self._model = model
         self._dtype = dtype or model.dtype
@@ -140,7 +140,7 @@ class HiddenReader:
         most = GROUP_TOKENS
         if needs_logits:
             most = min(most, LOGIT_ELEMENTS // self._sizes.vocab_size)
-        # A single sequence may be longer than a pass should be; it then has one of its own.
+        # A single sequence may be longer than a pass should be; it then has its own pass.
         limit = max(longest, most)
         context = getattr(self._sizes, "max_position_embeddings", None) or ROW_TOKENS
         width = max(longest, min(ROW_TOKENS, limit, context))
@@ -207,7 +207,7 @@ class HiddenReader:
             lengths_S,
             temperature=self._temperature,
             prompts_S=prompts_S,
-            # What heads that copy may search; each stretch has all that stood before it.
+            # What heads that copy may search; each stretch has everything that precedes it.
             before_ids_X=torch.tensor(
                 [token for first, _ in sample.spans for token in sample.ids[:first]],
                 dtype=torch.int32,
@@ -218,7 +218,7 @@ class HiddenReader:
     def _forward(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor | None, needs_logits: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # Without a cache: transformers looks for packed sequences only where there is none.
+        # Without a cache: transformers detects packed sequences only without one.
         options: dict[str, int] = {"use_cache": False} if "use_cache" in self._accepts else {}
         if not needs_logits and "logits_to_keep" in self._accepts:
             # lm_head over all positions would be the largest product of the pass, and its result is
@@ -252,7 +252,7 @@ class HiddenReader:
 
 
 def _pack(lengths: Sequence[int], width: int) -> list[Row]:
-    """Longest first, each into the first row that has room."""
+    """Longest first, each into the first row with room."""
     rows: list[Row] = []
     ends: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -266,8 +266,8 @@ def _pack(lengths: Sequence[int], width: int) -> list[Row]:
 
 
 def _one_each(lengths: Sequence[int]) -> list[Row]:
-    """A row for each sequence, sorted by length so that neighbours need little padding (which,
-    behind a causal mask, nobody sees).
+    """A row for each sequence, sorted by length so that neighbours need little padding (which a
+    causal mask hides from all tokens).
     """
     return [[(i, 0)] for i in sorted(range(len(lengths)), key=lambda i: lengths[i])]
 

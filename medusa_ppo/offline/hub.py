@@ -1,4 +1,4 @@
-"""Heads on the model hub: pulled by name, and pushed with a card that says what was measured, under
+"""Heads on the model hub: pulled by name, and pushed with a card that says what was measured, with
 which settings, and how to use them.
 """
 
@@ -136,7 +136,7 @@ def _replayed(notes: Mapping[str, Any]) -> str:
 
 
 def _measured(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of `eval`, and how they came about."""
+    """Figures of `eval`, and how they were measured."""
     (low, high), settings = figures["confidence_interval"], figures["settings"]
     return {
         "mean acceptance length": (
@@ -179,7 +179,7 @@ def _read_figures(path: Path) -> dict[str, Any]:
         missing = [name for name in NEEDED if name not in found]
     except (OSError, ValueError, TypeError) as error:
         given = f"{path}: {error}"
-        do = "Give one of eval --json."
+        do = "Give a file written by eval --json."
         raise DataError(
             "The figures can't be read.", given=given, expected="a JSON file", do=do
         ) from None
@@ -188,7 +188,7 @@ def _read_figures(path: Path) -> dict[str, Any]:
             "These are not figures of eval.",
             given=f"{path}: no {missing}",
             expected=NEEDED,
-            do="Give one of eval --json.",
+            do="Give a file written by eval --json.",
         )
     return found
 
@@ -233,7 +233,7 @@ def local_heads(name: str, hub: Hub | None = None) -> Path:
     _check_repo(repo)
     if revision and (not REVISION.fullmatch(revision) or ".." in revision):
         raise ConfigError(
-            "This is no revision.",
+            "This is not a revision.",
             given=revision[:80],
             expected="a branch, a tag or a commit",
             do="Correct what follows @.",

@@ -1,4 +1,4 @@
-"""Reads what a torch .pt file of tensors contains without running it; only then is it given to
+"""Reads what a torch .pt file of tensors contains without executing it; only then is it given to
 torch.load(weights_only=True).
 
 A .pt file is a zip with one pickle (data.pkl) that describes tensors, and one stored entry of bytes
@@ -103,7 +103,7 @@ def read_pickle_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]
     """
     header = read_pickle_header(path)
     try:
-        # `mmap` leaves what isn't asked for on disk; the clones outlive the mapping.
+        # `mmap` leaves unused tensors on disk; the clones outlive the mapping.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         state = {name: loaded[name].detach().clone() for name in names}
     # torch raises RuntimeError, UnpicklingError, KeyError, ... for what it can't read.
@@ -159,14 +159,14 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
                 f"{name[:80]!r} is compressed or encrypted ({info.file_size} bytes unpacked)",
                 "stored entries only",
             )
-    # Without name and extra field, whose lengths stand in each entry's own header: a lower bound,
-    # and enough to see an overlap.
+    # Without name and extra field, whose lengths are in each entry's own header: a lower bound, and
+    # enough to detect an overlap.
     spans = sorted(
         (info.header_offset, info.header_offset + LOCAL_HEADER_BYTES + info.file_size)
         for info in infos
     )
     ends = [end for _, end in spans]
-    # Not strict: each but the first is compared with the end of the one before.
+    # Not strict: each entry but the first is compared with the end of the previous one.
     if any(begin < end for (begin, _), end in zip(spans[1:], ends, strict=False)) or (
         ends and ends[-1] > start
     ):
@@ -219,8 +219,8 @@ def _check_directory_size(path: Path, size: int) -> None:
 
 
 class _Description:
-    """Follows a pickle on a stack of plain values. Nothing is imported, called or allocated by its
-    numbers.
+    """Interprets a pickle with a stack of plain values. Nothing is imported or called, and none of
+    its numbers cause an allocation.
     """
 
     def __init__(self, path: Path, records: dict[str, zipfile.ZipInfo]) -> None:
@@ -268,10 +268,10 @@ class _Description:
         except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
             raise self._refused(f"a damaged description ({type(error).__name__})") from error
         if len(self._stack) != 1 or not isinstance(self._stack[0], dict):
-            raise self._refused("no dict of tensors")
+            raise self._refused("not a dict of tensors")
         for name, value in self._stack[0].items():
             if not isinstance(name, str) or not isinstance(value, _Tensor):
-                raise self._refused(f"{name!r:.80}, which is no tensor")
+                raise self._refused(f"{name!r:.80}, which is not a tensor")
         return {name: (tensor.dtype, tensor.shape) for name, tensor in self._stack[0].items()}
 
     def _put(self, index: int) -> None:
@@ -280,7 +280,7 @@ class _Description:
     def _pop_mark(self) -> list[Any]:
         behind = next((i for i, value in enumerate(reversed(self._stack)) if value is _MARK), None)
         if behind is None:
-            raise self._refused("a mark that is missing")
+            raise self._refused("a missing mark")
         at = len(self._stack) - 1 - behind
         values = self._stack[at + 1 :]
         del self._stack[at:]
@@ -318,7 +318,7 @@ class _Description:
         name = self._stack.pop().text
         if name == ORDERED_DICT and arguments == ():
             self._stack.append({})
-        # A parameter is its tensor; its flags mean nothing here.
+        # A parameter is read as its tensor; its flags don't matter here.
         elif name == PARAMETER and isinstance(arguments[0], _Tensor):
             self._stack.append(arguments[0])
         elif name == TENSOR:
@@ -334,21 +334,19 @@ class _Description:
         sound = isinstance(storage, _Storage) and len(shape) == len(stride) <= MAX_DIMENSIONS
         # `isinstance` would take True for 1.
         if not sound or any(type(n) is not int or n < 0 for n in numbers):
-            raise self._refused("a tensor without a sound size")
+            raise self._refused("a tensor with an impossible size")
         # Along a dimension of length 1 any stride is right.
         contiguous = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         if offset + prod(shape) > storage.items or any(
             s != c for s, c, n in zip(stride, contiguous, shape, strict=True) if n > 1
         ):
             raise self._refused(
-                f"a tensor of shape {shape!s:.80} that does not lie in its storage as it should"
+                f"a tensor of shape {shape!s:.80} that is outside its storage or not contiguous"
             )
         return _Tensor(storage.dtype, shape)
 
     def _build(self) -> None:
-        """The state of an OrderedDict: torch keeps the modules' versions there; nothing of it is
-        read.
-        """
+        """The state of an OrderedDict: torch keeps modules' versions there; it is not read."""
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):
             raise self._refused("an object with a state")
@@ -358,7 +356,7 @@ class _Description:
         for key, value in pairs:
             # Python hashes nested tuples without a limit of depth.
             if not isinstance(key, str):
-                raise self._refused("a key that is no text")
+                raise self._refused("a key that is not text")
             if key in self._stack[-1]:
                 raise self._refused(f"the key {key!r:.80} twice")
             self._stack[-1][key] = value

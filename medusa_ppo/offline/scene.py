@@ -1,5 +1,5 @@
-"""The scene of `train` and `eval`: model, prompts, and an engine that fits them. With `train
---dry-run` its sizes, memory and time, before anything is started or written.
+"""What `train` and `eval` share: model, prompts, and an engine that fits them. With `train
+--dry-run` their sizes, memory and time, before anything is started or written.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MESSAGES, PROMPT = "messages", "prompt"
 """Columns that are found by name if neither a template nor a column is given."""
 
 STREAMED_SHARE = 16
-"""From a streamed data set, read as many prompts as suffice with responses of this many tokens;
+"""From a streamed data set, read as many prompts as are needed if responses have this many tokens;
 they are reused if necessary.
 """
 FLOAT_BYTES = 4
@@ -72,7 +72,7 @@ def training_device() -> torch.device:
 
 
 def on_device(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, moved to where heads are trained."""
+    """Move the model to the device that heads are trained on."""
     # transformers' wrapper of `to` hides torch's signature from the type checker.
     torch.nn.Module.to(model, training_device())
     return model
@@ -95,7 +95,7 @@ class Source:
     Attributes:
         kind: `prompts` that the model answers, full `texts`, `chat` messages with the assistant's
             turns, or `rollouts` of a PPO run.
-        column: that holds them; empty with a template and for rollouts.
+        column: the column that holds them; empty with a template and for rollouts.
     """
 
     kind: Literal["prompts", "texts", "chat", "rollouts"]
@@ -107,8 +107,8 @@ class Scene:
     """What both commands need before starting anything heavy.
 
     Attributes:
-        rows: an iterator when they are streamed.
-        prompts: of source kind `prompts`, else empty.
+        rows: an iterator if they are streamed.
+        prompts: for the source kind `prompts`; otherwise empty.
         kept: index of each prompt's row.
         context: longest sequence, in tokens.
         skipped: prompts left out because they are too long.
@@ -144,10 +144,10 @@ def read_scene(
 
     Args:
         limit: use only the first rows; 0: all.
-        column: with full texts or messages; a column `messages` or `prompt` is found without.
-        respond: messages are prompts: the model answers in place of their last assistant's turn.
-        streamed_rows: read the rows one by one as they are asked for, and of prompts so many; 0:
-            all at once.
+        column: the column with full texts or messages; columns named `messages` or `prompt` are
+            found without it.
+        respond: messages are prompts: the model replaces their last assistant's turn.
+        streamed_rows: read the rows one by one on demand, and this many prompts; 0: all at once.
 
     Raises:
         ModelError, DataError: see `load_tokenizer`, `load_rows` and `find_source`.
@@ -186,7 +186,7 @@ def read_scene(
             "There is no room for a prompt.",
             given=given,
             expected=expected,
-            do="Ask for fewer tokens.",
+            do="Request fewer tokens.",
         )
     every = _tokenized(rows, template, source.column, tokenizer)
     kept = [i for i, ids in enumerate(every) if 0 < len(ids) <= longest]
@@ -208,8 +208,8 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
     """What the rows contain, judged by the first one.
 
     Raises:
-        DataError: both a template and a column are given, or neither and no column goes by its
-            name; an unknown column.
+        DataError: both a template and a column are given; neither is given and no column has a
+            known name; or the column is unknown.
     """
     check_one_way(template, column)
     if template:
@@ -225,7 +225,7 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
             do="Give one of them.",
         )
     require_column([row], found)
-    # A column that goes by the name `prompt` is answered; one that was named by --column is read as
+    # A column named `prompt` is answered by the model; a column given with --column is read as
     # text.
     if not column and found == PROMPT:
         return Source("prompts", found)
@@ -233,7 +233,7 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
 
 
 def check_one_way(template: str, column: str) -> None:
-    """Raises DataError when both are given; said before anything is read."""
+    """Raise DataError if both are given; checked before anything is read."""
     if template and column:
         given = f"--template {template!r}, --column {column!r}"
         raise DataError(
@@ -250,8 +250,7 @@ def _load(data: str, limit: int, said: bool) -> list[Row]:
     except DataError as error:
         if said:
             raise
-        # Both problems at once: otherwise a user who corrects the path would only meet the next
-        # one.
+        # Both problems at once; otherwise a user who corrects the path would then meet the second.
         do = (
             f"{error.do} Then say where the text comes from: --template, --column, or a column"
             " named messages or prompt."
@@ -266,7 +265,7 @@ def _tokenized(
         return [tuple(row[column]) for row in rows]
     if column and is_chat(rows[0].get(column)):
         check_template(tokenizer)
-        # The template has written the special tokens into the text already.
+        # The template has already written the special tokens into the text.
         texts = [chat_prompt(row[column], tokenizer, number) for number, row in enumerate(rows)]
         return [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
     texts = render_prompts(rows, template=template, column=column)
@@ -310,7 +309,7 @@ def out_folder(out: Path) -> Path:
 
 
 def train_scene(options: TrainOptions) -> Scene:
-    """Model and data as the options name them.
+    """Load model and data as the options describe.
 
     Raises:
         ConfigError, ModelError, DataError: unusable options, model, data, template or column.
@@ -338,11 +337,13 @@ def train_scene(options: TrainOptions) -> Scene:
 
 
 def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
-    """The output of `--dry-run`, from the configuration files and a moment of matrix products."""
+    """The rows printed by `--dry-run`, from the configuration files and a moment of matrix
+    products.
+    """
     options = replace(options, model=described_by(options.model))
     scene = train_scene(options)
     model = AutoConfig.from_pretrained(options.model)
-    # On the meta device parameters are counted without memory for them.
+    # On the meta device, parameters are counted without using memory.
     with torch.device("meta"):
         actor = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
     config = options.sizes(model.hidden_size, model.vocab_size)
@@ -416,7 +417,7 @@ def _estimate(
 
 
 def _measured_rate(dtype: torch.dtype) -> float:
-    """Floating-point operations a second of square matrix products in the dtype of the training."""
+    """Floating-point operations per second of square matrix products in the training's dtype."""
     device = training_device()
     matrix = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
     # The first product also loads what later ones need.

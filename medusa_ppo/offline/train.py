@@ -1,16 +1,16 @@
 """`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an
 interrupted training resumes.
 
-OUT/model/              the model as transformers has it, where it came as a
-                        distributed checkpoint of Megatron's
+OUT/model/              the model in transformers' format, if it came as a distributed checkpoint
+                        of Megatron
 
-OUT/resume/             every file of it is replaced atomically
-  settings.json         the options that the heads depend on; other ones are refused
+OUT/resume/             every file in it is replaced atomically
+  settings.json         the options that the heads depend on; different ones are refused
   round-0000.json       responses of one generation round, until all are written
   samples.json          all sequences that are trained and judged on
   trainer.safetensors   heads, optimizer, generator, counters, and how far the training is
 
-Hidden states are not kept: they are computed again, in the same shapes
+Hidden states are not stored: they are computed again, in the same shapes
 (medusa_ppo/offline/hidden.py).
 """
 
@@ -83,14 +83,14 @@ SAVE_EVERY_S = 30.0
 # Compared like a setting: a folder with another release's format is refused.
 RESUME_FORMAT = 2
 POSITION = "position"
-UNREADABLE, BEGIN_ANEW = "The interrupted training can't be read.", "Begin anew with --fresh."
+UNREADABLE, BEGIN_ANEW = "The interrupted training can't be read.", "Start over with --fresh."
 
 Line = dict[str, Any]
 
 
 def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
-    """Collect sequences, train on their hidden states, keep the best heads by replay on held-out
-    ones.
+    """Collect sequences, train on their hidden states, and keep the best heads by replay on
+    held-out sequences.
 
     Returns:
         The best line of `train.jsonl`.
@@ -359,7 +359,7 @@ def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
     }
 
 
-# ---- the folder that an interrupted training goes on from
+# ---- the folder from which an interrupted training continues
 
 
 class TrainPosition(NamedTuple):
@@ -380,7 +380,7 @@ class ResumeFolder:
     """Reads and writes OUT/resume.
 
     Attributes:
-        found: there is something to resume.
+        found: whether there is something to resume.
     """
 
     def __init__(self, out: Path, options: TrainOptions) -> None:
@@ -424,7 +424,7 @@ class ResumeFolder:
 
     def save_samples(self, samples: Sequence[Sample]) -> None:
         _write_samples(self._samples, samples)
-        # Only now: until the samples are written, there are only the rounds to resume from.
+        # Only now: until the samples are written, a resumed training needs the rounds.
         for path in self._folder.glob("round-*.json"):
             path.unlink()
 

@@ -185,7 +185,9 @@ class HeadsInstaller:
         """
         broken = self._broken
         self._broken = False
-        if not broken or not self._go_back(self._before, "The heads before could not be put back."):
+        if not broken or not self._go_back(
+            self._before, "The previous heads could not be put back."
+        ):
             return False
         self.installed = self._before
         self._before = None
@@ -217,7 +219,7 @@ class HeadsInstaller:
             newest: returns a replacement if the file of the installed ones is gone because swaps
                 kept failing.
         """
-        assert self._first is not None, "only asked for when the plugin knows them"
+        assert self._first is not None, "only called if the plugin knows them"
         heads = copy.deepcopy(self._first)
         installed = self.installed
         if installed is not None and not Path(installed.path).is_file():
@@ -271,4 +273,4 @@ class HeadsInstaller:
         try:
             self._swap(self.installed)
         except SwapError as error:
-            logger.warning("The heads before could not be put back either. %s", error)
+            logger.warning("The previous heads could not be put back either. %s", error)

@@ -1,8 +1,8 @@
 """MedusaPlugin: the few hooks that a PPO loop calls. They only read; the loop's own tensors and
 random numbers don't change.
 
-    plugin.warm_up(prompts, sampling, score)                    before the first step: heads that
-                                                                begin at nothing are trained
+    plugin.warm_up(prompts, sampling, score)                    before the first step: trains new
+                                                                heads
     plugin.before_generation()                                  installs newer heads in the engine
     plugin.rollout_ready(rollouts)                              remembers tokens and behaviour log-
                                                                 probs
@@ -112,7 +112,7 @@ class MedusaPlugin:
             heads: the heads that the engine started with, for `save_heads`.
             passes: the most over a batch, where training has a budget; None: what the companion
                 is configured for, over every batch.
-            share: of the loop's seconds, that training may take then.
+            share: share of the loop's seconds that training may then take.
             choices: the engine may choose the number of drafts, and is asked what it chose when the
                 rollouts are there.
             clock: seconds.
@@ -246,7 +246,7 @@ class MedusaPlugin:
         Nothing of the loop changes: none of its random numbers is drawn, and no weight changes.
 
         Args:
-            prompts: of the coming steps, in their order.
+            prompts: prompts of the coming steps, in order.
             sampling: as the loop's responses are sampled.
             score: runs the loop's log-prob pass over these rollouts, inside `actor_forward`.
             tokens: response tokens to train and judge on; 0: do nothing.
@@ -578,7 +578,7 @@ class MedusaPlugin:
         return Path(folder)
 
     def close(self) -> None:
-        """End the companion; the engine is the caller's. Harmless when called again."""
+        """End the companion; the caller ends the engine. Safe to call again."""
         self._collector = None
         if self._companion is not None:
             self._companion.close()
@@ -664,8 +664,8 @@ class StatesTap:
         return None if collector is None else collector.wanted
 
     def put(self, states: Mapping[int, torch.Tensor]) -> None:
-        """Instead of a call, if other processes run the passes: the wanted states of some
-        responses, by index.
+        """Use this instead of a call if other processes run the passes: takes the wanted states of
+        some responses, by index.
         """
         plugin, collector = self._plugin, self._plugin._collector
         if collector is None:

@@ -20,10 +20,10 @@ from medusa_ppo.plugin.warm_up import WarmUpReport
 
 
 class NoPlugin:
-    """Takes the place of a plugin, so that a loop never has to ask whether it has one.
+    """Replaces a plugin, so that a loop never has to check whether it has one.
 
     Attributes:
-        tap: None: the loop's own passes stay as they are.
+        tap: None: the loop's own passes stay unchanged.
     """
 
     tap: None = None

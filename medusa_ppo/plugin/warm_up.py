@@ -1,5 +1,5 @@
 """What a warm-up before a run's first step reads and writes: responses to the run's own prompts,
-kept in a folder round by round, so that a killed warm-up can continue.
+kept in a folder round by round, so that an interrupted warm-up can continue.
 
 FOLDER/round-0000.json    a round's responses, and what they were asked for with; written whole or
                           not at all
@@ -46,7 +46,7 @@ Advance = Callable[[float, float, str], None]
 
 
 def silent(done: float, total: float, note: str) -> None:
-    """Progress that nobody watches."""
+    """Progress that is not shown."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class WarmUpReport:
     """What a warm-up cost and gained.
 
     Attributes:
-        tokens, prompts: that the heads were trained and judged on.
-        seconds: of all of it.
+        tokens, prompts: what the heads were trained and judged on.
+        seconds: duration of all of it.
         before, after: mean acceptance length by replay on the held-out prompts, of the heads that
             the engine had and of those that it got; None: unknown.
-        problem: why the engine kept its heads; empty: it has better ones.
+        problem: why the engine kept its heads; empty if it has better ones.
     """
 
     tokens: int = 0
@@ -133,7 +133,7 @@ class WarmUpFolder:
             logger.warning("Responses of the warm-up could not be kept: %s", error)
 
     def _file(self, number: int) -> Path:
-        assert self._folder is not None, "only asked for if there is one"
+        assert self._folder is not None, "only called if there is one"
         return self._folder / f"round-{number:04d}.json"
 
 

@@ -67,7 +67,7 @@ class PPOLearner(ABC):
     Attributes:
         actor: as `MedusaPlugin` and `ActorSync` take it.
         device: where batches are prepared.
-        features: of the prompts' images; None: there are none.
+        features: features of the prompts' images; None: none.
         has_critic: there is one, here or elsewhere.
     """
 
@@ -286,7 +286,7 @@ class PPOLearner(ABC):
 
     def _trained_critic(self) -> tuple[Critic, torch.optim.AdamW]:
         assert self.critic is not None and self.critic_optimizer is not None, (
-            "only asked for if there is one"
+            "only called if there is one"
         )
         return self.critic, self.critic_optimizer
 

@@ -80,7 +80,7 @@ class LongTail:
             share: share of finished prompts at which the engine stops.
             staleness: most updates between a token's version and the one that learns from it.
             last_step: nothing is carried beyond it.
-            first_version: of the actor that learns from step 0.
+            first_version: version of the actor that learns from step 0.
             carried: prompts carried into this step.
         """
         self._engine = engine

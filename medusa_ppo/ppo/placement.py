@@ -1,25 +1,25 @@
-"""Who has memory on the devices: a ledger for all roles, and roles that take turns on the devices.
+"""Which role has memory on the devices: a ledger for all roles, and roles that take turns on the
+devices.
 
     ppo.placement=separate    every role keeps its memory
-    ppo.placement=swapped     so does every one but the reward model, which stands in the memory of
-                              the critic's weights while it judges
+    ppo.placement=swapped     every role keeps its memory except the reward model, which uses the
+                              memory of the critic's weights while it scores
     ppo.placement=in_turn     actor, reference, critic, reward: one at a time; engines have devices
                               of their own
     ppo.placement=shared      engine | actor, reference, critic, reward: one at a time | engine
-                              the engine sleeps while others compute, they wait in host memory while
-                              it writes; with ppo.piece_prompts one at a time comes for its passes
-                              beside the engine that is awake, with its weights alone
+                              the engine sleeps while a role computes, and the roles wait in host
+                              memory while it generates; with ppo.piece_prompts one role at a time,
+                              with its weights alone, computes its passes while the engine is awake
 
-A role that leaves is copied into host buffers of its own (what nobody changed since the last time
-is there already), and its tensors become empty: whoever uses them fails, and the device has the
-memory back. A role that comes takes over the tensors of the one that leaves where shapes agree, so
-the reference stands in the actor's place and the reward model in the critic's, and nothing is
-allocated for it. The ranks of a Megatron actor have such turns of their own
-(`medusa_ppo.ppo.megatron.rank_memory`).
+A role that leaves is copied to its own host buffers (except what hasn't changed since the last
+copy), and its tensors become empty: using them fails, and their device memory is free. The next
+role takes over the tensors of the one that leaves where shapes agree: the reference takes the
+actor's place and the reward model the critic's, without new allocations. The ranks of a Megatron
+actor take turns in their own way (`medusa_ppo.ppo.megatron.rank_memory`).
 
 The ledger counts weights, gradients, AdamW's moments, and an engine's weights, keys and values, but
-no activations. Without a GPU the "device" is what the ledger counts, and tensors really move
-between separate buffers.
+no activations. Without a GPU the "device" is only what the ledger counts, but tensors are still
+moved between separate buffers.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ UNFREED = "left, held elsewhere"
 GIB = 2**30
 TRAINED_COPIES = 4  # Weights, gradients and two moments.
 MOMENT = "/"
-"""In the names of what only a role that learns needs."""
+"""Occurs in the names of tensors that only a training role needs."""
 ALL = ("",)
-"""The end of every name."""
+"""The end of every name, so it selects all tensors."""
 ROLES = (ACTOR, REFERENCE, CRITIC, REWARD)
 TAKE_TURNS = {SEPARATE: (), SWAPPED: (CRITIC, REWARD), IN_TURN: ROLES, SHARED: ROLES}
-"""By ppo.placement: who computes only while no other of them does."""
+"""By ppo.placement: the roles of which only one computes at a time."""
 
 
 class Ledger:
@@ -83,17 +83,17 @@ class Ledger:
 
 
 class Spare:
-    """Device tensors that leaving roles gave up, as far as the next role can reuse them.
+    """Device tensors of leaving roles, as far as the next role can reuse them.
 
     Attributes:
-        freed: for each that it can't reuse, how to see whether it is gone, and its bytes.
+        freed: for each tensor that can't be reused, a way to check that it is gone, and its bytes.
     """
 
     def __init__(self, wanted: Iterable[Tensor], held: Iterable[Tensor] = ()) -> None:
         """
         Args:
-            wanted: what the one that comes lacks.
-            held: what it has in the memory of another role already.
+            wanted: tensors that the next role lacks.
+            held: tensors that it already has in another role's memory.
         """
         self._held = {tensor.data_ptr() for tensor in held}
         self._wanted = Counter((tensor.shape, tensor.dtype) for tensor in wanted)
@@ -101,11 +101,11 @@ class Spare:
         self.freed: list[tuple[StorageWeakRef, int]] = []
 
     def wants(self, tensor: Tensor) -> bool:
-        """The one that comes can use it."""
+        """Whether the next role can use it."""
         return self._wanted[tensor.shape, tensor.dtype] > 0
 
     def holds(self, tensor: Tensor) -> bool:
-        """The one that comes has it already."""
+        """Whether the next role has it already."""
         return tensor.data_ptr() in self._held
 
     def give(self, tensor: Tensor) -> None:
@@ -116,14 +116,14 @@ class Spare:
             self.freed.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
 
     def lend(self, tensor: Tensor) -> bool:
-        """Until its owner comes again. Whether it is wanted."""
+        """Lend it until its owner returns. Returns whether it is wanted."""
         wanted = self.wants(tensor)
         if wanted:
             self._keep(tensor, lent=True)
         return wanted
 
     def take(self, like: Tensor, device: torch.device) -> tuple[Tensor, bool]:
-        """One of this shape, and whether it is lent; a new one where none was left."""
+        """A tensor of this shape, and whether it is lent; a new one if none was left."""
         kept = self._kept.get((like.shape, like.dtype))
         if kept:
             return kept.pop()
@@ -143,9 +143,9 @@ class Resident:
         self._optimizer = optimizer
         self._device = next(module.parameters()).device
         self._host: dict[str, Tensor] = {}
-        self._current: set[str] = set()  # What stands on the host as it is on the device.
+        self._current: set[str] = set()  # Names whose host copy equals the device's.
         self._away: set[str] = set()
-        self._borrowed: set[str] = set()  # In the memory of another role.
+        self._borrowed: set[str] = set()  # Names that use another role's memory.
 
     @property
     def here(self) -> bool:
@@ -153,7 +153,7 @@ class Resident:
         return len(self._away) < len(self._slots())
 
     def touch(self) -> None:
-        """It learns: what stands on the host will be old."""
+        """The role is about to learn, so its host copies will be out of date."""
         self._current.clear()
 
     def _slots(self) -> dict[str, Tensor]:
@@ -169,8 +169,8 @@ class Resident:
         return {**own, **moments}
 
     def leave(self, spare: Spare, *, partly: bool = False) -> int:
-        """To the host: all of it, or only what the one that comes can use. Gives the bytes that had
-        to be copied.
+        """Move to the host everything, or only what the next role can use. Returns the bytes that
+        had to be copied.
         """
         moved = 0
         for name, tensor in self._slots().items():
@@ -187,7 +187,7 @@ class Resident:
         return moved
 
     def _copy_out(self, name: str, here: Tensor) -> int:
-        """To its host buffer, where that is not current. Gives the bytes."""
+        """Copy to its host buffer, unless that is current. Returns the bytes."""
         if name in self._current:
             return 0
         if name not in self._host:
@@ -197,8 +197,8 @@ class Resident:
         return here.nbytes
 
     def lacks(self, more: tuple[str, ...]) -> dict[str, Tensor]:
-        """What would come, as it waits on the host: weights, and of what it learns with that whose
-        name ends so.
+        """The host tensors that `come` would move: the weights, and of the tensors for learning
+        those whose names end in one of `more`.
         """
         return {
             name: self._host[name]
@@ -207,7 +207,7 @@ class Resident:
         }
 
     def come(self, spare: Spare, more: tuple[str, ...]) -> int:
-        """To the device what `lacks` says. Gives the bytes that were copied."""
+        """Move to the device what `lacks` returns. Returns the bytes that were copied."""
         slots = self._slots()
         lacking = self.lacks(more)
         for name, host in lacking.items():
@@ -219,7 +219,7 @@ class Resident:
         return sum(host.nbytes for host in lacking.values())
 
     def borrowed(self) -> list[Tensor]:
-        """Its tensors that stand in the memory of another role."""
+        """Its tensors that use another role's memory."""
         return [tensor.data for name, tensor in self._slots().items() if name in self._borrowed]
 
     @contextlib.contextmanager
@@ -235,7 +235,7 @@ class Resident:
                 tensor.data = tensor.new_empty(0, device=self._device)
 
     def nbytes(self) -> int:
-        """On the device now, with gradients."""
+        """Bytes on the device now, with gradients."""
         borrowed = sum(tensor.nbytes for tensor in self.borrowed())
         tensors = [
             tensor
@@ -262,7 +262,7 @@ class Resident:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of the memory that they stand in, once where they share it."""
+    """Bytes of the memory behind these tensors; shared memory counts once."""
     return sum(
         {
             storage._cdata: storage.nbytes()
@@ -276,7 +276,7 @@ class Turns:
     """The roles of a process and their ledger; they take turns as ppo.placement says.
 
     Attributes:
-        shared: all of them leave the device between their turns.
+        shared: all roles leave the device between their turns.
     """
 
     def __init__(self, placement: str = SEPARATE) -> None:
@@ -301,9 +301,9 @@ class Turns:
         self.settle(role, Resident(module, optimizer))
 
     def settle(self, role: str, resident: Resident) -> None:
-        """A role whose memory is kept in another way than a module's."""
+        """Add a role whose memory is managed differently from a module's."""
         self._roles[role] = resident
-        if self._placement == SWAPPED and role == REWARD:  # It has no place of its own.
+        if self._placement == SWAPPED and role == REWARD:  # It has no memory of its own.
             self._moved += resident.leave(Spare(()))
         self.report(role)
 
@@ -313,8 +313,8 @@ class Turns:
         self.ledger.report(ENGINE, count)
 
     def report(self, role: str) -> None:
-        """Update the ledger with what the role has now; the learner calls this while there are
-        gradients.
+        """Update the ledger with the role's present memory; the learner calls this while gradients
+        exist.
         """
         if role in self._roles:
             self.ledger.report(role, self._roles[role].nbytes())
@@ -323,13 +323,14 @@ class Turns:
     def on(
         self, role: str, *, training: bool = False, more: tuple[str, ...] = ()
     ) -> Iterator[None]:
-        """The role computes in this block; if roles take turns the others have left, and it stays
-        until another one comes. Other threads wait with theirs: pieces are judged by a reward model
-        in one and scored by the others in another.
+        """The role computes in this block. If roles take turns, the others have left, and this one
+        stays until another one comes. Other threads wait for their turn: one thread scores pieces
+        with the reward model and another with the other models.
 
         Args:
-            training: it learns, so what it learns with comes too.
-            more: of that what ends so comes, and is only read.
+            training: the role learns, so its tensors for learning come too.
+            more: endings of names: tensors for learning with these names come too, but are only
+                read.
         """
         turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         takes = role in self._takers and role in self._roles
@@ -344,8 +345,8 @@ class Turns:
 
     @contextlib.contextmanager
     def aside(self, *roles: str) -> Iterator[None]:
-        """In this block roles are read and nothing computes. If roles take turns, nothing is on the
-        device, and they are read from the host.
+        """In this block roles are read and none computes. If roles take turns, the device is empty,
+        and they are read from the host.
         """
         self.clear()
         with contextlib.ExitStack() as stack:
@@ -405,9 +406,9 @@ class Turns:
         """Raise ConfigError if the roles don't fit.
 
         Args:
-            room: bytes that all of them can have.
-            engine: of these, what an engine on the same device has while it is awake and others
-                compute; where roles take turns with it, for passes alone.
+            room: bytes available to all of them.
+            engine: of these, the bytes of an engine on the same device that is awake while roles
+                compute; if roles take turns with it, they only run passes meanwhile.
         """
         full = {role: resident.full_bytes() for role, resident in self._roles.items()}
         one_at_a_time = [count for role, count in full.items() if role in self._takers]
@@ -424,11 +425,11 @@ class Turns:
             for role, count in {**full, **({ENGINE: engine} if engine else {})}.items()
         )
         do = (
-            "Set ppo.placement=shared (with engine.sleep_level=1) or in_turn, or cut the actor over"
-            " ranks: actor.backend=megatron."
+            "Set ppo.placement=shared (with engine.sleep_level=1) or in_turn, or shard the actor"
+            " over ranks: actor.backend=megatron."
         )
         if self.shared:
-            do = "Cut the actor over ranks (actor.backend=megatron), or take a smaller model."
+            do = "Shard the actor over ranks (actor.backend=megatron), or use a smaller model."
             if engine and max(full.values(), default=0) <= room:
                 do = "Lower engine.memory_fraction, or set ppo.piece_prompts=null."
                 if self._placement == IN_TURN:
@@ -436,13 +437,13 @@ class Turns:
         raise ConfigError(
             "The roles don't fit the device.",
             given=(f"ppo.placement={self._placement}: {parts} GiB, {need / GIB:.2f} at once"),
-            expected=f"at most {room / GIB:.2f} GiB, and room for what passes keep",
+            expected=f"at most {room / GIB:.2f} GiB, and room for the activations of passes",
             do=do,
         )
 
     def _move(self, coming: str | None, more: tuple[str, ...] = ()) -> None:
-        """All others leave the device, and this one comes; where only two of the roles take turns,
-        what leaves is what the one that comes can use.
+        """Move all others off the device, and this role onto it. If only two roles take turns, only
+        memory that the next one can use is given up.
         """
         began = time.perf_counter()
         spare = Spare(())

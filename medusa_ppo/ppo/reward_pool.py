@@ -161,7 +161,7 @@ class RewardPool:
         self._workers[self._workers.index(worker)] = RewardWorker(self._name)
 
     def close(self) -> None:
-        """End all processes; harmless when called again."""
+        """End all processes. Safe to call again."""
         workers = self._workers
         self._workers = []
         for worker in workers:
@@ -170,7 +170,7 @@ class RewardPool:
 
 def serve(name: str, pipe: Connection) -> None:
     """In the process: call the function for each item until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loop's.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the loop handles Ctrl-C.
     function = find_callable(name)
     pipe.send(READY)
     with contextlib.suppress(EOFError, OSError):

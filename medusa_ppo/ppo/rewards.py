@@ -127,8 +127,8 @@ class CallableReward(RewardSource):
             self._pool.close()
 
     def _calls(self, samples: Sequence[Sample]) -> list[tuple[Sample, Callable[[], Any] | None]]:
-        """A call per response, here or with the outcome from another process; None: that process
-        was killed.
+        """A call per response: computes it here, or returns the outcome of another process. None:
+        that process was killed.
         """
         if self._pool is None:
             return [(sample, functools.partial(self._function, *sample)) for sample in samples]
@@ -208,7 +208,7 @@ class JudgedTexts:
 
 
 class ReadReward(RewardSource):
-    """What a classifier of one output says of texts, wherever it is computed.
+    """Rewards from a classifier with one output, wherever it is computed.
 
     The same text gets the same reward to the bit, whatever else is in the batch: the shape of the
     input depends only on the text's own length, and there is always padding.
@@ -226,7 +226,7 @@ class ReadReward(RewardSource):
                 an error.
 
         Raises:
-            ConfigError: the template has not both fields.
+            ConfigError: the template lacks one of its fields.
             ModelError: the tokenizer has more tokens than the model.
         """
         self._before, self._after = _template_parts(template)
@@ -257,7 +257,7 @@ class ReadReward(RewardSource):
 
     @abstractmethod
     def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
-        """What the model says of each batch, float32 on the CPU: of its texts, or of its tokens."""
+        """The model's output for each batch, float32 on the CPU: for its texts or its tokens."""
 
     @torch.no_grad()
     def score(
@@ -370,8 +370,8 @@ class ReadReward(RewardSource):
 
 
 class ModelReward(ReadReward):
-    """What a transformers classifier in this process says: of a whole text, or with `by_steps` of
-    its tokens, at the end of each step.
+    """Scores by a transformers classifier in this process: of a whole text, or with `by_steps` of
+    its tokens at the end of each step.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class ModelReward(ReadReward):
             cuts: as `ReadReward`.
 
         Raises:
-            ConfigError: the template has not both fields.
+            ConfigError: the template lacks one of its fields.
             ModelError: not loadable, it has more outputs, or its tokenizer has more tokens than it.
         """
         _template_parts(template)
@@ -418,7 +418,7 @@ class ModelReward(ReadReward):
             given = f"{path}: {labels} labels"
             expected = " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed)
             raise ModelError(
-                "The reward model has not one output.",
+                "The reward model must have exactly one output.",
                 given=given,
                 expected=expected,
                 do="Use a reward model.",

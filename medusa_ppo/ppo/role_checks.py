@@ -1,4 +1,4 @@
-"""What the models' configurations say against the roles of a run, before anything is loaded."""
+"""Checks the models' configurations against the roles of a run, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SHAPES = (
     "head_dim",
     "vocab_size",
 )
-"""Keys of a configuration that shapes of tensors follow from."""
+"""Configuration keys that determine the shapes of tensors."""
 
 
 def check_roles(config: RunConfig) -> None:
-    """Whether the models of a run can be the roles that its configuration makes them. An embedded
-    actor, which may not exist yet, fits.
+    """Check that the models of a run can take the roles that its configuration gives them. An
+    embedded actor, which may not exist yet, always can.
 
     Raises:
-        ModelError, ConfigError: one can't; see `rank_sizes`, or it knows fewer tokens than the
-            actor, or is not of the sizes that ppo.placement=swapped asks for.
+        ModelError, ConfigError: one can't; see `rank_sizes`. Also if a model knows fewer tokens
+            than the actor, or its sizes do not suit ppo.placement=swapped.
     """
     path = config.model.path
     critic = config.model.critic_path or path
@@ -48,16 +48,16 @@ def check_roles(config: RunConfig) -> None:
 
 
 def rank_sizes(config: RunConfig, path: str, critic_path: str) -> dict[str, LlamaSizes]:
-    """Sizes of the models that ranks hold, by role.
+    """Sizes of the models on the ranks, by role.
 
     Args:
-        path: folder of the actor's checkpoint, which the reference starts from too.
+        path: folder of the actor's checkpoint; the reference starts from it too.
         critic_path: folder that a critic on the ranks starts from.
 
     Raises:
-        ModelError: there is no such folder, a model is of no family that Megatron computes here, or
-            the reward model has more than one output.
-        ConfigError: one can't be cut as the actor is.
+        ModelError: there is no such folder, Megatron does not compute this family of models here,
+            or the reward model has more than one output.
+        ConfigError: a model can't be sharded like the actor.
     """
     found = {ACTOR: _sizes(config, "actor", "model.path", path, "actor.backend=transformers")}
     if config.critic_on_ranks:
@@ -71,7 +71,7 @@ def rank_sizes(config: RunConfig, path: str, critic_path: str) -> dict[str, Llam
         model: Any = AutoConfig.from_pretrained(reward, trust_remote_code=False)
         if model.num_labels != 1:
             raise ModelError(
-                "The reward model has not one output.",
+                "The reward model must have exactly one output.",
                 given=f"{reward}: {model.num_labels} labels",
                 expected="1 label",
                 do="Use a reward model.",
@@ -80,7 +80,7 @@ def rank_sizes(config: RunConfig, path: str, critic_path: str) -> dict[str, Llam
 
 
 def _sizes(config: RunConfig, who: str, key: str, path: str, aside: str) -> LlamaSizes:
-    """Of a role of the ranks. `aside` keeps it away from them."""
+    """Sizes of one role on the ranks. `aside` is the setting that keeps it off them."""
     if not Path(path).is_dir():
         raise ModelError(
             f"The ranks read the {who}'s checkpoint from a folder.",
@@ -94,7 +94,7 @@ def _sizes(config: RunConfig, who: str, key: str, path: str, aside: str) -> Llam
 
 
 def _check_critic(path: str, critic: str) -> None:
-    """A critic reads the actor's tokens."""
+    """Check that the critic knows all of the actor's tokens."""
     tokens, known = (_vocabulary(read_model_config(folder)) for folder in (path, critic))
     if known < tokens:
         raise ModelError(
@@ -106,15 +106,15 @@ def _check_critic(path: str, critic: str) -> None:
 
 
 def _vocabulary(model: dict[str, Any]) -> int:
-    # Models with several parts keep the sizes of their language model in a section.
+    # Models with several parts keep the sizes of their language model in a subsection.
     return int({**model, **(model.get("text_config") or {})}.get("vocab_size", 0))
 
 
 def _check_swap(config: RunConfig, critic: str, reward: str) -> None:
-    """The reward model fits into the memory of the critic's weights."""
+    """Check that the reward model fits into the memory of the critic's weights."""
     theirs, ours = read_model_config(reward), read_model_config(critic)
     kinds = {
-        # The loop's own critic is float32, whatever its products are computed in.
+        # The loop's own critic is float32, whatever dtype its products use.
         "critic": (config.critic_on_ranks and config.model.dtype) or "float32",
         "reward": str(theirs.get("dtype") or theirs.get("torch_dtype") or "float32"),
     }

@@ -10,13 +10,13 @@ pieces, at the same time.
     ppo.staleness=n           engine: step t + 1, up to t + n | ...
                               step t: scored, learned from    |
 
-There is one call of the engine for a step's responses, with or without pieces, so its running set
-stays full, and what it writes does not depend on them. A piece is all responses to n consecutive
-prompts, whenever they end: the configuration decides what is computed together, never timing, so
-the numbers equal to the bit those of the same pieces scored after generation. The engine's call
-runs in its own thread, the models' passes in another one, and rewards in the caller's. Whoever taps
-the actor's passes (the companion) must know all responses first, so final states of a piece wait on
-the host until then.
+One engine call generates all responses of a step, with or without pieces, so its running set stays
+full, and its output does not depend on them. A piece is all responses to n consecutive prompts,
+whenever they end. So the configuration, never timing, decides what is computed together, and the
+numbers equal, to the bit, those of the same pieces scored after generation. The engine's call runs
+in its own thread, the models' passes in another one, and rewards in the caller's. A tap on the
+actor's passes (the companion) needs all responses first, so a piece's final states wait on the host
+until then.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RolloutMaker:
         begin ... take, score        in the engine's thread; others may be begun before one is taken
 
     Attributes:
-        timeline: of the step.
+        timeline: timeline of the step.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RolloutMaker:
     ) -> None:
         """
         Args:
-            rewards: of responses.
+            rewards: computes rewards of responses.
             piece_prompts: as in the configuration.
             tail: carries prompts over to the next step; None: each step waits for all of its own.
         """
@@ -266,7 +266,7 @@ class RolloutMaker:
         return prompts, *self._speed.generate(token_ids, sampling, step, finished)
 
     def _ask_with_carried(self, prompts: list[Prompt], sampling: Sampling, step: int) -> Written:
-        assert self._tail is not None, "only asked for if prompts are carried over"
+        assert self._tail is not None, "only called if prompts are carried over"
         answered, rollouts = self._tail.write(step, prompts, sampling)
         return answered, rollouts, {names.PROMPTS_CARRIED: len(self._tail.into(step + 1))}
 

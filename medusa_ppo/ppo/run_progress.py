@@ -55,7 +55,7 @@ STEP_FORMS = {
     names.PAIR_PLAIN_TOKENS_PER_S: "({:.0f} without drafts)",
     names.IMAGES: "{} images",
 }
-"""Metrics in a step's line, in the order in which they stand there."""
+"""Metrics in a step's line, in their order."""
 SHOWN = (
     names.REWARD_MEAN,
     names.MAL_SERVING,
@@ -172,7 +172,7 @@ def _peak_bytes() -> int:
 
 
 class ProgressSink:
-    """Listener of a run; this one says nothing. All methods return at once and never raise."""
+    """Listener of a run; this one ignores events. All methods return at once and never raise."""
 
     def run_started(self, name: str, first_step: int, steps: int) -> None:
         """The loop begins: steps first_step .. steps - 1 will be run."""
@@ -184,7 +184,7 @@ class ProgressSink:
         """The running phase has done this much of its total."""
 
     def phase_finished(self, phase: str, seconds: float) -> None:
-        """The phase ended after so many seconds."""
+        """The phase ended after this many seconds."""
 
     def step_finished(self, values: Mapping[str, Any]) -> None:
         """A step ended; its metrics, keys as in medusa_ppo/contract/metrics.py."""

@@ -64,7 +64,7 @@ STATE_FILE = "state.json"
 MEMORY_FILE = "memory.safetensors"
 EVALUATION_FILE = "evaluation.json"
 UNFINISHED = ".*.new-*"
-"""Suffixes of files and folders that are written aside and then renamed."""
+"""Name pattern of files and folders that are written under a temporary name and then renamed."""
 FORMAT_VERSION = 1
 BEFORE = {"heads": {"context": 0}}
 """Values for runs whose state lacks these keys, if they differ from today's defaults."""
@@ -210,8 +210,8 @@ def fresh_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove what a killed run had begun to write aside: a checkpoint's files can be as large as
-    the run's.
+    """Remove temporary files that a killed run left: a checkpoint's files can be as large as the
+    run's.
 
     The caller must be the only writer there.
     """

@@ -1,5 +1,5 @@
-"""What is known about a rollout batch before the update: what actor, reference and critic say about
-each token, and what follows for the update.
+"""Scores of a rollout batch before the update: what actor, reference and critic compute for each
+token, and what follows for the update.
 
 Shape letters: S sequences of the rollout batch, R response positions (padded to the longest), M
 response tokens of a micro batch, packed row after row. All tensors are float32, on the CPU, and
@@ -20,7 +20,7 @@ from medusa_ppo.ppo.token_stats import TokenStats
 
 @dataclass(frozen=True)
 class PolicyScores:
-    """What actor and reference say about a rollout batch.
+    """What actor and reference compute for a rollout batch.
 
     Attributes:
         logprobs_SR, entropy_SR: the actor's, as in `TokenStats`.
@@ -52,7 +52,7 @@ class PolicyScores:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the models say about a rollout batch.
+    """What the models compute for a rollout batch.
 
     Attributes:
         values_SR: the critic's; 0 without a critic.
@@ -88,7 +88,7 @@ class Scores:
     Attributes:
         weights_SR: importance of each token; None: 1.
         sequences: those that are learned from.
-        kl_coefficient: of the penalty, if it is a part of the loss.
+        kl_coefficient: weight of the penalty, if it is part of the loss.
     """
 
     logprobs_SR: Tensor

@@ -250,7 +250,7 @@ class RunSession:
         return prompts, evaluation, texts
 
     def _reward(self) -> RewardSource:
-        """Where rewards come from; of a model that ranks will hold, all but the model."""
+        """The reward source. If ranks hold the reward model, everything but the model."""
         config = self._config
         if not config.reward_on_ranks:
             return make_reward(config.ppo, _device())
@@ -262,8 +262,8 @@ class RunSession:
     def _learner(
         self, actor_path: str, reward: RewardSource, reader: ImageReader | None = None
     ) -> PPOLearner:
-        """Actor, critic and reference, wherever they are trained. A reward model of the ranks is
-        told which these are.
+        """Actor, critic and reference, wherever they are trained. A reward model on the ranks is
+        given the ranks.
         """
         config = self._config
         if config.actor.backend == "transformers":

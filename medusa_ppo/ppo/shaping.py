@@ -28,7 +28,7 @@ class Shaping:
     """A step's rewards as used for the advantages.
 
     Attributes:
-        kl_coefficient: of this step.
+        kl_coefficient: the coefficient of this step.
     """
 
     def __init__(self, config: PPOConfig) -> None:

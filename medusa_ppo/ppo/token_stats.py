@@ -1,4 +1,4 @@
-"""What a policy says about response tokens: their log-probs and entropies, over the tokens that
+"""What a policy computes for response tokens: their log-probs and entropies, over the tokens that
 top-k and top-p left.
 
 Shape letters: B rows, T tokens (right-padded), D hidden, V vocabulary, X one of the two, M response
@@ -34,12 +34,12 @@ NEVER = -1e30
 
 @dataclass(frozen=True)
 class TokenStats:
-    """What a policy says about the response tokens of a micro batch. All float32.
+    """A policy's statistics of the response tokens of a micro batch. All float32.
 
     Attributes:
         logprobs_M: log-prob of each response token at the sampling temperature, under the
             distribution that was sampled from.
-        entropy_M: entropy of the same distribution in nats; None when not asked for.
+        entropy_M: entropy of the same distribution in nats; None if not requested.
     """
 
     logprobs_M: Tensor
@@ -52,8 +52,8 @@ PACKED_BLOCK = 64
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """Which tokens of the vocabulary some rows keep, on the device of the logits: as ids if that is
-    shorter, as it nearly always is after top-k or top-p, otherwise as one bit per token.
+    """Which vocabulary tokens some rows keep, on the device of the logits: as ids if that is
+    shorter (it nearly always is after top-k or top-p), otherwise as one bit per token.
 
     Attributes:
         counts: tokens that each row keeps.
@@ -143,8 +143,8 @@ class Support:
         it.
 
         Args:
-            logits_CV: of C response tokens of the micro batch, starting with the one at `first`.
-                Parts must come in order.
+            logits_CV: logits of C response tokens of the micro batch, starting with the one at
+                `first`. Parts must come in order.
         """
         if not self.cuts:
             return logits_CV

@@ -26,7 +26,7 @@ def answer_lines(prediction: Prediction) -> list[str]:
         (
             f"Rollout   {_duration(prediction.plain_s)} without drafts,"
             f" {_duration(prediction.drafted_s)} with, {prediction.mean_drafts:.1f} drafts a step"
-            f" in the mean; responses {asked.lengths.said}, {prediction.slots} at once"
+            f" on average; responses {asked.lengths.said}, {prediction.slots} at once"
             + (
                 f" ({prediction.drafted_slots} beside drafting's memory)"
                 if prediction.drafted_slots != prediction.slots
@@ -44,7 +44,7 @@ def answer_lines(prediction: Prediction) -> list[str]:
         said = "given" if asked.loop.seconds is not None else "by arithmetic"
         out.append(
             f"Step      {prediction.step} with {_duration(prediction.other_s or 0.0)} beside"
-            f" rollouts ({said}); {prediction.async_step} where both go on at once"
+            f" rollouts ({said}); {prediction.async_step} if both run at once"
         )
     out += [
         f"Seconds   {prediction.source}",

@@ -1,5 +1,5 @@
-"""Turns options and a run's settings into a question: missing options come from the run, and what
-the run doesn't say has a default.
+"""Turns options and a run's settings into a question: missing options come from the run, and
+settings missing there have a default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from medusa_ppo.predict.rollout_model import ResponseLengths
 from medusa_ppo.runtime.hardware import ModelSizes
 
 RESPONSES, LENGTH_MEAN, PROMPT, SEQUENCES = 256, 1024.0, 512, 256
-"""Defaults if neither options nor a run say more."""
+"""Defaults if neither options nor a run have a value."""
 DRAFT_VOCABULARY, LARGE_VOCABULARY = 8_192, 32_768
 """An engine's own default: `engine.draft_vocab`."""
 
@@ -29,7 +29,7 @@ class Accepted:
     """The acceptance, and where it comes from.
 
     Attributes:
-        shares: of draft runs that reach each position.
+        shares: shares of draft runs that reach each position.
         said: where they come from, in words.
         error: half of the interval of the mean acceptance length; 0: given.
     """
@@ -112,7 +112,7 @@ def _lengths(options: PredictOptions, run: RunConfig | None, room: int | None) -
     count, mean, longest = RESPONSES, LENGTH_MEAN, 0
     if run is not None:
         longest = run.sampling.max_new_tokens
-        # Half of the longest, since a run does not say how long its responses are.
+        # Half of the longest, because a run's settings don't contain the mean length.
         mean = longest / 2
         all_of_them = run.ppo.prompts_per_step * run.sampling.responses_per_prompt
         count = -(-all_of_them // run.engine.replicas)

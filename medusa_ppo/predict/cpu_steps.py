@@ -53,7 +53,7 @@ class HostCosts:
     timed drafting calls already include it.
 
     Attributes:
-        plain_s, plain_sequence_s: of vLLM's plain step, and of each running sequence.
+        plain_s, plain_sequence_s: for vLLM's plain step, and for each running sequence.
         drafted_s, drafted_sequence_s: the same for steps with drafts.
     """
 
@@ -211,7 +211,7 @@ class _Actor:
     """A stand-in with the actor's sizes and random weights, packed as vLLM packs them.
 
     Attributes:
-        scale: the actor's layers over those created.
+        scale: number of the actor's layers per created layer.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ LAUNCHES = {"medusa": (15, 4), "hydra": (19, 14)}
 CONTEXT_LAUNCHES = (11, 3)
 """The same for the first attention over the last pairs and the cell after it."""
 LAYER_LAUNCHES, FEED_LAUNCHES = 13, 9
-"""For each further attention and the layer after it."""
+"""Launches of each further attention, and of the layer after it."""
 RING_LAUNCHES = 26
 """For storing the last pairs and reading them back, which an engine does outside the call."""
 COPY_LAUNCHES, COPIED_LAUNCHES = 45, 3

@@ -14,10 +14,10 @@ class GpuFigures:
     Attributes:
         name: what `--gpu` calls it.
         flops: dense bf16 products per second.
-        memory_bytes_per_s: to its own memory.
-        memory_bytes: of its own.
-        link_bytes_per_s: to the other GPUs of its node, one direction.
-        host_bytes_per_s: to its host.
+        memory_bytes_per_s: speed of its own memory.
+        memory_bytes: size of its own memory.
+        link_bytes_per_s: speed to the other GPUs of its node, one direction.
+        host_bytes_per_s: speed to its host.
         tables: its name in aiconfigurator's data.
     """
 

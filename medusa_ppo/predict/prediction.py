@@ -76,7 +76,7 @@ class Question:
         acceptance: share of draft runs that reach each position, falling.
         acceptance_said: where it comes from, in words.
         acceptance_error: half of the interval of the mean acceptance length; 0: given.
-        lengths: of the responses of one engine.
+        lengths: lengths of one engine's responses.
         sequences: most that run at once (vLLM's max_num_seqs).
         prompt: tokens of a prompt.
         alike: responses per prompt, which is prefilled once for all of them.
@@ -148,14 +148,14 @@ def check_acceptance(shares: Sequence[float], heads: int) -> None:
     problem = (
         "There are more positions than heads."
         if len(shares) > heads
-        else "Shares of draft runs that reach each position must lie between 0 and 1 and never "
-        "rise."
+        else "Shares of draft runs that reach each position must be between 0 and 1 and must "
+        "not rise."
     )
     raise UsageError(
         problem,
         given=f"acceptance {','.join(f'{share:g}' for share in shares) or 'of nothing'}",
         expected=f"at most {heads} falling shares, like 0.6,0.4,0.3,0.2",
-        do="Take them from `medusa-ppo eval` (positions 1, 2, ... in a run that begins anew).",
+        do="Take them from `medusa-ppo eval` (positions 1, 2, ... of runs).",
     )
 
 
@@ -218,13 +218,13 @@ class Prediction:
     """The answer. Seconds are of one engine's rollout and of a whole step.
 
     Attributes:
-        speedup: rollouts without over with drafts.
-        plain_s, drafted_s: of a rollout, prompts included.
-        tail_share: of the plain rollout, with fewer than half of the slots in use.
-        tail_speedup: of that part.
+        speedup: time of rollouts without drafts / with drafts.
+        plain_s, drafted_s: seconds of a rollout, including prompts.
+        tail_share: share of the plain rollout with fewer than half of the slots in use.
+        tail_speedup: speed-up in that part.
         pays_from: mean acceptance length from which rollouts are faster; None: never.
-        step, async_step: a step without over one with drafts, one phase after the other, or
-            rollouts beside the rest; None: the rest is not known.
+        step, async_step: time of a step without drafts / with drafts, with consecutive phases, or
+            with rollouts beside the rest; None: the rest is unknown.
         other_s: the rest of a step.
         slots, drafted_slots: sequences that fit at once, without and with drafting.
         rows: by running sequences.
@@ -441,7 +441,7 @@ def _scaled(acceptance: Sequence[float], factor: float) -> tuple[float, ...]:
 
 
 def _bent(acceptance: Sequence[float], power: float) -> tuple[float, ...]:
-    """Better (power below 1) or worse heads with a similar profile: shares to a power."""
+    """Shares raised to a power: better (power below 1) or worse heads with a similar profile."""
     # A share of 0 or 1 would not change with any power.
     return tuple(min(max(share, 1e-4), 1 - 1e-4) ** power for share in acceptance)
 

@@ -49,7 +49,7 @@ class ResponseLengths:
         """
         if mean < 1 or spread < 0 or count < 1:
             raise UsageError(
-                "These lengths are none.",
+                "These lengths are not valid.",
                 given=f"{count} responses, mean {mean}, spread {spread}",
                 expected="responses >= 1, --length-mean >= 1, --length-spread >= 0",
                 do="Correct them.",
@@ -117,7 +117,7 @@ class RolloutTime:
 
     Attributes:
         seconds: until the last response ends.
-        tail_s: of them, with fewer than half of the slots in use.
+        tail_s: seconds of these with fewer than half of the slots in use.
         steps: engine steps.
         drafts: mean number of drafts a step, by time.
     """

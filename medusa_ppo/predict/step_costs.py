@@ -16,13 +16,13 @@ class StepCosts:
     them with what it finds.
 
     Attributes:
-        flops_share: of the vendor's products per second, reached by large products. Without tables.
-        memory_share: of the vendor's memory speed, reached by large reads. Without tables.
-        small_share: of the memory's speed, reached by the passes of samplers and norms.
+        flops_share: share of the vendor's FLOP/s that large products reach. Without tables.
+        memory_share: share of the vendor's memory speed that large reads reach. Without tables.
+        small_share: share of the memory's speed that passes of samplers and norms reach.
         layer_passes: reads and writes of a layer's rows between its products (norms, rotations,
             gate), in widths of the hidden state.
         layer_launches: kernels of a layer other than products.
-        launch_s: from one kernel to the next inside a CUDA graph.
+        launch_s: time from one kernel to the next inside a CUDA graph.
         eager_s: the host's time to launch one operation outside a graph.
         reduce_s: an all-reduce of a few rows between tensor-parallel ranks; two a layer. Without
             tables.

@@ -553,7 +553,7 @@ class Events(logging.Handler):
         elif len(self.told) < self.MOST:
             self.told.append({"step": self.next_step, "text": text, "times": 1})
         self.fresh = True
-        # Where nobody set up logging, Python shows warnings only while there is no handler at all;
+        # If logging is not set up, Python shows warnings only while there is no handler at all;
         # without this, listening would hide them from the user.
         alone = not logging.root.handlers and all(
             logging.getLogger(name).handlers == [self] for name in self.LOGGERS

@@ -127,8 +127,8 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def gpu_names() -> list[str]:
-    """One `name, memory` line per NVIDIA GPU; empty if there is none or no answer by the driver."""
-    # By the driver's tool, because a report must not import torch.
+    """One `name, memory` line per NVIDIA GPU; empty if there is none or no answer."""
+    # Asks the driver's tool, because a report must not import torch.
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

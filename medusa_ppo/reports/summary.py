@@ -19,7 +19,7 @@ from medusa_ppo.runtime import wording as w
 WINDOW_SHARE = 4
 """The first and the last 1/4 of the steps ..."""
 WINDOW_MOST = 20
-"""... but at most so many steps are what `first` and `last` figures are taken over."""
+"""... but at most this many are averaged for `first` and `last` figures."""
 STEP_S = "step_s"
 """Key of a whole step's seconds in a run's comparison."""
 StepPair = tuple[dict[str, float], dict[str, float]]

@@ -506,7 +506,7 @@ def _marks(marks: Sequence[tuple[int, str]], grid: Grid, height: int) -> str:
 def _points(
     values: Sequence[float | None], grid: Grid, scale: Scale, *, through: bool = False
 ) -> list[list[str]]:
-    """Runs of neighbouring columns that have a value, as "x y"; `through`: all in one run."""
+    """Runs of neighbouring columns that have a value, as "x y"; `through`: one run for all."""
     runs = groupby(enumerate(values), key=lambda pair: pair[1] is not None)
     found = [
         [f"{_px(UNITS * grid.center(x))} {_px(scale.y(y))}" for x, y in run if y is not None]

@@ -127,7 +127,7 @@ class Tracker(Protocol):
         """Show the figures of one step, flat (`flatten`)."""
 
     def close(self) -> None:
-        """Send what is left; harmless when called again."""
+        """Send what is left. Safe to call again."""
 
 
 class TrackerGroup:

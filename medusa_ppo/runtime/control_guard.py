@@ -40,7 +40,7 @@ class ControlGuard:
         """
         Args:
             token: None: the environment's.
-            name: of its variable, for the error message.
+            name: name of its variable, for the error message.
         """
         self.app = app
         self._name = name

@@ -104,7 +104,7 @@ def image_files(rows: Sequence[Row], column: str, path: str) -> list[tuple[bytes
     Args:
         column: a path or a file's bytes, an image as `datasets` stores it (both in a mapping), or a
             list of these.
-        path: of the data; relative paths start at its folder.
+        path: path of the data; relative paths start at its folder.
 
     Raises:
         DataError: no such column, or a file that can't be read.
@@ -133,7 +133,7 @@ def _image_file(item: Any, folder: Path, where: str) -> bytes:
         expected = "a path, a file's bytes, or a list of them"
         do = "Name the column of the images in data.images."
         raise DataError(
-            "This is no image.",
+            "This is not an image.",
             given=f"{where}: {type(item).__name__} {item!r:.80}",
             expected=expected,
             do=do,

@@ -34,7 +34,7 @@ def write_atomic(path: Path, text: str) -> None:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
-    # Also for Ctrl-C: nobody would remove the temporary file later.
+    # Also for Ctrl-C: otherwise the temporary file would stay.
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -57,8 +57,8 @@ across containers, where process ids mean nothing.
 
 
 class OwnedFolder:
-    """A new folder of this process, removed by `close` (harmless when called again), with this
-    object, or with the process.
+    """A new folder of this process, removed by `close` (safe to call again), when this object is
+    collected, or when the process ends.
     """
 
     def __init__(self, prefix: str, *, shared_memory: bool = False) -> None:

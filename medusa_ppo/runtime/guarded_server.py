@@ -24,7 +24,7 @@ def require_token_beyond_loopback(host: str, token_name: str, problem: str, whos
     Args:
         token_name: environment variable of the secret.
         problem: what others could do without it.
-        whose: who else needs the token, in words.
+        whose: other users of the token, in words.
     """
     if host not in LOOPBACK and not os.environ.get(token_name):
         raise ConfigError(

@@ -46,7 +46,7 @@ class Hardware:
     Attributes:
         gpus: number that torch can use and CUDA_VISIBLE_DEVICES allows.
         bfloat16: they support it.
-        cores: that this process may use.
+        cores: cores that this process may use.
         found: how it was determined, in words.
         gpu_bytes: memory of the smallest GPU; 0: none, or unknown.
     """
@@ -368,7 +368,7 @@ class ModelSizes:
 
     Attributes:
         hidden: D.
-        layers, heads, kv_heads, head_dim: of the attention.
+        layers, heads, kv_heads, head_dim: sizes of the attention.
         intermediate: width of the MLP's inner layer.
         vocab: V.
         gated: the MLP has a gate beside its up projection.

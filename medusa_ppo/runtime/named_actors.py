@@ -65,5 +65,5 @@ def answer_of(ref: Any, timeout_s: float) -> Any:
             "An actor of this Ray does not answer.",
             given="no answer in time" if late else (str(error).strip().splitlines() or ["?"])[-1],
             expected=f"an answer within {timeout_s:.0f} s",
-            do="Look whether it runs.",
+            do="Check that it is running.",
         ) from error

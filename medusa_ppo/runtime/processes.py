@@ -40,7 +40,7 @@ RAY_ENVIRONMENT = {
     "RAY_free_objects_period_milliseconds": "100",
 }
 OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
-    # Otherwise Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
+    # Otherwise Ray's server keeps the last 100,000 calls for a dashboard that was never started.
     "RAY_task_events_report_interval_ms": "0",
     # Ray's own 15 and the companion's 5 add up to 19: beside a busy loop it would get almost
     # nothing.
@@ -69,7 +69,7 @@ def local_ray(
     Args:
         cpus: CPUs that the processes of the block request; the machine's number if that is larger.
         queue_bytes: most bytes in transit to the companion.
-        gpus: that our local Ray offers, as CUDA_VISIBLE_DEVICES names them; None: all that this
+        gpus: GPUs that our Ray offers, as CUDA_VISIBLE_DEVICES names them; None: all that this
             process sees. Any other Ray offers what it was started with.
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
@@ -96,7 +96,7 @@ def local_ray(
         with _offering(gpus) as offered:
             _start(folder.path, max(os.cpu_count() or 1, cpus, 2), store_bytes, offered)
         yield
-    # Not for an interrupt: nobody who stops a run looks for faults in Ray's logs.
+    # Not for an interrupt: a run stopped by hand has no fault to look for in Ray's logs.
     except Exception:
         keep = True
         raise
@@ -263,10 +263,10 @@ def bundle(gpus: float, resource: str | None) -> dict[str, float]:
 def reserve(
     bundles: list[dict[str, float]], what: str, layout: str = "PACK", timeout_s: float = TIMEOUT_S
 ) -> PlacementGroup:
-    """Reserve room for all bundles. `ray.init` is the caller's; so is `release`.
+    """Reserve room for all bundles. The caller runs `ray.init` first, and `release` later.
 
     Args:
-        what: whose room it is, for the error.
+        what: what the room is for, for the error.
         layout: Ray's placement strategy. `PACK`, as close together as possible, suits processes
             that exchange much data, and costs others nothing.
 
@@ -275,7 +275,7 @@ def reserve(
     """
     group = placement_group(bundles, strategy=layout)
     if not group.wait(timeout_s):
-        # Otherwise Ray would keep waiting, and later take the room for nobody.
+        # Otherwise Ray would keep waiting, and later reserve room that is not used.
         remove_placement_group(group)
         asked = Counter(map(str, bundles))
         raise RunError(

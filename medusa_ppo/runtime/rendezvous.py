@@ -67,8 +67,8 @@ class Meeting:
     are there.
 
     Attributes:
-        place: where, and as which rank.
-        store: torch's, for making other groups from it.
+        place: the meeting place, and this process's rank.
+        store: torch's store, for making other groups from it.
         device: where exchanged tensors are.
     """
 
@@ -78,7 +78,7 @@ class Meeting:
             store: rank 0's own; None: another process has opened it.
 
         Raises:
-            PeerLostError: nobody answers there.
+            PeerLostError: there is no answer.
         """
         self.place = place
         self.device = (

@@ -1,4 +1,4 @@
-"""What a proposer sets aside while its steps are timed, and what was timed."""
+"""The state that a proposer saves while its steps are timed, and the timings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from medusa_ppo.drafting.running_memory import RunningMemory
 
 @dataclass
 class Calibrating:
-    """A calibration that is under way.
+    """A running calibration.
 
     Attributes:
-        drafts: of each step.
+        drafts: drafts of each step.
         steps: sequences, drafts and seconds of each pure decode step.
-        memory: of responses, before it began.
-        random_states: of torch's generators before it began: that of the CPU, and the device's.
+        memory: the memory of responses from before the calibration.
+        random_states: states of torch's generators from before it: the CPU's, and the device's.
     """
 
     drafts: int
@@ -33,13 +33,13 @@ class Calibrating:
         return cls(drafts, memory, states)
 
     def take(self) -> list[list[float]]:
-        """What was timed since the last call."""
+        """The timings since the last call."""
         steps = self.steps
         self.steps = []
         return steps
 
     def end(self, device: torch.device) -> RunningMemory | None:
-        """Put the generators back where they were; returns the memory to go on with."""
+        """Restore the generators; returns the memory to continue with."""
         torch.set_rng_state(self.random_states[0])
         if device.type == "cuda":
             torch.cuda.set_rng_state(self.random_states[1], device)

@@ -1,12 +1,12 @@
-"""Before a swap: do the new heads fit? After it, the probe: what the engine would draft now,
-against the file's heads computed plainly.
+"""Checks of a swap. Before it: do the new heads fit? After it, the probe: compares what the engine
+would draft now with a plain computation of the file's heads.
 
-The checksum says that the right bytes came, and the read-back that they stand in the parameters.
-Drafts may still be made of something else: packed copies of the heads before, heads in another
-order. So a few fixed states are drafted for by the path that serves, and head by head the draft
-probabilities are compared with those of the file's tensors, multiplied out here without any code of
-the drafting path. Each head is told the tokens that were really drafted before it, so a near tie
-changes nothing.
+The checksum proves that the right bytes arrived, and the read-back that they are in the parameters.
+The drafts could still come from something else: packed copies of the old heads, or heads in another
+order. So the serving path drafts for a few fixed states, and the draft probabilities of each head
+are compared with those of the file's tensors, multiplied here without any code of the drafting
+path. Each head is given the tokens that were really drafted before it, so a near tie makes no
+difference.
 
 Shape letters: B fixed rows, D hidden, V vocabulary, K heads.
 """
@@ -36,26 +36,26 @@ from medusa_ppo.drafting.texts import TextRing
 
 ROWS = 4
 TOLERANCE, TOLERANCE_16_BIT, TOLERANCE_8_BIT = 1e-3, 3e-2, 1e-1
-"""Largest difference of the log-probabilities, root mean square, as a share of their own spread.
-16-bit products round at 0.4 %, 8-bit ones at 1 % (trained heads: 0.5 % and 3.4 % of the spread at
-most).
+"""Largest allowed root mean square difference of the log-probabilities, relative to their standard
+deviation. 16-bit products round at 0.4 %, 8-bit ones at 1 % (trained heads: at most 0.5 % and 3.4 %
+of the standard deviation).
 """
 LEAST_SPREAD = 0.1
 LEAST_PROBABILITY = 1e-9
-"""Below it float32 probabilities say little."""
+"""Smaller float32 probabilities are too inaccurate to compare."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """What the plain product needs besides the file's tensors.
+    """The inputs of the plain product besides the file's tensors.
 
     Attributes:
         lm_head: the engine's product, rows `[B, D]` -> logits `[B, V]`.
         embed: the engine's lookup, ids `[B]` -> rows `[B, D]`; read for kind hydra only.
-        dtype: what serves the heads.
-        draft_temperature: what the served probabilities were made with, beside each head's own.
+        dtype: dtype of the serving heads.
+        draft_temperature: temperature of the served probabilities, besides each head's own.
         ids_W: draft vocabulary; None: the whole one.
-        in_8_bits: the products that serve are.
+        in_8_bits: the serving products are in 8 bits.
     """
 
     lm_head: Callable[[torch.Tensor], torch.Tensor]
@@ -69,11 +69,11 @@ class Plain:
 def read_state(
     path: str | Path, what: str, checked: Checked | None = None
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """A file of weights, and its checksum. SwapError when it is damaged, holds NaN or infinity, or
-    is not what was checked.
+    """A file of weights, and its checksum. Raises SwapError if the file is damaged, holds NaN or
+    infinity, or is not the file that was checked.
 
     Args:
-        checked: what someone else found of the file: then only its bytes are confirmed here.
+        checked: result of an earlier check of the file; then only its bytes are confirmed here.
     """
     try:
         state = load_state(path, finite=checked is not None)
@@ -91,14 +91,14 @@ def read_state(
             "The file is not the one that was checked; the old weights stay.",
             given=str(path),
             expected="the same bytes",
-            do="Look for a second writer, or for what damaged the file on its way to this node.",
+            do="Look for a second writer, or for damage on the file's way to this node.",
         )
     return state, found
 
 
 def check_finite(state: Mapping[str, torch.Tensor]) -> None:
-    """For tensors that changed their dtype: a large float32 may become infinite. (read_state has
-    checked the file.)
+    """Check tensors that changed their dtype: a large float32 may have become infinite. (read_state
+    has checked the file.)
     """
     for name, tensor in state.items():
         if not is_finite(tensor):
@@ -113,7 +113,7 @@ def check_finite(state: Mapping[str, torch.Tensor]) -> None:
 def check_fit(
     serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], path: str
 ) -> None:
-    """Raises SwapError unless the file's tensors have the names and shapes of the serving ones."""
+    """Raise SwapError unless the file's tensors have the names and shapes of the serving ones."""
     missing = sorted(set(serving) - set(state))
     unknown = sorted(set(state) - set(serving))
     wrong = [
@@ -135,14 +135,14 @@ def check_fit(
 
 
 class FixedInputs(NamedTuple):
-    """What the probe drafts at: the last of n pairs in each row, n = 1 for heads without a context.
+    """The inputs of the probe: the last of n pairs in each row; n = 1 for heads without a context.
 
     Attributes:
         hidden_BnD, ids_Bn: states and tokens, oldest first.
         there_Bn: bool, row b lacks its b oldest pairs.
-        text_BL: the text of each row, for heads that copy; it ends with the row's own token. So
-            short that no more places are searched than count: which ones are the best may differ by
-            a rounding, and that would be no fault.
+        text_BL: the text of each row, for heads that copy; it ends with the row's own token. It is
+            short enough that all places searched count; otherwise rounding could decide which are
+            the best, and a difference would not be a fault.
     """
 
     hidden_BnD: torch.Tensor
@@ -152,7 +152,7 @@ class FixedInputs(NamedTuple):
 
 
 def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) -> FixedInputs:
-    """The same at every call and on every rank."""
+    """The same values in every call and on every rank."""
     generator = torch.Generator().manual_seed(0)
     pairs = max(config.context, 1)
     hidden_BnD = torch.randn(ROWS, pairs, config.hidden_size, generator=generator)
@@ -189,8 +189,8 @@ def what_is_seen(core: DraftingCore, fixed: FixedInputs) -> Seen | None:
 
 
 def fixed_sampling(count: int, device: torch.device) -> DraftSampling:
-    """Drafts at temperature 1 from the middle of each distribution: the same ones every time, and q
-    with them.
+    """Sampling at temperature 1 from the middle of each distribution: it gives the same drafts
+    every time, and keeps q.
     """
     return DraftSampling(
         torch.ones(ROWS, device=device),
@@ -205,10 +205,10 @@ def find_difference(
     fixed: FixedInputs,
     plain: Plain,
 ) -> str:
-    """Where the served drafts are not those of `state`, in one sentence; empty when they are.
+    """Where the served drafts differ from those of `state`, in one sentence; empty if they agree.
 
-    Every head is computed, whatever was found before: on tensor-parallel ranks each product is a
-    meeting of all.
+    Every head is computed even after a difference: with tensor parallelism each product is a
+    collective of all ranks.
     """
     assert draft.q, "the probe keeps probabilities"
     limit = (
@@ -228,7 +228,7 @@ def find_difference(
             else spread(draft.q[k], plain.ids_W, config.vocab_size)
         )
         apart = _apart(served_BV, logprobs_BV)
-        if not apart <= limit and not found:  # NaN is no agreement either.
+        if not apart <= limit and not found:  # NaN counts as a difference.
             found = (
                 f"head {k + 1}: log-probabilities {apart:.1e} of their spread apart, {limit:.0e} at"
                 " most"
@@ -247,7 +247,7 @@ def _logprobs(
     """Log-probabilities `[B, V]` of the head with index k after the tokens `given_ids` (`[B]`
     each), from the file's tensors alone.
     """
-    # A CPU without 16-bit units emulates them; float32 is what serves there as well.
+    # A CPU without 16-bit units only emulates them, so float32 serves there too.
     device = fixed.hidden_BnD.device
     dtype = torch.float32 if device.type == "cpu" else plain.dtype
 
@@ -299,7 +299,7 @@ def _with_context(
     tensor: Callable[[str], torch.Tensor],
     embedded: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """h_t and what the layers of its context say `[B, D]`."""
+    """h_t plus the output of its context layers, `[B, D]`."""
     hidden_BnD = fixed.hidden_BnD.to(tensor("cell.start.weight").dtype)
     base_BD = hidden_BnD[:, -1]
     last_BD = embedded(fixed.ids_Bn[:, -1])
@@ -329,7 +329,7 @@ def _told(
     tensor: Callable[[str], torch.Tensor],
     embedded: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """What the cell is told of what stands in the text, `[B, K, H]`."""
+    """What copying gives the cell for each head, `[B, K, H]`."""
     rows, length = fixed.text_BL.shape
     rows_B = torch.arange(rows, device=fixed.text_BL.device)
     text = Text.of(
@@ -351,8 +351,8 @@ def _told(
 
 
 def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:
-    """Root mean square of the difference, over the tokens that have a probability, as a share of
-    the log-probabilities' spread.
+    """Root mean square of the difference over the tokens that have a probability, relative to the
+    standard deviation of the log-probabilities.
     """
     if not bool(torch.isfinite(served_BV).all()):
         return math.nan
@@ -364,21 +364,19 @@ def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:
 
 
 def fingerprint(heads: nn.Module) -> list[int]:
-    """Enough to notice that memory was thrown away."""
+    """Checksums that show whether memory was thrown away."""
     return sums_of_bits(p.detach() for p in heads.parameters())
 
 
 def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A sum over the bits of each tensor, taken where it is; only the sums come to the host, all at
-    once.
+    """A sum over the bits of each tensor, computed on its device; only the sums are copied to the
+    host, all at once.
     """
     return torch.stack([_sum_of_bits(tensor.reshape(-1)) for tensor in tensors]).tolist()
 
 
 def _sum_of_bits(values_N: torch.Tensor) -> torch.Tensor:
-    """In words of 8 bytes where that goes out even, which is several times as quick; overflow
-    wraps.
-    """
+    """Sums words of 8 bytes if the size allows, which is several times as fast; overflow wraps."""
     size = values_N.element_size()
     words = (
         torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]

@@ -1,5 +1,5 @@
-"""What decides how long an engine's steps take: seconds that were measured hold where all of it is
-the same.
+"""Everything that decides how long an engine's steps take: measured times are valid for as long as
+all of it is the same.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SIZES = (
     "num_local_experts",
     "num_experts_per_tok",
 )
-"""Of a model's config.json: weights change, and steps take what they took."""
+"""Keys of a model's config.json: new weights do not change the time of a step."""
 
 
 def cost_key(proposer: Any) -> dict[str, Any]:
-    """Of an engine as it is set now; JSON."""
+    """The key of an engine in its present setting, as JSON."""
     config = proposer.vllm_config
     model = config.model_config
     text = model.hf_text_config

@@ -1,4 +1,4 @@
-"""What drafts in vLLM's model runners: the class that our proposer extends, and where it is found.
+"""The class that drafts in vLLM's model runners: our proposer's base class, and where to find it.
 
 vLLM imports `CustomClass` by its name (`speculation.CUSTOM_CLASS`) from 0.33 on.
 """
@@ -15,8 +15,8 @@ from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
 
 
 class CustomClass:
-    """What vLLM makes where it has no Medusa of its own (from 0.33 on); our proposer extends it
-    there, and takes its place.
+    """The class that vLLM constructs if it has no Medusa of its own (from 0.33 on); our proposer
+    extends it there, and replaces it.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device | None = None) -> None:
@@ -28,7 +28,7 @@ class CustomClass:
 
     def propose(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedVersionError(
-            "Nothing has taken the place of this class in vLLM's model runner.",
+            "This class has not been replaced in vLLM's model runner.",
             given="a worker without the medusa-ppo plugin, or no heads that it wrote",
             expected="additional_config with medusa_ppo_heads, a folder of heads",
             do="Leave VLLM_PLUGINS unset, or add medusa_ppo to it; name the heads' folder.",
@@ -40,9 +40,9 @@ Drafter: Any = (
     if has_medusa(vllm_version())
     else CustomClass
 )
-"""What our proposer extends: vLLM's Medusa asks whether it is one."""
+"""Base class of our proposer; vLLM checks with isinstance for its Medusa."""
 
 
 def drafter_of(runner: Any) -> Any:
-    """What drafts in either of vLLM's model runners; None where nothing does."""
+    """The drafter in either of vLLM's model runners; None if there is none."""
     return getattr(getattr(runner, "speculator", runner), "drafter", None)

@@ -1,7 +1,7 @@
-"""The thread that watches a feed for an engine: it fetches and fully checks newer versions, so that
-they only have to be loaded between two steps. Imports no vLLM.
+"""The thread that watches a feed for an engine. It fetches and fully checks newer versions, so that
+only loading is left to do between two steps. Imports no vLLM.
 
-Whatever is wrong with a feed ends here: one warning, and the engine drafts with what it has.
+A fault of the feed ends here: it causes one warning, and the engine keeps drafting with its heads.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from medusa_ppo.runtime.files import OwnedFolder
 logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-"""Seconds between two looks into the manifest."""
+"""Seconds between two reads of the manifest."""
 CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version that is here, whole, and this actor's.
+    """A version that was fetched completely and belongs to this actor.
 
     Attributes:
-        path: file in shared memory, which only this process writes.
-        checksum: of its tensors, which whoever loads it confirms.
+        path: file in shared memory, written by this process only.
+        checksum: checksum of its tensors; loading confirms it.
     """
 
     version: int
@@ -41,16 +41,16 @@ class FeedWatch:
     """Offers the newest good version of a feed to one engine.
 
     Attributes:
-        known: the newest version that the engine has taken; 0: none.
-        serving: what it was, with its file; None: none.
-        looks: into the feed so far.
+        known: the newest version that the engine has loaded; 0: none.
+        serving: this version, with its file; None: none.
+        looks: reads of the feed so far.
     """
 
     def __init__(self, feed: Feed, actor: FeedActor) -> None:
         """
         Args:
-            feed: is closed with this.
-            actor: what the engine serves; heads of others are refused.
+            feed: closed together with this object.
+            actor: the actor that the engine serves; heads of others are refused.
         """
         self._feed = feed
         self._actor = actor
@@ -67,11 +67,11 @@ class FeedWatch:
         self._thread = threading.Thread(target=self._run, name="medusa-ppo-feed", daemon=True)
         self._thread.start()
 
-    # ---- what the engine's loop calls: nothing here waits
+    # ---- called by the engine's loop: nothing here waits
 
     @property
     def offers(self) -> bool:
-        """There is something to `take`."""
+        """Whether there is something to `take`."""
         return self._offered is not None
 
     @property
@@ -82,13 +82,13 @@ class FeedWatch:
             return max([self.known, *(found.version for found in fetched if found)])
 
     def take(self) -> Fetched | None:
-        """What to load now; its file stays until `took` says how that went."""
+        """The version to load now; its file stays until `took` reports the result."""
         with self._lock:
             self._loading, self._offered = self._offered, None
             return self._loading
 
     def took(self, fetched: Fetched, fault: Exception | None) -> None:
-        """The engine drafts with it; or it has refused it, and gets it no second time."""
+        """Report that the engine drafts with it, or refused it; then it is not offered again."""
         with self._lock:
             self._loading = None
             if fault is None:
@@ -100,13 +100,13 @@ class FeedWatch:
             self._tell(fault)
 
     def close(self) -> None:
-        """End the thread and remove its files; harmless when called again."""
+        """End the thread and remove its files. Safe to call again."""
         self._over.set()
         self._thread.join(CLOSE_S)
         self._folder.close()
 
     def end(self) -> None:
-        """As `close`, without waiting: the thread removes the files."""
+        """Like `close`, without waiting: the thread removes the files."""
         self._over.set()
 
     # ---- the thread
@@ -118,13 +118,13 @@ class FeedWatch:
             except FeedError as error:
                 self._tell(error)
             except OSError as error:
-                # Shared memory is full, or the like.
+                # For example if shared memory is full.
                 self._tell(
                     FeedError(
-                        "New heads could not be kept here.",
+                        "New heads could not be stored on this machine.",
                         given=str(error),
                         expected="room in shared memory for two versions",
-                        do="Make room there.",
+                        do="Free some of it.",
                     )
                 )
             self.looks += 1
@@ -139,7 +139,7 @@ class FeedWatch:
                 "The feed is empty.",
                 given=f"{self._feed.address}, nothing published",
                 expected="versions of heads",
-                do="Nothing, where its companion has published none yet; else correct the address.",
+                do="Nothing, if its companion has not published yet; else correct the address.",
             )
         self._actor.require_same(manifest.actor, self._feed.address)
         if manifest.newest < self.known:
@@ -147,14 +147,14 @@ class FeedWatch:
                 "The feed goes backwards.",
                 given=f"{self._feed.address}: version {manifest.newest}",
                 expected=f"{self.known}, which this engine drafts with, or a newer one",
-                do="Let the new run publish into a feed of its own, or start the engine again.",
+                do="Give the new run a feed of its own, or restart the engine.",
             )
         if (wanted := self._wanted(manifest)) is not None:
             self._fetch(wanted, manifest)
         self._told = ""
 
     def _wanted(self, manifest: FeedManifest) -> FeedVersion | None:
-        """The newest one that is neither here nor refused."""
+        """The newest version that is neither known nor refused."""
         here = self.newest_here
         newer = [version for version in manifest.versions if version.version > here]
         good = [version for version in newer if not self._refused & _names(version)]
@@ -169,7 +169,8 @@ class FeedWatch:
             raise
         except FeedError:
             newest = self._feed.manifest()
-            # A slow reader of a quick feed: by now there are others, and no fault.
+            # A slow reader of a fast feed: the version has been replaced meanwhile, which is no
+            # fault.
             if newest is not None and version not in newest.versions:
                 return
             raise
@@ -184,13 +185,13 @@ class FeedWatch:
                 path.unlink(missing_ok=True)
 
     def _tell(self, error: Exception) -> None:
-        """A warning, once for as long as nothing else comes between."""
+        """Log a warning; repeat it only after another one."""
         problem = getattr(error, "problem", str(error))
         if problem != self._told:
             self._told = problem
-            logger.warning("%s The engine goes on drafting as it does.", error)
+            logger.warning("%s The engine keeps drafting as before.", error)
 
 
 def _names(version: FeedVersion) -> set[str]:
-    """By what it may have been refused: its file, or its tensors."""
+    """The names under which a version may have been refused: its file, or its tensors."""
     return {version.digest, version.checksum}

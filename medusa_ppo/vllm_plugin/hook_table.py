@@ -43,15 +43,15 @@ class Hook:
     """One name.
 
     Attributes:
-        need: what we do with it.
+        need: what we use it for.
         name: qualified name in `module`.
-        parameters: what must be among its parameters.
-        attributes: what its code must set or read. An object has these and its class does not, so
-            they can't be looked up without an engine.
-        first: oldest release that has it as we use it.
-        last: newest release that has.
-        runner: which of vLLM's model runners it belongs to; hooks of `CPU` concern no other build,
-            those of `V2` nobody without Triton, those of `CORE` engines that feed themselves.
+        parameters: parameters that it must have.
+        attributes: attributes that its code must set or read. They exist on an object and not on
+            its class, so they can't be looked up without an engine.
+        first: oldest release that has it in the form we use.
+        last: newest release that has it.
+        runner: the model runner of vLLM that it belongs to; hooks of `CPU` concern no other build,
+            those of `V2` need Triton, those of `CORE` concern engines that feed themselves.
         checked: how it was checked in the releases that count as tested.
     """
 
@@ -68,7 +68,9 @@ class Hook:
 
 @dataclass(frozen=True)
 class HookCheck:
-    """A hook in the installed vLLM; `fault` is empty if it is as it was checked."""
+    """A hook in the installed vLLM; `fault` is empty if it matches the code that
+    was checked.
+    """
 
     need: str
     where: str
@@ -117,28 +119,28 @@ def _v2(need: str, module: str, name: str, *parameters: str) -> Hook:
 HOOKS: tuple[Hook, ...] = (
     # Drafting.
     Hook(
-        "what our proposer extends",
+        "base class of our proposer",
         _MEDUSA,
         "MedusaProposer.__init__",
         ("vllm_config", "device"),
         last=LAST_MEDUSA,
     ),
     Hook(
-        "where our heads are loaded",
+        "loading our heads",
         _MEDUSA,
         "MedusaProposer.load_model",
         ("target_model",),
         last=LAST_MEDUSA,
     ),
     Hook(
-        "the same where vLLM has no Medusa",
+        "loading our heads without vLLM's Medusa",
         _CUSTOM,
         "create_custom_proposer",
         ("vllm_config",),
         first=(0, 33),
     ),
     Hook(
-        "where our proposer takes its place",
+        "replacing vLLM's proposer",
         _RUNNER,
         "GPUModelRunner.__init__",
         ("vllm_config", "device"),
@@ -156,7 +158,7 @@ HOOKS: tuple[Hook, ...] = (
         ("common_attn_metadata",),
     ),
     Hook(
-        "where drafts are asked for",
+        "requesting drafts",
         _RUNNER,
         "GPUModelRunner.propose_draft_token_ids",
         ("scheduler_output", "sampled_token_ids", "sampling_metadata", "sample_hidden_states"),
@@ -186,13 +188,13 @@ HOOKS: tuple[Hook, ...] = (
         ("logits", "spec_decode_metadata"),
     ),
     Hook(
-        "it counts no drafts",
+        "a step without drafts counts none",
         _RUNNER,
         "GPUModelRunner._calc_spec_decode_metadata",
         ("num_draft_tokens", "cu_num_scheduled_tokens"),
     ),
     Hook(
-        "the same for seeded requests, and drafts in the memory profile",
+        "seeded requests without drafts, and drafts in the memory profile",
         "vllm.v1.spec_decode.metadata",
         "SpecDecodeMetadata.make_dummy",
         ("draft_token_ids", "device"),
@@ -204,7 +206,7 @@ HOOKS: tuple[Hook, ...] = (
         ("hidden_states",),
         checked=PROFILED,
     ),
-    Hook("drafts are verified where their q stands", _SAMPLER, "rejection_sample", _REJECTION),
+    Hook("verifying drafts where their q is stored", _SAMPLER, "rejection_sample", _REJECTION),
     Hook("top-k and top-p of drafts", _SAMPLER, "apply_top_k_top_p", ("logits", "k", "p")),
     Hook(
         "tokens that drafts are copied from",
@@ -222,7 +224,7 @@ HOOKS: tuple[Hook, ...] = (
         ("weights_iterator", "is_checkpoint_format"),
     ),
     Hook(
-        "heads lost in a sleep are noticed",
+        "noticing heads lost in a sleep",
         "vllm.v1.worker.gpu_worker",
         "Worker.wake_up",
         ("tags",),
@@ -241,8 +243,8 @@ HOOKS: tuple[Hook, ...] = (
         "WeightTransferEngine.finish_weight_update",
         first=FIRST_TRANSFER,
     ),
-    Hook("layers are loaded anew one by one", _RELOAD, "initialize_layerwise_reload", ("model",)),
-    Hook("and the rest of the model", _RELOAD, "finalize_layerwise_reload"),
+    Hook("reloading layers one by one", _RELOAD, "initialize_layerwise_reload", ("model",)),
+    Hook("reloading the rest of the model", _RELOAD, "finalize_layerwise_reload"),
     # Patches of the CPU build.
     Hook(
         "verification in one pass",
@@ -318,7 +320,7 @@ HOOKS: tuple[Hook, ...] = (
         "and computed", "vllm._custom_ops", "onednn_mm", ("dnnl_handler", "x", "bias"), runner=CPU
     ),
     Hook(
-        "the same in 8 bits",
+        "products of heads, packed in 8 bits",
         "vllm._custom_ops",
         "create_onednn_scaled_mm",
         ("weight", "weight_scales", "output_type"),
@@ -332,7 +334,7 @@ HOOKS: tuple[Hook, ...] = (
         runner=CPU,
     ),
     Hook(
-        "and computed in 8 bits",
+        "products of heads, computed in 8 bits",
         "vllm._custom_ops",
         "onednn_scaled_mm",
         ("dnnl_handler", "x", "output", "input_scale"),
@@ -349,34 +351,36 @@ HOOKS: tuple[Hook, ...] = (
     ),
     # The V2 model runner.
     _v2(
-        "where our speculator takes its place",
+        "replacing vLLM's speculator",
         _V2_RUNNER,
         "init_speculator",
         "vllm_config",
         "device",
     ),
     _v2(
-        "what it extends", _V2_SPECULATOR, "DraftModelSpeculator.__init__", "vllm_config", "device"
+        "base class of our speculator",
+        _V2_SPECULATOR,
+        "DraftModelSpeculator.__init__",
+        "vllm_config",
+        "device",
     ),
     _v2(
-        "where its heads are loaded",
+        "loading the speculator's heads",
         _V2_SPECULATOR,
         "DraftModelSpeculator.load_draft_model",
         "target_model",
         "target_attn_layer_names",
     ),
-    _v2(
-        "where it is asked for drafts", _V2_SPECULATOR, "DraftModelSpeculator.propose", *_V2_PROPOSE
-    ),
+    _v2("requesting drafts, V2", _V2_SPECULATOR, "DraftModelSpeculator.propose", *_V2_PROPOSE),
     _v2("V2 with Medusa", "vllm.config", "VllmConfig._get_v2_model_runner_unsupported_features"),
     _v2(
-        "requests that come or come back",
+        "new and returning requests",
         _V2_RUNNER,
         "GPUModelRunner.add_requests",
         "scheduler_output",
     ),
     Hook(
-        "the tokens that they come with",
+        "tokens of these requests",
         "vllm.v1.core.sched.output",
         "NewRequestData.__init__",
         ("prefill_token_ids",),
@@ -390,7 +394,7 @@ HOOKS: tuple[Hook, ...] = (
         "InputBatch.__init__",
         *("cu_num_logits_np", "num_tokens"),
     ),
-    _v2("as many drafts as were made", _V2_RUNNER, "GPUModelRunner.take_draft_token_ids"),
+    _v2("reporting as many drafts as were made", _V2_RUNNER, "GPUModelRunner.take_draft_token_ids"),
     _v2(
         "top-k and top-p of drafts, V2",
         "vllm.v1.worker.gpu.sample.states",
@@ -405,7 +409,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     # Engines that feed themselves, on either runner.
     Hook(
-        "where newer heads are loaded",
+        "loading newer heads",
         _CORE,
         "EngineCore.post_step",
         ("model_executed",),
@@ -413,7 +417,7 @@ HOOKS: tuple[Hook, ...] = (
         checked=FED,
     ),
     Hook(
-        "into all ranks at once",
+        "loading heads into all ranks at once",
         _CORE,
         "EngineCore.collective_rpc",
         ("method", "args"),
@@ -421,18 +425,24 @@ HOOKS: tuple[Hook, ...] = (
         checked=FED,
     ),
     Hook(
-        "lost heads are fed again", _CORE, "EngineCore.wake_up", ("tags",), runner=CORE, checked=FED
+        "feeding lost heads again", _CORE, "EngineCore.wake_up", ("tags",), runner=CORE, checked=FED
     ),
     Hook(
-        "nothing is loaded while it sleeps",
+        "loading nothing while asleep",
         _CORE,
         "EngineCore.is_sleeping",
         runner=CORE,
         checked=FED,
     ),
-    Hook("the thread ends with the engine", _CORE, "EngineCore.shutdown", runner=CORE, checked=FED),
     Hook(
-        "workers without our extension take heads",
+        "ending the feed's thread with the engine",
+        _CORE,
+        "EngineCore.shutdown",
+        runner=CORE,
+        checked=FED,
+    ),
+    Hook(
+        "loading heads in workers without our extension",
         "vllm.v1.worker.gpu_worker",
         "Worker.__init__",
         ("vllm_config",),
@@ -453,7 +463,7 @@ HOOKS: tuple[Hook, ...] = (
 def compare(
     originals: Mapping[str, Callable[..., Any]] | None = None, hooks: tuple[Hook, ...] = HOOKS
 ) -> Iterator[HookCheck]:
-    """Each hook of the installed release with what is there.
+    """Compare each hook with the installed release.
 
     Args:
         originals: holder and attribute (`GPUModelRunner._sample`) -> the original that ours
@@ -461,7 +471,7 @@ def compare(
     """
     installed = release(vllm_version())
     for hook in hooks:
-        # A release that was never seen is held against what the newest one has.
+        # An unknown release is compared with what the newest known one has.
         if hook.first <= min(installed, LAST) <= hook.last and _concerns(hook):
             span = f"{text_of(hook.first)} to {text_of(hook.last)}"
             yield HookCheck(
@@ -475,7 +485,7 @@ def compare(
 
 
 def _concerns(hook: Hook) -> bool:
-    """This machine's build of vLLM."""
+    """Whether the hook concerns this machine's build of vLLM."""
     return {CPU: is_cpu_build(), V2: importlib.util.find_spec("triton") is not None}.get(
         hook.runner, True
     )

@@ -1,5 +1,5 @@
-"""Replaces vLLM's parts with ours, once per process, after checking the names that we rely on
-(hook_table.py): a vLLM with other names is refused and left unchanged.
+"""Replaces parts of vLLM with ours, once per process, after checking the names that we rely on
+(hook_table.py). A vLLM with other names is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from medusa_ppo.vllm_plugin.worker_calls import TRANSFER
 
 FEED_PLACES = {"EngineCore.post_step"}
 V2_PLACES = {"vllm.v1.worker.gpu.model_runner.init_speculator"}
-"""Where our speculator's module has put something in its place (`Installed.places`)."""
+"""What our speculator's module replaces (keys of `Installed.places`)."""
 
 
 @dataclass
 class Installed:
-    """What `install` did in this process; `patches` are names for reports, `active` says that V1 is
-    ready for our heads.
+    """What `install` did in this process. `patches` are names for reports; `active` means that V1
+    is ready for our heads.
     """
 
     patches: list[str] = field(default_factory=list)
     places: dict[str, tuple[Any, str, Callable[..., Any]]] = field(default_factory=dict)
-    """Where something was replaced: holder, attribute, what stood there."""
+    """What was replaced: holder, attribute, original."""
     active: bool = False
 
 
@@ -51,34 +51,34 @@ INSTALLED = Installed()
 
 
 def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
-    """What is missing or has a different signature in the installed vLLM; empty if everything is as
-    checked.
+    """Names that are missing or have another signature in the installed vLLM; empty if everything
+    is as checked.
     """
     originals = {
         place: original for place, (_, _, original) in INSTALLED.places.items()
-    }  # Ours may stand there by now.
+    }  # Ours may have replaced them by now.
     return [f"{found.where} {found.fault}" for found in compare(originals, hooks) if found.fault]
 
 
 def install() -> Installed:
-    """Patch vLLM on the CPU and let our proposer draft for heads that we wrote; does nothing the
-    second time.
+    """Patch vLLM on the CPU and let our proposer draft for heads that we wrote. Does nothing if
+    called again.
 
     Raises:
-        UnsupportedVersionError: another version of vLLM, or a name that is not as it was checked.
+        UnsupportedVersionError: an unsupported version of vLLM, or a name that is not as checked.
     """
     if not INSTALLED.active:
         _install_for_v1()
     if v2_asked() and has_v2(vllm_version()) and INSTALLED.places.keys().isdisjoint(V2_PLACES):
         _refuse_faults(tuple(hook for hook in HOOKS if hook.runner == V2))
-        # Imported here: releases before V2 lack what it extends, and V1 needs none of it.
+        # Imported here: releases before V2 lack its base class, and V1 does not need it.
         from medusa_ppo.vllm_plugin import speculator
 
         for holder, name, wrapper in speculator.PLACES:
             _wrap(holder, name, wrapper)
     if feeds_itself() and INSTALLED.places.keys().isdisjoint(FEED_PLACES):
         _refuse_faults(tuple(hook for hook in HOOKS if hook.runner == CORE))
-        # Imported here: it imports vLLM's core, which engines that are fed by calls never ask for.
+        # Imported here: it imports vLLM's core, which engines without a feed never need.
         from medusa_ppo.vllm_plugin import self_feeding
 
         for holder, name, wrapper in self_feeding.PLACES:
@@ -110,7 +110,7 @@ def _install_for_v1() -> None:
         # the heads itself.
         ModelRegistry.register_model("MedusaPPOModel", "vllm.model_executor.models.medusa:Medusa")
     if can_transfer(version):
-        with contextlib.suppress(ValueError):  # It is there already.
+        with contextlib.suppress(ValueError):  # Already registered.
             importlib.import_module(
                 "vllm.distributed.weight_transfer"
             ).WeightTransferEngineFactory.register_engine(
@@ -126,7 +126,7 @@ def _apply(patches: tuple[Patch, ...]) -> None:
 
 
 def uninstall() -> None:
-    """Put everything back; for tests that show what happens without the patches."""
+    """Undo all replacements; for tests that show what happens without the patches."""
     for holder, name, original in INSTALLED.places.values():
         setattr(holder, name, original)
     INSTALLED.patches.clear()

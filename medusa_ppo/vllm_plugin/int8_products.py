@@ -1,4 +1,4 @@
-"""Products in 8 bits on CPUs that have units for them."""
+"""Matrix products in 8 bits, on CPUs with instructions for them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import vllm._custom_ops as custom_ops
 from medusa_ppo.drafting.products import LINEAR, plain_linear
 
 PRIMITIVES = 32
-"""Sizes of batches for which oneDNN keeps a compiled product, as vLLM's own layers do."""
+"""Number of batch sizes for which oneDNN keeps a compiled product, as in vLLM's own layers."""
 
 
 def packed_linear(weight: torch.Tensor) -> LINEAR:
-    """The product with a weight `[out, in]`; on the CPU with a copy that oneDNN has packed, as
-    vLLM's own linear layers have.
+    """The product with a weight `[out, in]`. On the CPU it uses a copy packed by oneDNN, as vLLM's
+    own linear layers do.
 
-    A 16-bit weight is packed in 8 bits, a scale for each output, where the CPU has instructions for
-    it: half as much to read, and a quarter of the arithmetic's time. That adds 1 % of rounding to
-    what rounds at 0.4 % anyway; drafts may be made of any q.
+    If the CPU has the instructions, a 16-bit weight is packed in 8 bits with one scale per output:
+    half as much to read, and a quarter of the arithmetic's time. That adds 1 % of rounding to
+    products that round at 0.4 % anyway; drafts may come from any q.
     """
     if weight.device.type != "cpu" or not custom_ops._supports_onednn:
         return plain_linear(weight)
@@ -39,7 +39,7 @@ def packs_8_bit(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def onednn_product(weight: torch.Tensor) -> LINEAR:
-    """In the weight's own dtype, on the CPU."""
+    """The product in the weight's own dtype, on the CPU."""
     handler = custom_ops.create_onednn_mm(weight.contiguous().t(), PRIMITIVES)
     return lambda rows: custom_ops.onednn_mm(handler, rows.to(weight.dtype), None)
 
@@ -68,6 +68,6 @@ def _onednn_8_bit(weight: torch.Tensor) -> LINEAR:
         multiply(out, eighths, sizes, None, None, None, held)
         return out
 
-    # oneDNN reads the scales where they stand.
+    # Keep the scales alive: oneDNN reads them in place.
     product.held = handler, scales  # type: ignore[attr-defined]
     return product

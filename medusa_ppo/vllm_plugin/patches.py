@@ -1,8 +1,8 @@
-"""The patches of vLLM: what is broken in its CPU build, one function for each place that is
-replaced. All checked by running 0.31 and 0.32.
+"""The patches of vLLM: faults of its CPU build, one function for each replaced name. All were
+checked by running 0.31 and 0.32.
 
-A function takes what stands in vLLM and gives what is to stand there. `medusa-ppo doctor` shows by
-a probe that the samples are right.
+Each function takes vLLM's original and returns the replacement. `medusa-ppo doctor` runs a probe
+which shows that the samples are right.
 
 Shape letters: B requests, K drafts of a step, T drafts of all requests one after the other, N rows
 of logits (T + B), V vocabulary.
@@ -37,14 +37,14 @@ from medusa_ppo.vllm_plugin.speculation import refuse_lossy_rule
 Replaced = Callable[..., Any]
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 OUR_MODEL_TYPE = "medusa_ppo"
-"""What config.json says of heads that stock vLLM has no module for."""
+"""model_type in config.json for heads that stock vLLM has no module for."""
 PROPOSED = verify.Proposed | torch.Tensor | None
-"""What vLLM calls draft_probs; our own proposer puts more there."""
+"""The type of vLLM's draft_probs; our own proposer adds to it."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One place of vLLM's. `name` is for reports; empty where it belongs to the patch before."""
+    """One replaced name of vLLM. `name` is for reports; empty if part of the previous patch."""
 
     name: str
     holder: Any
@@ -56,17 +56,17 @@ class Patch:
 
 
 def values_of_rows(_: Replaced) -> Replaced:
-    """Failure: the C++ form writes into a discarded copy, so temperature, top-k and top-p of each
+    """Failure: the C++ version writes to a discarded copy, so temperature, top-k and top-p of each
     draft are uninitialised memory.
 
-    Trigger: anything drafts at temperature above 0. Versions 0.23 to 0.33.
+    Trigger: any drafting at temperature above 0. Versions 0.23 to 0.33.
     github.com/vllm-project/vllm/issues/55005
     """
     return verify.expand_to_rows
 
 
 def no_constraints_without_rows(original: Replaced) -> Replaced:
-    """Failure: top-k takes a maximum over nothing, and the engine dies.
+    """Failure: top-k takes the maximum of an empty tensor, and the engine dies.
 
     Trigger: top-k without top-p in a step without drafts. Versions 0.31 and 0.32; not reported
     upstream.
@@ -86,12 +86,12 @@ def no_constraints_without_rows(original: Replaced) -> Replaced:
 
 
 def rejection_in_torch(original: Replaced) -> Replaced:
-    """Failure: the C++ form reads outside of its input for the padding id -1, and in 0.23 to 0.25
+    """Failure: the C++ version reads outside its input for the padding id -1, and in 0.23 to 0.25
     it doesn't take `USE_FP64_GUMBEL`.
 
     Trigger: a request that is scheduled with padded drafts. Versions 0.31 and 0.32; not reported
-    upstream. Used when a request needs logits processors, which `verification_in_one_pass` leaves
-    to vLLM.
+    upstream. Used if a request needs logits processors, because `verification_in_one_pass` leaves
+    these to vLLM.
     """
 
     @functools.wraps(original)
@@ -130,8 +130,8 @@ def verified_in_torch(
     if max_spec_len == 0:
         return bonus_B.unsqueeze(1).to(torch.int32)
     drafts = verify.DraftRows.build(draft_token_ids, num_draft_tokens, bonus_rows=False)
-    # A request without drafts has no row of its own here; any row will do, its run ends at the
-    # bonus token.
+    # A request without drafts has no row of its own here. Any row will do, because its run ends at
+    # the bonus token.
     rows_BK = drafts.rows_BK.clamp(0, target_logits.shape[0] - 1)
     drafts = verify.DraftRows(drafts.draft_ids_BK, drafts.counts_B, drafts.starts_B, rows_BK)
     run_B, last_B = verify.verify_rows(
@@ -141,8 +141,8 @@ def verified_in_torch(
 
 
 def verification_in_one_pass(original: Replaced) -> Replaced:
-    """No failure, but time: the same distribution with one softmax for verification and log-probs,
-    and random numbers for B rows only.
+    """Not a failure, but faster: the same distribution with one softmax for verification and
+    log-probs, and random numbers for B rows only.
     """
 
     @functools.wraps(original)
@@ -161,8 +161,8 @@ def verification_in_one_pass(original: Replaced) -> Replaced:
 
 
 def _is_plain(sampler: Any, sampling_metadata: Any) -> bool:
-    """Nothing but temperature, top-k and top-p shapes the distribution, and log-probs (if any) are
-    of what is sampled from.
+    """Whether only temperature, top-k and top-p shape the distribution, and log-probs (if any) are
+    those of the distribution that is sampled from.
     """
     holder = sampling_metadata.thinking_budget_state_holder
     processors = sampling_metadata.logitsprocs
@@ -187,8 +187,8 @@ def _is_plain(sampler: Any, sampling_metadata: Any) -> bool:
 def _verify_in_one_pass(
     sampler: Any, metadata: Any, proposed: PROPOSED, logits: torch.Tensor, sampling_metadata: Any
 ) -> SamplerOutput:
-    """RejectionSampler.forward for plain sampling: constraints and softmax once for all rows,
-    drafts and bonus alike.
+    """RejectionSampler.forward for plain sampling: constraints and softmax are applied once, to the
+    rows of drafts and bonus tokens alike.
     """
     counts = metadata.num_draft_tokens
     drafts = verify.DraftRows.build(metadata.draft_token_ids, counts)
@@ -196,7 +196,7 @@ def _verify_in_one_pass(
     if not sampling_metadata.all_greedy:
         logits_NV = _constrain(logits_NV, drafts.counts_B + 1, sampling_metadata)
     num_logprobs = sampling_metadata.max_num_logprobs
-    # One softmax for verification and report: what is reported is what was sampled from.
+    # One softmax for verification and log-probs: the reported distribution is the sampled one.
     logprobs_NV = None if num_logprobs is None else logits_NV.log_softmax(-1, dtype=torch.float32)
     run_B, last_B = verify.verify_rows(
         logits_NV, logprobs_NV, drafts, counts, proposed, _rule(sampling_metadata)
@@ -219,7 +219,7 @@ def _rule(sampling_metadata: Any) -> verify.Rule:
 def _constrain(
     logits_NV: torch.Tensor, rows_B: torch.Tensor, sampling_metadata: Any
 ) -> torch.Tensor:
-    """Temperature, top-k and top-p of each request on all its rows. Leaves its input as it is."""
+    """Apply each request's temperature, top-k and top-p to its rows. The input is not changed."""
 
     def spread(values_B: torch.Tensor | None) -> Any:
         return (
@@ -244,8 +244,8 @@ def _gather_logprobs(
     drafts: verify.DraftRows,
     num_logprobs: int,
 ) -> LogprobsTensors:
-    """vLLM's log-prob tensors, one row per place in `ids_BW`; rows of places without a token mean
-    nothing and are dropped later.
+    """vLLM's log-prob tensors, one row per place in `ids_BW`. Rows of places without a token are
+    meaningless and dropped later.
     """
     steps_W = torch.arange(ids_BW.shape[1], device=ids_BW.device)
     rows_BW = drafts.starts_B.unsqueeze(1) + torch.minimum(steps_W, drafts.counts_B.unsqueeze(1))
@@ -254,7 +254,7 @@ def _gather_logprobs(
     ids_N = ids_BW.flatten().clamp_min(0)
     if (
         num_logprobs == 0
-    ):  # As vLLM's own, whose compiled count of ranks takes longer to be found than to be computed.
+    ):  # Like vLLM's own; its compiled rank count takes longer to look up than to compute.
         sampled_N1 = own_NV.gather(1, ids_N.unsqueeze(1).to(torch.int64))
         return LogprobsTensors(ids_N.unsqueeze(1), sampled_N1, (own_NV >= sampled_N1).sum(-1))
     return sampler.sampler.gather_logprobs(own_NV, num_logprobs, ids_N.to(torch.int64))
@@ -264,15 +264,13 @@ def _gather_logprobs(
 
 
 def _discarded(runner: Any) -> list[int]:
-    """Requests of this step whose sampled token is thrown away, because their prompt isn't
-    finished.
-    """
+    """Requests of this step whose sampled token is discarded: their prompt isn't finished."""
     return runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
 
 
 def generators_without_offsets(original: Replaced) -> Replaced:
-    """Failure: vLLM takes back what an unfinished prompt drew by a generator's offset. The CPU's
-    has none, and the engine dies.
+    """Failure: vLLM undoes the draw of an unfinished prompt by its generator's offset. A CPU
+    generator has none, and the engine dies.
 
     Trigger: a request with a seed whose prompt is computed in pieces. Versions 0.31 and 0.32; not
     reported upstream.
@@ -295,7 +293,7 @@ def generators_without_offsets(original: Replaced) -> Replaced:
 
 
 def generators_kept(original: Replaced) -> Replaced:
-    """The other half of `generators_without_offsets`: what an unfinished prompt drew is taken back
+    """The other half of `generators_without_offsets`: the draws of unfinished prompts are undone
     here.
     """
 
@@ -319,8 +317,8 @@ def generators_kept(original: Replaced) -> Replaced:
 
 
 def no_small_amx_products(_: Replaced) -> Replaced:
-    """Failure: the AMX kernel for weights under 1 MiB kills the worker (SIGILL) at random, without
-    any drafts too.
+    """Failure: the AMX kernel for weights under 1 MiB kills the worker (SIGILL) at random, even
+    without drafts.
 
     Trigger: a bfloat16 model with such weights, on a CPU with AMX. Versions 0.23 to 0.33; not
     reported upstream.
@@ -329,15 +327,15 @@ def no_small_amx_products(_: Replaced) -> Replaced:
 
 
 def pack_tied_lm_head(model: nn.Module) -> bool:
-    """Failure: lm_head multiplies with the weights of before: what was loaded is packed anew, and a
-    tied lm_head is not loaded.
+    """Failure: lm_head multiplies with the previous weights. Only weights that are loaded are
+    packed again, and a tied lm_head is not loaded.
 
-    Trigger: new weights of a tied actor that keeps a module of its own for lm_head, in the CPU
-    build, however they come. Versions 0.24 to 0.33; not reported upstream. Nothing is replaced: the
+    Trigger: new weights of a tied actor whose lm_head is a separate module, in the CPU build,
+    however they arrive. Versions 0.24 to 0.33; not reported upstream. Nothing is replaced: the
     worker extension calls this after new weights.
 
     Returns:
-        Whether there is an lm_head that is tied.
+        Whether there is a tied lm_head.
     """
     tables: list[Any] = [
         module
@@ -364,10 +362,10 @@ def drafts_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
     """`GPUModelRunner.propose_draft_token_ids` of the CPU build.
 
     Failure: `The size of tensor a (4) must match the size of tensor b (0)` in
-    `CPUModelRunner._copy_draft_token_ids_to_cpu`. Trigger: fewer drafts than heads; it copies as
-    many columns as there are heads. Lists are not copied. Versions: 0.24 (run). In 0.26 the CPU
-    runner has no such method any more. Upstream: gone by the removal of the CPU's own copies of
-    these methods.
+    `CPUModelRunner._copy_draft_token_ids_to_cpu`, which copies as many columns as there are heads.
+    Lists are not copied. Trigger: fewer drafts than heads. Versions: 0.24 (run). The CPU runner of
+    0.26 has no such method any more. Upstream: fixed by removing the CPU's own copies of these
+    methods.
     """
 
     @functools.wraps(original)
@@ -382,14 +380,14 @@ def kind_of_heads_known(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`SpeculativeConfig.hf_config_override`.
 
     Failure: transformers refuses `model_type: medusa_ppo`, and vLLM any draft folder whose
-    model_type is not medusa. Trigger: heads of kind hydra with method=medusa. Versions:
-    0.24 (run). From 0.26 on method=medusa sets the type itself (`draft_hf_overrides`). Upstream:
-    the comment "Old-format Medusa checkpoints" in vllm/config/speculative.py of 0.26.
+    model_type is not medusa. Trigger: heads of kind hydra with method=medusa. Versions: 0.24 (run).
+    From 0.26 on, method=medusa sets the type itself (`draft_hf_overrides`). Upstream: the comment
+    "Old-format Medusa checkpoints" in vllm/config/speculative.py of 0.26.
     """
 
     @functools.wraps(original)
     def hf_config_override(hf_config: Any) -> Any:
-        # vLLM asks first with a dummy, to learn which class will read the folder.
+        # vLLM first calls this with a dummy, to learn which class will read the folder.
         prefix = "dummy_" if str(hf_config.model_type).startswith("dummy_") else ""
         if hf_config.model_type == prefix + OUR_MODEL_TYPE:
             hf_config.model_type = f"{prefix}medusa"
@@ -399,7 +397,7 @@ def kind_of_heads_known(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def patches_of_older(release: tuple[int, int]) -> tuple[Patch, ...]:
-    """What an older release needs beside `CPU_PATCHES`."""
+    """The patches that an older release needs besides `CPU_PATCHES`."""
     runner = model_runner.GPUModelRunner
     found = []
     if current_platform.is_cpu() and "_copy_draft_token_ids_to_cpu" in vars(

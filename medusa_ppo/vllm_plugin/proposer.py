@@ -1,9 +1,9 @@
-"""Our draft proposer in the place of vLLM's Medusa proposer: our heads, the engine's own lm_head,
+"""Our draft proposer, which replaces vLLM's Medusa proposer: our heads, the engine's own lm_head,
 any number of drafts.
 
-A draft folder that heads/checkpoint.py wrote is served by `heads.modules.MedusaHeads` as plain
-torch parameters; the engine's lm_head and embedding are used where they are, so they follow every
-actor sync. Any other Medusa folder is left to vLLM's own proposer.
+A draft folder written by heads/checkpoint.py is served by `heads.modules.MedusaHeads` as plain
+torch parameters. The engine's lm_head and embedding are used in place, so they follow every actor
+sync. Any other Medusa folder is left to vLLM's own proposer.
 
 Shape letters: B requests, K heads, D hidden, V vocabulary.
 """
@@ -74,20 +74,20 @@ from medusa_ppo.vllm_plugin.worker_calls import SAMPLED, Drafting
 logger = logging.getLogger(__name__)
 
 TEXT_TOKENS_AT_ONCE = 8192
-"""Tokens whose keys are made at once: a batch of long prompts would ask for gigabytes."""
+"""Tokens whose keys are computed at once: a batch of long prompts would need gigabytes."""
 MEMORY_LENGTHS = 16
-"""Texts of the memory hold so many responses of full length."""
+"""The memory's texts have room for this many responses of full length."""
 
 
 def image_tokens(hf_config: Any) -> tuple[int, ...]:
-    """Tokens that stand for images in prompts, as vision-language models' configurations say."""
+    """The tokens that stand for images in prompts, from a vision-language model's configuration."""
     names = ("image_token_id", "image_token_index", "video_token_id")
     found = (getattr(hf_config, name, None) for name in names)
     return tuple(token for token in found if token is not None)
 
 
 class MedusaProposer(Drafter):
-    """What vLLM's model runner asks for drafts after each step."""
+    """vLLM's model runner calls this for drafts after each step."""
 
     heads: MedusaHeads
     _core: DraftingCore
@@ -110,9 +110,9 @@ class MedusaProposer(Drafter):
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.version = 0
         self.heads_checksum = ""
-        self.fed = True  # Without heads it drafts nothing, whatever num_drafts says.
+        self.fed = True  # Without heads nothing is drafted, whatever num_drafts says.
         self.num_drafts: int = self.num_speculative_tokens
-        # Said at the start, q lies in the memory that vLLM profiles.
+        # If set at the start, q is part of the memory that vLLM profiles.
         self.sampled = bool((vllm_config.additional_config or {}).get(SAMPLED, False))
         self.draft_temperature = 1.0
         self.choose = False
@@ -130,7 +130,7 @@ class MedusaProposer(Drafter):
         config = self.vllm_config.model_config
         sizes = {"hidden_size": config.get_hidden_size(), "vocab_size": config.get_vocab_size()}
         heads, metadata = together("loading the heads", lambda: load_heads(folder, **sizes))
-        # Of the file's own numbers, as after a swap: before they are rounded.
+        # A digest of the file's own numbers, as after a swap: from before they are rounded.
         self.heads_checksum = checksum(heads.trainable_state())
         if self.num_speculative_tokens > heads.config.num_heads:
             raise ConfigError(
@@ -165,8 +165,8 @@ class MedusaProposer(Drafter):
 
     @property
     def drafting(self) -> bool:
-        """Heads are there, and have learned something: before, each says what lm_head says, and
-        costs as much as a good one. So they are timed all the same.
+        """Whether there are trained heads. An untrained head repeats lm_head's prediction and costs
+        as much as a trained one; so calibration times untrained heads too.
         """
         return self.fed and (self._calibrating is not None or not self._untrained)
 
@@ -195,8 +195,8 @@ class MedusaProposer(Drafter):
 
     @torch.inference_mode()
     def _use_vocabulary(self) -> None:
-        """Draft from the draft vocabulary's tokens, or from all. q that was kept before is
-        forgotten: its drafts are one-hot then.
+        """Draft from the draft vocabulary's tokens, or from all. The q kept so far is forgotten;
+        its drafts then count as one-hot.
         """
         ids_W = self.draft_vocabulary.ids_W
         self._core.use_vocabulary(ids_W, self.draft_vocabulary.product)
@@ -210,7 +210,7 @@ class MedusaProposer(Drafter):
         return embedding_module(self._target) if self.heads.config.kind == "hydra" else None
 
     def _lm_head(self, features_ND: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, V]` by the engine's own lm_head: prepacked and sharded as it is, and always
+        """Logits `[N, V]` by the engine's own lm_head, prepacked and sharded as it is. It is always
         that of the last actor sync.
         """
         return self._target.compute_logits(features_ND.to(self.dtype))  # type: ignore[operator]
@@ -229,17 +229,17 @@ class MedusaProposer(Drafter):
         sampling_metadata: Any,
         slot_mappings: Any = None,
     ) -> torch.Tensor | list[list[int]]:
-        """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), 0 included;
-        lists where requests have fewer.
+        """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), which may be
+        0; lists if requests have fewer.
 
         Args:
             target_hidden_states: h_t `[B, D]` of each request, after the last norm.
         """
-        hidden_BD = target_hidden_states  # vLLM's own name for it, should it call.
+        hidden_BD = target_hidden_states  # vLLM's name for it, in case vLLM calls this.
         count = self.wanted(num_speculative_tokens, hidden_BD.shape[0])
         if count == 0:
             self._hold()
-            # Lists, which vLLM takes as they are; a tensor it would copy to the host first.
+            # Lists, because vLLM uses them as they are; it would first copy a tensor to the host.
             return [[] for _ in range(hidden_BD.shape[0])]
         seen = self._look_back()
         last_ids_B = sending.sent(self._last_ids, self.device)
@@ -254,12 +254,13 @@ class MedusaProposer(Drafter):
         ]
 
     def wanted(self, most: int, batch: int) -> int:
-        """Drafts of the next step for `batch` requests, `most` at most."""
+        """Number of drafts in the next step for `batch` requests, at most `most`."""
         count = min(most, self.num_drafts) if self.drafting else 0
         if self._calibrating is not None:
             return min(count, self._calibrating.drafts)
         if self.choose and count:
-            # Each rank learns by its own clock, and all must draft the same: the first one decides.
+            # Each rank learns from its own clock, and all must draft the same number: the first one
+            # decides.
             return min(count, agreed(self.chooser.choose(batch)))
         return count
 
@@ -271,7 +272,7 @@ class MedusaProposer(Drafter):
         sampling_metadata: Any,
         seen: Seen | None,
     ) -> Drafted:
-        """Sampled drafts; their q is kept until they are verified."""
+        """Sampled drafts; their q is kept until verification."""
         assert self._slots is not None, "who samples drafts has room for them"
         seats = self._seats
         sm = sampling_metadata
@@ -289,7 +290,7 @@ class MedusaProposer(Drafter):
         self._slots.stamp(seats.slots_B, stamps_B, count)
         return drafted
 
-    # ---- what v1_runner.py calls
+    # ---- called by v1_runner.py
 
     def seat(
         self,
@@ -298,12 +299,12 @@ class MedusaProposer(Drafter):
         tokens: Any,
         token_ids: Any = None,
     ) -> None:
-        """Which requests are in the batch now, before anything is verified or drafted.
+        """Set which requests are in the batch now, before anything is verified or drafted.
 
         Args:
-            live_requests: vLLM's states of all requests that have not ended.
-            tokens: numpy, how many tokens each request of the batch has: what it drafts at.
-            token_ids: numpy, these tokens, a row for each request of the batch.
+            live_requests: vLLM's states of all running requests.
+            tokens: numpy, number of tokens of each request in the batch; it drafts after these.
+            token_ids: numpy, these tokens, one row for each request in the batch.
         """
         self._tokens_B, self._sent_B = tokens, None
         self._token_ids = token_ids
@@ -314,13 +315,13 @@ class MedusaProposer(Drafter):
 
     @property
     def _positions_B(self) -> torch.Tensor:
-        """How many tokens each request of the batch has, int64; sent once somebody asks."""
+        """Number of tokens of each request in the batch, int64; sent to the device on first use."""
         if self._sent_B is None:
             self._sent_B = sending.sent(self._tokens_B, self.device)
         return self._sent_B
 
     def _meet(self, request: Any) -> Traits:
-        """Of vLLM's state of a request that is new here."""
+        """The traits of a new request, from vLLM's state."""
         asked = request.sampling_params
         if self._calibrating is None:
             self.draft_vocabulary.observe([request.prompt_token_ids or ()])
@@ -329,8 +330,8 @@ class MedusaProposer(Drafter):
         )
 
     def proposed(self, counts: Sequence[int], all_greedy: bool) -> Proposed | None:
-        """What verification of `counts` drafts of each request needs (`v1_runner`); None: all of
-        them are one-hot, and vLLM's own can do it.
+        """What verification needs for `counts` drafts of each request (`v1_runner`). None: all are
+        one-hot, and vLLM's own verification handles them.
         """
         width = max(counts)
         seats = self._seats
@@ -355,15 +356,15 @@ class MedusaProposer(Drafter):
         scheduled_tokens: int,
         hidden_TD: torch.Tensor,
     ) -> None:
-        """What the step that just ended sampled, before the next drafts are made.
+        """Take what the last step sampled, before the next drafts are made.
 
         Args:
             sampled_token_ids: new tokens by request; none for a request whose prompt isn't
                 finished.
-            drafted: drafts that were verified, by request.
-            scheduled_tokens: tokens that the model computed, prompts included.
-            hidden_TD: the states that verification read: of each request one more than drafts, or
-                where nothing was drafted one.
+            drafted: number of verified drafts, by request.
+            scheduled_tokens: number of tokens that the model computed, prompts included.
+            hidden_TD: the states that verification read: one more than drafts for each request, so
+                one for a request without drafts.
         """
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
         if self._calibrating is None:
@@ -382,9 +383,9 @@ class MedusaProposer(Drafter):
         self._came = hidden_TD, sampled_token_ids, drafted
 
     def _hold(self) -> None:
-        """Of a step without drafts, which must cost next to nothing: what came is only kept."""
+        """For a step without drafts, which must cost almost nothing: only keep what arrived."""
         if self._unread is not None and self._came is not None and self.drafting:
-            # vLLM writes over the numbers of tokens.
+            # Copied, because vLLM overwrites the numbers of tokens.
             at = partial(self._standing, self._seats, self._tokens_B.copy())
             self._unread.hold(*self._came, at)
         self._came = None
@@ -394,7 +395,7 @@ class MedusaProposer(Drafter):
 
     @torch.inference_mode()
     def _look_back(self) -> Seen | None:
-        """What requests attend to that are to have drafts."""
+        """What the requests that will get drafts attend to."""
         ring, unread = self._ring, self._unread
         if ring is None or unread is None or self._came is None or not self.drafting:
             return None
@@ -413,7 +414,7 @@ class MedusaProposer(Drafter):
         return seen
 
     def _look_up_texts(self, ring: TextRing) -> torch.Tensor | None:
-        """Write the tokens that came since, and find what the next drafts may copy."""
+        """Write the tokens that arrived since, and find what the next drafts may copy."""
         copier = self._core.copier
         if copier is None or self._written is None or self._token_ids is None:
             return None
@@ -436,7 +437,7 @@ class MedusaProposer(Drafter):
         self._learn([*map(len, sampled_token_ids)], drafted, scheduled_tokens, seconds)
 
     def _seconds_of_step(self) -> float | None:
-        """Since the last call; None where there was none."""
+        """Seconds since the last call; None in the first."""
         now = time.perf_counter()
         began = self._step_began
         self._step_began = now
@@ -449,8 +450,8 @@ class MedusaProposer(Drafter):
         scheduled_tokens: int,
         seconds: float | None,
     ) -> None:
-        """What a step shows: how many tokens each request sampled of how many drafts, and how long
-        that took.
+        """Learn from a step: how many tokens each request sampled, of how many drafts, and how long
+        it took.
         """
         calibrating = self._calibrating
         if calibrating is None and any(drafted):
@@ -465,9 +466,9 @@ class MedusaProposer(Drafter):
 
     @torch.inference_mode()
     def rehearse(self, hidden_BD: torch.Tensor) -> Proposed | None:
-        """What a step asks for with all drafts of so many requests, before there are any: vLLM
-        measures meanwhile how much memory is left for keys and values. Returns what verification
-        of these drafts gets (as `proposed`).
+        """Run what a step needs with all drafts of this many requests, before there are any:
+        meanwhile vLLM measures how much memory is left for keys and values. Returns what
+        verification of these drafts gets (as `proposed`).
         """
         count = self.num_speculative_tokens
         numbers_B = torch.arange(hidden_BD.shape[0], device=self.device)
@@ -493,7 +494,7 @@ class MedusaProposer(Drafter):
 
     @torch.inference_mode()
     def probe(self, hidden: Sequence[Sequence[float]], last_ids: Sequence[int]) -> list[list[int]]:
-        """One-hot drafts for given hidden states: what the heads really draft now."""
+        """One-hot drafts for given hidden states: what the serving heads draft now."""
         hidden_BD = torch.tensor(hidden, dtype=self.dtype, device=self.device)
         last_ids_B = torch.tensor(last_ids, dtype=torch.int64, device=self.device)
         return self._core.draft(hidden_BD, last_ids_B, self.num_speculative_tokens).ids_BK.tolist()
@@ -501,12 +502,12 @@ class MedusaProposer(Drafter):
     # ---- changes while serving
 
     def calibrate(self, drafts: int | None) -> list[list[float]]:
-        """Time steps of so many drafts each, of heads trained or not; None: serve as before. The
-        requests meanwhile are nobody's, so nothing is learned from them, and random numbers are
-        drawn afterwards as if they had never been.
+        """Time steps of this many drafts each, with trained or untrained heads; None: serve as
+        before. The requests during calibration are artificial, so nothing is learned from them, and
+        later random numbers are drawn as if there had been none.
 
         Returns:
-            What was timed since the last call: sequences, drafts and seconds of each pure decode
+            The timings since the last call: sequences, drafts and seconds of each pure decode
             step.
         """
         before = self._calibrating
@@ -520,13 +521,13 @@ class MedusaProposer(Drafter):
                 self.memory = self._new_memory(self._memory_bytes)
         else:
             before.drafts = drafts
-        # What an RPC takes is no part of a step.
+        # The time of an RPC is not part of a step.
         self._step_began = None
         return before.take() if before is not None else []
 
     def configure(self, settings: Drafting) -> Drafting:
-        """Change how drafts are made from the next step on; returns what holds now. ConfigError
-        leaves all as it is.
+        """Change how drafts are made from the next step on; returns the settings now in effect.
+        After a ConfigError nothing has changed.
         """
         temperature = float(settings.get("draft_temperature", self.draft_temperature))
         count = int(settings.get("num_drafts", self.num_drafts))
@@ -552,7 +553,7 @@ class MedusaProposer(Drafter):
             )
         if size and (size < 0 or own):
             raise ConfigError(
-                "The draft vocabulary can't be truncated so.",
+                "These heads can't draft from a truncated vocabulary.",
                 given=f"{size} tokens, heads with lm_head={self.heads.config.lm_head}",
                 expected="a number of tokens, and heads that share the actor's lm_head",
                 do="Set engine.draft_vocab=0.",
@@ -560,7 +561,7 @@ class MedusaProposer(Drafter):
         if size != self.draft_vocabulary.size:
             self.draft_vocabulary = self._new_vocabulary(size)
             self._refresh_vocabulary()
-        # What was learned about costs stays when the choice is switched off and on again.
+        # The learned costs stay if the choice is switched off and on again.
         self.num_drafts, self.choose = count, bool(settings.get("choose", self.choose))
         self._step_began = None
         sampled = bool(settings.get("sampled", self.sampled))
@@ -602,7 +603,7 @@ class MedusaProposer(Drafter):
         return RunningMemory(most_bytes, requests, self.num_speculative_tokens, places, self.device)
 
     def target_changed(self) -> None:
-        """New actor weights: what was read from them is read again."""
+        """The actor has new weights: renew everything that was read from the old ones."""
         self.chooser.heads_changed()
         self._core.actor_changed()
         if self.memory is not None:
@@ -611,7 +612,7 @@ class MedusaProposer(Drafter):
         self._refresh_vocabulary()
 
     def _forget_pairs(self) -> None:
-        """Keys and values of other heads, or of another actor."""
+        """Forget keys and values computed with other heads, or another actor."""
         if self._ring is not None and self._unread is not None:
             self._ring.forget()
             self._unread.forget()
@@ -620,8 +621,9 @@ class MedusaProposer(Drafter):
 
     @torch.inference_mode()
     def _renew(self) -> None:
-        """What was allocated with the heads is gone with them, and vLLM brings back nothing that
-        is no module's. All of it is written anew here, or by the next swap out of the new heads.
+        """Memory that was allocated with the heads is lost with them, and vLLM restores only what
+        belongs to modules. Everything else is written again here, or by the next swap from the new
+        heads.
         """
         self.heads.temperatures_K.fill_(1.0)
         if self._ring is not None:
@@ -644,9 +646,9 @@ class MedusaProposer(Drafter):
     def read(
         self, path: str, checked: Checked | None = None
     ) -> tuple[dict[str, torch.Tensor], str]:
-        """The tensors of a state file as they are to serve, and the checksum of the file's.
+        """A state file's tensors as they will serve, and the checksum of the file's tensors.
 
-        Nothing that serves is touched, and no other rank is met: it may run beside the engine.
+        Changes nothing and involves no other rank, so it may run beside the engine.
 
         Raises:
             SwapError: the file does not fit the serving heads.
@@ -666,24 +668,24 @@ class MedusaProposer(Drafter):
         checked: Checked | None = None,
         read: Callable[[], tuple[dict[str, torch.Tensor], str]] | None = None,
     ) -> str:
-        """Put the heads of a state file in the place of the serving ones; nothing is touched unless
-        the file is right.
+        """Replace the serving heads with those of a state file; nothing is changed unless the file
+        is right.
 
         Args:
-            checked: what someone else found of the file. Its bytes are confirmed before anything is
-                touched, and the heads after.
-            read: gives what `self.read` found of the file; None: it is read now.
+            checked: result of an earlier check of the file. Its bytes are confirmed before anything
+                is changed, and the heads afterwards.
+            read: returns the result of `self.read` for the file; None: read it now.
 
         Returns:
             The checksum of the file's tensors.
 
         Raises:
-            SwapError: the file does not fit the serving heads, which stay; or what drafts now is
-                not what the file holds: then nothing is drafted until heads are fed again.
+            SwapError: the file does not fit the serving heads, which stay; or the drafts now are
+                not those of the file's heads: then nothing is drafted until heads are fed again.
         """
         heads = self.heads
-        # What may fail on one rank alone is over on all of them before the first product, which is
-        # a meeting of all.
+        # Whatever may fail on a single rank is finished on all of them before the first product,
+        # because products are collectives.
         cast, digest = together("reading new heads", read or (lambda: self.read(path, checked)))
         self.fed = False
         together("taking new heads", lambda: heads.load_trainable_state(cast))
@@ -703,7 +705,7 @@ class MedusaProposer(Drafter):
         )
         fault = (
             self._probe_swap(cast) or fault
-        )  # Always: on tensor-parallel ranks the probe is a meeting of all.
+        )  # Always: with tensor parallelism the probe is a collective.
         if not agreed_by_all(not fault):
             raise SwapError(
                 "The engine does not draft with the heads that were swapped in; it drafts nothing"
@@ -721,7 +723,7 @@ class MedusaProposer(Drafter):
 
     @torch.inference_mode()
     def _probe_swap(self, state: Mapping[str, torch.Tensor]) -> str:
-        """Why what drafts now are not the heads of `state`; empty when they are."""
+        """How the drafts now differ from those of the heads in `state`; empty if they agree."""
         config = self.heads.config
         fixed = fixed_inputs(self.heads.config, self.dtype, self.device)
         seen = what_is_seen(self._core, fixed)
@@ -741,10 +743,10 @@ class MedusaProposer(Drafter):
         return find_difference(draft, state, config, fixed, plain)
 
     def held_version(self) -> int:
-        """Version of the heads that are really there; -1 when they are gone (a deep sleep, a swap
-        that failed): then nothing is drafted.
+        """Version of the heads that are really in memory; -1 if they are gone (a deep sleep, a
+        failed swap): then nothing is drafted.
 
-        All ranks ask at once, and come to the same answer.
+        All ranks call this together and get the same answer.
         """
         whole = fingerprint(self.heads) == self._fingerprint
         if not whole:

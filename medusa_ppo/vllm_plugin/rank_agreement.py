@@ -1,7 +1,7 @@
 """Agreement of all ranks of an engine.
 
-A rank that raises while others go on to a product leaves them waiting for ever. So anything that
-may fail on a single rank (a file that exists on only one node, memory that runs out) is done
+A rank that raises while the others continue to a product leaves them waiting for ever. So anything
+that may fail on a single rank (a file that exists on only one node, a lack of memory) is done
 `together`: it finishes on all ranks before anything is multiplied.
 """
 
@@ -18,11 +18,11 @@ from heads.errors import MedusaError, SwapError
 
 T = TypeVar("T")
 MOST_TEXT = 1000
-"""Bytes of an error that the other ranks hear."""
+"""Bytes of an error's text that the other ranks receive."""
 
 
 def agreed(number: int) -> int:
-    """The number of the first tensor-parallel rank, on all of them."""
+    """The number of the first tensor-parallel rank, returned on all ranks."""
     return _over_ranks(
         number,
         lambda shared, group: torch.distributed.broadcast(
@@ -32,7 +32,7 @@ def agreed(number: int) -> int:
 
 
 def agreed_by_all(good: bool) -> bool:
-    """Whether it is so on all tensor-parallel ranks; each of them asks."""
+    """Whether `good` is true on all tensor-parallel ranks; each of them calls this."""
     return bool(
         _over_ranks(
             int(good),
@@ -44,15 +44,15 @@ def agreed_by_all(good: bool) -> bool:
 
 
 def together(what: str, work: Callable[[], T]) -> T:
-    """What `work` gives, once it has succeeded on all tensor-parallel ranks.
+    """The result of `work`, once it has succeeded on all tensor-parallel ranks.
 
     Raises:
-        SwapError: it failed on another rank; on the rank where it did, that error itself.
+        SwapError: it failed on another rank. The rank where it failed raises the original error.
     """
     error: Exception | None = None
     try:
         result = work()
-    # Whatever it is, the others have to hear of it before it goes on its way.
+    # Catches everything, because the other ranks must hear of any error before it is raised.
     except Exception as caught:
         error = caught
     texts = _texts_of_ranks("" if error is None else _in_short(error))

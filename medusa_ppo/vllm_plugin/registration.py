@@ -1,7 +1,7 @@
 """The entry point that vLLM loads in each of its processes (group `vllm.general_plugins`).
 
-vLLM imports this before it is configured, and in processes that draft nothing: so whatever imports
-vLLM or torch is imported by `activate`, and not here.
+vLLM imports this before it is configured, and also in processes that draft nothing. So everything
+that imports vLLM or torch is imported by `activate`, not here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Patch vLLM's CPU sampler and add our proposer; harmless when called again.
+    """Patch vLLM's CPU sampler and add our proposer. Safe to call again.
 
-    With a refused version of vLLM nothing is touched, so that its other users are not affected; our
-    own engines and worker extension refuse to start there (`require_active`).
+    With an unsupported version of vLLM nothing is changed, so that other users of vLLM are not
+    affected; our own engines and worker extension refuse to start there (`require_active`).
     """
     version = vllm_version()
     if not is_allowed(version):
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def activate() -> None:
-    """Install, or say why not. UnsupportedVersionError."""
+    """Install, or log why not. Raises UnsupportedVersionError."""
     # Imported here because it imports vLLM, which loads this module first.
     from medusa_ppo.actors.vision import spare_torchvision
     from medusa_ppo.vllm_plugin.installation import install
@@ -50,7 +50,7 @@ def require_active() -> list[str]:
     from medusa_ppo.vllm_plugin.installation import INSTALLED
 
     if not INSTALLED.active:
-        version = require_vllm()  # Where the plugin is active, its activation has asked.
+        version = require_vllm()  # An active plugin checked this at install.
         raise UnsupportedVersionError(
             "The medusa-ppo plugin is not active in this vLLM process.",
             given=f"vLLM {version}, plugin not loaded",

@@ -1,10 +1,10 @@
-"""An engine that feeds itself: in the process that runs vLLM's core loop, newer heads of a feed are
-loaded between two steps, on all ranks in one call, whatever requests run.
+"""An engine that feeds itself: the process of vLLM's core loop loads newer heads of a feed between
+two steps, on all ranks in one call, even while requests run.
 
-`MEDUSA_PPO_FEED` says where (`medusa_ppo.feeds`), for engines that were started with heads of ours.
-An environment variable, because it reaches every engine: some loops pass no argument of theirs on
-to vLLM, and vLLM refuses a key of ours in its speculative configuration. Where it isn't set,
-nothing of vLLM's core is touched.
+`MEDUSA_PPO_FEED` is the address (`medusa_ppo.feeds`), for engines that were started with our heads.
+It is an environment variable because that reaches every engine: some loops pass no arguments of
+their own to vLLM, and vLLM refuses unknown keys in its speculative configuration. Unless it is set,
+vLLM's core is not changed.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from medusa_ppo.vllm_plugin.worker_calls import WORKER_EXTENSION, first_of
 logger = logging.getLogger(__name__)
 
 ASK_S = 0.02
-"""Seconds between two questions to the ranks whether they have read new heads."""
+"""Seconds between two checks whether the ranks have read new heads."""
 FEEDER = "medusa_feeder"
-"""Attribute of vLLM's core with its `EngineFeeder`."""
+"""Attribute of vLLM's core that holds its `EngineFeeder`."""
 
 
 class EngineFeeder:
     """Loads what a `FeedWatch` offers into one engine.
 
     Attributes:
-        woken: the engine has slept since the last look: its heads may be gone.
+        woken: the engine has slept since the last check, so its heads may be gone.
     """
 
     def __init__(self, core: Any) -> None:
-        """`core`: vLLM's, with its workers. It isn't held."""
+        """`core`: vLLM's core with its workers. No reference to it is kept."""
         self._watch: FeedWatch | None = None
         self._coming: Fetched | None = None
         self._asked = 0.0
@@ -54,13 +54,13 @@ class EngineFeeder:
             actor = FeedActor(heads=dict(answer["heads"]), sketch=str(answer["sketch"]))
             self._watch = FeedWatch(open_feed(os.environ[FEED]), actor)
         except MedusaError as error:
-            logger.warning("This engine takes nothing from %s. %s", FEED, error)
+            logger.warning("This engine loads no heads from %s. %s", FEED, error)
             return
-        # For engines that nobody shuts down.
+        # For engines that are never shut down.
         weakref.finalize(core, self._watch.end)
 
     def between_steps(self, core: Any) -> None:
-        """Called after every step of the engine: load what was fetched meanwhile, if anything."""
+        """Called after every step of the engine: load newly fetched heads, if there are any."""
         watch = self._watch
         if watch is None or not (watch.offers or self.woken or self._coming):
             return
@@ -69,10 +69,10 @@ class EngineFeeder:
         if self.woken:
             self.woken = False
             if watch.serving is not None and self._state(core)["version"] < 0:
-                # A deep sleep has thrown them away.
+                # A deep sleep has thrown the heads away.
                 self._load(core, watch, watch.serving)
         if self._coming is None and (fetched := watch.take()) is not None:
-            # Read by each rank beside what runs, and loaded after a later step.
+            # Each rank reads it while the engine runs; it is loaded after a later step.
             self._coming = fetched
             self._tell_ranks(core, "medusa_feed_ahead", str(fetched.path), [fetched.checksum])
         if self._coming is not None and self._all_ready(core):
@@ -80,7 +80,9 @@ class EngineFeeder:
             self._load(core, watch, fetched)
 
     def _all_ready(self, core: Any) -> bool:
-        """All ranks have read what comes. Asked seldom: an answer takes a way to the workers."""
+        """Whether all ranks have read the new heads. Checked rarely, because it takes a call to the
+        workers.
+        """
         now = time.perf_counter()
         if now - self._asked < ASK_S:
             return False
@@ -93,7 +95,7 @@ class EngineFeeder:
         return answers
 
     def close(self) -> None:
-        """End the watch; harmless when called again."""
+        """End the watch. Safe to call again."""
         if self._watch is not None:
             self._watch.close()
 
@@ -101,8 +103,8 @@ class EngineFeeder:
         return first_of(core.collective_rpc("medusa_feed_state"))
 
     def _load(self, core: Any, watch: FeedWatch, fetched: Fetched) -> None:
-        """Into all ranks, or into none. Where that failed after the old heads were gone, the last
-        ones are put back.
+        """Load heads into all ranks, or into none. If that fails after the old heads are gone, the
+        last ones are loaded again.
         """
         before = watch.serving
         began = time.perf_counter()
@@ -110,7 +112,7 @@ class EngineFeeder:
         watch.took(fetched, fault)
         if fault is None:
             logger.info(
-                "Heads version %d serve, loaded in %.0f ms.",
+                "Heads version %d is serving; loading took %.0f ms.",
                 fetched.version,
                 1e3 * (time.perf_counter() - began),
             )
@@ -118,13 +120,13 @@ class EngineFeeder:
             watch.took(before, self._given(core, before))
 
     def _given(self, core: Any, fetched: Fetched) -> Exception | None:
-        """Why not all ranks have taken it; None: they have."""
+        """Why not all ranks have loaded it; None: they have."""
         arguments = (str(fetched.path), fetched.version, [fetched.checksum])
         try:
             answers = core.collective_rpc("medusa_feed_heads", args=arguments)
             first_of(answers)
-        # Not only ours: vLLM hands a worker's error on as a RuntimeError of its own. A feed must
-        # end no engine; where the workers are gone, the next step says so.
+        # Catches everything: vLLM passes a worker's error on as a RuntimeError of its own. A feed
+        # must never end an engine; if the workers are gone, the next step reports it.
         except Exception as error:
             return error
         versions = {answer["version"] for answer in answers}
@@ -139,7 +141,7 @@ class EngineFeeder:
 
 
 def with_feed_looked_at(original: Callable[..., None]) -> Callable[..., None]:
-    """`EngineCore.post_step`: after every step, in process and in a process of its own."""
+    """`EngineCore.post_step`: called after every step, also if the core runs in its own process."""
 
     @functools.wraps(original)
     def post_step(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +157,9 @@ def with_feed_looked_at(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_heads_fed_again(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineCore.wake_up`: heads that a deep sleep threw away are loaded after the next step."""
+    """`EngineCore.wake_up`: heads that a deep sleep threw away are loaded again after the next
+    step.
+    """
 
     @functools.wraps(original)
     def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,8 +184,8 @@ def with_feed_closed(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_feed_calls(original: Callable[..., None]) -> Callable[..., None]:
-    """`Worker.__init__`: a worker that a loop has started without our extension has its calls all
-    the same. Only this one: vLLM's class stays as it is, for engines with other extensions.
+    """`Worker.__init__`: adds the feed's calls to a worker that a loop started without our
+    extension. Only to this object: vLLM's class stays unchanged, for engines with other extensions.
     """
 
     @functools.wraps(original)
@@ -189,7 +193,7 @@ def with_feed_calls(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         if not (feeds_itself() and heads_folder(self.vllm_config)):
             return
-        # By its name: it imports what activates the plugin, and that imports this.
+        # By its name, because it imports what activates the plugin, which imports this module.
         module, _, name = WORKER_EXTENSION.rpartition(".")
         extension = getattr(importlib.import_module(module), name)
         kind = type(self)

@@ -1,5 +1,5 @@
-"""How an engine is told where our heads are, and how a process of vLLM reads it. Importing this
-imports no vLLM.
+"""How to tell an engine where our heads are, and how a process of vLLM reads that. Importing this
+does not import vLLM.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
 from medusa_ppo.vllm_plugin.worker_calls import HEADS, SAMPLED
 
 CUSTOM_CLASS = "medusa_ppo.vllm_plugin.drafter.CustomClass"
-"""What vLLM is told to import where it has no Medusa."""
+"""The class that vLLM imports if it has no Medusa."""
 FEED = "MEDUSA_PPO_FEED"
-"""Environment variable of the feed that an engine's own loop takes newer heads from."""
+"""Environment variable with the feed from which an engine's own loop loads newer heads."""
 LOSSLESS = ("standard", "block")
-"""Rules by which vLLM may accept drafts without another distribution of what is sampled."""
+"""Acceptance rules of vLLM that do not change the distribution of samples."""
 
 
 def speculation(folder: str, drafts: int, *, sampled: bool, block: bool = False) -> dict[str, Any]:
-    """Arguments of vLLM's engine with which the installed version drafts with the heads of a
-    folder.
+    """Engine arguments that make the installed version of vLLM draft with the heads of a folder.
 
     Args:
-        drafts: most drafts of a step.
-        sampled: drafts will be sampled, and the memory of their q is to be profiled.
-        block: vLLM's own kernels verify drafts as a block (`drafting.verify`). V2 has it; on V1
-            ours do, and nothing is said.
+        drafts: most drafts in a step.
+        sampled: drafts will be sampled, so vLLM should profile the memory of their q.
+        block: vLLM's own kernels verify drafts as a block (`drafting.verify`). Only V2 has this; on
+            V1 our verification does it anyway, and no argument is set.
     """
     own: dict[str, Any] = {SAMPLED: sampled}
     speculative: dict[str, Any] = {"num_speculative_tokens": drafts}
@@ -42,7 +41,7 @@ def speculation(folder: str, drafts: int, *, sampled: bool, block: bool = False)
 
 
 def heads_folder(vllm_config: Any) -> str:
-    """Where the heads are that an engine was started with; empty where it drafts otherwise."""
+    """The folder of the heads that an engine was started with; empty if it has none of ours."""
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method == "medusa":
         return str(speculative.draft_model_config.model)
@@ -55,12 +54,12 @@ def heads_folder(vllm_config: Any) -> str:
 
 
 def feeds_itself() -> bool:
-    """An engine of this process is to look for newer heads by itself."""
+    """Whether an engine of this process looks for newer heads by itself."""
     return bool(os.environ.get(FEED))
 
 
 def refuse_lossy_rule(rule: str) -> None:
-    """LossyError for a rule by which drafts would change what is sampled, whoever started the
+    """Raise LossyError for a rule by which drafts would change the samples, whoever started the
     engine: PPO would learn from log-probs of another distribution. vLLM 0.33 has "fly", and all
     releases have "synthetic".
     """
@@ -74,8 +73,9 @@ def refuse_lossy_rule(rule: str) -> None:
 
 
 def refuse_what_heads_lack(vllm_config: Any) -> None:
-    """ConfigError for ways to serve a model in which our heads were never run, whoever started the
-    engine: `medusa_ppo.engines.launch` refuses them too, but other loops start vLLM themselves.
+    """Raise ConfigError for ways of serving a model that our heads were never tested with, whoever
+    started the engine: `medusa_ppo.engines.launch` refuses them too, but other loops start vLLM
+    themselves.
     """
     parallel = getattr(vllm_config, "parallel_config", None)
     stages = getattr(parallel, "pipeline_parallel_size", 1)
@@ -101,7 +101,7 @@ def _not_with_heads(name: str, given: object, expected: object, do: str) -> Conf
 
 
 def rule_of(speculative_config: Any) -> str:
-    """The acceptance rule of vLLM's speculative configuration. Releases before it could be chosen
-    have the first of `LOSSLESS` alone.
+    """The acceptance rule of vLLM's speculative configuration. Releases without a choice have only
+    the first of `LOSSLESS`.
     """
     return str(getattr(speculative_config, "rejection_sample_method", LOSSLESS[0]))

@@ -1,12 +1,12 @@
 """Our heads in vLLM's V2 model runner: a speculator over the same drafting core.
 
-V2 keeps requests by slot on the device and verifies by its own kernels, against the logits of what
-drafts were drawn from, before temperature: ours are log q times the temperature, so whatever shaped
-q (draft temperatures, top-k, top-p) verification sees it. A row that is -inf but for the draft
-itself is a one-hot draft, which is right for any draft: so are those of requests with a grammar
-(vLLM cuts them by their own values), and what stands in a slot before its request has drafted.
+V2 keeps requests by slot on the device and verifies with its own kernels, against the logits that
+drafts were drawn from, before temperature. Ours are log q times the temperature, so verification
+sees whatever shaped q (draft temperatures, top-k, top-p). A row that is -inf except at the draft
+itself is a one-hot draft, which is valid for any draft. Requests with a grammar get such rows (vLLM
+truncates them by their own values), and so does a slot before its request has drafted.
 
-Imported only where V2 is asked for. Shape letters: B requests, T rows of a step, S slots, K drafts,
+Imported only if V2 is used. Shape letters: B requests, T rows of a step, S slots, K drafts,
 D hidden, V vocabulary.
 """
 
@@ -45,15 +45,15 @@ from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 logger = logging.getLogger(__name__)
 CUTS_ASK_FOR_V = "vocab_size" in inspect.signature(SamplingStates.get_top_k_top_p).parameters
-"""From 0.33 on. Looked up once: `_cuts` runs between two steps."""
+"""True from 0.33 on. Looked up once, because `_cuts` runs between two steps."""
 
 
 @dataclass(frozen=True)
 class _LastStep:
-    """A step of which it isn't known yet how many tokens it sampled.
+    """A step whose number of sampled tokens isn't known yet.
 
     Attributes:
-        there: that `sampled_B` is on the host; None where it always was.
+        there: signals that `sampled_B` is on the host; None: it always was there.
     """
 
     sampled_B: torch.Tensor
@@ -64,9 +64,7 @@ class _LastStep:
 
 
 class HeldHeads(MedusaProposer):
-    """The serving heads, how they are changed while they serve, and what they may be told. q is
-    V2's to keep.
-    """
+    """The serving heads, how they change while they serve, and what they may read. V2 keeps q."""
 
     _last_step: _LastStep | None = None
 
@@ -83,13 +81,13 @@ class HeldHeads(MedusaProposer):
         return self._core.draft(hidden_BD, last_ids_B, count, sampling, seen, slots, ending=ending)
 
     def drawn(self, k: int, batch: int) -> torch.Tensor:
-        """What draft k of the last sampled call was drawn from, float32 `[B, W]`."""
+        """Distribution that draft k of the last sampled call was drawn from, float32 `[B, W]`."""
         assert self._slots is not None, "who samples drafts has room for them"
         return drawn_from(self._slots.cumulative_KRX[k, :batch])
 
     @property
     def ids_W(self) -> torch.Tensor | None:
-        """The tokens that drafts come from; None: all."""
+        """The draft vocabulary's tokens; None: all."""
         return self._core.ids_W
 
     def _new_vocabulary(self, size: int) -> DraftVocabulary:
@@ -113,7 +111,8 @@ class HeldHeads(MedusaProposer):
         ids_Bn = ids_T[rows_Bn].long().clamp_min(0)
         ids_Bn[:, 0] = last_ids_B
         there_Bn = back_n < sampled_B.unsqueeze(1)
-        # A request whose prompt isn't finished samples none: the host's count is a little high.
+        # A request whose prompt isn't finished samples nothing, so the host's count is slightly too
+        # high.
         vocabulary.observe_there(ids_Bn.flatten(), there_Bn.flatten(), len(rows_B))
         if vocabulary.due:
             self._refresh_vocabulary()
@@ -129,15 +128,15 @@ class HeldHeads(MedusaProposer):
         drafted: Sequence[int],
         count: int,
     ) -> Seen | None:
-        """What requests attend to after a step (`Arrived.of_step`) that verified so many drafts of
-        each, and that are to have `count` now; None for heads without a context, and where none
-        are wanted: then what came is held.
+        """What requests attend to after a step (`Arrived.of_step`) that verified `drafted` drafts
+        of each, if `count` drafts follow. None for heads without a context. Without further drafts
+        the new pairs are held, and None is returned.
         """
         ring, unread = self._ring, self._unread
         fused = self._core.fused
         if ring is None or unread is None or not isinstance(fused, ContextHeads):
             return None
-        # Steps that are held must be small: without drafts each request brought one pair at most.
+        # Held steps must be small: without drafts each request brings at most one pair.
         most = min(max(drafted) + 1, ring.pairs)
         arrived = Arrived.of_step(
             hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most
@@ -145,7 +144,7 @@ class HeldHeads(MedusaProposer):
         texts = self._texts
         copier = self._core.copier
         if texts is not None and copier is not None:
-            # The token x_{j+1} of a pair stands one position behind its state.
+            # The token x_{j+1} of a pair is one position after its state.
             copier.write(texts, arrived.slots_N, arrived.positions_N + 1, arrived.ids_N)
         if not count:
             unread.hold_pairs(arrived)
@@ -158,7 +157,7 @@ class HeldHeads(MedusaProposer):
 
     @torch.inference_mode()
     def admit(self, slot: int, token_ids: Sequence[int]) -> None:
-        """A request takes a slot with these tokens, its prompt and what it has said before."""
+        """A request takes a slot; these tokens are its prompt and its response so far."""
         if self._calibrating is None:
             self.draft_vocabulary.observe([token_ids])
         texts = self._texts
@@ -182,8 +181,9 @@ class HeldHeads(MedusaProposer):
     def step_ended(
         self, sampled_B: torch.Tensor, drafted: Sequence[int], scheduled_tokens: int
     ) -> None:
-        """A step has verified `drafted` drafts of each request, and sampled so many tokens. The
-        latter is read one step later, when its copy is on the host without waiting.
+        """Take a step that verified `drafted` drafts and sampled `sampled_B` tokens of each
+        request. The latter are read one step later, when their copy has reached the host without
+        waiting.
         """
         self._learn_of_last_step()
         if not self.choose and self._calibrating is None:
@@ -214,8 +214,8 @@ class HeldHeads(MedusaProposer):
     def configure(self, settings: Drafting) -> Drafting:
         if settings.get("memory_bytes"):
             raise ConfigError(
-                "vLLM's V2 model runner tells a drafter no tokens on the host, and a memory needs"
-                " them.",
+                "vLLM's V2 model runner gives a drafter no tokens on the host, which a memory"
+                " needs.",
                 given=f"memory_bytes={settings['memory_bytes']}",
                 expected="0",
                 do="Set engine.runner=v1, or leave the setting out.",
@@ -224,16 +224,16 @@ class HeldHeads(MedusaProposer):
 
 
 class MedusaSpeculator(DraftModelSpeculator):
-    """What V2's model runner asks for drafts after each step.
+    """V2's model runner calls this for drafts after each step.
 
     Attributes:
-        drafter: what the worker extension swaps and configures.
-        states: V2's sampling settings by slot; there once a request has come.
-        count: drafts that the last step made of each request.
-        draft_logits: float32 `[S, K, V]`, what V2 verifies against. Made at once, so that vLLM's
-            memory profile counts it.
-        lengths_B: int64, drafts of each request that are to be verified, where some have fewer
-            than `count`; None: all have as many.
+        drafter: the heads; the worker extension swaps and configures them.
+        states: V2's sampling settings by slot; set when the first request arrives.
+        count: number of drafts that the last step made for each request.
+        draft_logits: float32 `[S, K, V]`, what V2 verifies against. Allocated at once, so that
+            vLLM's memory profile counts it.
+        lengths_B: int64, number of drafts to verify for each request, if some have fewer than
+            `count`; None: all have `count`.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
@@ -266,8 +266,8 @@ class MedusaSpeculator(DraftModelSpeculator):
         """Drafting is not captured."""
 
     def admit(self, slot: int, grammar: bool, states: Any, token_ids: Sequence[int]) -> None:
-        """A request has come, or come back: whatever stands in its slot is another's. V2 has token
-        0 where nothing was drafted.
+        """A request has arrived, or returned after a preemption: its slot holds another request's
+        values. V2 has token 0 where nothing was drafted.
         """
         self.drafter.admit(slot, token_ids)
         self.states = states
@@ -276,7 +276,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         self._kept_SKV[slot] = -torch.inf
         self._kept_SKV[slot, :, 0] = 0.0
 
-    # Its last parameters differ by release, and only those that are named here are read.
+    # The last parameters differ by release; only those named here are read.
     @torch.inference_mode()
     def propose(  # type: ignore[override]
         self,
@@ -295,7 +295,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Draft ids int64 `[B, K]`; columns from `count` on mean nothing and are not scheduled."""
+        """Draft ids int64 `[B, K]`; columns from `count` on are meaningless and not scheduled."""
         drafter = self.drafter
         batch = input_batch.num_reqs
         most = self.num_speculative_steps
@@ -313,7 +313,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         slots_B = input_batch.idx_mapping[:batch].long()
         rows_B = (
             input_batch.query_start_loc[1 : batch + 1] - 1 - num_rejected[:batch]
-        ).long()  # Of each request's last accepted token.
+        ).long()  # Rows of the requests' last accepted tokens.
         last_ids_B = last_sampled[slots_B].view(-1)
         if not dummy_run:
             self.lengths_B = None
@@ -354,8 +354,8 @@ class MedusaSpeculator(DraftModelSpeculator):
             if not dummy_run:
                 self.lengths_B = drafts.lengths_B
         ids_BK[:, :count] = drafts.ids_BK
-        # A dummy run computes what a step does, so that the profile sees it, and leaves the q of
-        # those alone that wait.
+        # A dummy run computes what a step does, so that the profile sees it, but must not change
+        # the q of waiting drafts.
         for k, ids_B in enumerate(drafts.ids_BK.unbind(1)):
             kept_BV = self._kept(k, ids_B, temperature_B)
             if not dummy_run:
@@ -365,7 +365,7 @@ class MedusaSpeculator(DraftModelSpeculator):
     def _cuts(
         self, slots_B: torch.Tensor, slots: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """top-k and top-p of each request, None where none has any. (vLLM 0.33 says more.)"""
+        """top-k and top-p of each request; None if no request has any. (vLLM 0.33 returns more.)"""
         if self.states is None:
             return None, None
         more = (self.vocab_size,) if CUTS_ASK_FOR_V else ()
@@ -375,8 +375,8 @@ class MedusaSpeculator(DraftModelSpeculator):
     def _kept(
         self, k: int, ids_B: torch.Tensor, temperature_B: torch.Tensor | None
     ) -> torch.Tensor:
-        """For verification: the log of what draft k was drawn from, times the temperature; one-hot
-        rows where the temperature is 0, and everywhere without q.
+        """For verification: the log of the distribution that draft k was drawn from, times the
+        temperature; one-hot rows at temperature 0, and everywhere without q.
         """
         one_hot_BV = _one_hot(ids_B, self.vocab_size)
         if temperature_B is None:
@@ -390,16 +390,16 @@ class MedusaSpeculator(DraftModelSpeculator):
 
 
 def _one_hot(ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits `[N, V]` that leave one token each."""
+    """Logits `[N, V]` that allow one token each."""
     logits_NV = torch.full((len(ids_N), vocab_size), -torch.inf, device=ids_N.device)
     return logits_NV.scatter_(1, ids_N.unsqueeze(1), 0.0)
 
 
-# ---- our place in vLLM
+# ---- what is replaced in vLLM
 
 
 def with_our_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_speculator` of the V2 runner, which knows no Medusa."""
+    """`init_speculator` of the V2 runner, which has no Medusa."""
 
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: torch.device, *args: Any) -> Any:
@@ -413,7 +413,7 @@ def with_our_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def medusa_allowed(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """`VllmConfig._get_v2_model_runner_unsupported_features`: heads are supported by now."""
+    """`VllmConfig._get_v2_model_runner_unsupported_features`: heads are supported now."""
 
     @functools.wraps(original)
     def unsupported(self: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where the actor's embedding and lm_head are in an engine."""
+"""Finds the actor's embedding and lm_head in an engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from heads.errors import UnsupportedVersionError
 
 
 def embedding_module(target_model: Any) -> Any:
-    """The engine's own embedding layer, to be called with ids: it follows every sync, and tensor
-    parallelism may shard its table.
+    """The engine's own embedding layer, to be called with ids: it follows every sync, and its table
+    may be sharded by tensor parallelism.
     """
     for name, module in target_model.named_modules():
         if name.split(".")[-1] in ("embed_tokens", "wte", "word_embeddings") and hasattr(
@@ -27,8 +27,8 @@ def embedding_module(target_model: Any) -> Any:
 
 
 def lm_head_weight(target_model: Any, vocab_size: int) -> torch.Tensor | None:
-    """lm_head's own rows `[V or more, D]` where this process has them all and unpacked; what they
-    are worth is to be tried.
+    """lm_head's own rows `[V or more, D]`, if this process has all of them and they are not packed.
+    The caller must compare their product with the engine's.
     """
     module = next(
         (m for name, m in target_model.named_modules() if name.split(".")[-1] == "lm_head"), None

@@ -1,16 +1,16 @@
-"""An actor on its way from its trainer to all ranks of all engines: buckets of tensors, broadcast
-in a group of their own.
+"""Sends an actor from its trainer to all ranks of all engines: buckets of tensors, broadcast in a
+separate group.
 
     rank 0, the trainer     numbers | frame | numbers | frame | ... | numbers | last frame
     all other ranks         receive the same
 
-A frame is a bucket's tensors as bytes, each at a multiple of `PAGE`, and behind them JSON: the
-tensors' names, or in the last frame the checksum of all. The numbers before it are the bytes of
-both parts and the sum of the first one's words. What is announced beforehand (`ActorStream.header`)
-says dtypes and shapes.
+A frame is a bucket's tensors as bytes, each starting at a multiple of `PAGE`, followed by JSON: the
+tensors' names, or in the last frame the checksum of all tensors. The numbers before a frame are the
+bytes of both parts and the sum of the first part's words. The header sent beforehand
+(`ActorStream.header`) holds dtypes and shapes.
 
-Tensors stand at pages, so that a frame's page sums are those of its tensors: one pass over the
-frame, where it is, gives the numbers and the checksum.
+Tensors start at pages, so that a frame's page sums are those of its tensors: one pass over the
+frame, in place, gives the numbers and the checksum.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class ActorStream:
-    """An actor that is to be sent, as it is now.
+    """An actor to be sent, with its present weights.
 
     Attributes:
         entries: dtype and shape of every tensor, by its name in the checkpoint.
-        tensors: begins a pass over them, in any order, of any dtype and device.
-        write: writes them to a file, for engines that come late.
-        bucket_bytes: bytes that are sent at a time; one tensor at least.
+        tensors: starts a pass over them, in any order, of any dtype and device.
+        write: writes them to a file, for engines that start late.
+        bucket_bytes: bytes sent at a time, but at least one tensor.
     """
 
     entries: Entries
@@ -60,12 +60,12 @@ class ActorStream:
     bucket_bytes: int
 
     def header(self) -> Header:
-        """The entries as JSON can hold them."""
+        """The entries in a form that JSON can hold."""
         return {name: (CODES[dtype], shape) for name, (dtype, shape) in self.entries.items()}
 
 
 def read_entries(header: Mapping[str, Sequence[Any]]) -> Entries:
-    """What `ActorStream.header` gave. SwapError for a dtype that nobody knows."""
+    """Read what `ActorStream.header` returned. Raises SwapError for an unknown dtype."""
     unknown = [f"{name} {code}" for name, (code, _) in header.items() if code not in STATE_DTYPES]
     if unknown:
         raise SwapError(
@@ -81,7 +81,7 @@ def read_entries(header: Mapping[str, Sequence[Any]]) -> Entries:
 
 
 class Group(Meeting):
-    """Ranks that rank 0, the trainer, sends to."""
+    """The group in which rank 0, the trainer, sends to all other ranks."""
 
     @staticmethod
     def lost(place: Place, problem: str, error: Exception) -> SwapError:
@@ -100,11 +100,11 @@ class Group(Meeting):
 
 
 def send(group: Group, stream: ActorStream) -> str:
-    """Rank 0's part. Returns the checksum of all, as `heads.tensorfile.checksum`.
+    """Rank 0's part. Returns the checksum of all tensors, as `heads.tensorfile.checksum`.
 
     Raises:
-        CheckpointError: NaN or infinity; the buckets before are with the engines already.
-        SwapError: a rank is lost, or the tensors are not those that were announced.
+        CheckpointError: NaN or infinity; earlier buckets have already reached the engines.
+        SwapError: a rank is lost, or the tensors differ from those in the header.
     """
     digests: dict[str, str] = {}
     for bucket in _buckets(stream):
@@ -122,7 +122,7 @@ def send(group: Group, stream: ActorStream) -> str:
 
 
 def _digests(sums_P: Tensor, names: Sequence[str], entries: Entries) -> dict[str, str]:
-    """Of a frame's tensors, from its page sums on the host."""
+    """Digests of a frame's tensors, from its page sums on the host."""
     pages = [_room(name, entries) // PAGE for name in names]
     return {
         name: digest_of_sums(name, *entries[name], part_P)
@@ -169,7 +169,7 @@ def _share_frame(group: Group, tensors: Tensor, sums_P: Tensor, note: dict[str, 
 
 def _not_announced(given: str, expected: str) -> SwapError:
     return SwapError(
-        "The actor's tensors are not those that were announced.",
+        "The actor's tensors are not those of the header.",
         given=given,
         expected=expected,
         do="Report this.",
@@ -180,11 +180,11 @@ def _not_announced(given: str, expected: str) -> SwapError:
 
 
 class Incoming:
-    """The tensors of one `send`, in the order in which they come. They stay valid for as long as
-    somebody holds them.
+    """The tensors of one `send`, in the order of their arrival. They stay valid for as long as
+    something refers to them.
 
     Attributes:
-        checksum: the sender's, when all have come; empty before.
+        checksum: the sender's, once all have arrived; empty before.
     """
 
     def __init__(self, group: Group, entries: Entries) -> None:
@@ -193,7 +193,7 @@ class Incoming:
         self.checksum = ""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """SwapError when the sender is lost, or something else comes than was sent."""
+        """Raises SwapError if the sender is lost, or if other bytes arrive than were sent."""
         group = self._group
         waiting = set(self._entries)
         while not self.checksum:

@@ -1,9 +1,9 @@
-"""Our backend of vLLM's weight-transfer API: each of an engine's ranks takes the actor from a
-broadcast, and loads it as it comes.
+"""Our backend of vLLM's weight-transfer API: each rank of an engine receives the actor from a
+broadcast, and loads it as it arrives.
 
 vLLM's session calls it (`init_weight_transfer_engine`, `start_weight_update`, `update_weights`,
-`finish_weight_update`). Layers are loaded anew one by one, so that what vLLM has packed or fused
-out of the weights follows; a rank holds a bucket and the layers that are not whole.
+`finish_weight_update`). Layers are reloaded one by one, so that weights which vLLM has packed or
+fused are renewed; a rank holds one bucket and the incomplete layers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BroadcastInit(WeightTransferInitInfo):
 
 @dataclass
 class BroadcastUpdate(WeightTransferUpdateInfo):
-    """`entries`: `ActorStream.header` of what comes. `tied`: lm_head is the embedding, and not
+    """`entries`: `ActorStream.header` of the tensors. `tied`: lm_head is the embedding, and is not
     loaded a second time.
     """
 
@@ -47,12 +47,12 @@ class BroadcastUpdate(WeightTransferUpdateInfo):
 
 
 class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
-    """One rank's end.
+    """One rank's end of the transfer.
 
     Attributes:
-        checksum: of the actor that came last.
-        lm_head_V2: two columns of its lm_head, if it had one: what the engine serves afterwards is
-            compared with them.
+        checksum: checksum of the last received actor.
+        lm_head_V2: two columns of its lm_head, if it had one; the serving lm_head is compared with
+            them afterwards.
     """
 
     init_info_cls = BroadcastInit
@@ -64,25 +64,27 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
     _group: Group | None = None
 
     def init_transfer_engine(self, init_info: BroadcastInit) -> None:
-        """Join the trainer's group. SwapError when not all come."""
+        """Join the trainer's group. Raises SwapError if a rank is missing."""
         self.shutdown()
         place = Place(**init_info.place)
         self._group = Group(place.seen_by(place.rank + self.parallel_config.rank)).join()
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the model stays whole until it is known what comes."""
+        """Does nothing: the model stays unchanged until it is known what arrives."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As vLLM's own, which fails where there is no accelerator to wait for."""
+        """Like vLLM's own, which fails if there is no accelerator to synchronize."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BroadcastUpdate) -> None:
-        """Load what comes. After a SwapError the model is in order, its weights are not."""
+        """Load the tensors as they arrive. After a SwapError the model is intact, but its weights
+        are not.
+        """
         if self._group is None:
             raise SwapError(
-                "The engine is in no group.",
+                "The engine has not joined a group.",
                 given="update_weights()",
                 expected="init_weight_transfer_engine() first",
                 do="Join.",
@@ -99,11 +101,11 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
         self.checksum = incoming.checksum
 
     def finish_weight_update(self) -> None:
-        """Attention layers, and whatever else vLLM computes out of the weights."""
+        """Finish attention layers, and everything else that vLLM computes from the weights."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the group; harmless without one."""
+        """Leave the group. Safe without one."""
         group = self._group
         self._group = None
         if group is not None:

@@ -1,7 +1,7 @@
-"""Our proposer inside vLLM's V1 model runner: what stands in the place of its methods (`PLACES`).
+"""Our proposer in vLLM's V1 model runner: the replacements of the runner's methods (`PLACES`).
 
-What is broken in vLLM's CPU build, and in its older releases, is patched in patches.py. What the V2
-model runner needs is in speculator.py.
+Faults of vLLM's CPU build and of its older releases are patched in patches.py. The V2 model
+runner's part is in speculator.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from medusa_ppo.vllm_plugin.speculation import (
 
 
 def is_native(folder: str | Path) -> bool:
-    """The folder holds heads that heads/checkpoint.py wrote."""
+    """Whether heads/checkpoint.py wrote the heads in this folder."""
     try:
         return isinstance(
             json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get(
@@ -48,7 +48,7 @@ def is_native(folder: str | Path) -> bool:
 
 
 def with_our_proposer(original: Callable[..., None]) -> Callable[..., None]:
-    """Heads that we wrote get our proposer; any other Medusa folder keeps vLLM's own."""
+    """Use our proposer for heads that we wrote; any other Medusa folder keeps vLLM's own."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ def _is_ours(runner: Any) -> bool:
 
 
 def with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Ask our proposer for drafts, once it knows which tokens were just sampled, and from which
+    """Ask our proposer for drafts, after telling it which tokens were just sampled, and from which
     states.
     """
     states = list(inspect.signature(original).parameters).index("sample_hidden_states") - 3
@@ -96,7 +96,7 @@ def _drafts_after(
     drafted: Sequence[int],
     hidden_TD: torch.Tensor,
 ) -> Any:
-    """Drafts of a step that sampled `tokens` of each request, of which `drafted` were verified."""
+    """Drafts after a step that sampled `tokens` of each request and verified `drafted` drafts."""
     _seat(runner)
     drafter = runner.drafter
     drafter.before_step(tokens, drafted, scheduled.total_num_scheduled_tokens, hidden_TD)
@@ -110,8 +110,8 @@ def _drafts_after(
 def _last_states(
     hidden_TD: torch.Tensor, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int]
 ) -> torch.Tensor:
-    """h_t `[B, D]` of each request: where its last token was sampled. There is a row for each draft
-    of a request, and one more.
+    """h_t `[B, D]` of each request: the state from which its last token was sampled. Each request
+    has one row for each of its drafts, and one more.
     """
     if hidden_TD.shape[0] == len(sampled_token_ids):
         return hidden_TD
@@ -138,9 +138,9 @@ def with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_our_verification(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`rejection_sample`: drafts of ours that were drawn are verified as a block, where their q
-    stands. V1's kernels verify draft by draft, and ask for q of all tokens and all drafts, three
-    times as much memory as the logits.
+    """`rejection_sample`: our sampled drafts are verified as a block, where their q is stored. V1's
+    kernels verify each draft on its own, and need q of all tokens and all drafts, three times the
+    memory of the logits.
     """
 
     @functools.wraps(original)
@@ -171,8 +171,8 @@ def with_our_verification(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_drafts_profiled(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`_dummy_sampler_run`: vLLM measures memory with one draft a request, of which nobody keeps a
-    q. Here as many are made and verified as a full batch has. (The CPU build measures nothing.)
+    """`_dummy_sampler_run`: vLLM profiles memory with one draft per request and without any q. This
+    makes and verifies as many drafts as a full batch has. (The CPU build profiles no memory.)
     """
 
     @functools.wraps(original)
@@ -186,7 +186,7 @@ def with_drafts_profiled(original: Callable[..., Any]) -> Callable[..., Any]:
             asked.append(args[-1])
             return sampler(*args)
 
-        # Its own settings of so many requests that sample, as this release makes them.
+        # vLLM's own sampling settings for this many requests, in the form of this release.
         self.rejection_sampler = listening
         try:
             result = original(self, hidden_states)
@@ -201,7 +201,7 @@ def with_drafts_profiled(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.inference_mode()
 def rehearse(runner: Any, hidden_ND: torch.Tensor, sampling: Any) -> None:
-    """Draft for all requests of `sampling`, and verify that."""
+    """Draft for all requests of `sampling`, and verify the drafts."""
     drafter = runner.drafter
     batch = len(sampling.temperature)
     count = drafter.num_speculative_tokens
@@ -225,8 +225,8 @@ def _seat(runner: Any) -> None:
 
 def drafting_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
     """Failure: near max_model_len vLLM gives every request as many drafts of token 0 as it
-    reserves, whatever num_drafts and the chooser say, and counts them. Heads have no positions, so
-    there is nothing that they could not draft at; the scheduler cuts what is too long.
+    reserves, whatever num_drafts and the chooser decide, and counts them. Heads have no positions,
+    so they can draft anywhere; the scheduler cuts what is too long.
 
     Trigger: any request within K tokens of max_model_len.
     """
@@ -243,8 +243,9 @@ def drafting_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_plain(runner: Any, scheduled: Any) -> bool:
-    """A step that an engine without speculation would run in the same way: each request has one
-    token, none has drafts. What reads `speculative_config` for other reasons keeps it.
+    """Whether an engine without speculation would run this step in the same way: each request has
+    one token, none has drafts. Code that reads `speculative_config` for other reasons still sees
+    it.
     """
     return (
         _is_ours(runner)
@@ -255,7 +256,7 @@ def _is_plain(runner: Any, scheduled: Any) -> bool:
         and not runner.use_async_scheduling
         and not runner.model_config.is_hybrid
         and runner.vllm_config.kv_transfer_config is None
-        and runner.drafter.memory is None  # It judges the logits of every step.
+        and runner.drafter.memory is None  # It scores the logits of every step.
     )
 
 
@@ -271,7 +272,7 @@ def _without_speculation(runner: Any) -> Iterator[None]:
 
 def with_plain_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     """`execute_model`: an engine that speculates makes indices, masks and copies of metadata for
-    drafts also where nobody has one, a twentieth of a step of a small actor.
+    drafts even if no request has any; this takes a twentieth of a small actor's step.
     """
 
     @functools.wraps(original)
@@ -286,7 +287,7 @@ def with_plain_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_drafts_after_plain_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`sample_tokens` of such a step; it knows nothing of drafts, so they are asked for here."""
+    """`sample_tokens` after such a step; it doesn't ask for drafts, so this does."""
 
     @functools.wraps(original)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
@@ -300,7 +301,7 @@ def with_drafts_after_plain_steps(original: Callable[..., Any]) -> Callable[...,
         drafts = _drafts_after(
             self, scheduled, tokens, [0] * len(tokens), state.sample_hidden_states
         )
-        # Where there are none again the scheduler has nothing to be told.
+        # If there are no drafts again, the scheduler need not be told.
         if torch.is_tensor(drafts) or any(drafts):
             self._draft_token_ids = drafts
             self._copy_draft_token_ids_to_cpu(scheduled)
@@ -310,12 +311,11 @@ def with_drafts_after_plain_steps(original: Callable[..., Any]) -> Callable[...,
 
 
 def plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A step in which nothing was drafted samples as an engine without speculation does, and costs
-    as much.
+    """A step without drafts samples like an engine without speculation, at the same cost.
 
     Seeded requests are left out while others may draft: how their tokens are drawn must not depend
-    on who shares their step. (vLLM 0.31 and older have no metadata of a step without drafts; on the
-    CPU, where we draw the tokens, it is made here.)
+    on which requests share their step. (vLLM 0.31 and older have no metadata for a step without
+    drafts; on the CPU, where we draw the tokens, it is made here.)
     """
 
     @functools.wraps(original)
@@ -352,7 +352,7 @@ def plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class WithoutDrafts:
-    """Where the rows of up to R requests lie when none of them has a draft, int32."""
+    """Indices of the rows of up to R requests when none of them has a draft, int32."""
 
     none: torch.Tensor
     zeros_R: torch.Tensor
@@ -361,7 +361,7 @@ class WithoutDrafts:
 
 @functools.lru_cache
 def without_drafts(requests: int, device: torch.device) -> WithoutDrafts:
-    """The same at every step, so it is made once."""
+    """Cached, because they are the same in every step."""
     return WithoutDrafts(
         torch.empty(0, dtype=torch.int32, device=device),
         torch.zeros(requests + 1, dtype=torch.int32, device=device),
@@ -370,8 +370,8 @@ def without_drafts(requests: int, device: torch.device) -> WithoutDrafts:
 
 
 def few_indices_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Where each request's row of logits lies in a step in which nobody has a draft: vLLM counts
-    and copies seven arrays for that, and all but one are of the drafts.
+    """Find each request's row of logits in a step without drafts: vLLM counts and copies seven
+    arrays for that, of which all but one concern drafts.
     """
 
     @functools.wraps(original)
@@ -396,8 +396,8 @@ def few_indices_without_drafts(original: Callable[..., Any]) -> Callable[..., An
 
 
 def with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Whoever wakes the engine: heads that a deep sleep threw away are noticed before it drafts.
-    (The CPU's worker never really sleeps.)
+    """Heads lost in a deep sleep are noticed before the engine drafts, whatever woke it. (The CPU's
+    worker never really sleeps.)
     """
 
     @functools.wraps(original)

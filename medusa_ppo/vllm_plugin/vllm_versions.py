@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and which releases we work with. Importing this imports no vLLM."""
+"""Which vLLM is installed, and which releases we support. Importing this does not import vLLM."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from heads.errors import UnsupportedVersionError
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.24", "0.26", "0.29", "0.31", "0.32")
-"""Releases whose serving tests ran (benchmarks/RESULTS-archive.md, "Other vLLM versions");
-`make test-vllm` repeats them. Of 0.33, which has no CPU build and pins a torch that was not tried,
-they ran on its Python over the compiled parts of 0.32: it is used with a warning.
+"""Releases whose serving tests ran (benchmarks/RESULTS-archive.md, "Other vLLM versions"); `make
+test-vllm` repeats them. For 0.33, which has no CPU build and pins a torch that was not tested, they
+ran on its Python code over the compiled parts of 0.32: it is used with a warning.
 """
 FIRST, LAST = (0, 24), (0, 33)
-"""Releases between these that were not tested are used with a warning; pip is let choose among
-those up to 0.32 (pyproject.toml).
+"""Untested releases between these are used with a warning; pip may choose among those up to 0.32
+(pyproject.toml).
 """
 FIRST_TRANSFER = LAST_TRANSFER = (0, 32)
-"""Our backend of vLLM's weight-transfer API ran with this release alone. By reading, that API is
-the same from 0.29 on; in 0.26 its base class asks for a trainer's end as well, and in 0.24 it is
-another one.
+"""The only release that our backend of vLLM's weight-transfer API was run with. From its source,
+the API is the same from 0.29 on; in 0.26 its base class also requires a trainer's end, and in 0.24
+it is a different API.
 """
 LAST_MEDUSA = (0, 32)
 """Later releases have no Medusa: there our proposer is what vLLM calls a custom class
 (`speculation`).
 """
 FIRST_V2 = (0, 29)
-"""From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter: 0.29,
-0.32, and 0.33's Python.
+"""The first release with whose V2 model runner our speculator ran, on Triton's interpreter: 0.29,
+0.32, and 0.33's Python code.
 """
 FIRST_BLOCK = (0, 32)
-"""From this release on V2's kernels are told to verify drafts as a block. It may be there before
-(vLLM's PR 46781), but placeholders among drafts were not guarded in its first form (50939).
+"""The first release whose V2 kernels we let verify drafts as a block. The option may be older
+(vLLM's PR 46781), but its first form did not guard placeholders among drafts (50939).
 """
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own variable; engines that we start get it from engine.runner."""
@@ -53,7 +53,7 @@ _INSTALL = (
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM, e.g. `0.32.0`; empty when there is none."""
+    """Version of the installed vLLM, e.g. `0.32.0`; empty if there is none."""
     for name in _DISTRIBUTIONS:
         try:
             return metadata.version(name)
@@ -63,7 +63,7 @@ def vllm_version() -> str:
 
 
 def is_cpu_build() -> bool:
-    """The installed vLLM is the CPU build: a distribution of its own, or a `+cpu` version."""
+    """Whether the installed vLLM is the CPU build: a separate distribution, or a `+cpu` version."""
     try:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -71,8 +71,8 @@ def is_cpu_build() -> bool:
 
 
 def release(version: str) -> tuple[int, int]:
-    """The release that a version belongs to: `0.32.1.post2` is of (0, 32); (-1, -1) for what is no
-    version.
+    """The release that a version belongs to: `0.32.1.post2` belongs to (0, 32); (-1, -1) if it is
+    not a version.
     """
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0].partition("+")[0]
@@ -84,13 +84,13 @@ def is_tested(version: str) -> bool:
 
 
 def is_allowed(version: str) -> bool:
-    """Tested, or between releases that were."""
+    """Tested, or between tested releases."""
     return FIRST <= release(version) <= LAST
 
 
 def require_vllm() -> str:
-    """The installed version. UnsupportedVersionError when vLLM is missing, or older or newer than
-    all that was tested.
+    """The installed version. Raises UnsupportedVersionError if vLLM is missing, or is older or
+    newer than all supported releases.
     """
     version = vllm_version()
     if not version or importlib.util.find_spec("vllm") is None:
@@ -115,7 +115,7 @@ def require_vllm() -> str:
 
 
 def can_transfer(version: str) -> bool:
-    """This version's weight-transfer API is one that our backend was checked with."""
+    """Whether our backend was checked with this version's weight-transfer API."""
     return FIRST_TRANSFER <= release(version) <= LAST_TRANSFER
 
 
@@ -125,22 +125,22 @@ def has_block(version: str) -> bool:
 
 
 def has_v2(version: str) -> bool:
-    """Our speculator was checked with this version's V2 model runner."""
+    """Whether our speculator was checked with this version's V2 model runner."""
     return FIRST_V2 <= release(version) <= LAST
 
 
 def has_medusa(version: str) -> bool:
-    """This version's own `method="medusa"` is there, whose place ours takes."""
+    """Whether this version has its own `method="medusa"`, which ours replaces."""
     return release(version) <= LAST_MEDUSA
 
 
 def v2_asked() -> bool:
-    """An engine of this process is to run on V2."""
+    """Whether an engine of this process is to run on V2."""
     return os.environ.get(V2_SWITCH, "0") not in ("", "0")
 
 
 def require_transfer() -> None:
-    """UnsupportedVersionError where the actor can't be broadcast."""
+    """Raise UnsupportedVersionError if the actor can't be broadcast."""
     version = vllm_version()
     if not can_transfer(version):
         raise UnsupportedVersionError(

@@ -1,6 +1,4 @@
-"""What engines and the worker extension say to each other: names, drafting settings, errors as
-data.
-"""
+"""What engines and the worker extension exchange: names, drafting settings, errors as data."""
 
 from __future__ import annotations
 
@@ -15,27 +13,27 @@ WORKER_EXTENSION = "medusa_ppo.vllm_plugin.worker_extension.MedusaWorker"
 TRANSFER = "medusa_ppo"
 """Our weight-transfer backend's name in vLLM."""
 SAMPLED = "medusa_ppo_sampled"
-"""In vLLM's additional_config: drafts will be sampled."""
+"""In vLLM's additional_config: whether drafts will be sampled."""
 HEADS = "medusa_ppo_heads"
 """In vLLM's additional_config: the heads' folder, where vLLM has no Medusa (from 0.33 on)."""
 
 
 class Drafting(TypedDict, total=False):
-    """How an engine drafts from the next step on. What is left out stays as it is; all of it is
-    lossless, only acceptance and speed differ.
+    """How an engine drafts from the next step on. Missing keys leave their setting unchanged. All
+    settings are lossless: only acceptance and speed differ.
 
     Attributes:
-        num_drafts: drafts per step, 0 (none) to `max_drafts`; with `choose` the most of them.
-        sampled: drawn from the heads; else their argmax.
-        draft_temperature: of sampled drafts, times the request's own and that which came with each
-            head.
+        num_drafts: drafts per step, 0 (none) to `max_drafts`; with `choose` the maximum.
+        sampled: drafts are drawn from the heads' distributions; otherwise they are their argmax.
+        draft_temperature: factor for sampled drafts, multiplied with the request's own temperature
+            and the one stored with each head.
         choose: the engine chooses the number of drafts for each step.
-        draft_vocab: draft from so many of the most frequent tokens of prompts and rollouts; 0: from
-            all.
-        memory_bytes: of earlier responses, which sampled drafts are mixed with; 0: none are
-            remembered.
-        stop_below: a run of sampled drafts ends before one whose chance to be accepted is estimated
-            below this; 0: never.
+        draft_vocab: draft only from this many most frequent tokens of prompts and rollouts; 0: from
+            all tokens.
+        memory_bytes: size of the memory of earlier responses, which are mixed into sampled drafts;
+            0: no memory.
+        stop_below: a run of sampled drafts ends before a draft whose estimated chance of acceptance
+            is below this; 0: never.
     """
 
     num_drafts: int
@@ -48,7 +46,7 @@ class Drafting(TypedDict, total=False):
 
 
 def reports_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return one of our errors as data; anything else is a bug and travels as it is."""
+    """Return one of our errors as data; any other exception is a bug and is raised unchanged."""
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -72,7 +70,7 @@ def reports_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[
 
 
 def raise_reported(result: Any) -> dict[str, Any]:
-    """The result of one worker, or the error it reported."""
+    """The result of one worker; raises the error that it reported."""
     if not isinstance(result, dict):
         raise errors.EngineError(
             "A worker gave an unexpected answer.",
@@ -96,6 +94,6 @@ def raise_reported(result: Any) -> dict[str, Any]:
 
 
 def first_of(answers: list[Any]) -> dict[str, Any]:
-    """The first worker's result, after looking for an error in each."""
+    """The first worker's result, after checking all answers for errors."""
     checked = [raise_reported(answer) for answer in answers]
     return checked[0]

@@ -1,8 +1,8 @@
-"""The worker extension: named methods inside vLLM's worker that the engines call through
+"""The worker extension: methods inside vLLM's worker that engines call by name through
 `collective_rpc`.
 
 Arguments and results are JSON (paths, numbers, lists), so the same calls work in process, across
-processes and over HTTP, and nothing is pickled. A failure comes back as data (`{"error": ...}`),
+processes and over HTTP, and nothing is pickled. An error is returned as data (`{"error": ...}`),
 because vLLM's transports keep only the text of an exception.
 """
 
@@ -44,14 +44,14 @@ from medusa_ppo.vllm_plugin.worker_calls import Drafting, reports_errors
 logger = logging.getLogger(__name__)
 
 PROCESS = secrets.token_hex(8)
-"""This process and no other, on any machine: process ids come again."""
+"""Identifies this process on any machine: process ids are reused."""
 
 
 class Ahead:
-    """What a thread finds of a file, while others go on."""
+    """Reads a file in a thread, beside other work."""
 
     def __init__(self, path: str, read: Callable[[], Any]) -> None:
-        """`read` begins at once."""
+        """Starts `read` at once."""
         self.path = path
         self._found: Future[Any] = Future()
         threading.Thread(target=self._run, args=(read,), daemon=True).start()
@@ -59,7 +59,7 @@ class Ahead:
     def _run(self, read: Callable[[], Any]) -> None:
         try:
             self._found.set_result(read())
-        # Whatever it is, who asks for the result gets it.
+        # Catches everything: the caller of `result` gets the error.
         except Exception as error:
             self._found.set_exception(error)
 
@@ -67,7 +67,7 @@ class Ahead:
         return self._found.done()
 
     def result(self) -> Any:
-        """What `read` gave, or raised; waits for it."""
+        """Wait for `read`; return its result or raise its error."""
         return self._found.result()
 
 
@@ -113,8 +113,8 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_feed_state(self) -> dict[str, Any]:
-        """What an engine that feeds itself has to know: sizes of the heads, a sketch of the actor
-        (empty where its folder has no safetensors), and the heads' version, -1 where they are gone.
+        """What an engine that feeds itself needs: sizes of the heads, a sketch of the actor (empty
+        if its folder has no safetensors), and the version of the heads, -1 if they are gone.
         """
         drafter = self._medusa_require_drafter()
         return {
@@ -125,20 +125,20 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_feed_ahead(self, path: str, checked: list[Any]) -> dict[str, Any]:
-        """Begin to read heads of a feed, beside what runs; `medusa_feed_heads` takes them."""
+        """Start reading a feed's heads beside the engine's work; `medusa_feed_heads` loads them."""
         drafter = self._medusa_require_drafter()
         self._medusa_ahead = Ahead(path, lambda: drafter.read(path, Checked(*checked)))
         return {}
 
     @reports_errors
     def medusa_feed_ready(self) -> dict[str, Any]:
-        """Whether that is done, well or not."""
+        """Whether that reading has finished, with or without success."""
         ahead = self._medusa_ahead
         return {"ready": ahead is None or ahead.is_done()}
 
     @reports_errors
     def medusa_feed_heads(self, path: str, version: int, checked: list[Any]) -> dict[str, Any]:
-        """`medusa_swap_heads` from a feed; nothing is done where these very heads serve already."""
+        """`medusa_swap_heads` from a feed; does nothing if these heads serve already."""
         started = time.perf_counter()
         drafter = self._medusa_require_drafter()
         ahead = self._medusa_ahead
@@ -157,8 +157,8 @@ class MedusaWorker:
     def medusa_sync_actor(
         self, path: str, version: int, checked: list[Any] | None = None
     ) -> dict[str, Any]:
-        """Load the actor's weights (safetensors of HF names) into the running model, prepacked
-        copies included.
+        """Load the actor's weights (safetensors with HF names) into the running model, including
+        prepacked copies.
 
         The caller must have no running requests and must reset the prefix cache afterwards.
         """
@@ -166,7 +166,7 @@ class MedusaWorker:
         state, digest, names = together(
             "reading the actor", lambda: self._medusa_read_actor(path, checked)
         )
-        # It has no whole actor until all of it is there.
+        # The actor is incomplete until everything is loaded.
         self._medusa_actor = (-1, "")
         together("loading the actor", lambda: self._medusa_load(state, names))
         lm_head_VD = state.get(LM_HEAD_KEY)
@@ -181,8 +181,8 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_check_actor(self, entries: dict[str, list[Any]]) -> dict[str, Any]:
-        """Whether an actor of these tensors (`ActorStream.header`) is one for this model; nothing
-        is changed.
+        """Check that an actor with these tensors (`ActorStream.header`) fits this model; changes
+        nothing.
         """
         read_entries(entries)
         self._medusa_check_entries(
@@ -192,17 +192,17 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_join_transfer(self, place: dict[str, Any]) -> dict[str, Any]:
-        """Enter the group in which the trainer broadcasts; see `runtime.rendezvous.Place`."""
+        """Join the group in which the trainer broadcasts; see `runtime.rendezvous.Place`."""
         self.init_weight_transfer_engine({"place": place})  # type: ignore[attr-defined]
         return {}
 
     @reports_errors
     def medusa_receive_actor(self, entries: dict[str, list[Any]], version: int) -> dict[str, Any]:
-        """One session of vLLM's weight-transfer API, as one call between two steps, while the
+        """One session of vLLM's weight-transfer API, as a single call between two steps, while the
         trainer sends.
 
         The caller must have no running requests and must reset the prefix cache afterwards. Version
-        -1: it broke off half-way.
+        -1: the transfer broke off half-way.
         """
         started = time.perf_counter()
         self._medusa_actor = (-1, "")
@@ -217,7 +217,7 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_target_changed(self, version: int) -> dict[str, Any]:
-        """Another loop has loaded the actor's weights by its own means; its checksum isn't known
+        """Another loop has loaded the actor's weights by its own means; their checksum is unknown
         here.
         """
         self._medusa_require_drafter()
@@ -226,8 +226,8 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_checksums(self) -> dict[str, Any]:
-        """Checksums of what was loaded last; empty for an actor that was never synced (it is the
-        model folder's), and for heads that are gone (version -1).
+        """Checksums of what was loaded last; empty for an actor that was never synced (its weights
+        are the model folder's), and for heads that are gone (version -1).
         """
         drafter = self._medusa_drafter()
         version, actor = getattr(self, "_medusa_actor", (0, ""))
@@ -247,7 +247,7 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_remember(self, rows: list[list[Any]]) -> dict[str, Any]:
-        """Responses that other engines wrote, into the memory; see `ResponseMemory.take`."""
+        """Add responses of other engines to the memory; see `ResponseMemory.take`."""
         memory = self._medusa_require_drafter().memory
         if memory is not None:
             memory.store.take(rows)
@@ -260,13 +260,13 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_calibrate(self, drafts: int | None) -> dict[str, Any]:
-        """Time steps with so many drafts; see `MedusaProposer.calibrate`."""
+        """Time steps with this many drafts; see `MedusaProposer.calibrate`."""
         return {"steps": self._medusa_require_drafter().calibrate(drafts)}
 
     @reports_errors
     def medusa_step_times(self, rows: list[dict[str, float]] | None = None) -> dict[str, Any]:
-        """The table that the number of drafts is chosen by, after it has learned `rows`; what it
-        holds for, and the numbers to choose from.
+        """The table of step times by which the number of drafts is chosen, after learning `rows`;
+        also its key, and the numbers to choose from.
         """
         drafter = self._medusa_require_drafter()
         chooser = drafter.chooser
@@ -308,7 +308,7 @@ class MedusaWorker:
         self.finish_weight_update()  # type: ignore[attr-defined]
 
     def _medusa_drafter(self) -> Any:
-        """Our proposer; None where there are no heads of ours."""
+        """Our proposer; None without heads of ours."""
         drafter = drafter_of(self.model_runner)  # type: ignore[attr-defined]
         return drafter if hasattr(drafter, "held_version") else None
 
@@ -327,12 +327,12 @@ class MedusaWorker:
     def _medusa_took_actor(
         self, version: int, digest: str, lm_head_V2: torch.Tensor | None, source: str
     ) -> None:
-        """What follows new weights in the model, however they came.
+        """What must follow new weights in the model, however they arrived.
 
         Args:
-            lm_head_V2: the new lm_head's first two columns; None where it did not come. That of a
-                tied actor is the model's own parameter.
-            source: where they came from, for an error's text.
+            lm_head_V2: the new lm_head's first two columns; None if it was not sent. For a tied
+                actor they are taken from the model's own parameter.
+            source: where the weights came from, for an error's text.
         """
         runner = self.model_runner  # type: ignore[attr-defined]
         if pack_tied_lm_head(runner.get_model()):
@@ -346,8 +346,8 @@ class MedusaWorker:
         self._medusa_actor = (int(version), digest)
 
     def _medusa_check_entries(self, given: Header, source: str) -> list[str]:
-        """Names to load, after comparing names, shapes and kinds of numbers with the model folder's
-        own files.
+        """The names to load, after comparing names, shapes and kinds of numbers with the model
+        folder's own files.
         """
         model = self._medusa_model_folder()
         expected: Header = {}
@@ -382,7 +382,7 @@ class MedusaWorker:
                 expected=f"the {len(expected)} tensors of {model}",
                 do="Sync the state_dict of the same architecture.",
             )
-        # A tied lm_head is the embedding; loading it a second time would only hide a mismatch.
+        # A tied lm_head is the embedding; loading it a second time would only hide a difference.
         return [name for name in given if not (tied and name == LM_HEAD_KEY)]
 
     def _medusa_sketch(self) -> str:
@@ -392,7 +392,7 @@ class MedusaWorker:
             return ""
         try:
             name, _ = table_names(folder)
-        except ModelError:  # No causal LM of transformers; vLLM serves more than these.
+        except ModelError:  # Not a causal LM of transformers; vLLM serves other models too.
             return ""
         for path in table_files(str(folder), (name, name)):
             with safe_open(path, "pt") as file:
@@ -403,7 +403,7 @@ class MedusaWorker:
         return ""
 
     def _medusa_model_folder(self) -> Path | None:
-        """The folder that vLLM loaded; of a hub name that in the hub's cache."""
+        """The folder that vLLM loaded; for a hub name, the one in the hub's cache."""
         vllm_config = self.vllm_config  # type: ignore[attr-defined]
         model = vllm_config.model_config
         load = vllm_config.load_config
@@ -424,9 +424,9 @@ class MedusaWorker:
         return bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
 
     def _medusa_check_lm_head(self, given_V2: torch.Tensor, source: str) -> None:
-        """The product that serves must be that of the new lm_head (its first two columns): on the
-        CPU a parameter can change while its prepacked copy does not. Ones and zeros round nothing,
-        so it is the same to the bit, however little PPO has changed.
+        """The serving product must be that of the new lm_head (its first two columns): on the CPU a
+        parameter can change while its prepacked copy does not. Ones and zeros round nothing, so the
+        product is the same to the bit, however little PPO has changed.
         """
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
@@ -454,12 +454,12 @@ class MedusaWorker:
 
 
 def _alike(given: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, ...]]) -> bool:
-    """The same shape, and both floating point or neither; the width of floats is the engine's
-    business.
+    """Whether the shapes agree, and both are floating point or neither; the engine decides the
+    width of floats.
     """
     return given[1] == expected[1] and ("F" in given[0]) == ("F" in expected[0])
 
 
-# vLLM imports this module in the worker, before the model runner is built, and does not swallow
-# what goes wrong here.
+# vLLM imports this module in the worker, before the model runner is built, and does not hide errors
+# raised here.
 activate()

@@ -103,7 +103,7 @@ def test_the_list_of_files_is_whole(site: ModuleType) -> None:
         assert any(form in section for form in (tree.escape(said), tree.cell(tree.escape(said)))), (
             f"{folder}/{file.name}"
         )
-    assert "| `targets.py` | The only place that shifts tokens" in page and "one-gpu.yaml" in page
+    assert "| `targets.py` | The only code that shifts tokens" in page and "one-gpu.yaml" in page
 
 
 def test_all_documents_are_pages_with_links_that_hold(site: ModuleType, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ NOT_RUN = {
     "kubectl apply": "needs a Kubernetes cluster; tests/test_kuberay.py checks the manifest",
     "kubectl get": "needs a Kubernetes cluster",
     "make docs": "installs mkdocs from the network",
-    "medusa-ppo feed forget": "needs a feed in a Ray; tests/medusa_ppo/feeds has it",
+    "medusa-ppo feed forget": "needs a feed in Ray; tests/medusa_ppo/feeds has it",
     "make test-chaos": "takes an hour; tests/robustness/test_chaos.py runs some of its faults",
     "make test-gpu": "needs a GPU",
     "make test-slow": "is itself tests, run before a release",

@@ -405,7 +405,7 @@ KINDS = (
         "The companion was lost and started again",
         heads=False,
     ),
-    Kind("companion stopped", companion_stopped, "ended and started again", heads=False),
+    Kind("companion stopped", companion_stopped, "ended and restarted", heads=False),
     Kind(
         "companion's second worker killed",
         companion_worker_killed,

@@ -1,5 +1,5 @@
-"""verl loads this in each of its processes (entry point `verl.plugins`): it brings our trainer when
-verl's own is imported.
+"""verl loads this in each of its processes (entry point `verl.plugins`): it imports our trainer
+when verl's own is imported.
 
 verl's trainer takes long to import, and most of verl's processes never do. So nothing of verl is
 imported here.
@@ -54,11 +54,11 @@ def _bring_ours() -> None:
     try:
         importlib.import_module(OURS)
     except ImportError as error:
-        # Users who don't ask for our trainer are not bothered; if you do ask, verl says that it is
+        # Users who don't ask for our trainer need no warning; for those who do, verl reports it as
         # unknown, and this says why.
         logger.error(
-            "medusa-ppo's trainer `medusa_sync` is not available: something of verl that it hangs"
-            " on is not where it was (made for verl 0.9, docs/hooks.md): %s",
+            "medusa-ppo's trainer `medusa_sync` is not available: a name in verl that it relies on"
+            " has moved (made for verl 0.9, docs/hooks.md): %s",
             error,
         )
 

@@ -1,5 +1,5 @@
-"""What runs in verl's vLLM: its server with two more methods, and its worker extension joined with
-ours.
+"""The code that runs in verl's vLLM: its server with two more methods, and its worker extension
+joined with ours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class MedusaHttpServer(vLLMHttpServer):
     """The server's own `collective_rpc` drops the workers' answers."""
 
     async def medusa_call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        """A method of the worker extension on all workers of this server."""
+        """Call a method of the worker extension on all workers of this server."""
         return await self.engine.collective_rpc(method=method, args=args)
 
     async def medusa_counters(self) -> Counters:

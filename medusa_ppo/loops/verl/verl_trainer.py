@@ -67,7 +67,7 @@ ACTOR_ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
 
 
 class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
-    """verl's actor worker; the first data-parallel replica (with FSDP that is rank 0) taps its own
+    """verl's actor worker; the first data-parallel replica (with FSDP: rank 0) taps its own
     log-prob pass.
     """
 
@@ -76,10 +76,10 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: Any) -> Any:
-        # One replica's rows are plenty for heads; gathering all would cost the loop bandwidth.
+        # One replica's rows are enough for heads; gathering all would cost the loop bandwidth.
         if self.actor.engine.get_data_parallel_rank() != 0:
             return super().compute_log_prob(data)
-        # Made at the first pass: the engine is built by a call of its own, after the constructor.
+        # Made at the first pass: the engine is built by a separate call, after the constructor.
         if self._medusa_tap is None:
             self._medusa_tap = engine_tap(self.actor.engine, self.config)
         rows, kept = rows_of(data)
@@ -93,16 +93,16 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_take(self, policy_version: int) -> RolloutBatch | None:
-        """What was tapped since the last call; only from the rank that reports."""
+        """What was tapped since the last call; only on the rank that reports."""
         return self._medusa_tap.take(policy_version) if self._medusa_tap is not None else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_tables(self) -> Tables | None:
-        """lm_head and embedding, gathered from all ranks if they changed; from the rank that
-        reports only.
+        """lm_head and embedding, gathered from all ranks if they changed; only on the rank that
+        reports.
         """
         if self.config.actor.strategy == MEGATRON:
-            # Other replicas have none: nothing crosses between replicas.
+            # Other replicas have none: nothing is sent between replicas.
             tap: Any = self._medusa_tap
             return tap.tables() if tap is not None else None
         engine = self.actor.engine
@@ -114,7 +114,7 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
 @contextlib.contextmanager
 def on_device(engine: Any) -> Iterator[None]:
-    """Weights that verl keeps off the GPU are there for a moment."""
+    """Weights that verl keeps off the GPU are on it in this block."""
     if engine.is_param_offload_enabled:
         engine.to(get_device_name(), model=True, optimizer=False, grad=False)
     yield
@@ -133,29 +133,28 @@ def engine_tap(engine: Any, config: Any) -> RowTap:
 
 
 class MegatronEngineTap(RowTap):
-    """verl's Megatron engine, tapped: whole rows and tables of one model replica come together on
-    the rank where verl's own outputs do.
+    """A tap of verl's Megatron engine: whole rows and tables of one model replica are joined on the
+    rank where verl's own outputs are.
 
-    The engine may be cut by tensor, pipeline (virtual stages too), sequence and context
-    parallelism. Each micro-batch comes to `MegatronEngine.forward_step` on every rank, its rows
-    whole and without padding. So that method is wrapped for the time of a log-prob pass, and our
-    tap is opened around each call of it. One replica is tapped; verl's other data-parallel replicas
-    do not notice. Every rank of it has a tap, and calls all its methods when the others do: rows
-    and tables are gathered.
+    The engine may use tensor, pipeline (also virtual stages), sequence and context parallelism.
+    Each micro-batch reaches `MegatronEngine.forward_step` on every rank, its rows whole and without
+    padding. So that method is wrapped during a log-prob pass, and our tap is open around each call
+    of it. One replica is tapped; verl's other data-parallel replicas are not affected. Every rank
+    of this replica has a tap, and calls all its methods when the others do, because rows and tables
+    are gathered.
     """
 
     def __init__(self, engine: Any, sampling: Sampling, max_bytes: int, ahead: int) -> None:
         """
         Args:
             engine: verl's MegatronEngine, initialised.
-            sampling, max_bytes, ahead: as of RowTap.
+            sampling, max_bytes, ahead: as in RowTap.
 
         Raises:
-            ModelError: not a GPTModel (one with an image tower, say).
-            ConfigError: the rows are cut for context parallelism in a way that the tap doesn't
-                know.
+            ModelError: not a GPTModel (for example one with an image tower).
+            ConfigError: the tap doesn't know how these rows are split for context parallelism.
         """
-        # Megatron is only there where it is used.
+        # Megatron is only installed where it is used.
         from medusa_ppo.actors.megatron import MegatronActor
 
         super().__init__(sampling, max_bytes, ahead)
@@ -193,7 +192,7 @@ class MegatronEngineTap(RowTap):
                 for ids_T, hidden_TD in zip(
                     micro_batch["input_ids"].unbind(), tap.hidden_BTD, strict=True
                 ):
-                    # Megatron pads rows so that they can be cut; the padding stands behind.
+                    # Megatron pads rows so that they can be split; the padding comes last.
                     self._see(ids_T, hidden_TD[: ids_T.numel()])
             return answer
 
@@ -201,7 +200,7 @@ class MegatronEngineTap(RowTap):
         try:
             yield
         finally:
-            del engine.forward_step  # The class's own method shows again.
+            del engine.forward_step  # Restores the class's own method.
 
     def tables(self) -> Tables | None:
         """lm_head and embedding, on the rank that reports."""
@@ -211,7 +210,7 @@ class MegatronEngineTap(RowTap):
 
 
 def sampling_of(rollout: Any) -> Sampling:
-    """How verl samples its rollouts, in our words."""
+    """verl's sampling of its rollouts in our form."""
     return Sampling(
         temperature=rollout.temperature, top_p=rollout.top_p, top_k=max(int(rollout.top_k), 0)
     )
@@ -228,7 +227,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             OmegaConf.to_container(config.get("medusa") or OmegaConf.create({}), resolve=True)
         )
         with open_dict(config):
-            # verl asks for this name in many places; ours is the same mode.
+            # verl compares this name in many places; ours is the same mode.
             config.trainer.v1.trainer_mode = "sync"
         self.medusa: RemoteAttachment | None = None
         if medusa is not None:
@@ -243,12 +242,12 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
         super()._init_resource_pool_mgr()
         if self.medusa is not None:
             for role in self.role_worker_mapping:
-                # verl names the role by what shares its processes.
+                # verl names the role after the processes that it shares.
                 if str(role) in ACTOR_ROLES:
                     self.role_worker_mapping[role] = ray.remote(MedusaActorRolloutRefWorker)
 
     def on_init_end(self) -> None:
-        super().on_init_end()  # Wakes the engines and fills them with the actor's weights.
+        super().on_init_end()  # Wakes the engines and loads the actor's weights.
         if self.medusa is not None:
             servers = [
                 server
@@ -259,7 +258,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
                 lambda method, args: call_all(servers, method, args), lambda: sum_counters(servers)
             )
             self.medusa.start()
-            # They had slept before, and verl's sleep throws the heads away with the weights.
+            # They have slept before, and verl's sleep throws the heads away with the weights.
             self.medusa.synced(lost_heads=True)
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -355,10 +354,10 @@ def configure(config: Any, medusa: RemoteAttachment) -> None:
 
 
 def rows_of(data: Any) -> tuple[list[Row], list[int]]:
-    """Prompt and response of those rows of verl's nested batch that the heads can learn from, and
+    """Prompt and response of the rows of verl's nested batch that the heads can learn from, and
     which rows these are.
 
-    Left out are rows with tokens between the response's own (tools' answers).
+    Rows with tokens between the response's own (tools' answers) are left out.
     """
     rows = []
     kept = []
@@ -375,7 +374,7 @@ def rows_of(data: Any) -> tuple[list[Row], list[int]]:
 
 def response_logprobs(log_probs: torch.Tensor, response_mask: torch.Tensor) -> list[torch.Tensor]:
     """The response part of verl's log-probs, row by row: they are nested over prompt and response,
-    and one to the left.
+    and shifted left by one.
     """
     pairs = zip(log_probs.unbind(), response_mask.unbind(), strict=True)
     return [
@@ -392,7 +391,7 @@ def _load_replica() -> type[Any]:
 
 
 def _first(answers: Any) -> Any:
-    """A worker group answers with a list (or, from rank 0 alone, with the value itself)."""
+    """A worker group returns a list (or, from rank 0 alone, the value itself)."""
     for answer in _each(answers):
         if answer is not None:
             return answer

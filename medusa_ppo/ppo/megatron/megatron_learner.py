@@ -1,15 +1,16 @@
-"""PPO with a Megatron actor: the loop's process holds companion and engines, and tells the actor's
-ranks what to do.
+"""PPO with a Megatron actor: the loop's process holds the companion and the engines, and drives the
+actor's ranks.
 
     loop (critic,  --rollouts, scores-->  rank 0 ... N-1 in Ray actors (actor, reference, optimizer;
     reward model)  <--log-probs, hidden states, weights in buckets--    critic and reward model as
                                                                         actor.roles says)
 
-A critic in the loop works while the ranks do; one on the ranks before or after the actor, and is
-cut as it is. Ranks meet in collectives, so all of them must have the same calls in the same order,
-whichever threads of the loop ask: a lock is around what hands a call to all of them. The actor's
-weights come as a stream of buckets, each stage's first rank giving out its own; Ray holds a stage
-back that is more than `BUCKETS_AHEAD` buckets ahead of who reads.
+A critic in the loop works at the same time as the ranks. A critic on the ranks works before or
+after the actor and is sharded like it. Ranks meet in collectives, so all of them must get the same
+calls in the same order, whichever thread of the loop makes them: a lock guards the code that sends
+a call to all ranks. The actor's weights come as a stream of buckets; the first rank of each stage
+sends that stage's weights. Ray pauses a stage that is more than `BUCKETS_AHEAD` buckets ahead of
+the reader.
 
 Shape letters: B sequences, R response positions, T tokens, D hidden, V vocabulary.
 """
@@ -64,7 +65,7 @@ PLACE_TIMEOUT_S = 300.0
 
 
 class RankTeam:
-    """The actor's ranks, each in a Ray actor. `ray.init` is the caller's."""
+    """The actor's ranks, each in a Ray actor. The caller runs `ray.init`."""
 
     def __init__(
         self,
@@ -76,13 +77,13 @@ class RankTeam:
     ) -> None:
         """
         Args:
-            path: folder of the actor's checkpoint, which all nodes can read.
-            with_embedding: `tables` brings the input embedding.
+            path: folder of the actor's checkpoint, readable from all nodes.
+            with_embedding: whether `tables` returns the input embedding too.
             critic_path: folder of the checkpoint that a critic on the ranks starts from; None: the
                 actor's.
 
         Raises:
-            ModelError, ConfigError: as `rank_sizes`, of each role of the ranks.
+            ModelError, ConfigError: as `rank_sizes`, for each role on the ranks.
             RunError: there is no room for the ranks, or one did not start.
         """
         config = settled(config)
@@ -95,11 +96,12 @@ class RankTeam:
             (critic_path or path) if CRITIC in sizes else None,
             config.ppo.reward if REWARD in sizes else None,
         )
-        # Of the cluster: the loop's own process may well stand on a node without a GPU.
+        # The cluster's GPUs, not this machine's: the loop's process may run on a node without a
+        # GPU.
         gpus = bool(ray.cluster_resources().get("GPU"))
         resources = {section.resource: TOKEN} if section.resource else {}
-        # A tensor-parallel group talks in every layer: one bundle each, so that Ray puts it on one
-        # node.
+        # The ranks of a tensor-parallel group communicate in every layer. They share a bundle, so
+        # that Ray puts them on one node.
         each = {"GPU" if gpus else "CPU": 1.0 if gpus else TOKEN, **resources}
         bundle = {name: share * section.tensor_parallel for name, share in each.items()}
         self._ranks: list[Any] = []
@@ -112,17 +114,17 @@ class RankTeam:
             )
             for rank in range(section.ranks):
                 options: dict[str, Any] = {
-                    # What its bundle holds and no more, or Ray refuses to place it.
+                    # No more than its bundle holds; otherwise Ray refuses to place it.
                     "num_cpus": 0 if gpus else TOKEN,
                     "num_gpus": 1 if gpus else 0,
                     "resources": resources or None,
                     "runtime_env": {
                         "env_vars": {
-                            # Ray sets it to 1 in a process that asked for less than a core, and
-                            # torch keeps to it.
+                            # Ray sets this to 1 in a process that requested less than a core, and
+                            # torch obeys it.
                             "OMP_NUM_THREADS": str(config.ppo.threads),
-                            # Each rank would say as it imports Megatron that it has neither
-                            # TransformerEngine nor Apex.
+                            # Without this, each rank warns when it imports Megatron that
+                            # TransformerEngine and Apex are missing.
                             "PYTHONWARNINGS": "ignore",
                         }
                     },
@@ -130,25 +132,25 @@ class RankTeam:
                 }
                 kind: Any = ray.remote(**options)(ActorRank)
                 self._ranks.append(kind.remote(rank, path, config, with_embedding, *begun_from))
-            # The first rank opens the place on its own node, which nobody knows before Ray has put
-            # it somewhere.
+            # The first rank opens the meeting place on its own node; which node that is, is known
+            # only after Ray has placed it.
             self.call("start", self.wait([self._ranks[0].meet_here.remote()])[0])
         except BaseException:
             self.close()
             raise
 
     def begin(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all ranks; references to their answers. Any thread may."""
+        """Call a method on all ranks; returns references to the answers. Safe from any thread."""
         with self._handing:
             return [getattr(rank, method).remote(*arguments) for rank in self._ranks]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all ranks; returns the answers of those that have one."""
+        """Call a method on all ranks and return the answers of those that have one."""
         return self.wait(self.begin(method, *arguments))
 
     def wait(self, references: list[Any]) -> list[Any]:
-        """Answers that are not None. The first error ends the wait: other ranks may wait for the
-        one that failed.
+        """Answers that are not None. The first error ends the wait, because other ranks may be
+        waiting for the one that failed.
         """
         left = list(references)
         with _rank_errors():
@@ -158,15 +160,15 @@ class RankTeam:
             return [answer for answer in ray.get(references) if answer is not None]
 
     def stream(self, role: str, what: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors of actor or critic as the stages give them out, some in memory
-        at a time.
+        """The tensors of the actor's or critic's checkpoint as the stages send them; only some are
+        in memory at a time.
         """
         options: dict[str, Any] = {
             "num_returns": "streaming",
             "_generator_backpressure_num_objects": BUCKETS_AHEAD,
         }
-        # All begin before the first one is read: the ranks of a stage, or all replicas, put each
-        # tensor together in collectives, and one that had not begun would keep the others waiting.
+        # All start before the first one is read: the ranks of a stage, or all replicas, assemble
+        # each tensor in collectives, and one that had not started would block the others.
         with self._handing:
             streams = [
                 rank.give_out.options(**options).remote(role, what, dtype) for rank in self._ranks
@@ -178,7 +180,7 @@ class RankTeam:
                 yield from tensors.items()
 
     def close(self) -> None:
-        """End all ranks; harmless when called again."""
+        """End all ranks. Safe to call again."""
         ranks = self._ranks
         self._ranks = []
         group = self._group
@@ -197,7 +199,7 @@ def _rank_errors() -> AbstractContextManager[None]:
 
 
 class RankedActor(SpreadActor):
-    """The ranks' actor as plugin and sync see it."""
+    """The actor on the ranks, as plugin and sync see it."""
 
     def __init__(self, team: RankTeam) -> None:
         self._team = team
@@ -206,7 +208,7 @@ class RankedActor(SpreadActor):
 
     @contextlib.contextmanager
     def tap(self) -> Iterator[RankedActor]:
-        """Context around `hold`: the ranks have already made the pass."""
+        """A context around `hold`: the ranks have already made the pass."""
         yield self
 
     def hold(self, hidden_BTD: Tensor) -> None:
@@ -244,7 +246,7 @@ class RankedActor(SpreadActor):
 
 
 class MegatronLearner(PPOLearner):
-    """Actor and reference on ranks; the critic there too, or in this process."""
+    """Actor and reference on ranks; the critic is on the ranks too, or in this process."""
 
     actor: RankedActor
 
@@ -252,16 +254,18 @@ class MegatronLearner(PPOLearner):
         """
         Args:
             team: started ranks; the caller closes it.
-            path: folder of the actor's checkpoint, whose configuration is saved with it.
-            critic: value network of this process; None: there is none, or the ranks have it.
-            config: the run's, as the ranks have it.
+            path: folder of the actor's checkpoint; its configuration is saved with the actor.
+            critic: the value network, if it is in this process; None: there is no critic, or it is
+                on the ranks.
+            config: the run's configuration, the same that the ranks have.
         """
         super().__init__(critic, config.ppo, seed=config.seed)
         self._team = team
         self._critic_on_ranks = config.critic_on_ranks
         self.has_critic |= self._critic_on_ranks
         self._path = path
-        # The last batch, and where Ray's store has it: scoring and update read the same rollouts.
+        # The last batch and its reference in Ray's store: scoring and update read the same
+        # rollouts.
         self._handed: tuple[PPOBatch, Any] | None = None
         self.actor = RankedActor(team)
         self.device = torch.device("cpu") if critic is None else next(critic.parameters()).device
@@ -272,7 +276,7 @@ class MegatronLearner(PPOLearner):
     def _begin_scoring(
         self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
     ) -> Callable[[], PolicyScores]:
-        # The plugin's own says which states are wanted, so that a rank hands in no others.
+        # The plugin's own tap says which states it wants, so ranks return no others.
         picks = tap if isinstance(tap, StatesTap) else None
         wanted = None if picks is None else picks.wanted
         tapped = tap is not None if picks is None else wanted is not None
@@ -292,8 +296,7 @@ class MegatronLearner(PPOLearner):
                     picks.put(dict(zip(share.sequences, share.states, strict=True)))
                 elif tap is not None:
                     hidden_BRD = pad_sequence(list(share.states), batch_first=True)
-                    # The response stands at columns 1 and on: column t is predicted from the state
-                    # at t - 1.
+                    # Responses start at column 1: column t is predicted from the state at t - 1.
                     mask_BT = torch.nn.functional.pad(
                         batch.mask_SR[list(share.sequences), : hidden_BRD.shape[1]],
                         (1, 0),
@@ -312,8 +315,8 @@ class MegatronLearner(PPOLearner):
         answers = self._team.begin(
             "update", self._hand(batch), batch.pad_id, ray.put(scores), sampling, step
         )
-        # Before the answers: whoever asks for the tables from now on waits for the ranks, which
-        # take one call after the other, and gets those of the update.
+        # Set before the answers arrive: from now on, a caller that needs the tables waits for the
+        # ranks, which take one call at a time, and gets the updated ones.
         self.actor.changed()
         return lambda: UpdateTotals.over(self._team.wait(answers))
 
@@ -344,14 +347,14 @@ class MegatronLearner(PPOLearner):
         return super().take_memory() | _of_one_rank(self._team.call("memory"))
 
     def _hand(self, batch: PPOBatch) -> Any:
-        """The rollouts in Ray's store; once for scoring and update."""
+        """The rollouts in Ray's store, put there once for scoring and update."""
         if self._handed is None or self._handed[0] is not batch:
             self._handed = (batch, ray.put(batch.rollouts))
         return self._handed[1]
 
     def save_actor(self, folder: Path) -> None:
         config = AutoConfig.from_pretrained(self._path, trust_remote_code=False)
-        # The weights that follow are written in float32, whatever the checkpoint began in.
+        # The weights are written in float32, whatever dtype the checkpoint started in.
         config.dtype = torch.float32
         config.save_pretrained(folder)
         with contextlib.suppress(OSError):  # Not every checkpoint has one.
@@ -373,8 +376,8 @@ class MegatronLearner(PPOLearner):
         with StateWriter(folder / f"{role}.safetensors", weights) as writer:
             for name, tensor in self._team.stream(role, WEIGHTS, torch.float32):
                 writer.put(name, tensor)
-        # AdamW has no moments before its first step: a learner on transformers writes none then
-        # either, and one of them can go on with what the other has saved.
+        # AdamW has no moments before its first step. A learner on transformers writes none then
+        # either, so each can resume from what the other saved.
         steps = max(self._team.call("steps", role))
         entries = {
             f"{name}/{moment}": (torch.float32, shape)
@@ -391,7 +394,7 @@ class MegatronLearner(PPOLearner):
                     writer.put(f"{name}/{moment}", tensor)
 
     def _load_policy(self, folder: Path) -> None:
-        # Ranks on other nodes have a different working directory.
+        # Ranks on other nodes have another working directory.
         self._team.call("load", ACTOR, os.path.abspath(folder))
         self.actor.changed()
 
@@ -403,8 +406,8 @@ class MegatronLearner(PPOLearner):
 
 
 class RankedReward(ReadReward):
-    """What the reward model of the ranks says of whole texts. Texts are read here, so what is wrong
-    with its tokenizer or template is known before there are ranks; `attach` comes before `score`.
+    """The scores of the reward model on the ranks, for whole texts. Texts are tokenized here, so
+    faults of its tokenizer or template appear before the ranks start. Call `attach` before `score`.
     """
 
     def __init__(self, config: PPOConfig) -> None:
@@ -425,17 +428,17 @@ class RankedReward(ReadReward):
         self._team: RankTeam | None = None
 
     def attach(self, team: RankTeam) -> None:
-        """These are the ranks."""
+        """Set the ranks that score."""
         self._team = team
 
     def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
         assert self._team is not None, "attach comes first"
         shares: list[Tensor] = self._team.call("judge", ray.put(list(texts)))
-        # Each replica has zeros where others judged, so the sum is the whole, to the bit.
+        # Each replica has zeros where others scored, so the sum is complete, to the bit.
         scores_NB = torch.stack(shares).sum(dim=0)
         yield from scores_NB.unsqueeze(-1)
 
 
 def _of_one_rank(figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of the rank that had most: of its memory, and of what moved there."""
+    """The figures of the rank that used the most memory, and those of its transfers."""
     return max(figures, key=lambda found: found[names.LEDGER_PEAK])

@@ -1,14 +1,14 @@
-"""One process of a Megatron actor: its part of actor and reference, as actor.roles says of the
-critic and the reward model too, and its share of every pass of PPO.
+"""One process of a Megatron actor. It holds its part of the actor and the reference, and of the
+critic and reward model if actor.roles says so, and does its share of every PPO pass.
 
-The roles keep their memory or take turns with it (ppo.placement), as those of the loop's process
-do; every rank gets the same calls, so their turns are the same.
+The roles keep their memory or take turns with it (ppo.placement), like those in the loop's process.
+Every rank gets the same calls, so all ranks take the same turns.
 
 Every rank gets the same calls in the same order. Sequences are dealt to data-parallel replicas; the
-ranks of a replica run the same micro batches. The loss is divided by the tokens of the whole
-minibatch, and gradients are added up over replicas: how many there are changes the result by
-rounding only. What is learned, moments and losses are float32, as in the loop's own learner; with
-model.dtype=bfloat16 the model itself is a bfloat16 copy.
+ranks of a replica run the same micro batches. The loss is divided by the number of tokens of the
+whole minibatch, and gradients are summed over replicas, so the number of replicas changes the
+result by rounding only. Trained weights, moments and losses are float32, as in the loop's own
+learner; with model.dtype=bfloat16 the model itself is a bfloat16 copy.
 
 Shape letters: S sequences, R response positions, B sequences of this replica, T tokens, P tokens
 and predictions of one context-parallel rank, D hidden, M response tokens, V vocabulary.
@@ -59,13 +59,13 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class RankScores:
-    """What a replica's reporting rank hands to the loop.
+    """What the reporting rank of a replica returns to the loop.
 
     Attributes:
-        policy: of the whole batch's shape, zero outside of this replica's sequences.
+        policy: in the whole batch's shape, zero outside this replica's sequences.
         sequences: B indices into the rollout batch.
-        states: of each of these the actor's final hidden states that predict its response tokens,
-            those that were asked for, `[states, D]` on the CPU; None: not asked for.
+        states: for each of these, the actor's final hidden states that predict its response tokens,
+            if requested, `[states, D]` on the CPU; None: not requested.
     """
 
     policy: PolicyScores
@@ -74,8 +74,8 @@ class RankScores:
 
 
 class ActorRank:
-    """Runs in a Ray actor. Call `start` first, on all ranks at once, after `meet_here` on the
-    first.
+    """Runs in a Ray actor. Call `meet_here` on the first rank, then `start` on all ranks at once,
+    before anything else.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class ActorRank:
         """
         Args:
             rank: 0 to actor.ranks - 1.
-            path: folder of the actor's checkpoint; the reference stays what is there.
+            path: folder of the actor's checkpoint; the reference keeps these weights.
             config: the run's.
-            with_embedding: `tables` brings the input embedding too.
+            with_embedding: whether `tables` returns the input embedding too.
             critic_path: folder of the checkpoint that a critic here starts from; None: there is
                 none here.
-            reward_path: folder of a reward model that judges here; None: there is none here.
+            reward_path: folder of a reward model that scores here; None: there is none here.
         """
         self._rank = rank
         self._path = path
@@ -104,10 +104,10 @@ class ActorRank:
         self._config = config
         self._with_embedding = with_embedding
         self._meeting: Meeting | None = None
-        self._scored: set[int] = set()  # Of the last batch: the sequences this replica scored.
+        self._scored: set[int] = set()  # Sequences of the last batch that this replica scored.
 
     def meet_here(self) -> Place:
-        """Open the place where the ranks find each other."""
+        """Open the meeting place of the ranks."""
         self._meeting = Meeting.open(
             ray.util.get_node_ip_address(), self._config.actor.ranks, timeout_s=TIMEOUT_S
         )
@@ -115,11 +115,11 @@ class ActorRank:
 
     def start(self, place: Place) -> None:
         section = self._config.actor
-        # Before anything is built, because it may replace Megatron's layers.
+        # Before anything is built, because this may replace Megatron's layers.
         if section.imports:
             importlib.import_module(section.imports)
         torch.set_num_threads(self._config.ppo.threads or 1)
-        # The first rank has opened it already, in `meet_here`.
+        # The first rank already opened it in `meet_here`.
         self._meeting = self._meeting or Meeting(place.seen_by(self._rank))
         start_parallel(self._meeting, section)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -146,7 +146,7 @@ class ActorRank:
             parallel_state.get_tensor_model_parallel_group(),
             rows_per_rank=sizes.vocab_rows(section.tensor_parallel),
         )
-        self._support = ShardedSupport(Sampling(), self._vocabulary)  # Of the last batch scored.
+        self._support = ShardedSupport(Sampling(), self._vocabulary)  # Of the last scored batch.
         self._critic: RankCritic | None = None
         if self._critic_path is not None:
             model = build(
@@ -176,7 +176,7 @@ class ActorRank:
             self._place(REWARD, Resident(judge.model))
 
     def _place(self, role: str, resident: Resident) -> None:
-        """The role is there; if all take turns it makes room for the next one that is built."""
+        """Register a role. If all roles take turns, it frees memory for the next one."""
         self._turns.settle(role, resident)
         self._turns.clear()
 
@@ -190,7 +190,7 @@ class ActorRank:
             distributed=self._config.actor.distributed_optimizer,
         )
         if dtype != torch.float32:
-            # It made its float32 copies of parameters that were rounded already.
+            # The optimizer copied parameters to float32 that had already been rounded.
             parameters = model.parameters()
             for name, shard in model.first_shards(path):
                 found.put(WEIGHTS, parameters[name], shard)
@@ -199,7 +199,7 @@ class ActorRank:
     # ---- passes
 
     def begin_batch(self, sampling: Sampling) -> None:
-        """New rollouts will be scored: forget what was kept from the previous ones."""
+        """Start a new batch of rollouts: forget what was kept from the previous one."""
         self._support = ShardedSupport(sampling, self._vocabulary)
         self._scored = set()
 
@@ -213,14 +213,14 @@ class ActorRank:
         tapped: bool,
         wanted: tuple[Tensor, ...] | None = None,
     ) -> RankScores | None:
-        """Passes of actor and reference over this replica's sequences; the answer comes from the
-        rank that reports.
+        """Passes of actor and reference over this replica's sequences; the reporting rank returns
+        the answer.
 
         Args:
             rollouts: the batch, or a piece of it.
-            first: place of its first sequence in the batch.
-            tapped: hand in hidden states.
-            wanted: of which tokens of each response, bool; None: of all.
+            first: index of its first sequence in the batch.
+            tapped: whether to return hidden states.
+            wanted: bool, for which tokens of each response; None: for all.
         """
         batch = PPOBatch(rollouts, self._actor.device, pad_id, first)
         found = PolicyScores.zeros(batch)
@@ -229,8 +229,8 @@ class ActorRank:
         inputs = [self._actor.inputs(micro.input_ids_BT) for micro in micros]
 
         def pick(n: int, hidden_BTD: Tensor) -> Tensor:
-            # Now, pass by pass: the states of all of them would fill the GPU, and nobody reads
-            # most.
+            # Picked after each pass: all states together would fill the GPU, and most are never
+            # read.
             return _response_states(hidden_BTD, batch, micros[n].sequences, wanted)
 
         with (
@@ -252,7 +252,7 @@ class ActorRank:
                     found.reference_SR,
                 ),
             )
-        # Every rank of the replica has the same figures by now.
+        # By now every rank of the replica has the same figures.
         if not self._view.reports:
             return None
         sequences = tuple(s for micro in micros for s in micro.sequences)
@@ -268,10 +268,10 @@ class ActorRank:
     def update(
         self, rollouts: Rollouts, pad_id: int, scores: Scores, sampling: Sampling, step: int
     ) -> UpdateTotals | None:
-        """All optimizer steps of one PPO update; the sums over this replica's sequences from the
-        rank that reports.
+        """All optimizer steps of one PPO update; the reporting rank returns the sums over this
+        replica's sequences.
 
-        A step whose gradient is not finite is left out, on all ranks.
+        A step whose gradient is not finite is skipped on all ranks.
         """
         batch = PPOBatch(rollouts, self._actor.device, pad_id)
         with self._turns.on(ACTOR, training=True):
@@ -287,12 +287,12 @@ class ActorRank:
         for sequences in minibatches(scores.sequences, config, self._config.seed, step):
             tokens = int(batch.lengths_S[sequences].sum())
             own = self._share.dealt(batch, sequences)
-            # Only who scored a sequence knows which of its tokens top-k and top-p had left.
+            # Only the rank that scored a sequence knows which tokens top-k and top-p left.
             if self._support.cuts:
                 own = [s for s in sequences if s in self._scored]
             micros = self._share.micros(batch, own)
 
-            # Its defaults are this minibatch's: the function is made anew in each turn of the loop.
+            # The defaults bind this minibatch: the function is defined anew in each iteration.
             def loss(
                 n: int, logits_BPV: Tensor, micros: list[MicroBatch] = micros, tokens: int = tokens
             ) -> Tensor:
@@ -311,10 +311,10 @@ class ActorRank:
         return totals
 
     def values(self, rollouts: Rollouts, pad_id: int, first: int) -> Tensor | None:
-        """The critic's passes over this replica's sequences: values_SR, zero outside of them, from
-        the rank that reports.
+        """The critic's passes over this replica's sequences. The reporting rank returns values_SR,
+        zero outside these sequences.
         """
-        assert self._critic is not None, "asked of ranks that have one"
+        assert self._critic is not None, "called only on ranks that have one"
         batch = PPOBatch(rollouts, self._actor.device, pad_id, first)
         with self._turns.on(CRITIC):
             values_SR = self._critic.values(batch)
@@ -323,26 +323,26 @@ class ActorRank:
     def update_critic(
         self, rollouts: Rollouts, pad_id: int, scores: Scores, step: int
     ) -> ValueTotals | None:
-        """All optimizer steps of the critic; the sums over this replica's sequences from the rank
-        that reports.
+        """All optimizer steps of the critic; the reporting rank returns the sums over this
+        replica's sequences.
         """
-        assert self._critic is not None, "asked of ranks that have one"
+        assert self._critic is not None, "called only on ranks that have one"
         batch = PPOBatch(rollouts, self._actor.device, pad_id)
         with self._turns.on(CRITIC, training=True):
             totals = self._critic.update(batch, scores, self._config.seed, step)
         return totals if self._view.reports else None
 
     def judge(self, texts: Sequence[JudgedTexts]) -> Tensor | None:
-        """The reward model's passes over this replica's batches: a score of each text (batches, B),
-        zero outside of them, from the rank that reports.
+        """The reward model's passes over this replica's batches. The reporting rank returns a score
+        of each text (batches, B), zero outside these batches.
         """
-        assert self._reward is not None, "asked of ranks that have one"
+        assert self._reward is not None, "called only on ranks that have one"
         with self._turns.on(REWARD):
             scores_NB = self._reward.scores(texts)
         return scores_NB if self._view.reports else None
 
     def memory(self) -> dict[str, Any]:
-        """What the roles had in this rank's memory since the last time, and what moved."""
+        """The memory that the roles used on this rank since the last call, and what was moved."""
         return self._turns.take()
 
     def _stats(
@@ -368,8 +368,8 @@ class ActorRank:
     # ---- weights
 
     def tables(self) -> tuple[Tensor, Tensor | None] | None:
-        """The whole lm_head and (when wanted) embedding, from the first replica's rank that
-        reports.
+        """The whole lm_head and, if wanted, the embedding, from the reporting rank of the first
+        replica.
         """
         # All replicas have the same weights.
         if self._actor.replica:
@@ -384,12 +384,12 @@ class ActorRank:
         )
 
     def give_out(self, role: str, what: str, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-        """This stage's tensors of actor or critic by the checkpoint's names, some at a time:
-        `weights`, or one of AdamW's moments.
+        """This stage's tensors of the actor or critic, under the checkpoint's names and some at a
+        time: `weights`, or one of AdamW's moments.
         """
         model, optimizer = self._learning[role]
-        # With a distributed optimizer each replica has a part of every tensor, so all must walk
-        # along, though only the first one's answer is handed out.
+        # With a distributed optimizer each replica has a part of every tensor, so all must iterate,
+        # though only the first replica's answer is used.
         if model.first or optimizer.distributed:
             with self._turns.on(role, more=(what,)):
                 yield from model.whole_tensors(
@@ -397,11 +397,11 @@ class ActorRank:
                 )
 
     def steps(self, role: str) -> float:
-        """Number of optimizer steps of actor or critic so far."""
+        """Number of optimizer steps of the actor or critic so far."""
         return self._learning[role][1].steps
 
     def load(self, role: str, folder: str) -> None:
-        """Read this rank's part of what a learner saved of actor or critic. The reference stays."""
+        """Read this rank's part of a saved actor or critic. The reference keeps its weights."""
         with self._turns.on(role, training=True):
             self._load(role, folder)
 
@@ -429,7 +429,7 @@ class ActorRank:
 
 
 def _read(model: RankModel, optimizer: RankOptimizer, path: Path, what: str) -> None:
-    """Fill an optimizer's weights, or a moment, from a file or folder."""
+    """Fill an optimizer's weights, or one of its moments, from a file or folder."""
     parameters = model.parameters()
     for name, shard in model.read_shards(
         path, list(parameters), "" if what == WEIGHTS else f"/{what}"
@@ -443,8 +443,8 @@ def _response_states(
     sequences: Sequence[int],
     wanted: Sequence[Tensor] | None,
 ) -> Tensor:
-    """The states before each response token of some sequences, one after the other, in the actor's
-    dtype, on the CPU; of those tokens that are wanted.
+    """The states before the wanted response tokens of some sequences, concatenated, in the actor's
+    dtype, on the CPU.
     """
     found = []
     for row, s in enumerate(sequences):

@@ -1,4 +1,4 @@
-"""A rank's part of the critic: values of its replica's sequences, and the steps that it learns in.
+"""A rank's part of the critic: values of its replica's sequences, and its optimizer steps.
 
 Shape letters: S sequences, R response positions, P tokens of one context-parallel rank, M response
 tokens.
@@ -21,7 +21,7 @@ from medusa_ppo.ppo.scores import Scores
 
 
 class RankCritic:
-    """What `medusa_ppo.ppo.critic.Critic` is in one process, on ranks that are cut as the actor's.
+    """`medusa_ppo.ppo.critic.Critic` on ranks, sharded like the actor.
 
     Every rank calls each method in the same order.
     """
@@ -34,7 +34,7 @@ class RankCritic:
 
     @torch.no_grad()
     def values(self, batch: PPOBatch) -> Tensor:
-        """values_SR, zero outside of this replica's sequences; on ranks of its last stage."""
+        """values_SR, zero outside this replica's sequences; on the ranks of its last stage."""
         found_SR = torch.zeros(batch.mask_SR.shape)
         micros = self._share.micros(batch, self._share.dealt(batch, range(len(batch))))
         self.model.run(
@@ -44,7 +44,7 @@ class RankCritic:
         return found_SR
 
     def update(self, batch: PPOBatch, scores: Scores, seed: int, step: int) -> ValueTotals:
-        """All optimizer steps of one PPO update; the loss is that of this replica's sequences."""
+        """All optimizer steps of one PPO update; the loss covers this replica's sequences."""
         config = self._config
         totals = ValueTotals()
         clip_range = value_clip(config, batch, scores)
@@ -53,7 +53,7 @@ class RankCritic:
             tokens = int(batch.lengths_S[sequences].sum())
             micros = self._share.micros(batch, self._share.dealt(batch, sequences))
 
-            # Its defaults are this minibatch's: the function is made anew in each turn of the loop.
+            # The defaults bind this minibatch: the function is defined anew in each iteration.
             def loss(
                 n: int, out_BP1: Tensor, micros: list[MicroBatch] = micros, tokens: int = tokens
             ) -> Tensor:
@@ -65,7 +65,7 @@ class RankCritic:
                     clip_range,
                 )
                 totals.loss += summed.item()
-                # Halved as in one process: it matters to the norm's clip.
+                # Halved as in one process: the gradient norm's clip depends on it.
                 return summed / (2 * tokens)
 
             self.model.clear_gradients()

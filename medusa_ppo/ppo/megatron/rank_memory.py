@@ -1,10 +1,10 @@
-"""A role's memory on one rank: parameters, the buffers of their gradients, and what its optimizer
-keeps, as `Turns` moves them.
+"""A role's memory on one rank: parameters, their gradient buffers, and the optimizer's state, as
+`Turns` moves them.
 
-Megatron keeps views of all these in many places (buckets, shards, groups of its optimizers). So it
-is their storages that give up their memory and get it again, and every view stays what it was. The
-parameters' memory is lent where the role that comes can use it: the reference's weights then stand
-in the actor's memory and the reward model's in the critic's, in place.
+Megatron keeps views of all these in many places (buckets, shards, groups of its optimizers). So the
+storages themselves give up their memory and get it back, and every view stays valid. The next role
+can borrow the parameters' memory: the reference's weights then stand in the actor's memory, and the
+reward model's in the critic's, in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GRADIENTS = "gradients"
 
 
 class RankResident(Resident):
-    """A role that learns on this rank; one that doesn't is a `Resident`."""
+    """A role that learns on this rank; one that doesn't learn is a `Resident`."""
 
     def __init__(self, model: RankModel, optimizer: RankOptimizer) -> None:
         super().__init__(model.model)
@@ -36,8 +36,8 @@ class RankResident(Resident):
         return bool(self._lent) or super().here
 
     def _slots(self) -> dict[str, Tensor]:
-        """A view of each storage by name; of what it only learns with the name has a `MOMENT`.
-        Storages that have given up their memory are named as well.
+        """A view of each storage, by name; names of what only learning needs contain `MOMENT`.
+        Storages that have given up their memory are included.
         """
         found = dict[str, Tensor]()
         seen = set[int]()
@@ -49,7 +49,7 @@ class RankResident(Resident):
         return found
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        # Parameters first: what is a view of them has their storage, and no name of its own.
+        # Parameters first: a view of a parameter shares its storage and gets no name of its own.
         yield from self._module.named_parameters()
         assert self._model.ddp is not None, "it learns"
         for number, buffer in enumerate(self._model.ddp.buffers):
@@ -83,7 +83,7 @@ class RankResident(Resident):
         return moved
 
     def lacks(self, more: tuple[str, ...]) -> dict[str, Tensor]:
-        # Its storages are its own, so there is nothing that others could give it.
+        # Its storages are its own, so no other role can supply them.
         return {}
 
     def come(self, spare: Spare, more: tuple[str, ...]) -> int:
@@ -97,7 +97,7 @@ class RankResident(Resident):
             else:
                 storage.resize_(self._sizes[name])
             self._away.remove(name)
-            # Gradients begin at zero before each step.
+            # Gradients are zeroed before each step.
             if name in self._host:
                 back = torch.empty(0, dtype=torch.uint8, device=here.device).set_(storage)
                 moved += back.copy_(self._host[name]).nbytes

@@ -1,4 +1,4 @@
-"""Megatron's optimizer on one rank: what it steps on, and what it keeps of each parameter."""
+"""Megatron's optimizer on one rank: the tensors that it steps, and its state for each parameter."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CLIP_EPSILON = 1e-6  # As torch.nn.utils.clip_grad_norm_.
 
 
 class RankOptimizer:
-    """Megatron's AdamW: steps on float32 tensors, which are this rank's parameters, copies of them,
-    or this replica's part of either.
+    """Megatron's AdamW. It steps float32 tensors: this rank's parameters, copies of them, or this
+    replica's part of either.
     """
 
     def __init__(
@@ -37,13 +37,14 @@ class RankOptimizer:
         """
         Args:
             learning_rate: AdamW's step size, before any schedule.
-            dtype: of the model's parameters.
-            distributed: each data-parallel replica (and context-parallel rank) keeps a part.
+            dtype: dtype of the model's parameters.
+            distributed: whether each data-parallel replica (and context-parallel rank) keeps only
+                a part.
         """
         settings = OptimizerConfig(
             optimizer="adam",
             lr=learning_rate,
-            # Needed by Megatron's scheduler, which nobody calls: `set_learning_rate` says each
+            # Needed by Megatron's scheduler, which is never called: `set_learning_rate` sets each
             # step's rate.
             min_lr=learning_rate,
             weight_decay=0.0,
@@ -52,12 +53,12 @@ class RankOptimizer:
             adam_eps=ADAM_EPSILON,
             params_dtype=dtype,
             bf16=dtype == torch.bfloat16,
-            clip_grad=0.0,  # Done here, after a look at the norm.
+            clip_grad=0.0,  # Clipped here, after checking the norm.
             use_distributed_optimizer=distributed,
         )
         self.distributed = distributed
-        # Megatron steps on float32 copies of parameters in 16 bits, and on the parameters
-        # themselves otherwise.
+        # Megatron steps float32 copies of 16-bit parameters, and the parameters themselves
+        # otherwise.
         self._copies = dtype != torch.float32
         self._device = model.device
         self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -66,11 +67,11 @@ class RankOptimizer:
         self._held = _stepped(self._part)
 
     def step(self, rate: float, clip_norm: float, norms: GradientNorms) -> None:
-        """The step that gathered gradients ask for, clipped; left out, on all ranks, where their
-        norm is not finite.
+        """Make a clipped step with the gathered gradients; skip it on all ranks if their norm is
+        not finite.
         """
         set_learning_rate(self._chain, rate)
-        # Megatron's own `step` in its two halves, since a step may be clipped or left out in
+        # The two halves of Megatron's own `step`, because a step may be clipped or skipped in
         # between. The norm is that of all ranks, so they decide alike.
         self._chain.prepare_grads()
         norm = float(self._chain.get_grad_norm())
@@ -81,12 +82,12 @@ class RankOptimizer:
         self._chain.step_with_ready_grads()
 
     def value(self, what: str, parameter: nn.Parameter) -> Tensor:
-        """The weights of a parameter, or one of its moments, whole. With a distributed optimizer
-        all replicas call it.
+        """A whole parameter's weights, or one of its moments. With a distributed optimizer, all
+        replicas must call it.
         """
         if what == WEIGHTS and not self._copies:
             return parameter.detach()
-        # A replica may hold no part of a parameter; it still comes to the sum below.
+        # A replica may hold no part of a parameter; it still takes part in the sum below.
         stepped, place = self._held.get(parameter, (None, slice(0)))
         found: Tensor | None = None
         if stepped is not None:
@@ -94,7 +95,7 @@ class RankOptimizer:
         if not self.distributed:
             assert found is not None, "all parameters are stepped here"
             return found
-        # Each replica has one part and zeros elsewhere, so the sum is the whole, to the bit.
+        # Each replica has one part and zeros elsewhere, so the sum is complete, to the bit.
         whole = torch.zeros(parameter.numel(), device=self._device)
         if found is not None:
             whole[place] = found
@@ -102,7 +103,7 @@ class RankOptimizer:
         return whole.view(parameter.shape)
 
     def put(self, what: str, parameter: nn.Parameter, value: Tensor) -> None:
-        """Take back what `value` gave; of the weights, the optimizer's own."""
+        """Write back what `value` returned; for weights, into the optimizer's own copy."""
         if parameter not in self._held:
             return
         stepped, place = self._held[parameter]
@@ -110,12 +111,11 @@ class RankOptimizer:
         if what == WEIGHTS:
             stepped.data.copy_(part)
         else:
-            # Without it the moment would be a view of the tensor that was read, and keep all of it
-            # alive.
+            # Cloned, because a view would keep the whole tensor from the file alive.
             self._state[stepped][what] = part.clone()
 
     def kept(self) -> Iterator[tuple[str, Tensor]]:
-        """What is stepped on, and the moments, in an order that stays; names are of these alone."""
+        """The stepped tensors and the moments, in a fixed order, each with its name."""
         for number, (stepped, _) in enumerate(self._held.values()):
             yield f"{number}/{WEIGHTS}", stepped
             for moment in MOMENTS:
@@ -124,8 +124,8 @@ class RankOptimizer:
 
     @property
     def steps(self) -> float:
-        """Optimizer steps so far. torch's AdamW counts them for each parameter, TransformerEngine's
-        and Apex' for each group.
+        """Optimizer steps so far. torch's AdamW counts them per parameter, TransformerEngine's and
+        Apex's per group.
         """
         counters = [*self._state.values(), *self._chain.param_groups]
         return max(
@@ -133,7 +133,7 @@ class RankOptimizer:
         )
 
     def restart(self, steps: float) -> None:
-        """Forget the moments; count on from so many steps."""
+        """Clear the moments and continue counting from `steps`."""
         self._state.clear()
         for group in self._chain.param_groups if steps else ():
             if not isinstance(self._part.optimizer, torch.optim.AdamW):
@@ -149,10 +149,10 @@ class RankOptimizer:
 
 
 def _stepped(optimizer: Any) -> dict[nn.Parameter, tuple[Tensor, slice]]:
-    """Of each parameter that this rank steps: the float32 tensor that is stepped, and which part of
-    the flat parameter that is.
+    """For each parameter that this rank steps: its float32 tensor, and which part of the flat
+    parameter that is.
     """
-    # Megatron has an optimizer class for each case, and each has its own names for the same lists.
+    # Megatron has an optimizer class for each case, and each has other names for the same lists.
     if isinstance(optimizer, FP32Optimizer):
         return {parameter: (parameter, slice(None)) for parameter in optimizer.get_parameters()}
     distributed = isinstance(optimizer, DistributedOptimizer)

@@ -15,8 +15,8 @@ from medusa_ppo.ppo.rewards import REWARD_BATCH, JudgedTexts
 
 
 class RankReward:
-    """What `medusa_ppo.ppo.rewards.ModelReward` computes in one process, on ranks that are cut as
-    the actor's. Batches come as they are computed, so that a text's reward depends on nothing else.
+    """`medusa_ppo.ppo.rewards.ModelReward` on ranks, sharded like the actor. Batches keep their
+    composition, so a text's reward depends on nothing else.
 
     Every rank calls each method in the same order.
     """
@@ -26,7 +26,7 @@ class RankReward:
 
     @torch.no_grad()
     def scores(self, texts: Sequence[JudgedTexts]) -> Tensor:
-        """scores_NB, zero outside of this replica's batches; on ranks of its last stage."""
+        """scores_NB, zero outside this replica's batches; on the ranks of its last stage."""
         model = self._model
         found_NB = torch.zeros(len(texts), REWARD_BATCH)
         own = range(model.replica, len(texts), model.replicas)

@@ -1,4 +1,4 @@
-"""Which of a batch's sequences and tokens are a rank's own.
+"""Which sequences and tokens of a batch belong to a rank.
 
 Shape letters: B sequences of this replica, T tokens, P tokens and predictions of one
 context-parallel rank, M response tokens.
@@ -17,20 +17,20 @@ from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
 
 
 class RankShare:
-    """This rank's part of what is computed, the same for each role: all are cut alike."""
+    """This rank's part of a batch. It is the same for each role, because all are sharded alike."""
 
     def __init__(self, model: RankModel, config: PPOConfig) -> None:
         self._model = model
         self._config = config
 
     def dealt(self, batch: PPOBatch, sequences: Sequence[int]) -> list[int]:
-        """This replica's: every n-th by length, so that replicas have about the same to do."""
+        """This replica's sequences: every n-th by length, so that replicas have similar work."""
         return sorted(sequences, key=lambda s: (batch.total_lengths[s], s))[
             self._model.replica :: self._model.replicas
         ]
 
     def micros(self, batch: PPOBatch, sequences: list[int]) -> list[MicroBatch]:
-        """The micro batches that its sequences go through a model in."""
+        """The micro batches in which a model runs these sequences."""
         config = self._config
         return list(
             batch.micro_batches(
@@ -41,11 +41,11 @@ class RankShare:
         )
 
     def own_predictions(self, micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
-        """The micro batch in the columns that this rank's outputs have, each with the token that
-        follows; and which of its M predictions they are.
+        """The micro batch restricted to the columns of this rank's outputs, each with the token
+        that follows; and which of its M predictions they are.
         """
-        # For context parallelism rows are padded to equal parts, so columns may lie behind the
-        # row's end.
+        # For context parallelism rows are padded to equal parts, so columns may lie past the row's
+        # end.
         columns_P = self._model.columns(micro.input_ids_BT.shape[1])
         more = max(0, int(columns_P.max()) + 1 - micro.input_ids_BT.shape[1])
         next_BT = torch.nn.functional.pad(micro.input_ids_BT[:, 1:], (0, 1 + more))

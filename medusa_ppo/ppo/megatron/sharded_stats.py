@@ -17,7 +17,7 @@ from medusa_ppo.ppo.token_stats import Support, TokenStats
 
 
 class ShardedSupport(Support):
-    """`Support` of the tokens that this rank holds."""
+    """`Support` over the tokens that this rank holds."""
 
     def __init__(self, sampling: Sampling, vocabulary: ShardedVocabulary) -> None:
         super().__init__(sampling)
@@ -27,7 +27,7 @@ class ShardedSupport(Support):
         return self._vocabulary.truncate(logits_CV, self._sampling.top_k, self._sampling.top_p)
 
     def _sampled(self, logits_CV: Tensor, ids_C: Tensor) -> Tensor:
-        # A token that this rank does not hold marks nothing here; `scatter_` alone would mark
+        # A token that this rank does not hold must mark nothing here; a plain `scatter_` would mark
         # column 0.
         one_C = torch.ones_like(logits_CV[:, 0])
         return self._vocabulary.add_at(torch.zeros_like(logits_CV), ids_C, one_C) > 0
@@ -36,14 +36,14 @@ class ShardedSupport(Support):
 def sharded_stats(
     logits_MV: Tensor, ids_M: Tensor, vocabulary: ShardedVocabulary, *, entropy: bool = False
 ) -> TokenStats:
-    """As `token_stats`, from this rank's logits; the same on every rank. Gradients reach this
-    rank's logits only.
+    """Like `token_stats`, from this rank's logits. The result is the same on every rank. Gradients
+    reach this rank's logits only.
 
     Args:
-        logits_MV: float32, without the vocabulary's padding, at the sampling temperature, and cut
-            to what was sampled from.
+        logits_MV: float32, without the vocabulary's padding, at the sampling temperature, and
+            truncated to the tokens that were sampled from.
         ids_M: the response tokens.
-        vocabulary: how the tokens are spread over ranks.
+        vocabulary: how the vocabulary is sharded over ranks.
     """
     logprobs_M, entropy_M = _LogprobAndEntropy.apply(logits_MV, ids_M, vocabulary)
     return TokenStats(logprobs_M, entropy_M if entropy else None)
@@ -52,7 +52,7 @@ def sharded_stats(
 class _LogprobAndEntropy(torch.autograd.Function):
     """log p of the given token, and the entropy of the distribution.
 
-    The gradients are written out because autograd does not see what crosses between ranks:
+    The gradients are written out because autograd does not see communication between ranks:
     d log p_i / d logit_v = [v = i] - p_v, and d entropy / d logit_v = -p_v (log p_v + entropy).
     """
 

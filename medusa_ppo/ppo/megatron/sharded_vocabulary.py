@@ -1,11 +1,11 @@
-"""A vocabulary that is spread over tensor-parallel ranks: each rank holds the logits of some
-tokens, and sums and comparisons over all tokens are made without gathering logits.
+"""A vocabulary sharded over tensor-parallel ranks: each rank holds the logits of some tokens. Sums
+and comparisons over all tokens need no gathered logits.
 
 Shape letters: C rows, V tokens held here, W ranks, K tokens kept by top-k.
 
 Rank i holds the tokens `first ... first + rows - 1`, as Megatron's vocabulary-parallel layers do;
-their padding is left out. What crosses between ranks for a log-prob is three numbers per row: the
-largest logit, the sum of exponentials and the token's own logit.
+their padding is left out. A log-prob needs three numbers per row from each rank: the largest logit,
+the sum of exponentials and the token's own logit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ KEY_BITS = 32
 
 
 class ShardedVocabulary:
-    """What reads or sums over all tokens. Every rank calls each method in the same order, with the
-    same rows. Results are the same on every rank, but for those that have a V: they are this rank's
-    columns.
+    """Operations that read or sum over all tokens. Every rank calls each method in the same order,
+    with the same rows. Results are the same on every rank, except those with a V dimension: these
+    are this rank's columns.
 
     Attributes:
         size: tokens of the whole vocabulary.
         first, rows: the first token that this rank holds, and how many.
-        rows_per_rank: rows of every rank but the last, which may hold fewer.
+        rows_per_rank: rows of every rank except the last, which may hold fewer.
     """
 
     def __init__(self, size: int, group: dist.ProcessGroup, *, rows_per_rank: int = 0) -> None:
@@ -34,8 +34,8 @@ class ShardedVocabulary:
         Args:
             size: tokens of the whole vocabulary, padding left out.
             group: the tensor-parallel ranks.
-            rows_per_rank: rows of a rank with padding, as Megatron cuts the table; 0: size / ranks,
-                rounded up.
+            rows_per_rank: rows of a rank with padding, as Megatron splits the table; 0: size /
+                ranks, rounded up.
         """
         self._group = group
         self.rank = dist.get_rank(group)
@@ -46,12 +46,12 @@ class ShardedVocabulary:
         self.rows = min(self.rows_per_rank, size - self.first)
         too_few = size > self.rows_per_rank * self.ranks
         last_is_empty = size <= self.rows_per_rank * (self.ranks - 1)
-        # Maxima and top-k of a rank without a single token would fail on an empty dimension.
+        # Maxima and top-k would fail on the empty dimension of a rank without tokens.
         if too_few or last_is_empty:
             raise ConfigError(
-                "This vocabulary can't be spread over these ranks.",
+                "This vocabulary can't be sharded over these ranks.",
                 given=f"{size} tokens, {self.rows_per_rank} on each of {self.ranks} ranks",
-                expected="all tokens held, at least one on each rank",
+                expected="each token on a rank, at least one token on each",
                 do="Use fewer ranks, or correct rows_per_rank.",
             )
 
@@ -62,8 +62,7 @@ class ShardedVocabulary:
 
     def log_softmax(self, logits_CV: torch.Tensor) -> torch.Tensor:
         """Log-probs of the tokens held here, normalised over all tokens."""
-        # The largest over all ranks, not this one's: the sums of exponentials have to have the same
-        # scale.
+        # The largest logit over all ranks, because all sums of exponentials need the same scale.
         highest_C1 = self._reduce(logits_CV.amax(-1, keepdim=True), dist.ReduceOp.MAX)
         sum_C1 = self._reduce((logits_CV - highest_C1).exp_().sum(-1, keepdim=True))
         return logits_CV - (highest_C1 + sum_C1.log())
@@ -72,7 +71,7 @@ class ShardedVocabulary:
         """One token's value in each row, `C`."""
         index_C, mine_C = self._local(ids_C)
         picked_C = values_CV.gather(1, index_C.unsqueeze(1)).squeeze(1)
-        # Exactly one rank has more than zero to add.
+        # Exactly one rank adds a value other than zero.
         return self._reduce(torch.where(mine_C, picked_C, 0.0))
 
     def add_at(
@@ -88,21 +87,21 @@ class ShardedVocabulary:
         return self._reduce(values_CV.sum(-1))
 
     def truncate(self, logits_CV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-        """As `heads.vocabulary.truncate_logits`, but ties with the last token that is kept are
-        kept; over a whole vocabulary top-p keeps only some of them.
+        """Like `heads.vocabulary.truncate_logits`, except that all tokens tied with the last kept
+        one are kept; over a whole vocabulary, top-p keeps only some of them.
         """
         if 0 < top_k < self.size:
             logits_CV = self._top_k(logits_CV, top_k)
         return logits_CV if top_p >= 1.0 else self._top_p(logits_CV, top_p)
 
     def _top_k(self, logits_CV: torch.Tensor, top_k: int) -> torch.Tensor:
-        """The best k of all tokens are among the best k of each rank: only these are gathered."""
+        """The best k of all tokens are among the best k of each rank, so only they are gathered."""
         best_CK = torch.full(
             (logits_CV.shape[0], min(top_k, self.rows_per_rank)),
             -torch.inf,
             device=logits_CV.device,
         )
-        # The last rank may hold fewer tokens than it must hand in.
+        # The last rank may hold fewer tokens than it has to return.
         held = min(best_CK.shape[1], self.rows)
         best_CK[:, :held] = logits_CV.topk(held, dim=-1).values
         all_CX = self._gather(best_CK).transpose(0, 1).flatten(1)
@@ -110,14 +109,14 @@ class ShardedVocabulary:
         return logits_CV.masked_fill(logits_CV < threshold_C1, -torch.inf)
 
     def _top_p(self, logits_CV: torch.Tensor, top_p: float) -> torch.Tensor:
-        """Bisection on the bits of the lowest logit that stays. Sorting would need all logits in
-        one place; this takes one sum per row for each bit of a float.
+        """Bisection on the bits of the lowest kept logit. Sorting would need all logits in one
+        place; this takes one sum per row for each bit of a float.
         """
-        # A top-p near 1 cuts a tail that is lost in the rounding of a float32 sum over the
-        # vocabulary.
+        # If top-p is near 1, the tail that it cuts is lost in the rounding of a float32 sum over
+        # the vocabulary.
         mass_CV = self.log_softmax(logits_CV).exp().double()
         keys_CV = _ordered_bits(logits_CV)
-        # The highest logit always stays, as in `truncate_logits`.
+        # The highest logit is always kept, as in `truncate_logits`.
         high_C = self._reduce(keys_CV.amax(-1), dist.ReduceOp.MAX)
         low_C = torch.full_like(high_C, -(1 << (KEY_BITS - 1)))
         for _ in range(KEY_BITS):
@@ -126,20 +125,22 @@ class ShardedVocabulary:
             enough_C = mass_below_C > 1 - top_p
             high_C = torch.where(enough_C, middle_C, high_C)
             low_C = torch.where(enough_C, low_C, middle_C + 1)
-            # Where rounding leaves even the whole mass at 1 - top_p or below, the lower end would
-            # pass the upper one.
+            # If rounding leaves even the whole mass at or below 1 - top_p, the lower end would pass
+            # the upper one.
             low_C = torch.minimum(low_C, high_C)
         return logits_CV.masked_fill(keys_CV < high_C.unsqueeze(1), -torch.inf)
 
     def _local(self, ids_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Column of each id here (0 where another rank has it), and whether it is here."""
+        """Column of each id on this rank (0 if another rank has it), and whether it is on this
+        rank.
+        """
         mine_C = (ids_C >= self.first) & (ids_C < self.first + self.rows)
         return torch.where(mine_C, ids_C - self.first, 0), mine_C
 
     def _reduce(
         self, values: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
-        # In place: every caller hands in what it has just computed.
+        # In place: every caller passes a tensor that it has just computed.
         dist.all_reduce(values, how, group=self._group)
         return values
 
@@ -151,7 +152,7 @@ class ShardedVocabulary:
 
 
 def _ordered_bits(values: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the float32 values."""
+    """Integers that sort like the float32 values."""
     bits = values.float().view(torch.int32).long()
-    # Floats below zero have the sign bit set and grow with the other bits downwards.
+    # Negative floats have the sign bit set, and their other bits grow downwards.
     return torch.where(bits >= 0, bits, bits ^ ((1 << (KEY_BITS - 1)) - 1))

@@ -237,7 +237,7 @@ def test_the_column_may_hold_paths_bytes_or_what_datasets_has(picture: Picture, 
     [
         ({"picture": "a"}, "Did you mean picture"),
         ({"pictures": "none.png"}, "row 0, column pictures"),
-        ({"pictures": 3}, "This is no image"),
+        ({"pictures": 3}, "This is not an image"),
     ],
 )
 def test_a_column_or_file_that_is_not_there_is_refused(

@@ -279,7 +279,7 @@ def damaged(publisher: Publisher) -> None:
 BAD: dict[str, tuple[Callable[[Publisher], None], str]] = {
     "half-written": (half_written, "not the one that its manifest names"),
     "a forged digest": (forged, "not the one that its manifest names"),
-    "a pickle": (pickled, "holds no heads"),
+    "a pickle": (pickled, "does not hold heads"),
     "100 GB": (huge, "larger than any heads"),
     "100 GB that say they are less": (longer_than_it_says, "not the one that its manifest names"),
     "another actor": (of_another_actor, "another actor"),

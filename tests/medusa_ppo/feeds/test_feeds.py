@@ -119,7 +119,7 @@ def test_a_forged_digest_a_short_and_a_long_file_are_refused(place: Place, tmp_p
             verify(place.feed, version, manifest.actor, tmp_path)
     forged = version.model_copy(update={"checksum": "0" * 64})
     stored.write_bytes(whole)
-    with pytest.raises(FeedError, match="holds no heads of its actor"):
+    with pytest.raises(FeedError, match="does not hold heads of its actor"):
         verify(place.feed, forged, manifest.actor, tmp_path)
     stored.unlink()
     with pytest.raises(FeedError):

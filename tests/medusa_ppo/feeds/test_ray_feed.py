@@ -153,8 +153,8 @@ def test_what_is_forged_is_refused_before_it_is_used(feed: RayFeed, tmp_path: Pa
     damages: dict[str, tuple[bytes, int, object, str]] = {
         "other bytes": (good, whole.size, other, "not the one that its manifest names"),
         "shorter": (good, whole.size, whole[:-8], "not the one that its manifest names"),
-        "another length": (good, whole.size + 1, whole, "has not the"),
-        "no bytes": (good, whole.size, ["a list"], "no row of bytes"),
+        "another length": (good, whole.size + 1, whole, "does not have the"),
+        "no bytes": (good, whole.size, ["a list"], "not an array of bytes"),
         "100 GB": (huge, 100 * 10**9, whole, "larger than any heads"),
         "a damaged manifest": (b"{", whole.size, whole, "manifest is damaged"),
         "a long manifest": (b" " * 10_000_000, whole.size, whole, "no manifest"),

@@ -83,7 +83,7 @@ def test_each_fault_is_found_by_its_name(name: str, change: Callable[[dict[str, 
 
 
 def test_what_can_not_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="names no function"):
+    with pytest.raises(ConfigError, match="not the name of a function"):
         list(check_loop("my_module"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_loop.py").write_text(

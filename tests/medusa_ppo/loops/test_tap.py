@@ -213,7 +213,7 @@ def test_a_companion_that_is_gone_costs_rows_and_no_step(
         tap.updated()
         assert tap.drain(30)
     assert (tap.sent, tap.lost) == (0, 3) and "does not answer" in tap.problem
-    assert len([r for r in caplog.records if "The loop goes on" in r.message]) == 1
+    assert len([r for r in caplog.records if "The loop continues" in r.message]) == 1
     tap._link._client.base_url = f"{served[1]}/"
     for _ in range(2):  # Asks; and sends.
         with tap(PROMPTS, COMPLETIONS):

@@ -140,7 +140,7 @@ def test_a_hub_name_is_no_folder_that_ranks_read(
 def test_a_reward_model_of_two_outputs(folder: Folders) -> None:
     judge = folder("judge", JUDGE | {"id2label": {"0": "no", "1": "yes"}})
     text, given, expected, _ = refused(run_of(folder("actor", LLAMA), reward=judge))
-    assert "not one output" in text and "2 labels" in given and expected == "1 label"
+    assert "exactly one output" in text and "2 labels" in given and expected == "1 label"
 
 
 def test_a_reward_model_of_another_tokenizer(

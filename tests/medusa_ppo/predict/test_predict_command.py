@@ -96,7 +96,7 @@ def test_a_run_says_what_options_don_t(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--acceptance", "0.5,0.6"), "never rise"),
+        (("--acceptance", "0.5,0.6"), "must not rise"),
         (("--acceptance", "1.2"), "between 0 and 1"),
         ((), "The acceptance is unknown"),
         (("--acceptance", "0.5", "--gpu", "b200"), "This GPU is unknown"),

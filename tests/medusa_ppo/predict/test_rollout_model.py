@@ -119,7 +119,7 @@ def test_lengths_have_the_mean_that_was_asked_for(longest: int | None) -> None:
 
 @pytest.mark.parametrize("given", [(0, 10, 1, None), (4, 0.5, 1, None), (4, 10, -1, None)])
 def test_lengths_that_are_none_are_refused(given: tuple[int, float, float, None]) -> None:
-    with pytest.raises(UsageError, match="lengths are none"):
+    with pytest.raises(UsageError, match="lengths are not valid"):
         ResponseLengths.log_normal(*given)
 
 
