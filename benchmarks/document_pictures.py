@@ -7,7 +7,7 @@ the steps of a run, and where the seconds of a step go.
 
 `keep` takes from a run what the pictures need, so that everyone can draw them anew. Trained and
 frozen heads are judged by replay on the same responses, those that the run held out at each step;
-steps that held out none are left out, and each point is the mean of three such steps. Seconds are
+steps that held out none are left out, and each point is the mean of two such steps. Seconds are
 those of the pair in the middle, of steps that were taken with the plugin and without it in turn.
 """
 
@@ -29,7 +29,7 @@ from medusa_ppo.runtime.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "pictured_run.json"
-TOGETHER = 3
+TOGETHER = 2
 PHASES = {
     "generation": "generate_s",
     "scoring": "score_s",
@@ -69,11 +69,16 @@ def kept(folder: Path) -> dict[str, Any]:
         RunError: the run held out nothing, or timed no pairs of whole steps.
     """
     run = read_run(folder)
-    acceptance = [
-        [step[m.STEP], round(step[m.REPLAY_SERVING], 4), round(step[m.REPLAY_FROZEN], 4)]
-        for step in run.steps
-        if step.get(m.REPLAY_SERVING) and step.get(m.REPLAY_FROZEN)
-    ]
+    acceptance: list[list[float]] = []
+    # A step without a judgement of its own shows the last one, at first that of the warm-up.
+    before = round(run.steps[0].get(m.WARM_UP_BEFORE) or 0.0, 4) if run.steps else 0.0
+    last = [before, before]
+    for step in run.steps:
+        if step.get(m.REPLAY_SERVING) and step.get(m.REPLAY_FROZEN):
+            both = [round(step[m.REPLAY_SERVING], 4), round(step[m.REPLAY_FROZEN], 4)]
+            if both != last:
+                acceptance.append([step[m.STEP], *both])
+            last = both
     pairs = run.section("comparison").get("steps") or []
     if not acceptance or not pairs:
         raise RunError(

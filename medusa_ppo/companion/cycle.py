@@ -238,6 +238,8 @@ class Cycle:
             # Judging three sets of heads on a row takes about as long as training on it.
             if self._unjudged_rows >= JUDGED_ROWS * int(ahead.lengths_S.sum()):
                 verdict = self._judge(ahead)
+            else:
+                self.rows = dict.fromkeys(ROWS)  # Those of an earlier batch say nothing of this one.
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         self.positions_frac = sampled_share(training)
         report = self._train(training, holdout, batch.policy_version)
