@@ -64,7 +64,7 @@ def kept_states(heads: HeadsConfig) -> int:
     if not heads.conditioned:
         return 4 * heads.num_heads
     attention = heads.context_layers * (2 * heads.context + 2 * heads.feed_forward)
-    copying = 10 + 4 * heads.copy_parts if heads.copies else 0
+    copying = 6 + heads.copy_parts if heads.copies else 0
     return 6 + 12 * heads.num_heads + attention * (heads.context > 0) + copying
 
 
