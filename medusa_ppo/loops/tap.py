@@ -84,7 +84,8 @@ class CompanionTap:
             address: `http://HOST:PORT` of `medusa-ppo companion serve`, with its
                 MEDUSA_PPO_COMPANION_TOKEN in the environment; or `ray:NAME`.
             temperature, top_p, top_k: how the responses are sampled.
-            rank, ranks: among the processes that have rows; None: torch.distributed's.
+            rank, ranks: among the processes that have rows; None: torch.distributed's, and the
+                companion's answer to the first one holds for all of them.
             version: version of the actor by the loop's count of updates.
 
         Raises:
@@ -93,6 +94,8 @@ class CompanionTap:
             ModelError: it serves another actor.
         """
         several = dist.is_available() and dist.is_initialized()
+        # They meet at each call, where torch says which process this is.
+        self._meets = several and rank is None and ranks is None and dist.get_world_size() > 1
         self._rank = (dist.get_rank() if several else 0) if rank is None else rank
         self._ranks = (dist.get_world_size() if several else 1) if ranks is None else ranks
         self._actor = HFActor(actor, reports=self._rank == 0)
@@ -154,7 +157,7 @@ class CompanionTap:
         began = time.perf_counter()
         rows = _rows(prompts, completions, logprobs)
         tokens = sum(len(completion) for _, completion, _ in rows)
-        wanted = min(tokens, self._sender.wish.rows // self._ranks)
+        wanted = min(tokens, self._wanted() // self._ranks)
         if not wanted:
             self._sender.pass_over(bool(tokens))
             self.exposed_s += time.perf_counter() - began
@@ -244,6 +247,18 @@ class CompanionTap:
             stack.__exit__(GeneratorExit, GeneratorExit(), None)
             return
         stack.close()
+
+    def _wanted(self) -> int:
+        """Rows of all processes together. Each has an answer of its own, of another moment: were
+        they to go by those, a step's parts would miss each other, or come without their tables.
+        """
+        rows = self._sender.wish.rows
+        if not self._meets:
+            return rows
+        on = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        told = torch.tensor([rows], device=on)
+        dist.broadcast(told, 0)
+        return int(told.item())
 
     def _changed_tables(self) -> Tables | None:
         """A copy of the actor's tables, if the companion has different ones; only in the first

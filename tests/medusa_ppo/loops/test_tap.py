@@ -4,6 +4,7 @@ view, over HTTP and in a Ray; and no companion does anything to the loop.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -158,6 +159,46 @@ def test_parts_of_several_processes_are_one_batch(
     assert [tap.lost for tap in taps] == [0, 0]
     for tap in taps:
         tap.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fsdp2", "ddp"])
+def test_two_gloo_processes_send_what_each_has(
+    served: tuple[Any, str],
+    seen: list[RolloutBatch],
+    chain_actor: Path,
+    run_ranks: Callable[..., str],
+    tmp_path: Path,
+    form: str,
+) -> None:
+    """One batch a step, of both; its log-probs, which the companion computes with the tables that
+    the first one sends, are those of the actor whole and alone.
+    """
+    script = Path(__file__).with_name("tap_ranks.py")
+    run_ranks(script, 2, str(free_port()), form, str(chain_actor), served[1], str(tmp_path), "3")
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["sent"] for rank in ranks] == [3, 3] and not any(r["problem"] for r in ranks)
+    assert [batch.policy_version for batch in seen] == [0, 1, 2]
+    rows = {tuple(row) for rank in ranks for row in rank["responses"]}
+    for batch in seen:
+        parts = batch.response_ids_M.split(batch.lengths_S.tolist())
+        assert {tuple(part.tolist()) for part in parts} == rows and len(parts) == 4
+    first = seen[0]
+    whole = load_actor(chain_actor)
+    before = first.before_ids_X.split(first.before_S.tolist())
+    at = 0
+    for prompt, response in zip(
+        before, first.response_ids_M.split(first.lengths_S.tolist()), strict=True
+    ):
+        row = torch.cat([prompt.long(), response])
+        with torch.no_grad():
+            logits = whole(row[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        logprobs = logits[range(len(response)), response]
+        found = first.logprobs_M[at : at + len(response)]
+        torch.testing.assert_close(found, logprobs, rtol=1e-4, atol=1e-5)
+        at += len(response)
+    assert not torch.equal(seen[0].hidden_MD, seen[2].hidden_MD), "the actor has learned"
+    assert served[0].wish().tables_version == 2
 
 
 def test_gradients_are_those_of_a_pass_that_nobody_taps(
