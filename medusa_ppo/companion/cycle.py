@@ -239,7 +239,9 @@ class Cycle:
             if self._unjudged_rows >= JUDGED_ROWS * int(ahead.lengths_S.sum()):
                 verdict = self._judge(ahead)
             else:
-                self.rows = dict.fromkeys(ROWS)  # Those of an earlier batch say nothing of this one.
+                self.rows = dict.fromkeys(
+                    ROWS
+                )  # Those of an earlier batch say nothing of this one.
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         self.positions_frac = sampled_share(training)
         report = self._train(training, holdout, batch.policy_version)
