@@ -324,7 +324,7 @@ class PPOLoop:
             values |= self._evaluate(self.evaluation, step)
 
     def _report(self, values: Metrics, timeline: Metrics) -> Metrics:
-        """The step's metrics, completed with those of the learner, engine and plugin."""
+        """The step's metrics, completed with those of all parts."""
         values |= timeline | self.memory.take() | self.learner.take_memory()
         values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
         values[names.ENGINE_RESTARTS] = self.engine.restarts

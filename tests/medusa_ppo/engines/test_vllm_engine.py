@@ -588,7 +588,7 @@ def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
     again = engine.generate(actor.prompts[:8], GREEDY)
     assert_as_greedy(actor, serving, tokens(again), tokens(plain))
     engine.configure(sampled=False, draft_vocab=0)
-    with pytest.raises(ConfigError, match="draft vocabulary"):
+    with pytest.raises(ConfigError, match="truncated vocabulary"):
         engine.configure(draft_vocab=-3)
 
 

@@ -63,7 +63,7 @@ def test_logits_do_not_cross(figures: list[dict[str, Any]]) -> None:
 
 
 def test_sizes_that_do_not_fit(alone: dist.ProcessGroup) -> None:
-    with pytest.raises(ConfigError, match="spread"):
+    with pytest.raises(ConfigError, match="sharded"):
         ShardedVocabulary(V, alone, rows_per_rank=1000)
 
 
