@@ -474,12 +474,34 @@ WORDY = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", [False, True])
+SHAPES = {
+    "wide": WIDE | {"num_hidden_layers": 4, "num_key_value_heads": 2},
+    "deep": DEEP,
+    "wordy": WORDY,
+}
+QUICK = {
+    ("wide", True, "bfloat16"),
+    ("wide", False, "float32"),
+    ("deep", True, "float32"),
+    ("wordy", False, "bfloat16"),
+}
+"""Each value of each setting is among these; all others take a minute more and are slow."""
+
+
 @pytest.mark.parametrize(
-    "sizes",
-    [WIDE | {"num_hidden_layers": 4, "num_key_value_heads": 2}, DEEP, WORDY],
-    ids=["wide", "deep", "wordy"],
+    ("sizes", "recompute", "dtype"),
+    [
+        pytest.param(
+            SHAPES[shape],
+            recompute,
+            dtype,
+            id=f"{shape}-{recompute}-{dtype}",
+            marks=[] if (shape, recompute, dtype) in QUICK else pytest.mark.slow,
+        )
+        for shape in SHAPES
+        for recompute in (False, True)
+        for dtype in ("float32", "bfloat16")
+    ],
 )
 def test_peaks_of_the_update_and_of_scoring_are_those_of_the_tensors(
     tmp_path: Path, sizes: dict, recompute: bool, dtype: str
