@@ -138,7 +138,7 @@ def test_a_broadcast_needs_the_transfer_api_of_a_checked_version(
         "backend": "medusa_ppo"
     }
     assert "weight_transfer_config" not in plan_launch(model, None, EngineConfig(), 0).engine_args
-    with pytest.raises(ConfigError, match="transfer says it"):
+    with pytest.raises(ConfigError, match="transfer sets it"):
         plan_launch(model, None, EngineConfig(extra={"weight_transfer_config": {}}), 0)
     monkeypatch.setattr(vllm_versions, "vllm_version", lambda: "0.31.0")
     with pytest.raises(UnsupportedVersionError, match="transfer=file"):
