@@ -463,7 +463,10 @@ class EnginePool(base.RolloutEngine):
             engines=shares,
             written_tokens=written,
         )
-        return base.with_versions(rollouts, self)
+        # Engines that feed themselves are ahead of what the pool gave them: what all of them had.
+        serving = min((part.heads_version for _, part in answers), default=0)
+        rollouts = base.with_versions(rollouts, self)
+        return replace(rollouts, heads_version=max(rollouts.heads_version, serving))
 
     # ---- the same on all engines
 

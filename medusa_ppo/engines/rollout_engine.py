@@ -36,8 +36,9 @@ class RolloutEngine(ABC):
     Attributes:
         max_drafts: drafts per step that it was started for; 0 without heads.
         num_drafts: drafts per step now.
-        policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost
-            its heads, and drafts nothing until some are swapped in.
+        policy_version, heads_version: of the last sync and swap; of an engine that feeds itself
+            (MEDUSA_PPO_FEED) the feed's, as of the last rollouts. A heads_version of -1: it has
+            lost its heads, and drafts nothing until some are swapped in.
         note: a message about its start for people; empty: none.
         restarts: times that it was lost and restarted.
         elsewhere: it runs on another node.
@@ -145,6 +146,10 @@ class RolloutEngine(ABC):
         patches.
         """
 
+    def serving_version(self) -> int:
+        """`heads_version`, after asking an engine that feeds itself."""
+        return self.heads_version
+
     def choices(self) -> list[dict[str, Any]]:
         """The choices of an engine that chooses the number of drafts, since the last call: rows of
         `DraftChooser.take_report`.
@@ -201,6 +206,8 @@ class RolloutEngine(ABC):
 
 class WorkerEngine(RolloutEngine):
     """What engines share that reach our worker extension by their own call (`_call`)."""
+
+    _feeds_itself = False
 
     @abstractmethod
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
@@ -299,6 +306,11 @@ class WorkerEngine(RolloutEngine):
     def plugin_report(self) -> dict[str, Any]:
         return self._call("medusa_plugin_report")
 
+    def serving_version(self) -> int:
+        if self._feeds_itself:
+            self._look_at_heads()
+        return self.heads_version
+
     def remember(self, rows: Sequence[Row]) -> int:
         return (
             self._asked(
@@ -352,6 +364,7 @@ class WorkerEngine(RolloutEngine):
                 do="Pass the speculative configuration on to vLLM (docs/hooks.md).",
             )
         self.max_drafts = most
+        self._feeds_itself = bool(report.get("feeds_itself"))
         self._look_at_heads()
         if self.max_drafts:
             self.configure(
@@ -518,7 +531,7 @@ def with_versions(rollouts: Rollouts, engine: RolloutEngine) -> Rollouts:
     return replace(
         rollouts,
         policy_version=engine.policy_version,
-        heads_version=engine.heads_version,
+        heads_version=engine.serving_version(),
         num_drafts=engine.num_drafts,
     )
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from medusa_ppo.vllm_plugin.drafter import drafter_of
 from medusa_ppo.vllm_plugin.patches import pack_tied_lm_head
 from medusa_ppo.vllm_plugin.rank_agreement import together
 from medusa_ppo.vllm_plugin.registration import activate, require_active
+from medusa_ppo.vllm_plugin.speculation import feeds_itself
 from medusa_ppo.vllm_plugin.target_tables import lm_head_weight
 from medusa_ppo.vllm_plugin.transfer import read_entries
 from medusa_ppo.vllm_plugin.vllm_versions import vllm_version
@@ -47,34 +46,10 @@ PROCESS = secrets.token_hex(8)
 """This process and no other, on any machine: process ids come again."""
 
 
-class Ahead:
-    """What a thread finds of a file, while others go on."""
-
-    def __init__(self, path: str, read: Callable[[], Any]) -> None:
-        """`read` begins at once."""
-        self.path = path
-        self._found: Future[Any] = Future()
-        threading.Thread(target=self._run, args=(read,), daemon=True).start()
-
-    def _run(self, read: Callable[[], Any]) -> None:
-        try:
-            self._found.set_result(read())
-        # Whatever it is, who asks for the result gets it.
-        except Exception as error:
-            self._found.set_exception(error)
-
-    def is_done(self) -> bool:
-        return self._found.done()
-
-    def result(self) -> Any:
-        """What `read` gave, or raised; waits for it."""
-        return self._found.result()
-
-
 class MedusaWorker:
     """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
 
-    _medusa_ahead: Ahead | None = None
+    _medusa_ahead: tuple[str, Future[Any]] | None = None
 
     @reports_errors
     def medusa_plugin_report(self) -> dict[str, Any]:
@@ -92,6 +67,7 @@ class MedusaWorker:
             "max_drafts": drafter.num_speculative_tokens if drafter else 0,
             "num_drafts": drafter.num_drafts if drafter else 0,
             "threads": torch.get_num_threads(),
+            "feeds_itself": feeds_itself(),
         }
 
     @reports_errors
@@ -127,26 +103,30 @@ class MedusaWorker:
     def medusa_feed_ahead(self, path: str, checked: list[Any]) -> dict[str, Any]:
         """Begin to read heads of a feed, beside what runs; `medusa_feed_heads` takes them."""
         drafter = self._medusa_require_drafter()
-        self._medusa_ahead = Ahead(path, lambda: drafter.read(path, Checked(*checked)))
+        reader = ThreadPoolExecutor(1, "medusa-ppo-heads")
+        self._medusa_ahead = path, reader.submit(drafter.read, path, Checked(*checked))
+        # Its thread ends with this one file.
+        reader.shutdown(wait=False)
         return {}
 
     @reports_errors
     def medusa_feed_ready(self) -> dict[str, Any]:
         """Whether that is done, well or not."""
         ahead = self._medusa_ahead
-        return {"ready": ahead is None or ahead.is_done()}
+        return {"ready": ahead is None or ahead[1].done()}
 
     @reports_errors
     def medusa_feed_heads(self, path: str, version: int, checked: list[Any]) -> dict[str, Any]:
-        """`medusa_swap_heads` from a feed; nothing is done where these very heads serve already."""
+        """`medusa_swap_heads` from a feed; nothing is done where these very heads serve already:
+        they keep the number that they came with.
+        """
         started = time.perf_counter()
         drafter = self._medusa_require_drafter()
         ahead = self._medusa_ahead
         self._medusa_ahead = None
         if not (drafter.fed and drafter.heads_checksum == checked[0]):
-            read = ahead.result if ahead is not None and ahead.path == path else None
+            read = ahead[1].result if ahead is not None and ahead[0] == path else None
             drafter.swap(path, int(version), Checked(*checked), read)
-        drafter.version = int(version)
         return {
             "version": int(version),
             "checksum": drafter.heads_checksum,
