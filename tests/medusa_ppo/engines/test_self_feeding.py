@@ -24,10 +24,12 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.http_server import ServerEngine
+from medusa_ppo.feeds.feed import Feed
 from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedActor, FeedVersion, Release
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.feeds.http_feed import FEED_TOKEN
+from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
+from medusa_ppo.feeds.ray_feed import RayFeed
 from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.self_feeding import FEEDER
@@ -62,12 +64,19 @@ def take_newest(engine: ColocatedEngine, actor: Actor, watch: FeedWatch, version
         engine.generate(actor.prompts[:1], GREEDY)
 
 
+def end_feeding(core: Any) -> None:
+    """What the engine drafts with stays."""
+    if (feeder := vars(core).pop(FEEDER, None)) is not None:
+        feeder.close()
+
+
 class Publisher:
     """What a companion does."""
 
     def __init__(self, actor: Actor, folder: Path, heads: MedusaHeads) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder / "feed"
-        self.feed = FolderFeed(self.folder)
+        self.feed: Feed = FolderFeed(self.folder)
         self.of = FeedActor.of(heads.config, actor.lm_head_VD)
         self._heads = heads
         self._file = folder / "state"
@@ -127,8 +136,7 @@ def feeding(
         return getattr(core, FEEDER)._watch
 
     yield begin
-    if (feeder := vars(core).pop(FEEDER, None)) is not None:
-        feeder.close()
+    end_feeding(core)
 
 
 @pytest.fixture
@@ -148,6 +156,26 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
     for server, thread in started:
         server.stop()
         thread.join()
+
+
+@pytest.fixture
+def opened(
+    served: Callable[[Path], str], request: pytest.FixtureRequest
+) -> Callable[[str, Publisher], str]:
+    """opened(kind, publisher): address of a new feed of that kind, which the publisher publishes
+    into.
+    """
+
+    def address(kind: str, publisher: Publisher) -> str:
+        if kind == "ray":
+            request.getfixturevalue("ray_session")
+            publisher.feed = feed = open_feed(f"ray:{publisher.folder.parent.name}")
+            assert isinstance(feed, RayFeed)
+            request.addfinalizer(feed.forget)
+            return feed.address
+        return str(publisher.folder) if kind == "folder" else served(publisher.folder)
+
+    return address
 
 
 def generate_while_publishing(
@@ -184,19 +212,19 @@ def generate_while_publishing(
     return tokens(rollouts), seen
 
 
-@pytest.mark.parametrize("kind", ["folder", "http"])
+@pytest.mark.parametrize("kind", ["folder", "http", pytest.param("ray", marks=pytest.mark.slow)])
 def test_versions_that_come_while_requests_run_change_no_token(
     engine: ColocatedEngine,
     actor: Actor,
     publisher: Publisher,
     feeding: Callable[[str], FeedWatch],
-    served: Callable[[Path], str],
+    opened: Callable[[str, Publisher], str],
     kind: str,
 ) -> None:
     engine.configure(num_drafts=0)
     alone = tokens(engine.generate(actor.prompts, LONG))
     engine.configure(num_drafts=1)
-    feeding(str(publisher.folder) if kind == "folder" else served(publisher.folder))
+    feeding(opened(kind, publisher))
     said, seen = generate_while_publishing(engine, actor, publisher, VERSIONS)
     assert said == alone and len(said) == 64
     versions = [answer["heads_version"] for (answer,) in seen]
@@ -407,14 +435,15 @@ def test_what_a_loop_passes_is_vllms_own_configuration_and_an_address(
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each rank")
 def test_two_ranks_take_each_version_at_the_same_step(
     actor: Actor,
-    publisher: Publisher,
     engine_config: EngineConfig,
+    opened: Callable[[str, Publisher], str],
     quick: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """From one feed after the other."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    monkeypatch.setenv(FEED, str(publisher.folder))
+    monkeypatch.setenv(FEED, str(tmp_path / "nothing yet"))
     installation.install()
     config = engine_config.model_copy(
         update={"extra": {"tensor_parallel_size": 2}, "num_drafts": 2}
@@ -424,12 +453,19 @@ def test_two_ranks_take_each_version_at_the_same_step(
         engine.configure(num_drafts=0)
         alone = tokens(engine.generate(actor.prompts, LONG))
         engine.configure(num_drafts=1)
-        said, seen = generate_while_publishing(engine, actor, publisher, VERSIONS)
-    assert said == alone and len(said) == 64
-    assert {ranks[0]["heads_version"] for ranks in seen} == {*range(VERSIONS + 1)}
-    for ranks in seen:
-        assert len(ranks) == 2 and ranks[0]["heads_version"] == ranks[1]["heads_version"]
-        assert ranks[0]["heads"] == ranks[1]["heads"]
+        for kind in ("folder", "http", "ray"):
+            end_feeding(core_of(engine))
+            publisher = Publisher(actor, tmp_path / kind, actor.random_heads(0))
+            monkeypatch.setenv(FEED, opened(kind, publisher))
+            engine.generate(actor.prompts[:1], GREEDY)
+            said, seen = generate_while_publishing(engine, actor, publisher, VERSIONS)
+            assert said == alone and len(said) == 64, kind
+            taken = [ranks[0]["heads_version"] for ranks in seen]
+            assert {*taken[taken.index(1) :]} == {*range(1, VERSIONS + 1)}, kind
+            for ranks in seen:
+                assert len(ranks) == 2 and ranks[0]["heads_version"] == ranks[1]["heads_version"]
+                assert ranks[0]["heads"] == ranks[1]["heads"], kind
+            assert engine.generate(actor.prompts[:1], GREEDY).heads_version == VERSIONS
 
 
 @pytest.mark.slow
@@ -448,3 +484,4 @@ def test_a_server_with_a_core_of_its_own_feeds_itself(
         newest = publisher.publish(1)
         while engine.checksums()["heads"] != newest.checksum:
             assert tokens(engine.generate(actor.prompts[:4], GREEDY)) == first
+        assert engine.generate(actor.prompts[:4], GREEDY).heads_version == newest.version
