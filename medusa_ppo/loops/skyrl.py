@@ -6,8 +6,8 @@
         trainer.override_entrypoint=medusa_ppo.loops.skyrl \\
         $spec.method=medusa $spec.model=HEADS $spec.num_speculative_tokens=3 ...
 
-Never run with SkyRL: what is hooked was read in its package 0.4.0 (docs/other-loops.md), and its
-worker was stood in for (tests/medusa_ppo/loops/test_worker_taps.py).
+What is hooked, and how (SkyRL 0.4; tests/contracts/test_skyrl.py compares all of it with the
+installed package):
 
     vLLM's start     `engine_init_kwargs`, SkyRL's own: they become vLLM's arguments. (Its
                      `speculative_config` takes `mtp` alone: other drafters "go stale". Engines that

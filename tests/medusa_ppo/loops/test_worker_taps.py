@@ -1,5 +1,6 @@
 """Taps in the policy workers of SkyRL and NeMo-RL: their rows reach a real companion. Their workers
-are stood in for here by classes with the same calls: neither was ever run.
+are stood in for here by classes with the same calls; SkyRL's own are run in
+tests/contracts/test_skyrl.py, and NeMo-RL's are no package that a test machine could have.
 """
 
 from __future__ import annotations
