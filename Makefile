@@ -28,7 +28,7 @@ flags=()
 	for where in $${PIP_FIND_LINKS:-}; do flags+=(--find-links "$$where"); done
 endef
 
-.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-random test-chaos test-wheel test-contracts test-vllm check docs format lock wheel audit clean
+.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-random test-chaos test-wheel test-contracts test-transformers test-vllm installs check docs format lock wheel audit clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -137,6 +137,21 @@ CONTRACTS ?= $(HOME)/.cache/medusa-ppo/contracts
 
 test-contracts: setup  ## What we rely on in TRL, verl, OpenRLHF and SkyRL, against the real packages (first time: makes four environments)
 	@.ci/contracts $(CONTRACTS)$(if $(VLLM),-$(VLLM)) $(VENV) $(LOOP)
+
+installs: setup  ## Resolve the install lines of docs/hooks.md with what each loop declares (asks the package index, installs nothing)
+	@.ci/installs $(VENV)
+
+# Both ends of the releases of transformers that pyproject.toml allows; verl wants 5.9.0. Beside the environment, not in it.
+TRANSFORMERS ?= 5.5.3
+ENDS := tests/heads tests/medusa_ppo/actors/test_hf.py tests/medusa_ppo/companion tests/medusa_ppo/loops tests/medusa_ppo/feeds tests/medusa_ppo/contract
+
+test-transformers: setup  ## What loops use of us with another transformers: make test-transformers TRANSFORMERS=5.24.0 [T=FILES]
+	@$(PIP_FLAGS)
+	beside=$(VENV)/transformers-$(TRANSFORMERS)
+	# Up to 5.15 they want an older tokenizers and hub.
+	older=$$(printf '5.16\n$(TRANSFORMERS)\n' | sort -VC || echo "tokenizers==0.22.2 huggingface-hub==1.33.0")
+	[ -d $$beside ] || $(BIN)/uv pip install -q --python $(BIN)/python --target $$beside --no-deps "$${flags[@]}" transformers==$(TRANSFORMERS) $$older
+	PYTHONPATH=$$PWD:$$beside $(BIN)/python -m pytest $(if $(filter command environment,$(origin T)),$(T),$(ENDS))
 
 # With the vLLM that each pins: verl 0.9.1 and OpenRLHF 0.11.2.
 setup-verl:  ## verl beside its own vLLM; then: make test-contracts LOOP=verl VLLM=0.24
