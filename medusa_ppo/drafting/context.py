@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from heads.heads_config import context_prefix
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting import sending
+from medusa_ppo.drafting.fixed import Fixed
 from medusa_ppo.drafting.products import (
     EMBED,
     LINEAR,
@@ -151,15 +152,32 @@ class Arrived:
         next_rows_Bn = (rows_Bn + 1).clamp_max(len(ids_T) - 1)
         ids_Bn = ids_T[next_rows_Bn].long()
         ids_Bn[:, 0] = last_ids_B
+        return cls.of_rows(hidden_TD[rows_Bn], ids_Bn, sampled_B, at, spare)
+
+    @classmethod
+    def of_rows(
+        cls,
+        hidden_BnD: torch.Tensor,
+        ids_Bn: torch.Tensor,
+        sampled_B: torch.Tensor,
+        at: Standing,
+        spare: int,
+    ) -> Arrived:
+        """The same of rows that were looked up, n of each request, the newest first.
+
+        Args:
+            ids_Bn: the token behind each state.
+        """
+        batch, most = ids_Bn.shape
+        back_n = torch.arange(most, device=ids_Bn.device)
         # How many pairs a request has isn't known on the host: all have `most`, and those that are
         # not its own are written where nobody reads.
         slots_Bn = torch.where(back_n < sampled_B.unsqueeze(1), at.slots_B.unsqueeze(1), spare)
         positions_Bn = (at.positions_B.unsqueeze(1) - back_n).clamp_min(0)
-        requests_Bn = at.requests_B.unsqueeze(1).expand_as(rows_Bn)
-        own_B = torch.arange(len(rows_B), device=rows_B.device) * most
-        hidden_ND = hidden_TD[rows_Bn.flatten()]
+        requests_Bn = at.requests_B.unsqueeze(1).expand_as(ids_Bn)
+        own_B = torch.arange(batch, device=ids_Bn.device) * most
         return cls(
-            hidden_ND,
+            hidden_BnD.flatten(0, 1),
             ids_Bn.flatten(),
             slots_Bn.flatten(),
             requests_Bn.flatten(),
@@ -341,6 +359,7 @@ class ContextHeads:
         self.heads = heads
         self._embed = embed
         self._pack = pack
+        self.fixed = Fixed()
         self.load()
 
     @torch.no_grad()
@@ -357,8 +376,11 @@ class ContextHeads:
         # One product for the first layer's query and all layers' keys and values; the queries of
         # further layers read what the layers before said.
         kept = [weight_3D2D[D:] for weight_3D2D in into]
-        first_R2D = torch.cat([into[0][:D], *kept])
-        asked = [weight_3D2D[:D] for weight_3D2D in into[1:]]
+        first_R2D = self.fixed.put("first", torch.cat([into[0][:D], *kept]))
+        asked = [
+            self.fixed.put(f"asked {layer}", weight_3D2D[:D].clone())
+            for layer, weight_3D2D in enumerate(into[1:], start=1)
+        ]
         self._into = self._pack(first_R2D[:, :D])
         # `pack` chooses the dtype and tells nobody: one row shows it.
         self.dtype = self._into(first_R2D[:1, :D]).dtype
@@ -376,7 +398,8 @@ class ContextHeads:
             ]
         self._start = self._pack(heads.cell_start.detach())
         self._last = self._pack(heads.cell_out.detach())
-        self._next = self._pack(torch.cat([heads.cell_out, heads.cell_step]).detach())
+        both = torch.cat([heads.cell_out, heads.cell_step]).detach()
+        self._next = self._pack(self.fixed.put("next", both))
         self._blocks = [
             [self._pack(block_DD.detach()) for block_DD in block_KDD] for block_KDD in heads.blocks
         ]
@@ -407,10 +430,11 @@ class ContextHeads:
         size = self.config.vocab_size
         device = self._of_tokens[0].device
         small = size * sum(weight.shape[0] for weight in self._of_tokens) <= TABLE_ENTRIES
-        sizes_V1, self._tables = token_tables(
+        sizes_V1, tables = token_tables(
             self._embed, size, self._of_tokens if small else [], self.dtype, device
         )
-        self._sizes_V1 = sizes_V1.to(self.dtype)
+        self._tables = [self.fixed.put(f"table {i}", tables[i]) for i in range(len(tables))]
+        self._sizes_V1 = self.fixed.put("sizes", sizes_V1.to(self.dtype))
         self._products = [] if small else [self._pack(weight) for weight in self._of_tokens]
 
     def _token(self, which: int, ids_N: torch.Tensor) -> torch.Tensor:
@@ -449,7 +473,7 @@ class ContextHeads:
         ring.write(arrived.slots_N, arrived.requests_N, arrived.positions_N, pairs_NX[:, D:])
         kept_BnR, there_Bn = ring.read(at.slots_B, at.requests_B, at.positions_B)
         # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
-        there_Bn[:, -1] = True
+        there_Bn[:, -1].fill_(True)
         own_B = arrived.own_B
         return Seen(pairs_NX[own_B, :D], arrived.ids_N[own_B], kept_BnR, there_Bn)
 

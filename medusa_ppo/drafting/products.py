@@ -29,6 +29,7 @@ import torch.nn.functional as F
 
 from heads.modules import RMS_EPS, MedusaHeads, rms_normalise
 from medusa_ppo.drafting import sending
+from medusa_ppo.drafting.fixed import Fixed
 
 LINEAR = Callable[[torch.Tensor], torch.Tensor]
 """Rows `[N, in]` of any floating dtype -> `[N, out]` in the dtype that the product has chosen."""
@@ -108,6 +109,7 @@ class DraftVocabulary:
         self._counted = 0
         self._pack = pack
         self._whole = whole
+        self.fixed = Fixed()
 
     def count_on(self, device: torch.device) -> None:
         """Count there, where tokens are seen on a device alone."""
@@ -157,19 +159,20 @@ class DraftVocabulary:
         if self.size:
             chosen_W = most_frequent(self._counts_V, self.size)
             self._chosen_W = self._chosen_W if chosen_W is None else chosen_W.cpu()
-        self.ids_W = None if self._chosen_W is None else self._chosen_W.to(device)
+        self.ids_W = None
+        if self._chosen_W is not None:
+            self.ids_W = self.fixed.put("ids", self._chosen_W.to(device))
         whole = self._whole and self._counts_V.numel() * hidden_size <= SMALL_ENTRIES
         self.product = None
         if whole or self.ids_W is not None:
             if weight_VD is not None:
                 if self.ids_W is None:
-                    # vLLM pads the table with rows that are not tokens.
-                    rows_WD = weight_VD[: self._counts_V.numel()]
+                    # vLLM pads the table with rows that are not tokens. These are the engine's own,
+                    # and it writes into them in place.
+                    rows_WD = weight_VD[: self._counts_V.numel()].to(dtype)
                 else:
-                    rows_WD = weight_VD[self.ids_W]
-                self.product = self._tried(
-                    self._pack(rows_WD.to(dtype)), lm_head, hidden_size, dtype, device
-                )
+                    rows_WD = self.fixed.put("rows", weight_VD[self.ids_W].to(dtype))
+                self.product = self._tried(self._pack(rows_WD), lm_head, hidden_size, dtype, device)
             self.product = self.product or self._read(lm_head, hidden_size, dtype, device)
         # Without a product of its rows nothing can be drafted from them: the engine's own gives
         # logits of the whole vocabulary.
@@ -189,7 +192,9 @@ class DraftVocabulary:
             units_ND = torch.zeros(count, hidden_size, dtype=dtype, device=device)
             units_ND[torch.arange(count), start + torch.arange(count)] = 1
             parts.append(lm_head(units_ND)[:, ids_W] - bias_W)
-        plain = self._pack(torch.cat(parts).T.to(dtype).contiguous())
+        rows_WD = self.fixed.put("rows", torch.cat(parts).T.to(dtype).contiguous())
+        bias_W = self.fixed.put("bias", bias_W)
+        plain = self._pack(rows_WD)
         product = (lambda rows: plain(rows) + bias_W) if bool(bias_W.any()) else plain
         tried = self._tried(product, lm_head, hidden_size, dtype, device)
         if tried is None:
@@ -251,6 +256,7 @@ class FusedHeads:
         self.heads = heads
         self._embed = embed
         self._pack = pack
+        self.fixed = Fixed()
         if self.config.kind == "hydra":
             self._adopt()
         self.load()
@@ -301,9 +307,11 @@ class FusedHeads:
         weights_RE = self._in_RE
         small = size * self._H * count * (count + 1) // 2 <= TABLE_ENTRIES
         weights = [self._token_weights(j, count) for j in range(count)] if small else []
-        self._sizes_V1, self._tables = token_tables(
+        sizes_V1, tables = token_tables(
             self._embed, size, weights, weights_RE.dtype, weights_RE.device
         )
+        self._sizes_V1 = self.fixed.put("sizes", sizes_V1)
+        self._tables = [self.fixed.put(f"table {j}", tables[j]) for j in range(len(tables))]
 
     def _token_weights(self, j: int, count: int) -> torch.Tensor:
         """What reads the token at place j after h_t, for the heads j .. count."""

@@ -267,6 +267,25 @@ class DraftSlots:
             )
         return self._views[count, batch]
 
+    @property
+    def width(self) -> int:
+        """Columns, as many as tokens that drafts come from."""
+        return self._scratch_2RW.shape[2]
+
+    def renew(self) -> None:
+        """Its memory was thrown away: nothing was drafted, at the same addresses."""
+        self.cumulative_KRX.zero_()
+        self.columns_KR.fill_(NOTHING)
+        self.rows_S.zero_()
+        self._scratch_2RW.zero_()
+        torch.arange(len(self._numbers_R), out=self._numbers_R)
+        self.forget()
+
+    def use_ids(self, ids_W: torch.Tensor | None) -> None:
+        """The columns are of other tokens, as many as before; whatever was drafted is one-hot."""
+        self.ids_W = ids_W
+        self.forget()
+
     def forget(self) -> None:
         """Whatever was drafted is one-hot from here on (a draft vocabulary that changes; never
         because of what was drafted).

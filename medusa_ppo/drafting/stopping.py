@@ -35,26 +35,43 @@ class Stopping:
         self._offered_TP = torch.zeros(TOPS, PARTS, device=device)
         self._accepted_TP = torch.zeros_like(self._offered_TP)
         self._first_T1 = 0.2 + 0.8 * (torch.arange(TOPS, device=device).unsqueeze(1) + 0.5) / TOPS
-        self._cells_KS = torch.full((drafts, slots), -1, device=device)
+        # One slot more than requests, for rows that pad a batch.
+        self._cells_KS = torch.full((drafts, slots + 1), -1, device=device)
         self._steps_K1 = torch.arange(drafts, device=device).unsqueeze(1)
         self._step = 0
+        # What the drafting call reads stays where it is: a graph may have captured it.
+        self._bound_1 = torch.full((1,), least, device=device)
+        self._of_drawn_X = torch.empty(TOPS * PARTS, device=device)
+        self._of_next_T = torch.empty(TOPS, device=device)
         self._estimate()
 
     def _estimate(self) -> None:
         # Two tables: of a draft that was drawn its own share of the top is known; of the one to
         # come only the top is.
-        self._of_drawn_X = (
-            (self._accepted_TP + PRIOR * self._first_T1) / (self._offered_TP + PRIOR)
-        ).flatten()
+        accepted_TP = self._accepted_TP + PRIOR * self._first_T1
+        self._of_drawn_X.copy_((accepted_TP / (self._offered_TP + PRIOR)).flatten())
         offered_T = self._offered_TP.sum(1)
         accepted_T = self._accepted_TP.sum(1)
-        self._of_next_T = (accepted_T + PRIOR * self._first_T1.squeeze(1)) / (offered_T + PRIOR)
+        first_T = PRIOR * self._first_T1.squeeze(1)
+        self._of_next_T.copy_((accepted_T + first_T) / (offered_T + PRIOR))
 
     def begin(self, slots_B: torch.Tensor) -> Ending:
         """The runs of a step's requests."""
+        self.begin_step()
+        return self.runs(slots_B)
+
+    def begin_step(self) -> None:
+        """Before a step's drafts are drawn: whether its runs may end early."""
+        # With a bound of 0 no run ends early; most steps have the bound of the step before.
+        explored = self._step and self._step % EXPLORE == 0
         self._step += 1
-        # With a bound of 0 no run ends early.
-        return Ending(self, slots_B, 0.0 if self._step % EXPLORE == 0 else self.least)
+        explores = self._step % EXPLORE == 0
+        if explored or explores:
+            self._bound_1.fill_(0.0 if explores else self.least)
+
+    def runs(self, slots_B: torch.Tensor) -> Ending:
+        """The same, where `begin_step` was called before: it does nothing on the host."""
+        return Ending(self, slots_B)
 
     def settle(
         self, slots_B: torch.Tensor, drafted_B: torch.Tensor, accepted_B: torch.Tensor
@@ -84,10 +101,9 @@ class Ending:
         lengths_B: int64, drafts of each request so far.
     """
 
-    def __init__(self, owner: Stopping, slots_B: torch.Tensor, least: float) -> None:
+    def __init__(self, owner: Stopping, slots_B: torch.Tensor) -> None:
         self._owner = owner
         self._slots_B = slots_B
-        self._least = least
         self.lengths_B = torch.zeros_like(slots_B)
         self._reached_B = torch.ones(len(slots_B), device=slots_B.device)
         self._goes_on_B = torch.ones_like(slots_B, dtype=torch.bool)
@@ -99,7 +115,7 @@ class Ending:
         self._bin_B = (self._top_B * TOPS).long().clamp(0, TOPS - 1)
         chance_B = self._reached_B * self._owner._of_next_T[self._bin_B]
         self._goes_on_B = self._goes_on_B & (
-            (chance_B >= self._least) | self._sampled_B.logical_not()
+            (chance_B >= self._owner._bound_1) | self._sampled_B.logical_not()
         )
         # Drafts behind the end are drawn all the same, in static shapes; they are only not
         # verified.

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from heads.copying import AGE_STEP, SERVED_PLACES
 from heads.modules import MedusaHeads
+from medusa_ppo.drafting.fixed import Fixed
 from medusa_ppo.drafting.products import (
     EMBED,
     PACK,
@@ -152,6 +153,7 @@ class Copier:
         self.config = heads.config
         self._embed = embed
         self._pack = pack
+        self.fixed = Fixed()
         self.load()
 
     @torch.no_grad()
@@ -162,8 +164,11 @@ class Copier:
         scale = (self.config.copy_width // self.config.copy_parts) ** 0.5
         asked = (heads.copy_query.detach() / scale).split(D, dim=1)
         kept = heads.copy_key.detach().split(D, dim=1)
-        self._of_tokens = [torch.cat(both) for both in zip(asked, kept, strict=True)]
-        self._none_A = heads.copy_none.detach().float()
+        self._of_tokens = [
+            self.fixed.put(f"of token {back}", torch.cat(both))
+            for back, both in enumerate(zip(asked, kept, strict=True))
+        ]
+        self._none_A = self.fixed.put("none", heads.copy_none.detach().float())
         self._value = heads.copy_value.detach()
         self._out = heads.copy_out.detach()
         self._enter = self._pack(self._out)
@@ -188,12 +193,13 @@ class Copier:
         sizes_V1, tables = token_tables(
             self._embed, size, [*weights, *meanings], self.dtype, device
         )
-        self._sizes_V1 = sizes_V1.to(self.dtype)
-        self._shares = tables[: len(weights)]
-        # One row for each token and part, beside each other: a lookup names both.
-        self._meanings_XH = (
-            torch.stack(tables[len(weights) :], 1).flatten(0, 1) if meanings else None
-        )
+        self._sizes_V1 = self.fixed.put("sizes", sizes_V1.to(self.dtype))
+        self._shares = [self.fixed.put(f"share {i}", tables[i]) for i in range(len(weights))]
+        self._meanings_XH = None
+        if meanings:
+            # One row for each token and part, beside each other: a lookup names both.
+            meanings_XH = torch.stack(tables[len(weights) :], 1).flatten(0, 1)
+            self._meanings_XH = self.fixed.put("meanings", meanings_XH)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Normalised embeddings, one row for each id."""

@@ -14,6 +14,7 @@ import re
 import runpy
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,15 +168,20 @@ def plan_launch(
                 expected=f"<= {max_drafts}, the heads in {heads_path}",
                 do="Draft fewer tokens or train more heads.",
             )
+        # Heads that were never trained draft nothing, and neither does a first step.
+        fixed = min(max_drafts if config.most_drafts is None else config.most_drafts, max_drafts)
+        counts = range(max_drafts + 1) if config.chooses_drafts else sorted({0, fixed})
         args |= speculation(
             str(heads_path),
             max_drafts,
             sampled=config.draft_temperature > 0,
             block=runner == "v2" and has_block(vllm_version()),
+            counts=counts if runner == "v2" else (),
         )
-        if not is_cpu_build() and runner == "v1":
+        if not is_cpu_build():
             most = int(config.extra.get("max_num_batched_tokens", 0)) or None
-            sizes = graph_sizes(config.max_num_seqs, max_drafts, most)
+            full = [count + 1 for count in counts] if runner == "v2" else []
+            sizes = graph_sizes(config.max_num_seqs, max_drafts, most, full)
             args["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         _refuse_with_heads(config.extra, runner)
     # See cache_bytes: a share of the memory can be negative there.
@@ -203,16 +209,25 @@ def plan_launch(
     )
 
 
-def graph_sizes(sequences: int, most_drafts: int, most_tokens: int | None = None) -> list[int]:
-    """Token counts for which vLLM's V1 runner captures graphs: multiples of a sequence's tokens
-    with all drafts, to which V1 rounds, up to what `sequences` with all drafts need.
+def graph_sizes(
+    sequences: int,
+    most_drafts: int,
+    most_tokens: int | None = None,
+    full: Sequence[int] = (),
+) -> list[int]:
+    """Token counts for which vLLM captures graphs: multiples of a sequence's tokens with all
+    drafts, to which V1 rounds, up to what `sequences` with all drafts need.
 
-    By default V1 stops at 512 tokens (1,024 on Blackwell): with four drafts, 103 sequences would
+    By default vLLM stops at 512 tokens (1,024 on Blackwell): with four drafts, 103 sequences would
     run without a graph. A step with fewer drafts uses the next larger graph.
+
+    Args:
+        full: for each of these token counts of a sequence a full batch gets a size too. V2 has full
+            graphs for each number of drafts, and rounds sizes to each.
     """
     counts = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, sequences, 32)}
     counts = {count for count in counts if count < sequences} | {sequences}
-    sizes = {count * (most_drafts + 1) for count in counts}
+    sizes = {count * (most_drafts + 1) for count in counts} | {sequences * each for each in full}
     return sorted(size for size in sizes if most_tokens is None or size <= most_tokens)
 
 

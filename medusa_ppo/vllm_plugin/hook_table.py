@@ -32,6 +32,7 @@ CALLED = "called on CPU, where it frees nothing"
 INTERPRETED = "run on Triton's interpreter"
 PROFILED = "its name found in 0.32; the CPU build profiles no memory"
 FED = "run on CPU with 0.32 alone"
+CAPTURED = "run in 0.32 with stand-ins for CUDA's graphs"
 READ = "its name found in 0.32; no engine test copies drafts yet"
 CPU = "V1 on CPU"
 V2 = "V2"
@@ -87,6 +88,9 @@ _V2_RUNNER, _V2_SPECULATOR = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.worker.gpu.spec_decode.speculator",
 )
+_V2_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+LAST_CAPTURED = (0, 32)
+"""Newer releases capture drafting where these names have the same parameters."""
 _CORE = "vllm.v1.engine.core"
 _CUSTOM = "vllm.v1.spec_decode.custom_class_proposer"
 _TRANSFER, _RELOAD = (
@@ -402,6 +406,29 @@ HOOKS: tuple[Hook, ...] = (
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils",
         "rejection_sample",
         "draft_logits",
+    ),
+    *(
+        Hook(
+            need, _V2_GRAPHS, name, parameters, (0, 32), LAST_CAPTURED, runner=V2, checked=CAPTURED
+        )
+        for need, name, parameters in (
+            (
+                "graphs of the drafting call",
+                "CudaGraphManager.__init__",
+                ("vllm_config", "device", "cudagraph_mode", "decode_query_len"),
+            ),
+            (
+                "where they are captured",
+                "CudaGraphManager.capture",
+                ("create_forward_fn", "progress_bar_desc"),
+            ),
+            ("and run again", "CudaGraphManager.run_fullgraph", ("desc",)),
+            (
+                "graphs of the model for each number of drafts",
+                "ModelCudaGraphManager._init_candidates",
+                (),
+            ),
+        )
     ),
     # Engines that feed themselves, on either runner.
     Hook(

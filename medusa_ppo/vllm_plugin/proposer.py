@@ -91,7 +91,8 @@ class MedusaProposer(Drafter):
 
     heads: MedusaHeads
     _core: DraftingCore
-    _slots: DraftSlots | None
+    _slots: DraftSlots | None = None
+    _changes: int = 0
     _seats: Seats
     _sent_B: torch.Tensor | None = None
     _target: nn.Module
@@ -200,11 +201,18 @@ class MedusaProposer(Drafter):
         """
         ids_W = self.draft_vocabulary.ids_W
         self._core.use_vocabulary(ids_W, self.draft_vocabulary.product)
+        width = self.heads.config.vocab_size if ids_W is None else len(ids_W)
+        # They stay where they are, if they can: a captured graph draws there.
+        if self._slots is not None and self.sampled and self._slots.width == width:
+            self._slots.use_ids(ids_W)
+            return
+        if self._slots is None and not self.sampled:
+            return
         self._slots = None
         if self.sampled:
-            width = self.heads.config.vocab_size if ids_W is None else len(ids_W)
             size = self.vllm_config.scheduler_config.max_num_seqs
             self._slots = DraftSlots(size, self.num_speculative_tokens, width, self.device, ids_W)
+        self._changes += 1
 
     def _embedding(self) -> Any:
         return embedding_module(self._target) if self.heads.config.kind == "hydra" else None
@@ -559,6 +567,7 @@ class MedusaProposer(Drafter):
             )
         if size != self.draft_vocabulary.size:
             self.draft_vocabulary = self._new_vocabulary(size)
+            self._changes += 1
             self._refresh_vocabulary()
         # What was learned about costs stays when the choice is switched off and on again.
         self.num_drafts, self.choose = count, bool(settings.get("choose", self.choose))
@@ -586,6 +595,7 @@ class MedusaProposer(Drafter):
                 if stop_below
                 else None
             )
+            self._changes += 1
         return held | {"memory_bytes": memory_bytes, "stop_below": stop_below}
 
     @property
@@ -624,6 +634,8 @@ class MedusaProposer(Drafter):
         is no module's. All of it is written anew here, or by the next swap out of the new heads.
         """
         self.heads.temperatures_K.fill_(1.0)
+        if self._slots is not None:
+            self._slots.renew()
         if self._ring is not None:
             self._ring.renew()
         if self._unread is not None:

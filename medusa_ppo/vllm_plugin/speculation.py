@@ -5,11 +5,12 @@ imports no vLLM.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from heads.errors import ConfigError, LossyError
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
-from medusa_ppo.vllm_plugin.worker_calls import HEADS, SAMPLED
+from medusa_ppo.vllm_plugin.worker_calls import COUNTS, HEADS, SAMPLED
 
 CUSTOM_CLASS = "medusa_ppo.vllm_plugin.drafter.CustomClass"
 """What vLLM is told to import where it has no Medusa."""
@@ -19,7 +20,14 @@ LOSSLESS = ("standard", "block")
 """Rules by which vLLM may accept drafts without another distribution of what is sampled."""
 
 
-def speculation(folder: str, drafts: int, *, sampled: bool, block: bool = False) -> dict[str, Any]:
+def speculation(
+    folder: str,
+    drafts: int,
+    *,
+    sampled: bool,
+    block: bool = False,
+    counts: Sequence[int] = (),
+) -> dict[str, Any]:
     """Arguments of vLLM's engine with which the installed version drafts with the heads of a
     folder.
 
@@ -28,8 +36,11 @@ def speculation(folder: str, drafts: int, *, sampled: bool, block: bool = False)
         sampled: drafts will be sampled, and the memory of their q is to be profiled.
         block: vLLM's own kernels verify drafts as a block (`drafting.verify`). V2 has it; on V1
             ours do, and nothing is said.
+        counts: the numbers of drafts that steps will have, for graphs of each; none: `drafts`.
     """
     own: dict[str, Any] = {SAMPLED: sampled}
+    if counts:
+        own[COUNTS] = list(counts)
     speculative: dict[str, Any] = {"num_speculative_tokens": drafts}
     if block:
         speculative["rejection_sample_method"] = "block"
@@ -52,6 +63,13 @@ def heads_folder(vllm_config: Any) -> str:
         and speculative.model == CUSTOM_CLASS
     )
     return str((vllm_config.additional_config or {}).get(HEADS, "")) if ours else ""
+
+
+def drafts_of_steps(vllm_config: Any) -> list[int]:
+    """The numbers of drafts that steps of an engine will have, the most first."""
+    most = int(vllm_config.speculative_config.num_speculative_tokens)
+    told = (vllm_config.additional_config or {}).get(COUNTS) or [most]
+    return sorted({min(int(count), most) for count in told}, reverse=True)
 
 
 def feeds_itself() -> bool:

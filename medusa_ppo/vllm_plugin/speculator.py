@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,18 +24,23 @@ import torch
 import vllm.v1.worker.gpu.model_runner as v2_runner
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from heads.errors import ConfigError
 from medusa_ppo.drafting import sending
+from medusa_ppo.drafting.batch_inputs import BatchInputs, BatchRows, Found
 from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.noise import DRAFT_STREAM, drawn_from, keys_of, uniforms
 from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.drafting.stopping import Ending
+from medusa_ppo.vllm_plugin import draft_graphs
+from medusa_ppo.vllm_plugin.draft_graphs import DraftGraphs, can_capture
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
 from medusa_ppo.vllm_plugin.speculation import (
+    drafts_of_steps,
     heads_folder,
     refuse_lossy_rule,
     refuse_what_heads_lack,
@@ -118,7 +123,32 @@ class HeldHeads(MedusaProposer):
         if vocabulary.due:
             self._refresh_vocabulary()
 
-    def look_back(
+    @property
+    def layout(self) -> Hashable:
+        """Which tensors the drafting call reads, and by which path: another one after any change
+        that a captured graph would not see.
+        """
+        core, vocabulary = self._core, self.draft_vocabulary
+        copier = core.copier
+        return (
+            self._changes,
+            self.sampled,
+            core.fused.fixed.moves,
+            None if copier is None else copier.fixed.moves,
+            vocabulary.fixed.moves,
+            vocabulary.product is None,
+            vocabulary.ids_W is None,
+        )
+
+    @property
+    def newest(self) -> int:
+        """How many rows of a request the drafting call reads: after a step with all drafts so many
+        may be new.
+        """
+        most = self.num_speculative_tokens + 1
+        return 1 if self._ring is None else min(most, self._ring.pairs)
+
+    def hold(
         self,
         hidden_TD: torch.Tensor,
         ids_T: torch.Tensor,
@@ -127,34 +157,53 @@ class HeldHeads(MedusaProposer):
         sampled_B: torch.Tensor,
         at: Standing,
         drafted: Sequence[int],
-        count: int,
-    ) -> Seen | None:
-        """What requests attend to after a step (`Arrived.of_step`) that verified so many drafts of
-        each, and that are to have `count` now; None for heads without a context, and where none
-        are wanted: then what came is held.
+    ) -> None:
+        """After a step (`Arrived.of_step`) that verified so many drafts of each request, where none
+        are wanted: what came is held, so that later drafts may attend to it.
         """
         ring, unread = self._ring, self._unread
-        fused = self._core.fused
-        if ring is None or unread is None or not isinstance(fused, ContextHeads):
-            return None
+        if ring is None or unread is None:
+            return
         # Steps that are held must be small: without drafts each request brought one pair at most.
         most = min(max(drafted) + 1, ring.pairs)
         arrived = Arrived.of_step(
             hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most
         )
-        texts = self._texts
-        copier = self._core.copier
-        if texts is not None and copier is not None:
-            # The token x_{j+1} of a pair stands one position behind its state.
-            copier.write(texts, arrived.slots_N, arrived.positions_N + 1, arrived.ids_N)
-        if not count:
-            unread.hold_pairs(arrived)
+        self._write_texts(arrived)
+        unread.hold_pairs(arrived)
+
+    def held(self) -> list[Arrived]:
+        """What steps without drafts brought; nothing is held afterwards."""
+        return [] if self._unread is None else self._unread.take()
+
+    def look_back(
+        self, rows: BatchRows, at: Standing, before: Sequence[Arrived] = ()
+    ) -> Seen | None:
+        """What requests attend to after a step, and after those `before` it; None for heads without
+        a context.
+        """
+        ring = self._ring
+        fused = self._core.fused
+        if ring is None or not isinstance(fused, ContextHeads):
             return None
-        seen = fused.look_back(ring, arrived.after(unread.take(), at, ring), at)
+        arrived = Arrived.of_rows(rows.hidden_BnD, rows.ids_Bn, rows.sampled_B, at, ring.spare)
+        self._write_texts(arrived)
+        seen = fused.look_back(ring, arrived.after(before, at, ring), at)
+        texts, copier = self._texts, self._core.copier
         if texts is None or copier is None:
             return seen
         told_BKH = copier.find(texts, at.slots_B, at.positions_B + 1)
         return replace(seen, told_BKH=told_BKH)
+
+    def _write_texts(self, arrived: Arrived) -> None:
+        if self._texts is not None and self._core.copier is not None:
+            # The token x_{j+1} of a pair stands one position behind its state.
+            positions_N = arrived.positions_N + 1
+            self._core.copier.write(self._texts, arrived.slots_N, positions_N, arrived.ids_N)
+
+    def forget_time(self) -> None:
+        """The step that runs takes longer than others: nobody is to learn from it."""
+        self._step_began = None
 
     @torch.inference_mode()
     def admit(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -232,6 +281,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         count: drafts that the last step made of each request.
         draft_logits: float32 `[S, K, V]`, what V2 verifies against. Made at once, so that vLLM's
             memory profile counts it.
+        graphs: of the drafting call; None where nothing is captured.
         lengths_B: int64, drafts of each request that are to be verified, where some have fewer
             than `count`; None: all have as many.
     """
@@ -239,18 +289,21 @@ class MedusaSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
         super().__init__(vllm_config, device)
         self.drafter = HeldHeads(vllm_config, device)
+        # One slot more than requests, for rows that pad a batch.
+        slots = self.max_num_reqs + 1
         waiting_N = torch.zeros(
-            self.max_num_reqs * self.num_speculative_steps, dtype=torch.int64, device=device
+            slots * self.num_speculative_steps, dtype=torch.int64, device=device
         )
         self._kept_SKV = _one_hot(waiting_N, self.vocab_size).view(
-            self.max_num_reqs, self.num_speculative_steps, self.vocab_size
+            slots, self.num_speculative_steps, self.vocab_size
         )
-        self.draft_logits = self._kept_SKV
+        self.draft_logits = self._kept_SKV[: self.max_num_reqs]
+        self.graphs: DraftGraphs | None = None
         self.states: Any = None
         self.count = 0
         self.lengths_B: torch.Tensor | None = None
-        self._grammar_S = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
-        self._requests_S = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+        self._grammar_S = torch.zeros(slots, dtype=torch.bool, device=device)
+        self._requests_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._admitted = 0
 
     def load_draft_model(
@@ -260,10 +313,35 @@ class MedusaSpeculator(DraftModelSpeculator):
         return self.drafter.heads
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Drafting is not captured."""
+        """Graphs that were captured before (vLLM's memory profile captures some to measure them)
+        are gone.
+        """
+        self.graphs = None
+        if cudagraph_mode != CUDAGraphMode.NONE and can_capture():
+            self.graphs = DraftGraphs(self.vllm_config, self.device, self._call, self._clear)
 
     def capture(self, *_: Any) -> None:
-        """Drafting is not captured."""
+        """When vLLM captures its own."""
+        if self.graphs is not None:
+            counts = [count for count in drafts_of_steps(self.vllm_config) if count]
+            self.graphs.capture_all(counts, self.drafter.layout)
+
+    def _clear(self, batch: int) -> None:
+        self._inputs.clear(0, batch)
+
+    @functools.cached_property
+    def _inputs(self) -> BatchInputs:
+        # Not while the heads are loaded: a deep sleep throws away what was made then.
+        drafter = self.drafter
+        return BatchInputs(
+            self.max_num_reqs,
+            drafter.newest,
+            self.num_speculative_steps,
+            drafter.hidden_size,
+            self.vocab_size,
+            drafter.dtype,
+            self.device,
+        )
 
     def admit(self, slot: int, grammar: bool, states: Any, token_ids: Sequence[int]) -> None:
         """A request has come, or come back: whatever stands in its slot is another's. V2 has token
@@ -302,65 +380,115 @@ class MedusaSpeculator(DraftModelSpeculator):
         if num_speculative_tokens is not None:
             most = min(most, num_speculative_tokens)
         if dummy_run:
+            # It computes what a step does, so that the profile sees it, for rows that are nobody's.
             count = min(most, drafter.num_drafts) if drafter.drafting else 0
-        else:
-            drafted = (np.diff(input_batch.cu_num_logits_np)[:batch] - 1).tolist()
-            drafter.step_ended(num_sampled[:batch], drafted, input_batch.num_tokens)
-            self.count = count = drafter.wanted(most, batch)
-        ids_BK = torch.zeros(
-            batch, self.num_speculative_steps, dtype=torch.int64, device=self.device
-        )
+            if count:
+                self._clear(batch)
+                self._drafted(batch, count, False)
+            return self._none(batch)
+        drafted = (np.diff(input_batch.cu_num_logits_np)[:batch] - 1).tolist()
+        sampled_B = num_sampled[:batch]
+        drafter.step_ended(sampled_B, drafted, input_batch.num_tokens)
+        self.count = count = drafter.wanted(most, batch)
         slots_B = input_batch.idx_mapping[:batch].long()
         rows_B = (
             input_batch.query_start_loc[1 : batch + 1] - 1 - num_rejected[:batch]
         ).long()  # Of each request's last accepted token.
         last_ids_B = last_sampled[slots_B].view(-1)
-        if not dummy_run:
-            self.lengths_B = None
-            drafter.observe(input_batch.input_ids, rows_B, last_ids_B, num_sampled[:batch])
-            if drafter.stopping is not None:
-                drafted_B = sending.sent(drafted, self.device)
-                accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
-                drafter.stopping.settle(slots_B, drafted_B, accepted_B)
-        seen = None
-        positions_B = input_batch.positions[rows_B].long()
-        if not dummy_run and drafter.drafting:
-            at = Standing(slots_B, self._requests_S[slots_B], positions_B)
-            seen = drafter.look_back(
-                last_hidden_states,
-                input_batch.input_ids,
-                rows_B,
-                last_ids_B,
-                num_sampled[:batch],
-                at,
-                drafted,
-                count,
-            )
+        self.lengths_B = None
+        drafter.observe(input_batch.input_ids, rows_B, last_ids_B, sampled_B)
+        if drafter.stopping is not None:
+            drafted_B = sending.sent(drafted, self.device)
+            accepted_B = (sampled_B - 1).clamp_min(0)
+            drafter.stopping.settle(slots_B, drafted_B, accepted_B)
+        ids_T, positions_T = input_batch.input_ids, input_batch.positions
         if not count:
-            return ids_BK
-        hidden_BD = last_hidden_states[rows_B]
+            if drafter.drafting:
+                positions_B = positions_T[rows_B].long()
+                at = Standing(slots_B, self._requests_S[slots_B], positions_B)
+                step = last_hidden_states, ids_T, rows_B, last_ids_B, sampled_B
+                drafter.hold(*step, at, drafted)
+            return self._none(batch)
+        cuts = self._cuts(slots_B, input_batch.idx_mapping_np[:batch])
+        found = Found(
+            last_hidden_states,
+            ids_T,
+            positions_T,
+            rows_B,
+            last_ids_B,
+            sampled_B,
+            slots_B,
+            temperature,
+            seeds,
+            cuts if drafter.sampled else (None, None),
+        )
+        return self._draft(found, count)
+
+    def _none(self, batch: int) -> torch.Tensor:
+        return torch.zeros(batch, self.num_speculative_steps, dtype=torch.int64, device=self.device)
+
+    def _draft(self, found: Found, count: int) -> torch.Tensor:
+        """`count` drafts for each request, by a captured graph where there is one."""
+        drafter = self.drafter
+        batch = len(found.slots_B)
+        cut = found.cut
+        before = drafter.held()
+        graph = None
+        # How much was held differs from time to time, so that step is in no graph.
+        if self.graphs is not None and not before:
+            graph, captured = self.graphs.of(batch, count, cut, drafter.layout)
+            if captured:
+                drafter.forget_time()
+        if drafter.stopping is not None:
+            drafter.stopping.begin_step()
+        rows = self._inputs.write(found)
+        if self.graphs is None or graph is None:
+            self._call(batch, count, cut, before)
+        else:
+            self._inputs.clear(batch, graph.num_reqs or batch)
+            self.graphs.run_fullgraph(graph)
+        if drafter.sampled and drafter.stopping is not None:
+            self.lengths_B = rows.lengths_B
+        return rows.drafts_BK
+
+    def _call(self, batch: int, count: int, cut: bool, before: Sequence[Arrived] = ()) -> None:
+        """The drafting call, from `_inputs` to `_inputs`, as it is captured: everything that is
+        there afterwards stands where it stood before.
+        """
+        drafts = self._drafted(batch, count, cut, before)
+        rows = self._inputs.rows(batch)
+        rows.drafts_BK[:, :count].copy_(drafts.ids_BK)
+        if count < self.num_speculative_steps:
+            rows.drafts_BK[:, count:].zero_()
+        if drafts.lengths_B is not None:
+            rows.lengths_B.copy_(drafts.lengths_B)
+
+    def _drafted(
+        self, batch: int, count: int, cut: bool, before: Sequence[Arrived] = ()
+    ) -> Drafted:
+        """Drafts of what stands in `_inputs`; their q is kept for verification."""
+        drafter = self.drafter
+        rows = self._inputs.rows(batch)
+        slots_B = rows.slots_B
+        at = Standing(slots_B, self._requests_S.index_select(0, slots_B), rows.positions_B)
+        seen = drafter.look_back(rows, at, before)
+        hidden_BD, last_ids_B = rows.hidden_BnD[:, 0], rows.ids_Bn[:, 0]
+        temperature_B = None
         if not drafter.sampled:
             drafts = drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
-            temperature_B = None
         else:
-            temperature_B = torch.where(self._grammar_S[slots_B], 0.0, temperature[slots_B])
-            noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_STREAM, count)
-            cuts = self._cuts(slots_B, input_batch.idx_mapping_np[:batch])
+            grammar_B = self._grammar_S.index_select(0, slots_B)
+            temperature_B = rows.temperature_B.masked_fill(grammar_B, 0.0)
+            keys_B = keys_of(rows.seeds_B)
+            noise_BK = uniforms(rows.positions_B, keys_B, None, DRAFT_STREAM, count)
+            cuts = (rows.top_k_B, rows.top_p_B) if cut else (None, None)
             sampling = DraftSampling(temperature_B, noise_BK, *cuts)
-            ending = None
-            if drafter.stopping is not None and not dummy_run:
-                ending = drafter.stopping.begin(slots_B)
+            ending = None if drafter.stopping is None else drafter.stopping.runs(slots_B)
             drafts = drafter.draft(hidden_BD, last_ids_B, count, sampling, seen, ending)
-            if not dummy_run:
-                self.lengths_B = drafts.lengths_B
-        ids_BK[:, :count] = drafts.ids_BK
-        # A dummy run computes what a step does, so that the profile sees it, and leaves the q of
-        # those alone that wait.
         for k, ids_B in enumerate(drafts.ids_BK.unbind(1)):
             kept_BV = self._kept(k, ids_B, temperature_B)
-            if not dummy_run:
-                self._kept_SKV[slots_B, k] = kept_BV
-        return ids_BK
+            self._kept_SKV[:, k].index_copy_(0, slots_B, kept_BV)
+        return drafts
 
     def _cuts(
         self, slots_B: torch.Tensor, slots: Any
@@ -474,4 +602,5 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (VllmConfig, "_get_v2_model_runner_unsupported_features", medusa_allowed),
     (v2_runner.GPUModelRunner, "add_requests", with_requests_admitted),
     (v2_runner.GPUModelRunner, "take_draft_token_ids", with_as_many_drafts),
+    *draft_graphs.PLACES,
 )

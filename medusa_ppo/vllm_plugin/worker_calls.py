@@ -16,6 +16,8 @@ TRANSFER = "medusa_ppo"
 """Our weight-transfer backend's name in vLLM."""
 SAMPLED = "medusa_ppo_sampled"
 """In vLLM's additional_config: drafts will be sampled."""
+COUNTS = "medusa_ppo_counts"
+"""In vLLM's additional_config: the numbers of drafts that steps will have."""
 HEADS = "medusa_ppo_heads"
 """In vLLM's additional_config: the heads' folder, where vLLM has no Medusa (from 0.33 on)."""
 

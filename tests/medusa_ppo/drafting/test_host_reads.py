@@ -29,8 +29,8 @@ D, V, K, B, W = 8, 12, 4, 5, 6
 
 
 class Indexing(TorchFunctionMode):
-    """Brackets by operators: a torch without CUDA refuses them on tensors that say they are on such
-    a device.
+    """Brackets and copies by operators: a torch without CUDA refuses them on tensors that say they
+    are on such a device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,6 +38,8 @@ class Indexing(TorchFunctionMode):
             return take(*args)
         if func is torch.Tensor.__setitem__:
             return torch.ops.aten.copy_(take(*args[:2]), args[2])
+        if func is torch.Tensor.copy_:
+            return torch.ops.aten.copy_(*args)
         return func(*args, **(kwargs or {}))
 
 

@@ -1,7 +1,10 @@
 """An engine on vLLM's V2 model runner, by Triton's interpreter: test_speculator.py runs it by
 itself and reads the JSON that it prints.
 
-    python serve_on_v2.py FOLDER CONTEXT COPY_PARTS v1|v2
+    python serve_on_v2.py FOLDER CONTEXT COPY_PARTS v1|v2|graphs
+
+`graphs`: V2, where every drafting call is the replay of a graph that a stand-in for CUDA's captured
+(`fake_graphs`).
 
 Shape letters: B prompts, T positions.
 """
@@ -13,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,9 @@ from unittest import mock
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-if "v2" in sys.argv:
+if "v1" not in sys.argv:
     import interpreter  # noqa: F401  Before vLLM.
+import pytest
 import torch
 
 from heads.checkpoint import save_heads, save_state
@@ -33,6 +37,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.core import Drafted, DraftingCore
+from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import HIDDEN, VOCAB, Uniformity, add_rollouts, tiny_model
 from medusa_ppo.feeds.feed_manifest import FeedActor, Release
@@ -77,24 +82,61 @@ def greedy(model: Any, asked: list[list[int]]) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def drafts_noted() -> Iterator[list[list[int]]]:
+def drafts_noted(kind: str) -> Iterator[list[list[int]]]:
     """Each request's last token and the drafts behind it, of every drafting call of the block."""
     noted: list[list[int]] = []
-    original = DraftingCore.draft
 
-    def draft(
-        self: DraftingCore,
-        hidden_BD: torch.Tensor,
-        last_ids_B: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Drafted:
-        drafted = original(self, hidden_BD, last_ids_B, *args, **kwargs)
-        noted.extend(torch.cat([last_ids_B.unsqueeze(1), drafted.ids_BK], dim=1).tolist())
-        return drafted
+    def note(last_ids_B: torch.Tensor, ids_BK: torch.Tensor) -> None:
+        noted.extend(torch.cat([last_ids_B.unsqueeze(1), ids_BK], dim=1).tolist())
 
-    with mock.patch.object(DraftingCore, "draft", draft):
+    with contextlib.ExitStack() as stack:
+        if kind == "v1":
+            original = DraftingCore.draft
+
+            def draft(
+                self: DraftingCore,
+                hidden_BD: torch.Tensor,
+                last_ids_B: torch.Tensor,
+                *args: Any,
+                **kwargs: Any,
+            ) -> Drafted:
+                drafted = original(self, hidden_BD, last_ids_B, *args, **kwargs)
+                note(last_ids_B, drafted.ids_BK)
+                return drafted
+
+            stack.enter_context(mock.patch.object(DraftingCore, "draft", draft))
+        else:
+            # Imports vLLM, which the interpreter has to come before.
+            from medusa_ppo.vllm_plugin.speculator import MedusaSpeculator
+
+            by_graph = MedusaSpeculator._draft
+
+            def drafts(self: Any, found: Any, count: int) -> torch.Tensor:
+                ids_BK = by_graph(self, found, count)
+                note(found.last_ids_B.long(), ids_BK[:, :count])
+                return ids_BK
+
+            stack.enter_context(mock.patch.object(MedusaSpeculator, "_draft", drafts))
         yield noted
+
+
+def capture(speculator: Any) -> Callable[[], tuple[int, int]]:
+    """Captures what vLLM would on a GPU. Returns what says how many graphs were replayed how often
+    since.
+    """
+    from vllm.config import CUDAGraphMode
+
+    from tests.medusa_ppo.vllm_plugin import fake_graphs
+
+    fake_graphs.installed(pytest.MonkeyPatch())
+    config = speculator.vllm_config.compilation_config
+    config.cudagraph_capture_sizes = [1, 2, 4, 8, 16, 24, PROMPTS]
+    speculator.init_cudagraph_manager(CUDAGraphMode.FULL_AND_PIECEWISE)
+    speculator.capture()
+    return lambda: (
+        len(speculator.graphs.graphs),
+        sum(graph.replays for graph in speculator.graphs.graphs.values()),
+    )
 
 
 def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
@@ -110,13 +152,19 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         threads=1,
         memory_fraction=0.02,
         num_drafts=HEADS,
-        runner=kind,
+        runner="v1" if kind == "v1" else "v2",
         enforce_eager=True,
     )
+    if kind == "graphs":
+        from medusa_ppo.vllm_plugin import proposer
+
+        # As on a GPU: oneDNN's packed products lie behind handles that no torch operation shows.
+        proposer.packed_linear = plain_linear
     with ColocatedEngine(folder / "model", folder / "heads", config) as engine:
         runner = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner
         tell(runner=type(runner).__module__, report=engine.plugin_report())
-        with drafts_noted() as noted:
+        replayed = capture(runner.speculator) if kind == "graphs" else None
+        with drafts_noted(kind) as noted:
             engine.generate(asked, Sampling(0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True))
         tell(drafted=sorted(noted))
         if kind == "v1":
@@ -191,6 +239,7 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         )
         tell(chosen=(same, sum(sum(row["steps"]) for row in engine.choices())))
         tell(**take_from_a_feed(engine, folder, asked[:4], context, copy_parts))
+        tell(replayed=replayed() if replayed else None)
         try:
             engine.configure(memory_bytes=1000)
         except ConfigError as error:

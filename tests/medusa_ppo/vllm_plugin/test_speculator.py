@@ -41,8 +41,10 @@ def serve(folder: Path, context: int, copy_parts: int, runner: str) -> dict[str,
     return found
 
 
-FORMS = {"alone": (0, 0), "context": (3, 0), "copying": (3, 2)}
-"""Pairs of a context, and parts of the attention that copies."""
+FORMS = {"alone": (0, 0, "graphs"), "context": (3, 0, "v2"), "copying": (3, 2, "graphs")}
+"""Pairs of a context, parts of the attention that copies, and whether drafting is captured: by a
+stand-in for CUDA's graphs.
+"""
 
 
 @pytest.fixture(scope="module", params=FORMS.values(), ids=FORMS)
@@ -50,9 +52,9 @@ def seen(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     folders = tmp_path_factory.mktemp("v2"), tmp_path_factory.mktemp("v1")
-    return serve(folders[0], *request.param, "v2") | {
-        "v1": serve(folders[1], *request.param, "v1")["drafted"]
-    }
+    context, copy_parts, runner = request.param
+    found = serve(folders[0], context, copy_parts, runner)
+    return found | {"v1": serve(folders[1], context, copy_parts, "v1")["drafted"]}
 
 
 def test_it_is_v2_that_runs(seen: dict[str, Any]) -> None:
@@ -86,6 +88,14 @@ def test_sampled_tokens_have_the_models_distribution(
     assert figures["accepted"] > accepted, figures
     if name == "early end":
         assert figures["draft_tokens"] < 2 * figures["drafts"], "runs end before the last head"
+
+
+def test_captured_drafting_is_replayed(seen: dict[str, Any]) -> None:
+    """Everything that is asked of it here was then drafted by replays."""
+    if seen["replayed"] is None:
+        pytest.skip("this one drafts without graphs")
+    graphs, replays = seen["replayed"]
+    assert graphs >= 3 and replays > 20
 
 
 def test_swaps_and_syncs_reach_what_drafts_and_what_samples(seen: dict[str, Any]) -> None:

@@ -28,13 +28,14 @@ D, V, K, B, SLOTS = 8, 1 << 14, 2, 3, 5
 class Step:
     """A speculator, and a batch of three requests, the last of which is greedy."""
 
-    def __init__(self, pairs: int = 0) -> None:
+    def __init__(self, pairs: int = 0, copy_parts: int = 0, vocab: int = V) -> None:
         torch.manual_seed(0)
-        config = HeadsConfig(D, V, K, kind="hydra", context=pairs)
+        config = HeadsConfig(D, vocab, K, kind="hydra", context=pairs, copy_parts=copy_parts)
         heads = MedusaHeads(config).requires_grad_(False)
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 4)
-        lm_head_VD, table_VD = torch.randn(V, D) / 2, torch.randn(V, D)
+        self.lm_head_VD = lm_head_VD = torch.randn(vocab, D) / 2
+        self.table_VD = table_VD = torch.randn(vocab, D)
         drafter: Any = object.__new__(HeldHeads)
         drafter._core = DraftingCore(
             heads, lambda rows: rows @ lm_head_VD.T, lambda ids: table_VD[ids]
@@ -42,21 +43,26 @@ class Step:
         drafter.num_drafts = drafter.num_speculative_tokens = K
         drafter.fed, drafter.sampled, drafter._untrained = True, True, False
         drafter.choose, drafter.chooser, drafter._step_began = False, DraftChooser(K), None
-        drafter.device, drafter.dtype, drafter.hidden_size = torch.device("cpu"), torch.float32, D
+        device = lm_head_VD.device
+        drafter.device, drafter.dtype, drafter.hidden_size = device, torch.float32, D
         drafter.heads, drafter._target = heads, torch.nn.Module()
         drafter._lm_head = lambda rows: rows @ lm_head_VD.T
-        drafter.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=SLOTS))
+        drafter.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=SLOTS),
+            model_config=SimpleNamespace(max_model_len=64),
+        )
         drafter.draft_vocabulary = drafter._new_vocabulary(0)
-        drafter._slots = DraftSlots(SLOTS, K, V, drafter.device)
+        drafter._slots = DraftSlots(SLOTS, K, vocab, drafter.device)
         drafter._make_ring()
         speculator: Any = object.__new__(MedusaSpeculator)
-        speculator.drafter, speculator.states = drafter, None
-        speculator.num_speculative_steps, speculator.vocab_size = K, V
-        speculator.max_num_reqs, speculator.device = SLOTS, torch.device("cpu")
-        speculator._kept_SKV = torch.full((SLOTS, K, V), 7.0)
+        speculator.drafter, speculator.states, speculator.graphs = drafter, None, None
+        speculator.num_speculative_steps, speculator.vocab_size = K, vocab
+        speculator.max_num_reqs, speculator.device = SLOTS, device
+        speculator._kept_SKV = torch.full((SLOTS + 1, K, vocab), 7.0)
+        speculator.draft_logits = speculator._kept_SKV[:SLOTS]
         speculator.lengths_B = None
-        speculator._grammar_S = torch.zeros(SLOTS, dtype=torch.bool)
-        speculator._requests_S = torch.arange(SLOTS)
+        speculator._grammar_S = torch.zeros(SLOTS + 1, dtype=torch.bool)
+        speculator._requests_S = torch.arange(SLOTS + 1)
         self.speculator = speculator
         self.states_seed = 1
         self.sampled_B = torch.ones(B, dtype=torch.int64)
@@ -115,7 +121,7 @@ def test_a_dummy_run_takes_the_path_that_serves_and_changes_nothing(
     """vLLM profiles memory by it, and runs it in service where other ranks have requests."""
     step = Step()
     step.propose()
-    before_SKV = step.speculator._kept_SKV.clone()
+    before_SKV = step.speculator._kept_SKV[:SLOTS].clone()
     asked = []
     draft = DraftingCore.draft
 
@@ -127,7 +133,7 @@ def test_a_dummy_run_takes_the_path_that_serves_and_changes_nothing(
     step.batch.positions = step.batch.positions + 1
     step.propose(dummy_run=True)
     assert asked[0] is not None, "drawn, as in service"
-    assert torch.equal(step.speculator._kept_SKV, before_SKV)
+    assert torch.equal(step.speculator._kept_SKV[:SLOTS], before_SKV)
 
 
 def test_the_number_of_drafts_is_chosen_and_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
