@@ -1,8 +1,8 @@
-"""What a drafting call reads of its batch and what it gives, in tensors that stay where they are.
+"""Inputs and results of a drafting call, in tensors whose addresses never change.
 
-A captured CUDA graph reads its inputs at the addresses that it was captured with, for as many
-requests. So every step writes its batch here, and fills up with rows that are nobody's: their slot
-is the spare one, which nobody reads.
+A captured CUDA graph reads its inputs at the addresses it was captured with, for a fixed number of
+requests. So every step copies its batch here and pads it with rows that belong to no request: they
+use the spare slot, which nobody reads.
 
 Shape letters: B requests, S the most of them, n newest rows of a request, K drafts, D hidden, T
 rows of a step.
@@ -20,14 +20,14 @@ class BatchRows:
     """The first B rows.
 
     Attributes:
-        hidden_BnD: the states of each request's last n rows, the newest first.
-        ids_Bn: int64, the token behind each of them.
-        sampled_B: int64, how many of these are new: those that the step sampled.
-        slots_B, positions_B: int64, whose they are, and the position of the newest.
+        hidden_BnD: states of each request's last n rows, newest first.
+        ids_Bn: int64, the token that follows each state.
+        sampled_B: int64, how many of the rows are new, i.e. were sampled by this step.
+        slots_B, positions_B: int64, the request's slot and the newest row's position.
         temperature_B: float32.
         seeds_B: int64.
-        top_k_B, top_p_B: read by calls that cut.
-        drafts_BK, lengths_B: int64, what the call gives.
+        top_k_B, top_p_B: used only by calls with top-k or top-p.
+        drafts_BK, lengths_B: int64, results of the call.
     """
 
     hidden_BnD: torch.Tensor
@@ -45,14 +45,14 @@ class BatchRows:
 
 @dataclass(frozen=True)
 class Found:
-    """What a step left, where its own tensors have it.
+    """The step's own tensors.
 
     Attributes:
-        hidden_TD, ids_T, positions_T: of all requests' rows, one behind the other.
-        rows_B: row of the state that each request's last token was sampled from.
+        hidden_TD, ids_T, positions_T: rows of all requests, packed.
+        rows_B: the row whose state each request's last token was sampled from.
         last_ids_B, sampled_B: that token, and how many the request sampled.
-        slots_B: int64, where `temperature_S` and `seeds_S` have it.
-        cuts: top-k and top-p of each request; None where nobody asked.
+        slots_B: int64, each request's index into `temperature_S` and `seeds_S`.
+        cuts: top-k and top-p of each request; None if no request uses it.
     """
 
     hidden_TD: torch.Tensor
@@ -68,12 +68,12 @@ class Found:
 
     @property
     def cut(self) -> bool:
-        """Somebody asked for a cut."""
+        """Whether any request uses top-k or top-p."""
         return any(cut_B is not None for cut_B in self.cuts)
 
 
 class BatchInputs:
-    """Room for S requests.
+    """Tensors for S requests.
 
     Attributes:
         newest: n.
@@ -113,15 +113,15 @@ class BatchInputs:
         self._views: dict[int, BatchRows] = {}
 
     def rows(self, batch: int) -> BatchRows:
-        """The first so many rows."""
-        # Views are made once: each is an operation for the host.
+        """The first `batch` rows."""
+        # Views are cached: making one costs host time.
         if batch not in self._views:
             parts = {name: tensor[:batch] for name, tensor in vars(self._all).items()}
             self._views[batch] = BatchRows(**parts)
         return self._views[batch]
 
     def clear(self, first: int, last: int) -> None:
-        """The rows from `first` up to `last` are nobody's."""
+        """Give the rows from `first` to before `last` to no request."""
         if first < last:
             rows = self._all
             rows.slots_B[first:last].fill_(self.spare)
@@ -129,7 +129,7 @@ class BatchInputs:
             rows.temperature_B[first:last].zero_()
 
     def write(self, found: Found) -> BatchRows:
-        """A step's batch, in the first rows."""
+        """Copy a step's batch into the first rows."""
         rows = self.rows(len(found.slots_B))
         width = found.hidden_TD.shape[1]
         if self.newest == 1:
@@ -137,7 +137,7 @@ class BatchInputs:
         else:
             rows_Bn = (found.rows_B.unsqueeze(1) - self._back_n).clamp_min(0)
             rows_N = rows_Bn.flatten()
-            # An accepted draft is what the next row read.
+            # The token after an accepted draft's state is the next row's input.
             next_Bn = (rows_Bn + 1).clamp_max(len(found.ids_T) - 1)
             rows.ids_Bn.copy_(found.ids_T[next_Bn])
         hidden_ND = rows.hidden_BnD.view(-1, width)

@@ -1,9 +1,9 @@
-"""Tensors that are made anew and stay where they are.
+"""Tensors that are computed again but keep their address.
 
-A captured CUDA graph reads the addresses that it was captured with. What follows from weights
+A captured CUDA graph reads the addresses it was captured with. What is computed from weights
 (concatenated products, tables of tokens, rows of a draft vocabulary) is computed again after every
-swap and sync, and would then lie somewhere else: the graph would go on with the old values, in
-memory that may belong to others by then.
+swap and sync. At a new address the graph would not see it, and would read the old values from
+memory that may belong to something else by then.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import torch
 
 
 class Fixed:
-    """Tensors by name, each at one address as long as its form stays.
+    """Tensors by name; each keeps its address as long as its shape, dtype and device stay.
 
     Attributes:
-        moves: how often a tensor got another address. Graphs that were captured before are wrong.
+        moves: how often a tensor got a new address, which makes earlier graphs invalid.
     """
 
     def __init__(self) -> None:
         self.moves = 0
         self._held: dict[str, torch.Tensor] = {}
 
-    # Whether the first one was made in inference mode or not, later ones must be let in.
+    # A tensor made in inference mode can only be written in it.
     @torch.inference_mode()
     def put(self, name: str, made: torch.Tensor) -> torch.Tensor:
-        """The values of `made` where those of this name stood before; `made` itself, which nobody
-        else may write into, where none did or their form was another.
+        """Copy `made` into the tensor of this name and return that; `made` itself if there is none
+        or its form differs (then nobody else may write into it).
         """
         held = self._held.get(name)
         if held is not None and _form(held) == _form(made):

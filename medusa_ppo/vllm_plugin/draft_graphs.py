@@ -1,13 +1,13 @@
-"""CUDA graphs in vLLM's V2 model runner, where a step may have any number of drafts: of the model,
-and of the drafting call.
+"""CUDA graphs in vLLM's V2 model runner, where a step may have any number of drafts: graphs of the
+model, and of the drafting call.
 
-Of the drafting call there is one for each number of requests that vLLM captures, of drafts, and
-with or without a cut by top-k and top-p. Those without a cut are captured when vLLM captures its
-own, where its memory profile counts them. The others (with a cut; all of them once the shapes have
-changed, as when a draft vocabulary begins) are captured when they are first asked for, which takes
-a fraction of a second each. A swap or a sync changes no address (`drafting.fixed`), so graphs stay.
+The drafting call has a graph for each number of requests that vLLM captures, each number of drafts,
+and with or without top-k and top-p ("cut"). Those without are captured together with vLLM's own,
+where its memory profile counts them. The others (with a cut, and all of them after shapes change,
+for example when a draft vocabulary begins) are captured on first use. A swap or a sync changes no
+address (`drafting.fixed`), so graphs stay valid.
 
-Nothing in the call draws from a generator: its random numbers are counted from seed and position.
+The call uses no generator: its random numbers are counted from seed and position.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from medusa_ppo.vllm_plugin.speculation import drafts_of_steps, heads_folder
 logger = logging.getLogger(__name__)
 
 CALL = Callable[[int, int, bool], None]
-"""The drafting call on what stands in the inputs: requests, drafts, whether top-k and top-p cut."""
+"""The drafting call on the current inputs: requests, drafts, whether top-k or top-p are used."""
 
 
 def can_capture() -> bool:
-    """Whether the installed vLLM captures what it is given, as 0.32 does."""
+    """Whether the installed vLLM's manager captures a function that it is given, as in 0.32."""
     known = inspect.signature(CudaGraphManager.capture).parameters
     made = inspect.signature(CudaGraphManager.__init__).parameters
     return {"create_forward_fn", "progress_bar_desc"} <= set(known) and "decode_query_len" in made
@@ -45,15 +45,15 @@ def can_capture() -> bool:
 
 @dataclass(frozen=True)
 class DraftDescriptor(BatchExecutionDescriptor):
-    """Which call a graph is of."""
+    """Which call a graph holds."""
 
     drafts: int = 0
     cut: bool = False
 
 
 def sizes_of(captured: Sequence[int], most_requests: int) -> list[int]:
-    """Numbers of requests that drafting is captured for: vLLM's own sizes, and a full batch where
-    these reach as far.
+    """Numbers of requests that drafting is captured for: vLLM's own sizes, and a full batch if they
+    reach that far.
     """
     sizes = {size for size in captured if size < most_requests}
     if captured and max(captured) >= most_requests:
@@ -62,7 +62,7 @@ def sizes_of(captured: Sequence[int], most_requests: int) -> list[int]:
 
 
 class DraftGraphs(CudaGraphManager):
-    """vLLM's own manager (its pool, streams and memory profile) for our call.
+    """vLLM's own graph manager (with its pool, streams and memory profile), for our call.
 
     Attributes:
         sizes: numbers of requests, ascending.
@@ -77,7 +77,7 @@ class DraftGraphs(CudaGraphManager):
     ) -> None:
         """
         Args:
-            clear: makes so many rows of the inputs nobody's.
+            clear: gives this many rows of the inputs to no request.
         """
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
         self.sizes = sizes_of(captured, vllm_config.scheduler_config.max_num_seqs)
@@ -87,11 +87,11 @@ class DraftGraphs(CudaGraphManager):
         super().__init__(vllm_config, device, CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1)
 
     def _init_candidates(self) -> None:
-        """vLLM dispatches by tokens; here it is by requests and drafts (`of`)."""
+        """vLLM dispatches by tokens; we do by requests and drafts (`of`)."""
 
     def capture_all(self, counts: Sequence[int], layout: Hashable) -> None:
-        """Those of these numbers of drafts without a cut, for all sizes, the largest first: the
-        others fit into its memory.
+        """Capture these numbers of drafts without a cut, for all sizes, the largest first so that
+        the others reuse its memory.
         """
         self._renew_for(layout)
         sizes = reversed(self.sizes)
@@ -100,11 +100,12 @@ class DraftGraphs(CudaGraphManager):
     def of(
         self, requests: int, drafts: int, cut: bool, layout: Hashable
     ) -> tuple[DraftDescriptor | None, bool]:
-        """The graph for a call, and whether it had to be captured now: then nothing stands in the
-        inputs any more. None: more requests than any graph is for.
+        """The graph for a call, and whether it was captured just now, which overwrites the inputs.
+        None: there are more requests than in any graph.
 
         Args:
-            layout: what graphs were captured for; another one makes them wrong.
+            layout: what the graphs depend on besides values; if it differs, they are captured
+                again.
         """
         place = bisect.bisect_left(self.sizes, requests)
         if place == len(self.sizes):
@@ -129,12 +130,12 @@ class DraftGraphs(CudaGraphManager):
 
     def _record(self, wanted: list[DraftDescriptor]) -> None:
         def prepared(desc: Any, warmup: bool) -> Callable[[CUDAGraphMode], None]:
-            # What is captured, and run once before, is of nobody.
+            # The capture, and the run before it, are for no request.
             self._clear(desc.num_reqs)
             return lambda mode: self._call(desc.num_reqs, desc.drafts, desc.cut)
 
         self._capture_descs = {CUDAGraphMode.FULL: [*wanted]}
-        # vLLM counts calls of its own compiled model by it, and starts a bar for each capture.
+        # vLLM shows a progress bar by this name.
         super().capture(prepared, progress_bar_desc="Capturing drafting CUDA graphs")
 
 
@@ -153,9 +154,9 @@ def _descriptor(requests: int, drafts: int, cut: bool) -> DraftDescriptor:
 
 
 def with_a_graph_for_each_count(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`CudaGraphManager._init_candidates` of the model's graphs: whole ones for each number of
-    drafts that steps will have. vLLM makes them where a schedule by batch size names these numbers;
-    ours are chosen by what steps take, so the schedule is there for the length of this call alone.
+    """`_init_candidates` of the model's graph manager: full graphs for each number of drafts that
+    steps will have. vLLM makes them if a schedule by batch size names these numbers. We choose by
+    measured times instead, so the schedule exists only during this call.
     """
 
     @functools.wraps(original)
@@ -166,7 +167,7 @@ def with_a_graph_for_each_count(original: Callable[[Any], None]) -> Callable[[An
         if len(counts) < 2 or speculative.num_speculative_tokens_per_batch_size is not None:
             original(self)
             return
-        # With fewer sequences than numbers of drafts the smallest numbers have no place in it.
+        # With fewer sequences than numbers of drafts, the smallest numbers get no entry.
         schedule = [(place, place, count) for place, count in enumerate(counts, start=1)]
         speculative.num_speculative_tokens_per_batch_size = schedule
         try:
@@ -179,17 +180,18 @@ def with_a_graph_for_each_count(original: Callable[[Any], None]) -> Callable[[An
 
 
 def _see_the_next_of_each_count(manager: Any) -> None:
-    """vLLM shows a step the next larger whole graphs alone, and where all of these are of other
-    numbers of drafts it gets a piecewise one, though there is a whole one a little further on.
+    """vLLM offers a step only the next larger full graphs. If these are all for other numbers of
+    drafts, the step gets a piecewise one although a slightly larger full one exists; so we list the
+    next one of each number.
     """
-    whole = [
+    full = [
         desc
         for desc in manager._capture_descs.get(CUDAGraphMode.FULL, ())
         if desc.uniform_token_count is not None
     ]
     for loras in manager.lora_capture_cases:
         left = sorted(
-            (desc for desc in whole if desc.num_active_loras == loras),
+            (desc for desc in full if desc.num_active_loras == loras),
             key=lambda desc: desc.num_tokens,
         )
         following: dict[Hashable, Any] = {}
