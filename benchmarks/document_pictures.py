@@ -25,6 +25,7 @@ from heads.errors import RunError
 from medusa_ppo.contract import metrics as m
 from medusa_ppo.reports.picture_files import draw_stacks, draw_steps, frame, text
 from medusa_ppo.reports.run_files import read_run
+from medusa_ppo.reports.summary import STEP_S, middle_pair
 from medusa_ppo.runtime.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,12 +114,12 @@ def acceptance_picture(acceptance: Sequence[Sequence[float]]) -> str:
 
 
 def seconds_picture(pairs: Sequence[dict[str, dict[str, float]]]) -> str:
-    ordered = sorted(pairs, key=lambda pair: pair["with"]["step_s"] / pair["without"]["step_s"])
-    middle = ordered[len(ordered) // 2]
+    middle = middle_pair([(pair["with"], pair["without"]) for pair in pairs])
+    assert middle is not None, "a run is kept with its pairs"
     bars = {}
-    for name, side in (("without the plugin", "without"), ("with the plugin", "with")):
-        parts = {phase: middle[side][key] for phase, key in PHASES.items()}
-        parts[OTHER] = max(0.0, middle[side]["step_s"] - sum(parts.values()))
+    for name, step in (("without the plugin", middle[1]), ("with the plugin", middle[0])):
+        parts = {phase: step[key] for phase, key in PHASES.items()}
+        parts[OTHER] = max(0.0, step[STEP_S] - sum(parts.values()))
         bars[name] = parts
     title = f"Where the seconds of a PPO step go: the embedded example, middle one of {len(pairs)}"
     return draw_stacks(f"{title} pairs", bars, "s")

@@ -117,11 +117,12 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 class Process:
     """One row of the plan: a process, or several of the same kind.
 
-    name: what it is.
-    count: how many there are.
-    where: who starts it, and on which node.
-    gpus: GPUs of each; below 1 a share of one; 0 on a machine without any.
-    parts: the parts of each one's memory, in bytes; on its GPU if it has one.
+    Attributes:
+        name: what it is.
+        count: how many there are.
+        where: who starts it, and on which node.
+        gpus: GPUs of each; below 1 a share of one; 0 on a machine without any.
+        parts: the parts of each one's memory, in bytes; on its GPU if it has one.
     """
 
     name: str

@@ -216,8 +216,8 @@ class Cycle:
         """Train on most of the batch's responses and judge the result on the others.
 
         A batch of few prompts has none to spare: the heads from earlier batches are judged on all
-        of it before training on it, if they were trained on as many rows since they were judged
-        last.
+        of it before training on it, if they were trained on enough rows (JUDGED_ROWS) since they
+        were judged last.
 
         Raises:
             DataError: the batch does not fit the heads.
@@ -239,9 +239,8 @@ class Cycle:
             if self._unjudged_rows >= JUDGED_ROWS * int(ahead.lengths_S.sum()):
                 verdict = self._judge(ahead)
             else:
-                self.rows = dict.fromkeys(
-                    ROWS
-                )  # Those of an earlier batch say nothing of this one.
+                # Those of an earlier batch say nothing of this one.
+                self.rows = dict.fromkeys(ROWS)
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         self.positions_frac = sampled_share(training)
         report = self._train(training, holdout, batch.policy_version)
