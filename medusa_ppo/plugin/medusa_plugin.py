@@ -539,6 +539,19 @@ class MedusaPlugin:
             names.COMPANION_LOST_S: step.exposed_s + taken_s,
         }
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For seconds that are not the loop's: the companion waits in them, if it shares cores or a
+        device with the loop.
+        """
+        if self._companion is not None:
+            self._companion.give_way(True)
+        try:
+            yield
+        finally:
+            if self._companion is not None:
+                self._companion.give_way(False)
+
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
         """Wait, outside any step, until the companion has trained on all it was given. False if it
         was not done in time.

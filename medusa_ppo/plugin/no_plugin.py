@@ -71,6 +71,11 @@ class NoPlugin:
         """No figures."""
         return {}
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """There is no companion to wait."""
+        yield
+
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
         """Nothing is being trained. True."""
         return True

@@ -2,9 +2,10 @@
 with it and without it, in turn. "Without" is what a user would have without us: the same loop
 without the plugin, and a separate engine without speculation, compiled, otherwise at vLLM's
 defaults. It is started for the comparison and closed after it. Whole steps are timed on the same
-prompts, and the rollouts in them: during steps with the plugin the companion trains as in any other
-step, on the batch of the previous step. So if the previous step had no plugin, an untimed one comes
-first; and before a step without the plugin the companion finishes its work in untimed seconds. The
+prompts, and the rollouts in them. During steps with the plugin the companion trains as in any other
+step, on the batch of the previous one; outside of them it waits, so that the next one finds it as
+the last one left it. (On a node of its own it goes on, and costs neither kind of step anything.) An
+untimed step comes first, because the companion has finished its work since the run's last step. The
 steps are real, and the policy keeps learning in all of them; what they learn is thrown away with
 the run's process.
 
@@ -112,7 +113,6 @@ class Comparison:
         self._without = plain
         self._first = loop.position.next_step
         self._version = loop.position.policy_version
-        self._busy = False  # The companion trains on the previous step's batch.
         self._say = say
 
     def pairs(self, count: int) -> dict[str, list[Any]]:
@@ -140,22 +140,26 @@ class Comparison:
         return {"rollouts": rollouts, "steps": steps}
 
     def _warm_up(self) -> None:
-        """Both engines answer some prompts, so that neither is timed on its first ones."""
-        self._settle()
+        """Both engines answer some prompts, so that neither is timed on its first ones, and the
+        companion gets a batch to train on.
+        """
         self._without.sync(self._without.learner.actor, self._version)
         for loop in (self._with, self._without):
             prompts = loop.prompts.batch(self._first, self._config.ppo.prompts_per_step)
             ids = [prompt.token_ids for prompt in prompts[:WARM_UP_PROMPTS]]
             loop.engine.generate(ids, sampling_of(self._config, self._first))
+        self._take(self._with, self._first)
 
     def _step(self, loop: ComparedLoop, step: int) -> TakenStep:
         """One timed step, from the state that it would find if all steps were of its kind."""
-        if loop is self._without:
-            self._settle()
-        if loop.engine.policy_version != self._version:
-            loop.sync(loop.learner.actor, self._version)
-        if loop is self._with and not self._busy:
-            self._take(loop, step)
+        with self._with.plugin.paused():
+            if loop.engine.policy_version != self._version:
+                loop.sync(loop.learner.actor, self._version)
+            if loop is self._without:
+                return self._timed(loop, step)
+        return self._timed(loop, step)
+
+    def _timed(self, loop: ComparedLoop, step: int) -> TakenStep:
         began = time.perf_counter()
         values = self._take(loop, step)
         seconds = time.perf_counter() - began
@@ -168,11 +172,4 @@ class Comparison:
         loop.position = RunPosition(step, self._version)
         values = loop.step(step)
         self._version += 1
-        self._busy = loop is self._with
         return values
-
-    def _settle(self) -> None:
-        """Let the companion finish its work, and install what it published."""
-        self._with.plugin.drain()
-        self._with.plugin.before_generation()
-        self._busy = False

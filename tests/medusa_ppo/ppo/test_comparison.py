@@ -4,6 +4,8 @@ without the plugin.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +25,11 @@ class Plugin:
     def __init__(self, diary: list[str]) -> None:
         self._diary = diary
 
-    def drain(self) -> None:
-        self._diary.append("drain")
-
-    def before_generation(self) -> None:
-        self._diary.append("swap")
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._diary.append("pause")
+        yield
+        self._diary.append("go on")
 
 
 class TimedEngine:
@@ -81,21 +83,22 @@ def scene() -> tuple[Comparison, list[str]]:
     return Comparison(build_config({"ppo": {"prompts_per_step": 6}}), ours, plain), diary
 
 
-def test_steps_alternate_and_each_finds_what_steps_of_its_kind_leave(
+def test_steps_alternate_and_the_companion_waits_outside_of_its_own(
     scene: tuple[Comparison, list[str]],
 ) -> None:
     comparison, diary = scene
     steps = comparison.pairs(3)["steps"]
     assert diary == [
         # Neither engine is timed on its first prompts.
-        "drain", "swap", "plain gets 14", "ours 4", "plain 4",
-        # The first is not timed: the companion has nothing to do in it.
-        "ours step 14", "ours step 14",
-        "drain", "swap", "plain gets 16", "plain step 14",
-        "drain", "swap", "plain step 15",
-        "ours gets 18", "ours step 15", "ours step 15",
-        "ours step 16",  # The companion is busy already.
-        "drain", "swap", "plain gets 21", "plain step 16",
+        "plain gets 14", "ours 4", "plain 4",
+        # Not timed: the companion has nothing to do in it.
+        "ours step 14",
+        "pause", "go on", "ours step 14",
+        "pause", "plain gets 16", "plain step 14", "go on",
+        "pause", "plain step 15", "go on",
+        "pause", "ours gets 18", "go on", "ours step 15",
+        "pause", "go on", "ours step 16",
+        "pause", "plain gets 20", "plain step 16", "go on",
     ]  # fmt: skip
     assert len(steps) == 3 and all(set(pair) == {"with", "without"} for pair in steps)
     assert 0 < steps[0]["without"][STEP_S] < 1.25, "the whole step by our own clock"
