@@ -87,8 +87,9 @@ $(STAMP): $(LOCK) pyproject.toml $(if $(VLLM),$(VERSIONS))
 demo: setup  ## The whole job on an embedded example; says where the report is
 	@$(BIN)/medusa-ppo demo
 
+# Two at a time: a test's own process mostly has one thread. A file stays with one process, because its engine does.
 test: setup  ## The tests (no GPU, no network)
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: setup $(DOCS_VENV)/.setup  ## The tests that take minutes
 	@$(BIN)/pytest -m "slow and not gpu"
