@@ -28,6 +28,8 @@ from medusa_ppo.companion.gate import Evidence, judge
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 CONFIDENCE = 0.95
+LATE = 16
+"""Batches without a gain before a policy changes its wording."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,15 @@ LARGE = Size(13, 270)
 DEMO = Size(6, 80)
 
 
-def run(seed: int, batches: int, gain: float, size: Size, spread: float = 0.0) -> int | None:
+def run(
+    seed: int, batches: int, gain: float, size: Size, spread: float = 0.0, late: int = 0
+) -> int | None:
     """The batch (from 1) at which a candidate was published; None: none was.
 
     Args:
         gain: tokens per step by which every candidate is better than the serving heads.
         spread: standard deviation by which each candidate is worse than that, one-sided.
+        late: batches before the gain begins.
     """
     generator = torch.Generator().manual_seed(seed)
     evidence = Evidence()
@@ -75,7 +80,7 @@ def run(seed: int, batches: int, gain: float, size: Size, spread: float = 0.0) -
         steps_P = size.steps * (
             0.5 + torch.rand(size.prompts, generator=generator, dtype=torch.float64)
         )
-        own = gain - spread * abs(float(torch.randn(1, generator=generator)))
+        own = gain * (batch > late) - spread * abs(float(torch.randn(1, generator=generator)))
         more_P = steps_P * (own + luck_P) + steps_P.sqrt() * noise_P
         serving = ReplayResult(steps_P, steps_P[:, None], torch.zeros_like(steps_P))
         candidate = ReplayResult(steps_P, (steps_P + more_P)[:, None], torch.zeros_like(steps_P))
@@ -117,6 +122,16 @@ def main() -> None:
             for count in (2, 4, 6, 12)
         }
         say(f"{name}: gain 0.05: published within {within}")
+        for gain in (0.05, 0.1, 0.2):
+            found = [run(seed, LATE + 12, gain, size, late=LATE) for seed in range(options.runs)]
+            # What was published earlier is an error of the rows above.
+            later = [batch for batch in found if batch is None or batch > LATE]
+            within = {
+                count: sum(batch is not None and batch <= LATE + count for batch in later)
+                / len(later)
+                for count in (1, 2, 4, 8)
+            }
+            say(f"{name}: gain {gain} after {LATE} batches without: published within {within}")
 
 
 if __name__ == "__main__":

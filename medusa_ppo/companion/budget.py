@@ -10,7 +10,8 @@ doesn't report it as work. So the loop slows down by `share` at most, whatever i
     training   heads still improve, and there is a budget: as many passes as it pays for, mostly a
                part of one, so that every policy is learned from while it is new
     waiting    the budget has no room for LEAST of a pass, or a batch waits already: none, and the
-               batch isn't even collected
+               batch isn't even collected. After a batch had to wait, fewer passes are made at a
+               time: one over every batch teaches more than two over every other one
     resting    PATIENCE verdicts in a row without a new version: none. It ends when acceptance
                falls, or when a probe of one pass (rarer each time) brings a new version
 
@@ -40,6 +41,8 @@ LENGTHS = (8, 32)
 """Minimum and maximum steps that measure the serving heads' earlier acceptance."""
 RECENT = 3
 """Last steps that are compared with those; a single one may have unusual prompts."""
+LONGER = 1.1
+"""Factor by which passes at a time grow again in each step without a batch that waits."""
 ERRORS = 3.0
 """Standard errors that make a decrease more than the counters' noise."""
 
@@ -98,7 +101,7 @@ class Budget:
             shared: the companion trains on cores or a device that the loop uses too.
         """
         self._share = share
-        self._most = most
+        self._most = self._at_a_time = most
         self._shared = shared
         self.left_s = 0.0
         self._loop_s = self._trained_s = self._passes = 0.0  # Of all steps.
@@ -133,6 +136,10 @@ class Budget:
         )  # Otherwise a long pass would never fit.
         self.left_s = min(most_s, self.left_s + income_s - seen.trained_s)
         self._behind = seen.behind
+        if seen.behind:
+            self._at_a_time = min(self._at_a_time, max(1.0, self._at_a_time / 2))
+        else:
+            self._at_a_time = min(self._most, LONGER * self._at_a_time)
         if seen.serving != self._serving:
             self._serving = seen.serving
             self._lengths.clear()
@@ -155,7 +162,7 @@ class Budget:
             return Decision(self._most, "alone")
         if self._resting and self._fallen:
             self._wake()
-        most = self._most
+        most = self._at_a_time
         if self._resting:
             self._rested += 1
             if self._rested <= self._probe_after:

@@ -7,8 +7,13 @@ too few, so the counts of all batches since the last decision are pooled.
 
 Candidates are compared with the same serving heads again and again, and each look is a chance to be
 wrong. So looks follow a schedule, each when the evidence has grown by a fifth, and look j spends
-the share 1 / (j (j + 1)) of the allowed error: together they stay within it, however many there are
-and whatever was seen before.
+the share 1 / (j (j + 1)) of three quarters of the allowed error: together they stay within it,
+however many there are and whatever was seen before.
+
+A policy that begins to change its wording late leaves serving heads behind suddenly, when much
+evidence without a gain is pooled and the scheduled looks have become strict. So the newest few
+batches are looked at by themselves as well (RECENT); those looks share the other quarter, over
+KEPT_BATCHES batches.
 
 Shape letters: M rows of the holdout, S its responses, G prompts, K heads, V vocabulary, D hidden.
 """
@@ -56,6 +61,10 @@ NEWER = 2 / 3
 begun to learn.
 """
 GROWTH = 1.2  # From one look to the next.
+RECENT = (2, 4, 8)
+"""Numbers of newest batches that are looked at by themselves, each when half of them are new."""
+RECENT_SHARE = 0.25
+"""Share of the allowed error that these looks have together, within KEPT_BATCHES batches."""
 FALLEN = 0.9
 """Confidence with which a candidate counts as worse, for each batch separately: an unnecessary
 rollback costs training, not acceptance.
@@ -357,31 +366,47 @@ class Evidence:
         return True
 
     def confidence(self, over_all_looks: float) -> float:
-        """The confidence of one look, if all of them together have this confidence."""
+        """The confidence of one scheduled look, if all looks together have this confidence."""
         look = max(1, self.looks)
-        return 1 - (1 - over_all_looks) / (look * (look + 1))
+        return 1 - (1 - RECENT_SHARE) * (1 - over_all_looks) / (look * (look + 1))
+
+    def recent(self, over_all_looks: float) -> list[Interval]:
+        """Differences on the newest batches alone, of each number in RECENT that is due and less
+        than what `difference` uses; with the confidence of each look, if all looks together have
+        this confidence.
+        """
+        found = []
+        for count in RECENT:
+            if self._added % (count // 2) == 0 and count < math.ceil(NEWER * len(self.tokens)):
+                looks = KEPT_BATCHES / (count // 2)
+                error = RECENT_SHARE * (1 - over_all_looks) / (len(RECENT) * looks)
+                found.append(self.difference(1 - error, count))
+        return found
 
     @property
     def enough(self) -> bool:
         """Whether there are enough prompts and tokens for a decision."""
         return _enough(self.counts_G5.shape[0], sum(self.tokens.values()))
 
-    def difference(self, confidence: float) -> Interval:
-        """Mean acceptance length of the first heads minus that of the second, on the newer holdouts
-        (`_newer`); `confidence` applies to each end of the interval separately.
+    def difference(self, confidence: float, batches: int | None = None) -> Interval:
+        """Mean acceptance length of the first heads minus that of the second, on this many of the
+        newest holdouts (None: NEWER of them); `confidence` applies to each end of the interval
+        separately.
 
         Candidates of several batches differ, and learning heads improve from batch to batch. That
         is not noise, so a prompt's deviation is taken from the mean of its own batch.
         """
-        batch_G, *columns = self._newer().unbind(1)
+        batch_G, *columns = self._newer(batches).unbind(1)
         first, first_G = extra_tokens(*columns[:2])
         second, second_G = extra_tokens(*columns[2:])
         return _stratified_interval(first - second, first_G - second_G, batch_G, _tail(confidence))
 
-    def _newer(self) -> torch.Tensor:
-        """Counts of the newest NEWER of the batches, and of more where these are not enough."""
+    def _newer(self, count: int | None) -> torch.Tensor:
+        """Counts of this many of the newest batches (None: NEWER of them), and of more where these
+        are not enough.
+        """
         batches = sorted(self.tokens, reverse=True)
-        count = math.ceil(NEWER * len(batches))
+        count = math.ceil(NEWER * len(batches)) if count is None else count
         while count < len(batches) and not _enough(
             int((self.counts_G5[:, 0] >= batches[count - 1]).sum()),
             sum(self.tokens[batch] for batch in batches[:count]),
@@ -492,6 +517,10 @@ def judge(
         )
     due = evidence.look()
     for_looks = evidence.difference(evidence.confidence(confidence))
+    # The first look that shows a gain is what the verdict reports.
+    gains = [found for found in evidence.recent(confidence) if found.low > 0]
+    if gains and not (due and for_looks.low > 0):
+        due, for_looks = True, gains[0]
     difference = replace(for_looks, high=evidence.difference(FALLEN).high)
     seen = (
         f"{difference.value:+.4f} (interval {difference.low:+.4f} to {difference.high:+.4f}, look"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from heads.acceptance import (
+    Interval,
     ReplayResult,
     block_acceptance,
     draft_ratios,
@@ -20,6 +21,8 @@ from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
 from medusa_ppo.companion import gate
 from medusa_ppo.companion.gate import (
+    KEPT_BATCHES,
+    RECENT_SHARE,
     WARM,
     Evidence,
     RunningMean,
@@ -298,7 +301,30 @@ def test_all_looks_together_have_the_error_that_is_allowed() -> None:
     for look in range(1, 2000):
         evidence.looks = look
         spent += 1 - evidence.confidence(0.95)
-    assert 0.0499 < spent < 0.05
+    scheduled = (1 - RECENT_SHARE) * 0.05
+    assert 0.999 * scheduled < spent < scheduled
+
+
+def test_looks_at_the_newest_batches_share_their_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def remembered(self: Evidence, confidence: float, batches: int | None = None) -> Interval:
+        asked.append((batches, 1 - confidence))
+        return Interval(0.0, -1.0, 1.0)
+
+    monkeypatch.setattr(Evidence, "difference", remembered)
+    evidence = Evidence()
+    looked = []
+    for batch in range(1, KEPT_BATCHES + 1):
+        first, second, holdout = equal_heads(6, 4, 0.2, batch)
+        evidence.add(batch, first, second, holdout)
+        before = len(asked)
+        evidence.recent(0.95)
+        looked += [(batch, count) for count, _ in asked[before:]]
+    assert sum(error for _, error in asked) <= RECENT_SHARE * 0.05
+    # Only what is less than all that a scheduled look uses, and each when half of it is new.
+    assert looked[:6] == [(4, 2), (5, 2), (6, 2), (7, 2), (8, 2), (8, 4)]
+    assert [batch for batch, count in looked if count == 8][:3] == [16, 20, 24]
 
 
 def test_one_prompt_says_nothing_however_many_answers_it_has() -> None:
