@@ -71,18 +71,18 @@ class Publisher:
         self.feed = FolderFeed(self.folder)
         self.of = FeedActor.of(heads.config, actor.lm_head_VD)
         self._heads = heads
-        self._file = folder / "state"
+        self.state = folder / "state"
         self.count = 0
 
     def publish(self, number: int, of: FeedActor | None = None) -> FeedVersion:
         torch.manual_seed(number)
         for parameter in self._heads.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.05)
-        save_state(self._file, self._heads.trainable_state())
+        save_state(self.state, self._heads.trainable_state())
         release = Release(
             actor=of or self.of, dtype="float32", version=number, policy_version=number
         )
-        return self.feed.publish(self._file, release)
+        return self.feed.publish(self.state, release)
 
     def rewrite(self, change: Callable[[dict[str, Any]], None]) -> None:
         raw = json.loads((self.folder / MANIFEST).read_text())
@@ -348,6 +348,26 @@ def test_a_feed_that_is_away_comes_back(
     newest = publisher.publish(2)
     take_newest(engine, actor, watch, 2)
     assert engine.checksums()["heads"] == newest.checksum and watch.known == newest.version
+
+
+def test_rollouts_name_the_version_of_the_feed_and_a_swap_keeps_its_own(
+    engine: ColocatedEngine,
+    actor: Actor,
+    publisher: Publisher,
+    feeding: Callable[[str], FeedWatch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    newest = publisher.publish(1)
+    engine.swap_heads(publisher.state, 7)
+    watch = feeding(str(publisher.folder))
+    # The shared engine was started without a feed.
+    monkeypatch.setattr(engine, "_feeds_itself", engine.plugin_report()["feeds_itself"])
+    take_newest(engine, actor, watch, 1)
+    assert engine.checksums()["heads"] == newest.checksum
+    assert engine.generate(actor.prompts[:1], GREEDY).heads_version == 7
+    publisher.publish(2)
+    take_newest(engine, actor, watch, 2)
+    assert engine.generate(actor.prompts[:1], GREEDY).heads_version == 2
 
 
 @cpu_alone
