@@ -138,7 +138,7 @@ $(TRITON)/.setup: | $(if $(VLLM),setup)
 # Where the environments of the loops that don't resolve beside our vLLM are made.
 CONTRACTS ?= $(HOME)/.cache/medusa-ppo/contracts
 
-test-contracts: setup  ## What we rely on in TRL, verl and OpenRLHF, against the real packages (first time: makes three environments)
+test-contracts: setup  ## What we rely on in TRL, verl, OpenRLHF and SkyRL, against the real packages (first time: makes four environments)
 	@.ci/contracts $(CONTRACTS)$(if $(VLLM),-$(VLLM)) $(VENV) $(LOOP)
 
 # With the vLLM that each pins: verl 0.9.1 and OpenRLHF 0.11.2.

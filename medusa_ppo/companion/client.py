@@ -39,6 +39,7 @@ from medusa_ppo.companion.wire import (
     table_rows,
     unpack,
 )
+from medusa_ppo.companion.without_gpu import gpus_left
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts
@@ -47,7 +48,6 @@ from medusa_ppo.feeds.actor_sketch import sketch_rows
 from medusa_ppo.feeds.feed_manifest import FeedActor
 from medusa_ppo.feeds.http_feed import absolute, require_feed
 from medusa_ppo.runtime.files import OwnedFolder
-from medusa_ppo.runtime.hardware import companion_gpus
 from medusa_ppo.runtime.processes import bundle, release, reserve, without_line
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class CompanionClient:
             address = absolute(config.feed)
             require_feed(address, FeedActor.of(heads, lm_head_VD))
             config = config.model_copy(update={"feed": address})
-        self._config = config = _with_gpus(config)
+        self._config = config = _with_gpus(config, heads, served.get("draft_vocab"))
         self._seed = seed
         self._hang_s = hang_s
         self._ahead = heads.num_heads
@@ -531,15 +531,13 @@ class _HostedService(CompanionService):
         super().__init__(arguments, ray.get(tables))
 
 
-def _with_gpus(config: CompanionConfig) -> CompanionConfig:
+def _with_gpus(
+    config: CompanionConfig, heads: HeadsConfig, draft_vocab: int | None
+) -> CompanionConfig:
     """Give each worker a share of the free GPUs, unless the configuration says how many."""
     if config.num_gpus is not None:
         return config
-    return config.model_copy(
-        update={
-            "num_gpus": companion_gpus(ray.available_resources().get("GPU", 0.0), config.workers)
-        }
-    )
+    return config.model_copy(update={"num_gpus": gpus_left(config, heads, draft_vocab)})
 
 
 def _room(config: CompanionConfig) -> Any:

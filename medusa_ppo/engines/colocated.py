@@ -484,6 +484,7 @@ class AttachedEngine(base.WorkerEngine):
         self._counters = counters
         self._reset_prompts = forget_prompts
         self._take_stock(drafting or {})
+        self._kept_version = self.heads_version
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         raise EngineError(
@@ -501,6 +502,7 @@ class AttachedEngine(base.WorkerEngine):
         shutil.copyfile(path, fresh)
         # By a rename: if interrupted here, the previous heads are still there.
         fresh.replace(self._kept_state)
+        self._kept_version = version
         return receipt
 
     def feed_again(self) -> SwapReceipt:
@@ -512,7 +514,7 @@ class AttachedEngine(base.WorkerEngine):
                 expected="a state file",
                 do="Don't touch the run's folder while it is running.",
             )
-        return super().swap_heads(self._kept_state, self.heads_version)
+        return super().swap_heads(self._kept_state, self._kept_version)
 
     def _forget_prompts(self) -> bool:
         return self._reset_prompts is None or self._reset_prompts() is not False

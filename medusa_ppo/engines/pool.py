@@ -461,7 +461,10 @@ class EnginePool(base.RolloutEngine):
             engines=shares,
             written_tokens=written,
         )
-        return base.with_versions(rollouts, self)
+        # Engines that feed themselves may be ahead of the pool's swaps: the version that all had.
+        serving = min((part.heads_version for _, part in answers), default=0)
+        rollouts = base.with_versions(rollouts, self)
+        return replace(rollouts, heads_version=max(rollouts.heads_version, serving))
 
     # ---- the same on all engines
 

@@ -36,8 +36,10 @@ class RolloutEngine(ABC):
     Attributes:
         max_drafts: drafts per step that it was started for; 0 without heads.
         num_drafts: drafts per step now.
-        policy_version, heads_version: versions of the last sync and swap. A heads_version of -1:
-            it has lost its heads, and drafts nothing until some are swapped in.
+        policy_version, heads_version: versions of the last sync and swap. For an engine that feeds
+            itself (MEDUSA_PPO_FEED), heads_version is what it drafted with at the end of its last
+            rollouts. A heads_version of -1: it has lost its heads, and drafts nothing until some
+            are swapped in.
         note: a message about its start for people; empty: none.
         restarts: times that it was lost and restarted.
         elsewhere: it runs on another node.
@@ -145,6 +147,10 @@ class RolloutEngine(ABC):
         patches.
         """
 
+    def serving_version(self) -> int:
+        """`heads_version`; an engine that feeds itself is asked for it first."""
+        return self.heads_version
+
     def choices(self) -> list[dict[str, Any]]:
         """The choices of an engine that chooses the number of drafts, since the last call: rows of
         `DraftChooser.take_report`.
@@ -201,6 +207,9 @@ class RolloutEngine(ABC):
 
 class WorkerEngine(RolloutEngine):
     """The shared part of engines that reach our worker extension by their own call (`_call`)."""
+
+    _feeds_itself = False
+    """Whether a feed can change its heads without a call of ours."""
 
     @abstractmethod
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
@@ -299,6 +308,11 @@ class WorkerEngine(RolloutEngine):
     def plugin_report(self) -> dict[str, Any]:
         return self._call("medusa_plugin_report")
 
+    def serving_version(self) -> int:
+        if self._feeds_itself:
+            self._look_at_heads()
+        return self.heads_version
+
     def remember(self, rows: Sequence[Row]) -> int:
         return (
             self._asked(
@@ -352,6 +366,7 @@ class WorkerEngine(RolloutEngine):
                 do="Pass the speculative configuration on to vLLM (docs/hooks.md).",
             )
         self.max_drafts = most
+        self._feeds_itself = bool(report.get("feeds_itself"))
         self._look_at_heads()
         if self.max_drafts:
             self.configure(
@@ -518,7 +533,7 @@ def with_versions(rollouts: Rollouts, engine: RolloutEngine) -> Rollouts:
     return replace(
         rollouts,
         policy_version=engine.policy_version,
-        heads_version=engine.heads_version,
+        heads_version=engine.serving_version(),
         num_drafts=engine.num_drafts,
     )
 

@@ -277,7 +277,7 @@ class Attachment:
         engine = self.engine
         assert engine is not None, "the engine is attached when the trainer is built"
         versions = {
-            "heads_version": engine.heads_version,
+            "heads_version": engine.serving_version(),
             "policy_version": self._policy_version,
             "num_drafts": engine.num_drafts,
         }

@@ -126,6 +126,12 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
 }
 
 
+NOT_THEIRS = ("self", "_ray_trace_ctx")
+"""Parameters that no call of a loop passes. Ray adds the second one to the methods of a class that
+it makes an actor of.
+"""
+
+
 def broken_seam(name: str) -> str:
     """The first seam of a loop that has changed, with what was found; empty if there is none."""
     for seam in SEAMS[name]:
@@ -147,7 +153,7 @@ def _fault(seam: Seam) -> str:
         found = getattr(found, part)
     if seam.parameters is None:
         return ""
-    given = [name for name in inspect.signature(found).parameters if name != "self"]
+    given = [name for name in inspect.signature(found).parameters if name not in NOT_THEIRS]
     return "" if _fits(given, seam.parameters, seam.how) else f"takes ({', '.join(given)})"
 
 

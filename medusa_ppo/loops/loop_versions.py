@@ -22,7 +22,7 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "verl": ("0.9",),
     "verl.server": ("0.9",),
     "openrlhf": ("0.11",),
-    "skyrl": (),
+    "skyrl": ("0.4",),
     "nemo_rl": (),
 }
 """Distribution (and its part) -> the minor versions whose classes and signatures tests/contracts/

@@ -132,7 +132,7 @@ class RemoteAttachment(Attachment):
             0.0,
             sampling,
             self._policy_version,
-            engine.heads_version,
+            engine.serving_version(),
             engine.num_drafts,
         )
         self._before = now

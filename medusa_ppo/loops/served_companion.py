@@ -25,6 +25,7 @@ from medusa_ppo.companion.parts_wire import PartHeader, Tables, read_message
 from medusa_ppo.companion.service import STATE_FILE, settle
 from medusa_ppo.companion.team import actor_options
 from medusa_ppo.companion.wire import ServiceArguments, pack
+from medusa_ppo.companion.without_gpu import gpus_left
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.engines.launch import draft_vocabulary
@@ -228,7 +229,7 @@ def companion_in_ray(
     section = config.companion
     gpus = section.num_gpus
     if gpus is None:
-        gpus = companion_gpus(ray.available_resources().get("GPU", 0.0), 1)
+        gpus = gpus_left(section, arguments.heads, arguments.draft_vocab)
     section = arguments.companion.model_copy(update={"num_gpus": gpus})
     actor = ray.remote(  # type: ignore[call-overload]  # Ray's stubs know no names.
         name=name,

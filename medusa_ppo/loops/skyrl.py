@@ -6,8 +6,8 @@
         trainer.override_entrypoint=medusa_ppo.loops.skyrl \\
         $spec.method=medusa $spec.model=HEADS $spec.num_speculative_tokens=3 ...
 
-Never run with SkyRL: the hooks were written from its package 0.4.0 (docs/other-loops.md), and
-tested with a stand-in for its worker (tests/medusa_ppo/loops/test_worker_taps.py).
+Never run in a training. tests/contracts/test_skyrl.py compares the hooks with SkyRL 0.4, and runs
+its policy worker's own update on a CPU with the tap:
 
     vLLM's start     `engine_init_kwargs`, SkyRL's own: they become vLLM's arguments. (Its
                      `speculative_config` accepts only `mtp`, because other drafters "go stale".

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,12 +15,12 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from heads.errors import ConfigError, DataError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, load_tokenizer
 from medusa_ppo.actors.megatron_checkpoint import described_by
@@ -35,6 +34,7 @@ from medusa_ppo.reports.run_files import PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.runtime.data import Row, load_rows, render_prompts, require_column, stream_rows
 from medusa_ppo.runtime.hardware import cpu_has_bfloat16
 from medusa_ppo.runtime.processes import local_ray
+from medusa_ppo.runtime.training_speed import matrix_rate, training_operations
 from medusa_ppo.runtime.wording import seconds
 
 # Longer prompts are left out, because the engine's context and its room for keys and values are
@@ -55,10 +55,6 @@ they are reused if necessary.
 """
 FLOAT_BYTES = 4
 ADAM_STATES = 2
-# Long enough for a rate, short enough for a --dry-run.
-PROBE_SIZE, PROBE_S = 1024, 0.3
-BACKWARD = 2
-"""A backward pass through a trained matrix is two products, through a frozen one (lm_head) one."""
 
 WAYS = (
     "--template (the model answers prompts), --column (full texts or chat messages), a column named"
@@ -355,8 +351,8 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
     kept = min(hidden_bytes, options.cache_bytes)
     share = 1.0 if hidden_bytes <= options.cache_bytes else options.cache_bytes / hidden_bytes
     steps = options.epochs * -(-options.max_train_tokens // options.step_positions)
-    rate = _measured_rate(compute)
-    collect_s, train_s = _estimate(options, model, actor, parameters, share, rate)
+    rate = matrix_rate(compute, training_device())
+    collect_s, train_s = _estimate(options, config, actor, share, rate)
     source = (
         f"{len(scene.prompts)} prompts, responses by the model"
         if scene.prompts
@@ -398,9 +394,8 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
 
 def _estimate(
     options: TrainOptions,
-    model: PretrainedConfig,
+    config: HeadsConfig,
     actor: int,
-    parameters: int,
     kept: float,
     rate: float,
 ) -> tuple[float, float]:
@@ -409,26 +404,9 @@ def _estimate(
     """
     tokens = options.max_train_tokens
     forward = 2.0 * actor
-    logits = 2.0 * options.num_heads * model.vocab_size * model.hidden_size
-    # lm_head is frozen: its backward pass is one product, to the features.
-    step = 2.0 * parameters * (1 + BACKWARD) + logits * 2
+    step = training_operations(config, config.vocab_size)
     again = (1 - kept) * forward * (options.epochs - 1)
     return tokens * forward / rate, tokens * (options.epochs * step + again) / rate
-
-
-def _measured_rate(dtype: torch.dtype) -> float:
-    """Floating-point operations per second of square matrix products in the training's dtype."""
-    device = training_device()
-    matrix = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
-    # The first product also loads what later ones need.
-    float((matrix @ matrix).float().sum())
-    count = 0
-    began = time.perf_counter()
-    while (spent := time.perf_counter() - began) < PROBE_S:
-        # Reading a number waits for the product; otherwise a GPU would only queue it.
-        float((matrix @ matrix)[0, 0])
-        count += 1
-    return count * 2.0 * PROBE_SIZE**3 / spent
 
 
 def _mib(size: float) -> str:

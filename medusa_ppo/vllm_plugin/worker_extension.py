@@ -11,10 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from medusa_ppo.vllm_plugin.drafter import drafter_of
 from medusa_ppo.vllm_plugin.patches import pack_tied_lm_head
 from medusa_ppo.vllm_plugin.rank_agreement import together
 from medusa_ppo.vllm_plugin.registration import activate, require_active
+from medusa_ppo.vllm_plugin.speculation import feeds_itself
 from medusa_ppo.vllm_plugin.target_tables import lm_head_weight
 from medusa_ppo.vllm_plugin.transfer import read_entries
 from medusa_ppo.vllm_plugin.vllm_versions import vllm_version
@@ -47,34 +46,11 @@ PROCESS = secrets.token_hex(8)
 """Identifies this process on any machine: process ids are reused."""
 
 
-class Ahead:
-    """Reads a file in a thread, beside other work."""
-
-    def __init__(self, path: str, read: Callable[[], Any]) -> None:
-        """Starts `read` at once."""
-        self.path = path
-        self._found: Future[Any] = Future()
-        threading.Thread(target=self._run, args=(read,), daemon=True).start()
-
-    def _run(self, read: Callable[[], Any]) -> None:
-        try:
-            self._found.set_result(read())
-        # Catches everything: the caller of `result` gets the error.
-        except Exception as error:
-            self._found.set_exception(error)
-
-    def is_done(self) -> bool:
-        return self._found.done()
-
-    def result(self) -> Any:
-        """Wait for `read`; return its result or raise its error."""
-        return self._found.result()
-
-
 class MedusaWorker:
     """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
 
-    _medusa_ahead: Ahead | None = None
+    _medusa_ahead: tuple[str, Future[Any]] | None = None
+    """File of a feed that is being read, and what is read from it."""
 
     @reports_errors
     def medusa_plugin_report(self) -> dict[str, Any]:
@@ -92,6 +68,7 @@ class MedusaWorker:
             "max_drafts": drafter.num_speculative_tokens if drafter else 0,
             "num_drafts": drafter.num_drafts if drafter else 0,
             "threads": torch.get_num_threads(),
+            "feeds_itself": feeds_itself(),
         }
 
     @reports_errors
@@ -127,26 +104,30 @@ class MedusaWorker:
     def medusa_feed_ahead(self, path: str, checked: list[Any]) -> dict[str, Any]:
         """Start reading a feed's heads beside the engine's work; `medusa_feed_heads` loads them."""
         drafter = self._medusa_require_drafter()
-        self._medusa_ahead = Ahead(path, lambda: drafter.read(path, Checked(*checked)))
+        reader = ThreadPoolExecutor(1, "medusa-ppo-heads")
+        self._medusa_ahead = path, reader.submit(drafter.read, path, Checked(*checked))
+        # The thread ends when it has read this file.
+        reader.shutdown(wait=False)
         return {}
 
     @reports_errors
     def medusa_feed_ready(self) -> dict[str, Any]:
         """Whether that reading has finished, with or without success."""
         ahead = self._medusa_ahead
-        return {"ready": ahead is None or ahead.is_done()}
+        return {"ready": ahead is None or ahead[1].done()}
 
     @reports_errors
     def medusa_feed_heads(self, path: str, version: int, checked: list[Any]) -> dict[str, Any]:
-        """`medusa_swap_heads` from a feed; does nothing if these heads serve already."""
+        """`medusa_swap_heads` from a feed. If these heads serve already, nothing is loaded and
+        they keep their version: a loop that swapped them in knows them by its own number.
+        """
         started = time.perf_counter()
         drafter = self._medusa_require_drafter()
         ahead = self._medusa_ahead
         self._medusa_ahead = None
         if not (drafter.fed and drafter.heads_checksum == checked[0]):
-            read = ahead.result if ahead is not None and ahead.path == path else None
+            read = ahead[1].result if ahead is not None and ahead[0] == path else None
             drafter.swap(path, int(version), Checked(*checked), read)
-        drafter.version = int(version)
         return {
             "version": int(version),
             "checksum": drafter.heads_checksum,

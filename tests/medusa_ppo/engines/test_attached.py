@@ -24,17 +24,20 @@ class AttachedWorkers:
 
     def __init__(self, kind: str = "medusa") -> None:
         self.kind = kind
+        self.feeds_itself = False
+        self.version = 0
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.broken = False
 
     def __call__(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.calls.append((method, args))
         if method == "medusa_plugin_report":
-            return [{"kind": self.kind, "drafter": "MedusaProposer", "max_drafts": 3}] * 2
+            drafts = {"kind": self.kind, "drafter": "MedusaProposer", "max_drafts": 3}
+            return [drafts | {"feeds_itself": self.feeds_itself}] * 2
         if method == "medusa_step_times":
             return [{"key": KEY, "choices": [0, 1, 3], "rows": list(*args)}] * 2
         if method == "medusa_checksums":
-            return [{"heads": "", "heads_version": 0, "actor": ""}] * 2
+            return [{"heads": "", "heads_version": self.version, "actor": ""}] * 2
         if method == "medusa_swap_heads":
             good = {"version": args[1], "checksum": checksum(load_state(args[0])), "seconds": 0.0}
             return [
@@ -80,6 +83,22 @@ def test_what_was_fed_last_is_fed_again_even_when_the_published_file_is_gone(
         workers.calls[-1] == ("medusa_swap_heads", (str(kept.resolve()), 4))
         and engine.heads_version == 4
     )
+
+
+def test_an_engine_that_feeds_itself_is_asked_what_it_drafts_with(states: tuple[Path, Path]):
+    kept, published = states
+    workers = AttachedWorkers()
+    other = AttachedEngine(workers, kept)
+    workers.version = 9
+    assert other.serving_version() == 0, "nobody else feeds it"
+    workers.feeds_itself, workers.version = True, 0
+    engine = AttachedEngine(workers, kept)
+    assert engine.serving_version() == 0
+    engine.swap_heads(published, 4)
+    workers.version = 7
+    assert engine.serving_version() == engine.heads_version == 7
+    engine.feed_again()
+    assert workers.calls[-1] == ("medusa_swap_heads", (str(kept.resolve()), 4))
 
 
 def test_heads_that_one_worker_refuses_are_not_kept(states: tuple[Path, Path]):

@@ -66,6 +66,7 @@ class EchoEngine(RolloutEngine):
         self.sums = {"heads": "", "actor": ""}
         self.drafting: dict[str, Any] = {}
         self.inside = 0
+        self.fed_version = 0
         self.told: list[Any] = []
 
     def remember(self, rows: Any) -> int:
@@ -91,7 +92,8 @@ class EchoEngine(RolloutEngine):
             len(prompts), 4 * len(prompts), self.index * len(prompts), (self.index * len(prompts),)
         )
         seconds = 0.5 + self.pace_s * len(prompts)
-        return Rollouts(tuple(map(tuple, prompts)), responses, counters, seconds, sampling)
+        rollouts = Rollouts(tuple(map(tuple, prompts)), responses, counters, seconds, sampling)
+        return replace(rollouts, heads_version=max(self.heads_version, self.fed_version))
 
     def _take(self, what: str, path: Any, version: int) -> SwapReceipt:
         if self.refuses_swaps:
@@ -205,6 +207,18 @@ def test_a_call_in_another_thread_ends_with_the_pool() -> None:
         with pytest.raises(EngineError, match="closed"):
             call.result(10)
     assert started == [0]
+
+
+def test_engines_that_feed_themselves_tell_the_version_that_all_of_them_had(
+    make_pool: Callable[..., tuple[EnginePool, Factory]], tmp_path: Path
+) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    pool.swap_heads(state_file(tmp_path, 1.0), 2)
+    assert pool.generate(PROMPTS, SAMPLING).heads_version == 2
+    factory.started[0].fed_version = 5
+    assert pool.generate(PROMPTS, SAMPLING).heads_version == 2
+    factory.started[1].fed_version = 4
+    assert pool.generate(PROMPTS, SAMPLING).heads_version == 4
 
 
 def test_all_engines_tell_by_places_in_the_call_and_a_lost_one_is_told_again() -> None:

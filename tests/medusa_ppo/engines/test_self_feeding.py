@@ -24,10 +24,11 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.http_server import ServerEngine
+from medusa_ppo.feeds.feed import Feed
 from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedActor, FeedVersion, Release
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.feeds.http_feed import FEED_TOKEN
+from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
 from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.self_feeding import FEEDER
@@ -63,26 +64,33 @@ def take_newest(engine: ColocatedEngine, actor: Actor, watch: FeedWatch, version
         engine.generate(actor.prompts[:1], GREEDY)
 
 
+def end_feeding(core: Any) -> None:
+    """The engine keeps its heads; it looks for a feed again after its next step."""
+    if (feeder := vars(core).pop(FEEDER, None)) is not None:
+        feeder.close()
+
+
 class Publisher:
     """What a companion does."""
 
     def __init__(self, actor: Actor, folder: Path, heads: MedusaHeads) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder / "feed"
-        self.feed = FolderFeed(self.folder)
+        self.feed: Feed = FolderFeed(self.folder)
         self.of = FeedActor.of(heads.config, actor.lm_head_VD)
         self._heads = heads
-        self._file = folder / "state"
+        self.state = folder / "state"
         self.count = 0
 
     def publish(self, number: int, of: FeedActor | None = None) -> FeedVersion:
         torch.manual_seed(number)
         for parameter in self._heads.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.05)
-        save_state(self._file, self._heads.trainable_state())
+        save_state(self.state, self._heads.trainable_state())
         release = Release(
             actor=of or self.of, dtype="float32", version=number, policy_version=number
         )
-        return self.feed.publish(self._file, release)
+        return self.feed.publish(self.state, release)
 
     def rewrite(self, change: Callable[[dict[str, Any]], None]) -> None:
         raw = json.loads((self.folder / MANIFEST).read_text())
@@ -128,8 +136,7 @@ def feeding(
         return getattr(core, FEEDER)._watch
 
     yield begin
-    if (feeder := vars(core).pop(FEEDER, None)) is not None:
-        feeder.close()
+    end_feeding(core)
 
 
 @pytest.fixture
@@ -337,7 +344,7 @@ def test_a_feed_that_is_away_comes_back(
         assert engine.generate(actor.prompts[:8], GREEDY).counters.drafts > 0
     assert sum("does not answer" in record.getMessage() for record in caplog.records) == 1
     watch = None
-    vars(core_of(engine)).pop(FEEDER).close()
+    end_feeding(core_of(engine))
     publisher.publish(1)
     watch = feeding(str(publisher.folder))
     away = publisher.folder.with_name("away")
@@ -348,6 +355,26 @@ def test_a_feed_that_is_away_comes_back(
     newest = publisher.publish(2)
     take_newest(engine, actor, watch, 2)
     assert engine.checksums()["heads"] == newest.checksum and watch.known == newest.version
+
+
+def test_rollouts_name_the_version_of_the_feed_and_a_swap_keeps_its_own(
+    engine: ColocatedEngine,
+    actor: Actor,
+    publisher: Publisher,
+    feeding: Callable[[str], FeedWatch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    newest = publisher.publish(1)
+    engine.swap_heads(publisher.state, 7)
+    watch = feeding(str(publisher.folder))
+    # The shared engine was started without a feed.
+    monkeypatch.setattr(engine, "_feeds_itself", engine.plugin_report()["feeds_itself"])
+    take_newest(engine, actor, watch, 1)
+    assert engine.checksums()["heads"] == newest.checksum
+    assert engine.generate(actor.prompts[:1], GREEDY).heads_version == 7
+    publisher.publish(2)
+    take_newest(engine, actor, watch, 2)
+    assert engine.generate(actor.prompts[:1], GREEDY).heads_version == 2
 
 
 @cpu_alone
@@ -414,15 +441,17 @@ def test_what_a_loop_passes_is_vllms_own_configuration_and_an_address(
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each rank")
 def test_two_ranks_take_each_version_at_the_same_step(
     actor: Actor,
-    publisher: Publisher,
     engine_config: EngineConfig,
     serving: str,
+    served: Callable[[Path], str],
+    ray_session: None,
     quick: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """From one kind of feed after the other."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    monkeypatch.setenv(FEED, str(publisher.folder))
+    monkeypatch.setenv(FEED, str(tmp_path / "nothing yet"))
     installation.install()
     config = engine_config.model_copy(
         update={"extra": engine_config.extra | {"tensor_parallel_size": 2}, "num_drafts": 2}
@@ -432,13 +461,26 @@ def test_two_ranks_take_each_version_at_the_same_step(
         engine.configure(num_drafts=0)
         alone = tokens(engine.generate(actor.prompts, LONG))
         engine.configure(num_drafts=1)
-        said, seen = generate_while_publishing(engine, actor, publisher, VERSIONS)
-    assert_greedy(actor.model, actor.prompts, said, alone, TIED[serving])
-    assert len(said) == 64
-    assert {ranks[0]["heads_version"] for ranks in seen} == {*range(VERSIONS + 1)}
-    for ranks in seen:
-        assert len(ranks) == 2 and ranks[0]["heads_version"] == ranks[1]["heads_version"]
-        assert ranks[0]["heads"] == ranks[1]["heads"]
+        for kind in ("folder", "http", "ray"):
+            end_feeding(core_of(engine))
+            publisher = Publisher(actor, tmp_path / kind, actor.random_heads(0))
+            address = str(publisher.folder)
+            if kind == "http":
+                address = served(publisher.folder)
+            elif kind == "ray":
+                address = "ray:two-ranks"
+                publisher.feed = open_feed(address)
+            monkeypatch.setenv(FEED, address)
+            engine.generate(actor.prompts[:1], GREEDY)
+            said, seen = generate_while_publishing(engine, actor, publisher, VERSIONS)
+            assert_greedy(actor.model, actor.prompts, said, alone, TIED[serving])
+            assert len(said) == 64, kind
+            taken = [ranks[0]["heads_version"] for ranks in seen]
+            assert {*taken[taken.index(1) :]} == {*range(1, VERSIONS + 1)}, kind
+            for ranks in seen:
+                assert len(ranks) == 2 and ranks[0]["heads_version"] == ranks[1]["heads_version"]
+                assert ranks[0]["heads"] == ranks[1]["heads"], kind
+            assert engine.generate(actor.prompts[:1], GREEDY).heads_version == VERSIONS
 
 
 @cpu_alone
@@ -458,3 +500,4 @@ def test_a_server_with_a_core_of_its_own_feeds_itself(
         newest = publisher.publish(1)
         while engine.checksums()["heads"] != newest.checksum:
             assert tokens(engine.generate(actor.prompts[:4], GREEDY)) == first
+        assert engine.generate(actor.prompts[:4], GREEDY).heads_version == newest.version

@@ -4,6 +4,7 @@ refused at the start, in one sentence that names it.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import ray
 
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.loops import loop_versions
@@ -114,6 +116,16 @@ def test_signatures_that_begin_with_or_take_what_we_give(
     assert not fault(("prompts", "images"), "begins") and fault(("images",), "begins")
     assert not fault(("profiler", "prompts"), "takes") and fault(("tools",), "takes")
     assert fault(("prompts", "images"), "is")
+
+
+def test_what_ray_adds_to_an_actors_methods_is_no_fault(loop: ModuleType) -> None:
+    class Worker:
+        def generate(self, prompts: Any, images: Any, profiler: Any = None) -> None: ...
+
+    ray.remote(Worker)
+    loop.Trainer = Worker  # type: ignore[attr-defined]
+    assert "_ray_trace_ctx" in inspect.signature(Worker.generate).parameters
+    assert not broken_seam(LOOP)
 
 
 def test_a_module_that_is_gone_is_named(loop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

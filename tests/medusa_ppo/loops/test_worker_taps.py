@@ -1,5 +1,6 @@
 """Taps in the policy workers of SkyRL and NeMo-RL: their rows reach a real companion. Their workers
-are stood in for here by classes with the same calls: neither was ever run.
+are stood in for here by classes with the same calls. tests/contracts/test_skyrl.py runs SkyRL's
+own; NeMo-RL's was never run.
 """
 
 from __future__ import annotations
