@@ -26,6 +26,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# As in a Ray that we start: with Ray's 15 a companion got no core beside another test's processes,
+# and did not start within three minutes.
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # torch asks a name server who 127.0.0.1 is whenever somebody joins a TCPStore; one that answers so
 # many a second holds it for 5 s.
