@@ -23,7 +23,7 @@ def demo(
         int | None, typer.Option(min=1, help="PPO steps; default: those of configs/demo.yaml.")
     ] = None,
 ) -> None:
-    """Run the whole job on an embedded example, nothing to prepare: 13 to 19 minutes on two cores
+    """Run the whole job on an embedded example, nothing to prepare: 11 to 18 minutes on two cores
     on first use.
 
     Trains a tiny actor on first use, runs PPO with drafting and the companion, then times steps
@@ -47,7 +47,7 @@ def demo(
         bfloat16 = time_bfloat16()
         if bfloat16.taken:
             name = "demo-bf16"
-        say(f"{bfloat16} So it is configs/{name}.yaml.")
+        say(f"{bfloat16}\nThe configuration is configs/{name}.yaml.")
     _run(load_config(preset(name), overrides), resume=False)
 
 
