@@ -71,7 +71,7 @@ def tell(parts: Iterable[Ended | Rollouts], finished: Finished) -> Rollouts:
 
 
 def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
-    """Most tokens of a prompt: it is read once, and each response may reach its limit."""
+    """Upper bound on a prompt's tokens: it is read once, and each response may reach its limit."""
     return len(prompt) + sampling.responses_per_prompt * sampling.max_new_tokens
 
 

@@ -23,6 +23,7 @@ from rich.progress import (
 )
 
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.runtime.console import LINE_WIDTH
 
 RAY, ACTOR, CRITIC, RANKS, ENGINE = (
     "start Ray",
@@ -42,8 +43,6 @@ ROLES = ("engine", "actor", "reference", "critic", "reward", "update", "sync")
 FORGET_PEAK, PROCESS_STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 SIDES = (ROLES[:1], ROLES[1:5])
 
-LINE_WIDTH = 100
-"""Columns of a line in a log or a terminal."""
 STEP_FORMS = {
     names.REWARD_MEAN: ("reward {:.3f}", "reward {:.2f}"),
     names.CORRECT_FRAC: ("right {:.0%}", "right {:.0%}"),
