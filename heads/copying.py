@@ -326,8 +326,8 @@ def _of_best_places(
     num_heads: int,
     places: int,
 ) -> torch.Tensor:
-    """The sum over parts, `[G, K, R, C]`, with a softmax over the best places of each part and
-    none.
+    """The sum over parts, `[G, K, R, C]`, with a softmax over each part's best places and the
+    learned `none`.
     """
     texts, parts, rows, longest = score_GART.shape
     best_GARm, place_GARm = score_GART.topk(min(places, longest), dim=3)

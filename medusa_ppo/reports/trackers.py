@@ -174,8 +174,8 @@ class TrackerGroup:
             if thread.is_alive():
                 self._tell(
                     name,
-                    f"it does not answer, {lines[name].qsize() if name in lines else 'some'} of its"
-                    " steps are left",
+                    f"it does not answer; {lines[name].qsize() if name in lines else 'some'} of "
+                    "its steps were not sent",
                 )
 
     def _put(
