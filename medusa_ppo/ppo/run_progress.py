@@ -51,7 +51,7 @@ STEP_FORMS = {
     names.MAL_SERVING: ("{:.2f} tokens a step", "{:.2f} tok/step"),
     names.HEADS_VERSION: ("heads v{}", "v{}"),
     names.TOKENS_PER_S: ("{:.0f} tokens/s", "{:.0f} tok/s"),
-    names.PAIR_PLAIN_TOKENS_PER_S: ("({:.0f} without drafts)", "({:.0f} tok/s without drafts)"),
+    names.PAIR_PLAIN_TOKENS_PER_S: ("({:.0f} without drafts)", "({:.0f} without drafts)"),
     names.EVAL_REWARD: ("evaluation {:.3f}", "evaluation {:.3f}"),
     names.IMAGES: ("{} images", "{} images"),
 }

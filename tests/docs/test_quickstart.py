@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 FIRST = ("predict", "train", "eval")
 THEN = ("doctor", "bench rollout", "ppo", "report")
-# Command -> words added to those of the page.
+# Command -> words added to those of the page: smaller sizes, and for a tiny model larger steps.
 SMALLER = {
-    "train": "--max-new-tokens 16 --epochs 2",
+    "train": "--max-new-tokens 16 --epochs 6 --batch-positions 128 --learning-rate 1e-2",
     "eval": "--max-new-tokens 16 --limit 8",
     "bench rollout": "--max-new-tokens 16 --rounds 1 --eager --others ngram",
     "ppo": (
@@ -112,7 +112,7 @@ def test_a_reader_gets_from_a_model_to_heads_and_their_worth(
     shown = run("eval", chain_actor)
     figures = json.loads((folder / "eval.json").read_text())
     assert f"{figures['mean_acceptance_length']:.3f}" in shown
-    assert figures["mean_acceptance_length"] > 1
+    assert figures["mean_acceptance_length"] > 1.2
 
 
 @pytest.mark.engine

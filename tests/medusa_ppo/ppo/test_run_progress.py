@@ -62,8 +62,8 @@ def test_lines_for_logs(monkeypatch: pytest.MonkeyPatch):
         "demo: steps 3 to 4",
     ]
     assert lines[3].startswith(
-        "step   3  reward 0.500  1.79 tokens a step  heads v2  1234 tokens/s "
-        " (882 without drafts)  left "
+        "step   3  reward 0.50  right 50%  1.79 tok/step  v2  1234 tok/s  (882 without drafts)  "
+        "left "
     )
     assert lines[4].endswith("left 0:00") and lines[5] == "done"
     assert "\x1b" not in out.file.getvalue()
@@ -118,7 +118,7 @@ def test_what_no_line_has_room_for_continues_below():
     assert len(lines) == 2 and all(len(line) <= progress.LINE_WIDTH for line in lines)
     assert lines[1].startswith(" " * 10) and lines[1].endswith("left 1:30")
     shown = re.split(r"\s{2,}", "  ".join(lines))
-    assert shown[1:-1] == [short.format(1234) for _, short in progress.STEP_FORMS.values()]
+    assert shown[2:-1] == [short.format(1234) for _, short in progress.STEP_FORMS.values()]
 
 
 def test_silence():
