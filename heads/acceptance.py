@@ -258,8 +258,8 @@ def block_acceptance(ratios_MK: torch.Tensor) -> torch.Tensor:
 def better_temperatures(
     ratios_QMK: torch.Tensor, group_M: torch.Tensor, now_K: Sequence[int]
 ) -> list[int]:
-    """For each head the one of Q draft temperatures (its index) with which most of its drafts are
-    accepted.
+    """For each head, the index of the draft temperature (one of Q) with which most of its drafts
+    are accepted.
 
     The search goes head by head, with the earlier heads' temperatures given. The current
     temperature is replaced only if the gain exceeds its own error: on few rows all are about as
@@ -272,7 +272,7 @@ def better_temperatures(
         now_K: indices of the current temperatures.
     """
     groups = int(group_M.max()) + 1
-    # The products of q / p so far, and their minimum, as in `block_acceptance`; logarithms.
+    # The products of q / p so far, and their minimum, as in `block_acceptance`, all as logarithms.
     product_M = ratios_QMK.new_zeros(len(group_M))
     least_M = product_M
     chosen = list(now_K)

@@ -43,8 +43,8 @@ heads lose less than 0.01 tokens a step compared with all places, and a step rea
 embedding instead of multiplying by the whole text.
 """
 AGE_STEP = 2.0**-14
-"""Decrease of a score per token of distance: almost nothing, but of two places that are equal to
-the bit every search chooses the newer one.
+"""How much a score falls per token of distance: almost nothing, but enough that every search picks
+the newer of two places that tie to the bit.
 """
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Token ids `[N]` -> their normalised embeddings `[N, D]`."""
@@ -326,8 +326,8 @@ def _of_best_places(
     num_heads: int,
     places: int,
 ) -> torch.Tensor:
-    """The sum over parts, `[G, K, R, C]`, with a softmax over the best places of each part and
-    none.
+    """The sum over parts, `[G, K, R, C]`, with a softmax over each part's best places and the
+    learned `none`.
     """
     texts, parts, rows, longest = score_GART.shape
     best_GARm, place_GARm = score_GART.topk(min(places, longest), dim=3)

@@ -389,7 +389,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 ctx.gradients.in_order(), shapes, ctx.dtypes, strict=True
             )
         ]
-        # They were scaled in place; keeping them would hold memory beside the optimizer's.
+        # They were scaled in place, so nobody can use them again; keeping them would only take
+        # memory beside the optimizer's.
         ctx.gradients = None
         return None, *scaled
 

@@ -83,8 +83,8 @@ class Context(NamedTuple):
     Attributes:
         hidden_PD: the states of the pairs.
         ids_P: int64, their tokens.
-        places_Nn: int64, which of them each row's last n positions have, oldest first, its own
-            last; MISSING: none.
+        places_Nn: int64, for each row the pairs at its last n positions, oldest first, its own
+            last; MISSING where there is none.
     """
 
     hidden_PD: torch.Tensor
@@ -309,8 +309,8 @@ class MedusaHeads(nn.Module):
             hidden: h_t after the actor's last norm.
             lm_head_VD: the actor's lm_head; needed when the heads share it.
             condition: int64 `...K`, the tokens since h_t (conditioned kinds), or instead
-            next_ids_BT: int64, one row of it one sequence: the token that lm_head predicts from
-                each h_t.
+            next_ids_BT: int64, each row one sequence: the token that lm_head predicts from each
+                h_t.
             embedding_VD: the actor's embedding table; kind hydra only.
             context: the pairs before each row (heads with a context); with `next_ids_BT` all of the
                 row's own sequence.

@@ -44,7 +44,7 @@ TRACKER, INDEX, CONFIG, SOURCE = (
     "config.json",
     "megatron_source.txt",
 )
-# Unpickling takes several times the file's size.
+# Unpickling takes several times the file's size in memory.
 MAX_INDEX_BYTES = 256 << 20
 OF_TRANSFORMERS = ("*.json", "*.txt", "*.model", "*.jinja")
 NOT_OF_TRANSFORMERS = (TRACKER, "metadata.json")

@@ -94,7 +94,8 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
                     rates = timed.take_turns(bench.rounds, advance)
             finally:
                 timed.plugin.close()
-    # Steps per second without over with, which equals seconds with over without.
+    # Steps per second without the companion over those with it: the same as seconds with it over
+    # seconds without.
     costs = rates.ratios(WITHOUT)
     return {
         "cost": statistics.median(costs),

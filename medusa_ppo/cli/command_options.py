@@ -63,7 +63,7 @@ def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
 def _option_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     """The parameter that typer turns into an option; text for a tuple."""
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-    # For typer a tuple has a fixed number of values; ours have any number, so they are one text.
+    # typer's tuples have a fixed length. Ours don't, so they are passed as one text.
     if isinstance(default, tuple):
         hint = Annotated[(str, *hint.__metadata__)]
         default = ",".join(map(str, default))
@@ -73,7 +73,8 @@ def _option_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Param
 
 
 def _parse_tuple(field: dataclasses.Field[Any], text: str, hint: Any) -> tuple[Any, ...]:
-    """Words, or numbers above 0 (from 0 on, where the option has min=0), with commas between them.
+    """Comma-separated words or numbers; numbers must be above 0, or at least 0 if the option has
+    min=0.
 
     Raises:
         ConfigError: a part is not such a number, or there are none although the default has some.

@@ -448,8 +448,8 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
 
 
 def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
-    """What roles that take turns copy in a step: each moves in to score, once per piece; actor and
-    critic move in to learn, and out again with their new weights.
+    """Bytes copied in a step when roles take turns: each moves in to score, once per piece; actor
+    and critic move in to learn, and out again with their new weights.
     """
     ppo = config.ppo
     pieces = -(-ppo.prompts_per_step // ppo.piece_prompts) if ppo.piece_prompts else 1

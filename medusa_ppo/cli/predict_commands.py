@@ -136,19 +136,30 @@ def _on_this_cpu(question: Question, options: PredictOptions) -> Prediction:
 
     from medusa_ppo.predict.cpu_steps import CpuSteps
     from medusa_ppo.predict.prediction import predict_on
-    from medusa_ppo.runtime.hardware import processor_name
+    from medusa_ppo.runtime.hardware import cpu_has_bfloat16, processor_name
     from medusa_ppo.vllm_plugin.int8_products import onednn_product, packed_linear
 
     torch.set_num_threads(options.threads)
     say("Timing products, samplers and drafting on this CPU ...")
-    steps = CpuSteps(
-        question.model,
-        question.heads,
-        getattr(torch, options.dtype),
-        onednn_product,
-        packed_linear,
-        question.sequences,
-        question.prompt + question.lengths.mean / 2,
-    )
+    try:
+        steps = CpuSteps(
+            question.model,
+            question.heads,
+            getattr(torch, options.dtype),
+            onednn_product,
+            packed_linear,
+            question.sequences,
+            question.prompt + question.lengths.mean / 2,
+        )
+    except RuntimeError as error:
+        # oneDNN has no bfloat16 products for CPUs that can't even emulate them.
+        if options.dtype != "bfloat16" or cpu_has_bfloat16():
+            raise
+        raise UsageError(
+            "This CPU can't multiply in bfloat16.",
+            given=f"--dtype bfloat16 (the default) on {processor_name()}",
+            expected="a CPU with bfloat16 units, or another dtype",
+            do="Add --dtype float32.",
+        ) from error
     machine = f"this CPU ({processor_name()}, {options.dtype}, {options.threads} threads)"
     return predict_on(question, machine, steps, steps.measured, CPU_ERROR)

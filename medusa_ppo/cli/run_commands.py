@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 
 from heads.errors import UsageError
 from medusa_ppo.cli.command_options import Config, Overrides
-from medusa_ppo.runtime.console import command, console, say
+from medusa_ppo.runtime.console import LINE_WIDTH, command, console, say
 
 if TYPE_CHECKING:
     from medusa_ppo.config.run_config import RunConfig
@@ -23,7 +24,7 @@ def demo(
         int | None, typer.Option(min=1, help="PPO steps; default: those of configs/demo.yaml.")
     ] = None,
 ) -> None:
-    """Run the whole job on an embedded example, nothing to prepare: 13 to 19 minutes on two cores
+    """Run the whole job on an embedded example, nothing to prepare: 11 to 18 minutes on two cores
     on first use.
 
     Trains a tiny actor on first use, runs PPO with drafting and the companion, then times steps
@@ -47,7 +48,7 @@ def demo(
         bfloat16 = time_bfloat16()
         if bfloat16.taken:
             name = "demo-bf16"
-        say(f"{bfloat16} So it is configs/{name}.yaml.")
+        say(f"{bfloat16}\nThe configuration is configs/{name}.yaml.")
     _run(load_config(preset(name), overrides), resume=False)
 
 
@@ -175,7 +176,7 @@ def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
 
     # Most readers want the sentences; the table has the figures.
     if sentences := in_plain_words(summary):
-        say("\n" + "\n".join(sentences) + "\n")
+        say("\n" + "\n".join(textwrap.fill(sentence, LINE_WIDTH) for sentence in sentences) + "\n")
     table = Table(title=f"{run_dir.name}: what the heads were worth", show_header=False)
     for name, value in summary_rows(summary):
         table.add_row(name, value)

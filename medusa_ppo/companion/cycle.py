@@ -205,7 +205,7 @@ class Cycle:
             self.trainer.set_tables(*tables)
 
     def join(self, team: Meeting) -> None:
-        """Learn from now on together with these processes, which hold the same state and get the
+        """From now on, learn together with these processes, which hold the same state and get the
         same batches.
         """
         self.team = team
@@ -239,7 +239,7 @@ class Cycle:
             if self._unjudged_rows >= JUDGED_ROWS * int(ahead.lengths_S.sum()):
                 verdict = self._judge(ahead)
             else:
-                # Those of an earlier batch say nothing of this one.
+                # An earlier batch's estimates say nothing about this one.
                 self.rows = dict.fromkeys(ROWS)
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         self.positions_frac = sampled_share(training)
@@ -259,18 +259,19 @@ class Cycle:
         self.last_policy_version = batch.policy_version
         if holdout is not None:
             if batch.rising_s is not None:
-                # It decided on this holdout when to stop anyway, and the run begins with its heads.
+                # The warm-up already stopped by this holdout, and the run begins with its heads.
                 self._fit_temperatures(holdout)
             verdict = self._judge(holdout)
             if batch.rising_s is not None:
-                # They are trained now, and the configured step size is for heads that are not.
+                # The configured step size is for untrained heads, and these are trained now.
                 self.trainer.rate = SLOWER
         return CycleReport(report, verdict, problem)
 
     def _train(
         self, training: RolloutBatch, holdout: RolloutBatch | None, policy_version: int
     ) -> TrainReport:
-        """The batch, and what is replayed beside it; a warm-up's for as long as the holdout rises.
+        """Train on the batch and on what is replayed beside it; in a warm-up, for as long as
+        acceptance on the holdout rises.
 
         An error in the middle (out of memory, say) may leave half an optimizer step behind. Then
         training continues from the serving heads, the last ones judged: copying everything before
@@ -327,11 +328,10 @@ class Cycle:
             of_serving = self._measure(self.serving, holdout)
             of_candidate = self._measure(self.candidate, holdout)
             of_frozen = of_serving
-            if self.frozen is not None and not equal(
-                self.frozen, self.serving
-            ):  # They are, until the second version.
+            # Until the second version they are equal.
+            if self.frozen is not None and not equal(self.frozen, self.serving):
                 of_frozen = self._measure(self.frozen, holdout)
-            # Right after a publish there is nothing to compare, and it would dilute the rest.
+            # Right after a publish the two are equal; counting that would dilute the evidence.
             learned = not equal(self.candidate, self.serving, temperatures=False)
             if learned and math.isfinite(of_candidate.accepted):
                 self.evidence.add(self.batches_seen, of_candidate, of_serving, holdout)
@@ -344,7 +344,7 @@ class Cycle:
                 of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence
             )
         self._obey(verdict)
-        # For later versions, which are judged with them: what is published is what was judged.
+        # These temperatures are for later versions: what is published must be what was judged.
         if verdict.publish:
             self._fit_temperatures(holdout)
         return verdict
@@ -461,9 +461,8 @@ class Cycle:
         """
         trained = self.trainer.state_dict(copied=copied)
         state = {f"trainer.{name}": value for name, value in trained.items()}
-        served = (
-            None if equal(self.serving, self.candidate) else self.serving
-        )  # When this is saved, right after a publish, they are.
+        # They are equal right after a publish, which is when this is usually saved.
+        served = None if equal(self.serving, self.candidate) else self.serving
         for role, heads in (("serving", served), ("frozen", self.frozen), ("before", self.before)):
             if heads is not None:
                 tensors = heads.trainable_state(copied=copied)
@@ -533,7 +532,7 @@ class Cycle:
             self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
             if names == COUNTERS_09356BD:
                 later = []
-            # States before 0.4 have no last one.
+            # States before 0.4 lack the last of the four.
             later += [0.0] * (4 - len(later))
             self.passes, self.gain, self._level, unjudged_rows = later
             self._unjudged_rows = int(unjudged_rows)
@@ -545,7 +544,7 @@ class Cycle:
         self.rows = {
             name: ReplayRow(values[0], tuple(values[1:]))
             for name, values in rows.items()
-            if name in ROWS  # States of 0.3.0 may have two more.
+            if name in ROWS  # States of 0.3.0 may hold two more rows.
         }
 
     def _heads_of(self, state: dict[str, torch.Tensor]) -> MedusaHeads | None:

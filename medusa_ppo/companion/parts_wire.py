@@ -136,7 +136,7 @@ class Wish(_Message):
 
 
 def ids_text(ids: torch.Tensor | None, vocab: int) -> str:
-    """Some tokens of a vocabulary as text; empty for None, and if the text would be long."""
+    """Some tokens of a vocabulary as text; empty for None, or if the text would be too long."""
     if ids is None:
         return ""
     mask_V = np.zeros(vocab, dtype=bool)

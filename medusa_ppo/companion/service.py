@@ -105,9 +105,8 @@ class CompanionService:
         self._feed = open_feed(config.feed) if config.feed else None
         self._fed_version = 0
         self._judged = Judged()
-        self._tables: Any = (
-            None  # The last ones to arrive, and those that the trainer has, if any arrived.
-        )
+        # The last tables to arrive, and those that the trainer uses; None: none have arrived.
+        self._tables: Any = None
         self._tables_used: Any = None
         self._queue = BatchQueue(config.queue_bytes)
         self._state_lock = threading.Lock()

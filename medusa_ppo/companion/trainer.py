@@ -135,7 +135,7 @@ class HeadsTrainer:
         self.batches_trained = self.batches_skipped = self.trained_tokens = self.optimizer_steps = 0
 
     def join(self, team: Meeting | None, *, alike: bool = False) -> None:
-        """Take from now on every optimizer step together with these processes, which hold the same
+        """From now on, take every optimizer step together with these processes, which hold the same
         state: torch's DDP sums the gradients.
 
         Args:
@@ -179,7 +179,7 @@ class HeadsTrainer:
         self._check_rows(rows.lm_head_RD, rows.lm_head_ids_R)
         if rows.embedding_ED is not None:
             self._check_rows(rows.embedding_ED, rows.embedding_ids_E)
-        # What was computed from the old rows.
+        # These were computed from the old rows.
         self._products = {}
         if self.embedding_VD is not None and rows.embedding_ED is not None:
             # Only once: the given tables may be in Ray's store, or be the loop's own.

@@ -91,7 +91,7 @@ OLD_KEYS = {
     "ppo.reward_kind": (
         "ppo.reward decides it: `module:function` is a function, everything else a reward model."
     ),
-    "ppo.gamma": ("A late reward counts in full; ppo.length_penalty penalises long responses."),
+    "ppo.gamma": ("Rewards are not discounted; ppo.length_penalty penalises long responses."),
     "report.speed_prompts": (
         "Pairs use all prompts of their step; a larger report.speed_every costs less time."
     ),

@@ -103,12 +103,12 @@ class RunConfig(Section):
 
     @property
     def critic_on_ranks(self) -> bool:
-        """There is a critic, and the ranks of the Megatron actor hold it."""
+        """Whether there is a critic that the ranks of the Megatron actor hold."""
         return self.actor.roles != POLICY_ROLES and self.ppo.advantages == "gae"
 
     @property
     def reward_on_ranks(self) -> bool:
-        """There is a reward model, and the ranks of the Megatron actor hold it."""
+        """Whether there is a reward model that the ranks of the Megatron actor hold."""
         return self.actor.roles == ALL_ROLES and self.ppo.judged_by_model
 
     def contradictions(self) -> Iterator[Contradiction]:

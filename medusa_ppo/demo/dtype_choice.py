@@ -36,8 +36,8 @@ class Bfloat16(NamedTuple):
     taken: bool
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{ratio:.2f} for {what}" for what, ratio in self.ratios.items())
-        return f"Products in bfloat16 take, of float32's time here: {parts}."
+        parts = ", ".join(f"{what} x{ratio:.2f}" for what, ratio in self.ratios.items())
+        return f"bfloat16 takes, against float32: {parts}."
 
 
 def time_bfloat16(timer: Timer | None = None, rounds: int = ROUNDS) -> Bfloat16:

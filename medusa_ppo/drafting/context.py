@@ -136,8 +136,8 @@ class Arrived:
         spare: int,
         most: int,
     ) -> Arrived:
-        """From a step's own tensors, without reading anything on the host: as many pairs of each
-        request as it sampled tokens, at most `most`.
+        """Made from a step's own tensors, without reading anything on the host. Each request has as
+        many pairs as it sampled tokens, at most `most`.
 
         Args:
             hidden_TD, ids_T: the model's inputs and outputs, the rows of all requests one after the

@@ -265,8 +265,8 @@ class ResponseMemory:
                 shown = response
                 tail_T = before
                 if len(before) + len(response) + 1 > room:
-                    # Its last part, leaving as much room for each of the following ones, so that
-                    # none hides the others.
+                    # Only its last part: each of the following texts gets as much room, so that
+                    # none crowds out the others.
                     length = room // (len(part) - number)
                     if length <= SUFFIX:
                         break

@@ -145,7 +145,8 @@ class BroadcastPool(EnginePool):
         answers = self._ask_all(
             self._seated(), lambda engine: engine.check_actor(header), patience_s=self.timeout_s
         )
-        # All or none (then by a file): a missing rank would keep the others waiting.
+        # Broadcast to all or to none (a file is sent instead): a missing rank would keep the others
+        # waiting.
         for _, answer in answers:
             if isinstance(answer, Exception):
                 raise answer if isinstance(answer, SwapError) else _lost(answer)

@@ -137,10 +137,6 @@ def in_words(rows: Sequence[dict[str, float]]) -> str:
     for running in sorted({sizes[0], sizes[-1]} if sizes else ()):
         if (running, most) in seconds and most:
             ratio = seconds[running, most] / seconds[running, 0]
-            parts.append(f"x{ratio:.2f} at {running:.0f}")
+            parts.append(f"x{ratio:.2f} at {running:.0f} running")
     found = ", ".join(parts)
-    return (
-        f"a step with {most:.0f} drafts over one without takes {found} sequences"
-        if found
-        else "too few to compare"
-    )
+    return f"{most:.0f} drafts slow a step down {found}" if found else "too few to compare"

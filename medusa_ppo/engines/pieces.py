@@ -71,7 +71,7 @@ def tell(parts: Iterable[Ended | Rollouts], finished: Finished) -> Rollouts:
 
 
 def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
-    """Most tokens of a prompt: it is read once, and each response may reach its limit."""
+    """Upper bound on a prompt's tokens: it is read once, and each response may reach its limit."""
     return len(prompt) + sampling.responses_per_prompt * sampling.max_new_tokens
 
 
@@ -204,15 +204,15 @@ class SharedMemory(ResponseMemory):
         return [row for author, rows in self.news if author is not engine for row in rows]
 
     def rows(self, version: int | None = None) -> list[Row]:
-        """As in a memory; `version`: of the current policy, if it has changed since the last
-        response.
+        """The rows of all responses, as `ResponseMemory.rows`. `version`: version of the current
+        policy, if it has changed since the last response.
         """
         with self._lock:
             self.version = self.version if version is None else version
             return super().rows()
 
     def state_dict(self, of: Mapping[str, bytes], version: int | None = None) -> dict[str, Tensor]:
-        """As in a memory; `version` as for `rows`."""
+        """The whole memory, as `ResponseMemory.state_dict`; `version` as for `rows`."""
         with self._lock:
             self.version = self.version if version is None else version
             return super().state_dict(of)

@@ -178,7 +178,9 @@ class EnginePool(base.RolloutEngine):
     def generate_partly(
         self, prompts: base.Prompts, sampling: Sampling, partly: Partly
     ) -> Rollouts:
-        """As for a single engine: among several none knows when all have enough."""
+        """Only a single engine can do this: none of several knows when all of them together have
+        enough.
+        """
         if len(self._seats) > 1:
             raise EngineError(
                 "Several engines can't stop half-way.",
@@ -416,7 +418,7 @@ class EnginePool(base.RolloutEngine):
         return ask(seat.engine, piece, prompts, sampling)
 
     def _catch_up(self, seat: Seat) -> None:
-        """Bring an engine to the pool's versions and settings."""
+        """Bring an engine up to the pool's versions and settings."""
         engine = seat.engine
         assert engine is not None
         for what, (path, version, checked) in self._kept.items():

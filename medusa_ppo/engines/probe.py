@@ -143,7 +143,7 @@ class Uniformity:
         )
 
     def figures(self) -> dict[str, Any]:
-        """For a table or a file."""
+        """The statistics as plain data, for a table or a file."""
         return {
             "tokens": self.tokens,
             "chi_square_p": self.chi_square_p,
@@ -222,8 +222,8 @@ def sample(
     tokens: int,
     advance: Callable[[float], object],
 ) -> tuple[list[Rollouts], list[Rollouts]]:
-    """At least this many tokens with the engine's drafts, and as many without, in alternating
-    calls. Afterwards it drafts as before.
+    """Sample at least this many tokens with the engine's drafts, and as many without, in
+    alternating calls. Afterwards it drafts as before.
     """
     drafts = engine.num_drafts
     runs: tuple[list[Rollouts], list[Rollouts]] = ([], [])

@@ -98,7 +98,7 @@ class EngineHost:
 
 def gpus_asked(config: EngineConfig, ranks: int) -> float:
     """GPUs that Ray gives to an engine with this many ranks: a share of one, or one per rank; none
-    in a cluster without.
+    in a cluster without GPUs.
     """
     if not ray.cluster_resources().get("GPU"):
         return 0.0

@@ -249,8 +249,9 @@ class CompanionTap:
         stack.close()
 
     def _wanted(self) -> int:
-        """Rows of all processes together. Each has an answer of its own, of another moment: were
-        they to go by those, a step's parts would miss each other, or come without their tables.
+        """Rows wanted from all processes together. Each process has its own answer, from a
+        different moment; if each went by its own, a step's parts would miss each other, or come
+        without their tables.
         """
         rows = self._sender.wish.rows
         if not self._meets:

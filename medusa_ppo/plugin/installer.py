@@ -265,8 +265,8 @@ class HeadsInstaller:
             )
 
     def _put_back(self) -> None:
-        """Install the heads from before a failed swap again, since it is unknown what the engine
-        holds now. Drafting is lossless either way.
+        """Reinstall the heads from before a failed swap, since it is unknown what the engine holds
+        now. Drafting is lossless either way.
         """
         if self.installed is None or not Path(self.installed.path).is_file():
             return

@@ -72,9 +72,8 @@ class WarmUpReport:
         if self.problem:
             return f"No warm-up: {self.problem}"
         return (
-            f"Warm-up: {self.tokens} tokens to {self.prompts} prompts, {self.seconds:.0f} s;"
-            f" tokens per engine step on held-out prompts {self.before or 1:.2f} ->"
-            f" {self.after or 1:.2f}"
+            f"Warm-up: {self.tokens} tokens to {self.prompts} prompts in {self.seconds:.0f} s;"
+            f" tokens a step on held-out prompts: {self.before or 1:.2f} -> {self.after or 1:.2f}"
         )
 
 

@@ -18,7 +18,9 @@ from torch import Tensor
 WHITEN_EPSILON = 1e-8
 """Keeps the division of `whiten` finite when all advantages are equal."""
 GROUP_EPSILON = 1e-4
-"""The same if all responses to a prompt have the same reward; as in DeepSeekMath and TRL."""
+"""The same for group advantages, when all responses to a prompt have the same reward; as in
+DeepSeekMath and TRL.
+"""
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

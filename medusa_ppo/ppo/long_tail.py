@@ -214,7 +214,7 @@ def read_carried(folder: Path, *, wanted: bool) -> tuple[Carried, ...]:
     """Read what `save_carried` wrote.
 
     Raises:
-        ConfigError: there is something, but it is not `wanted`.
+        ConfigError: prompts were carried over, but not `wanted`.
         CheckpointError: the file is damaged.
     """
     file = folder / FILE

@@ -370,8 +370,8 @@ class PPOLoop:
         if gap > LOGPROB_GAP_NATS and not self.alarmed:
             self.alarmed = True
             self.progress.note(
-                f"Engine and actor differ by {gap:.3f} nats a token: compare their dtypes, see"
-                " ppo.importance_bound."
+                f"Engine and actor differ by {gap:.3f} nats a token: compare their dtypes, and "
+                "see ppo.importance_bound."
             )
 
     def _reward_metrics(self, rewards: torch.Tensor) -> Metrics:

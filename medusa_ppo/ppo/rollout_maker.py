@@ -47,7 +47,7 @@ from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.scores import Measured, Scores
 
 Rewards = Callable[[Rollouts, list[Prompt]], Tensor]
-"""rewards_S of responses, or rewards_SR with steps."""
+"""Computes the rewards of responses, `rewards_S`, or of their steps, `rewards_SR`."""
 Written = tuple[list[Prompt], Rollouts, dict[str, float]]
 """The answered prompts, their rollouts, and figures about the pair and about what is carried over.
 """

@@ -23,10 +23,12 @@ from rich.progress import (
 )
 
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.runtime.console import LINE_WIDTH
 
-RAY, ACTOR, RANKS, ENGINE = (
+RAY, ACTOR, CRITIC, RANKS, ENGINE = (
     "start Ray",
     "prepare the actor",
+    "prepare the critic",
     "start the actor's ranks",
     "start vLLM",
 )
@@ -41,34 +43,22 @@ ROLES = ("engine", "actor", "reference", "critic", "reward", "update", "sync")
 FORGET_PEAK, PROCESS_STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 SIDES = (ROLES[:1], ROLES[1:5])
 
-LINE_WIDTH = 100
-"""Columns of a line in a log or a terminal."""
 STEP_FORMS = {
-    names.REWARD_MEAN: "reward {:.3f}",
-    names.CORRECT_FRAC: "right {:.0%}",
-    names.EVAL_REWARD: "evaluation {:.3f}",
-    names.KL_REFERENCE: "kl {:.3f}",
-    names.ENTROPY: "entropy {:.2f}",
-    names.MAL_SERVING: "{:.2f} tokens a step",
-    names.HEADS_VERSION: "heads v{}",
-    names.TOKENS_PER_S: "{:.0f} tokens/s",
-    names.PAIR_PLAIN_TOKENS_PER_S: "({:.0f} without drafts)",
-    names.IMAGES: "{} images",
+    names.REWARD_MEAN: ("reward {:.3f}", "reward {:.2f}"),
+    names.CORRECT_FRAC: ("right {:.0%}", "right {:.0%}"),
+    names.KL_REFERENCE: ("kl {:.3f}", "kl {:.3f}"),
+    names.ENTROPY: ("entropy {:.2f}", "entropy {:.2f}"),
+    names.MAL_SERVING: ("{:.2f} tokens a step", "{:.2f} tok/step"),
+    names.HEADS_VERSION: ("heads v{}", "v{}"),
+    names.TOKENS_PER_S: ("{:.0f} tokens/s", "{:.0f} tok/s"),
+    names.PAIR_PLAIN_TOKENS_PER_S: ("({:.0f} without drafts)", "({:.0f} without drafts)"),
+    names.EVAL_REWARD: ("evaluation {:.3f}", "evaluation {:.3f}"),
+    names.IMAGES: ("{} images", "{} images"),
 }
-"""Metrics in a step's line, in their order."""
-SHOWN = (
-    names.REWARD_MEAN,
-    names.MAL_SERVING,
-    names.TOKENS_PER_S,
-    names.EVAL_REWARD,
-    names.PAIR_PLAIN_TOKENS_PER_S,
-    names.HEADS_VERSION,
-    names.KL_REFERENCE,
-    names.CORRECT_FRAC,
-    names.ENTROPY,
-    names.IMAGES,
-)
-"""The same, the most important first."""
+"""Metrics in a step's line, in their order: in full, and how they are written where the line would
+be too long.
+"""
+INDENT = " " * len("step   0  ")
 
 
 class Timeline:
@@ -250,8 +240,7 @@ class LineProgress(PrintedProgress):
 
     def step_finished(self, values: Mapping[str, Any]) -> None:
         self._clock.finished()
-        left = f"  left {self._clock.left_text()}"
-        self.note(step_line(values, LINE_WIDTH - len(left)) + left)
+        self.note("\n".join(step_lines(values, f"left {self._clock.left_text()}")))
 
 
 class LiveProgress(PrintedProgress):
@@ -297,7 +286,7 @@ class LiveProgress(PrintedProgress):
 
     def step_finished(self, values: Mapping[str, Any]) -> None:
         self._clock.finished()
-        self.note(step_line(values))
+        self.note("\n".join(step_lines(values)))
         rate = values.get(names.TOKENS_PER_S)
         acceptance = values.get(names.MAL_SERVING)
         parts = [f"{rate:.0f} tokens/s"] * bool(rate) + [f"{acceptance:.2f} tokens a step"] * bool(
@@ -332,17 +321,29 @@ class StepClock:
         return f"{minutes}:{seconds:02d}"
 
 
-def step_line(values: Mapping[str, Any], room: int = LINE_WIDTH) -> str:
-    """One line about a finished step, of at most `room` columns. Figures that the step does not
-    have are left out, and so are the last of `SHOWN` where there is no room for all.
+def step_lines(values: Mapping[str, Any], end: str = "") -> list[str]:
+    """A finished step in one line of at most LINE_WIDTH columns. If that is too little for all its
+    figures, they are shortened; if it still is, they continue on an indented line.
+
+    Args:
+        values: the step's metrics; those that it does not have are left out.
+        end: what comes last.
     """
-    known = [key for key in SHOWN if values.get(key) is not None]
-    while True:
-        parts = [form.format(values[key]) for key, form in STEP_FORMS.items() if key in known]
-        line = "  ".join([f"step {values[names.STEP]:>3}", *parts])
-        if len(line) <= room or not known:
-            return line
-        known.pop()
+    for short in (0, 1):
+        parts = [
+            forms[short].format(values[key])
+            for key, forms in STEP_FORMS.items()
+            if values.get(key) is not None
+        ]
+        lines = [f"step {values[names.STEP]:>3}"]
+        for part in [*parts, *([end] if end else [])]:
+            if len(lines[-1]) + 2 + len(part) <= LINE_WIDTH:
+                lines[-1] += f"  {part}"
+            else:
+                lines.append(f"{INDENT}{part}")
+        if len(lines) == 1:
+            break
+    return lines
 
 
 def make_progress(console: Console | None = None) -> LineProgress | LiveProgress:

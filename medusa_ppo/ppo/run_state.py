@@ -394,7 +394,7 @@ def _fault_of(folder: Path, stamp: tuple[tuple[Path, int, int], ...]) -> str:
     if not isinstance(said, dict):
         return ""  # From a release that wrote no sums.
     wrong = sorted(name for name in said.keys() | found.keys() if said.get(name) != found.get(name))
-    return f"{', '.join(wrong)}: other bytes than were written" if wrong else ""
+    return f"{', '.join(wrong)}: not the bytes that were written" if wrong else ""
 
 
 def companion_state(run_dir: Path) -> str:

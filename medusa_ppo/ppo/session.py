@@ -271,7 +271,7 @@ class RunSession:
             critic = None
             if config.ppo.advantages == "gae":
                 critic = Critic(
-                    _load(self._folder_of(config.model.critic_path))
+                    _load(self._folder_of(config.model.critic_path, phases.CRITIC))
                     if config.model.critic_path
                     else actor
                 )
@@ -292,7 +292,9 @@ class RunSession:
         )
 
         critic_path = (
-            self._folder_of(config.model.critic_path) if config.model.critic_path else actor_path
+            self._folder_of(config.model.critic_path, phases.CRITIC)
+            if config.model.critic_path
+            else actor_path
         )
         critic = None
         if config.ppo.advantages == "gae" and not config.critic_on_ranks:
@@ -412,13 +414,13 @@ class RunSession:
             # Show the first error; `medusa-ppo report` can rewrite the report from the files.
             logger.error("The partial report could not be written: %s", problem)
 
-    def _folder_of(self, path: str) -> str:
+    def _folder_of(self, path: str, phase: str = phases.ACTOR) -> str:
         """A model's folder or hub name; an embedded actor is trained first if it is not in the
         cache.
         """
         if path not in RECIPES:
             return path
-        with self._progress.phase(phases.ACTOR):
+        with self._progress.phase(phase):
             advance = self._progress.phase_advanced
             return str(
                 ensure_demo_actor(

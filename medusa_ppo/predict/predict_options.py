@@ -45,7 +45,7 @@ class PredictOptions:
         float, Option(min=0, help="Standard deviation of the lengths' logarithm.")
     ] = LENGTH_SPREAD
     longest: Annotated[int, Option(min=0, help="Longest response in tokens; 0: no limit.")] = 0
-    responses: Annotated[int, Option(min=0, help="Responses of an engine in a rollout.")] = 0
+    responses: Annotated[int, Option(min=0, help="Responses of one engine in a rollout.")] = 0
     sequences: Annotated[int, Option(min=0, help="Most sequences that run at once.")] = 0
     prompt: Annotated[int, Option(min=0, help="Tokens of a prompt.")] = 0
     drafts: Annotated[
@@ -58,6 +58,6 @@ class PredictOptions:
         Path | None, Option(help="YAML file of a run: its model, heads, engines and lengths.")
     ] = None
     dtype: Annotated[
-        Literal["bfloat16", "float32"], Option(help="With --gpu cpu: of the engine.")
+        Literal["bfloat16", "float32"], Option(help="With --gpu cpu: the engine's dtype.")
     ] = "bfloat16"
-    threads: Annotated[int, Option(min=1, help="With --gpu cpu: of the engine.")] = 2
+    threads: Annotated[int, Option(min=1, help="With --gpu cpu: the engine's threads.")] = 2

@@ -32,12 +32,14 @@ def _heads(summary: dict[str, Any]) -> str:
     if mal["serving"] is None:
         return ""
     most = 1 + len(summary["acceptance_per_position"] or [])
-    sentence = f"In the last steps an engine step wrote {mal['serving']:.2f} tokens of {most}"
+    sentence = (
+        f"In the last steps an engine step wrote {mal['serving']:.2f} of at most {most} tokens"
+    )
     if mal["frozen"] is None or mal["serving_replay"] is None:
         return f"{sentence}."
     return (
-        f"{sentence}: {mal['serving_replay']:.2f} by replay with the heads trained beside the "
-        f"loop, {mal['frozen']:.2f} with those of the first version."
+        f"{sentence}; by replay, the heads trained beside the loop reach"
+        f" {mal['serving_replay']:.2f}, and those of the first version {mal['frozen']:.2f}."
     )
 
 

@@ -174,8 +174,8 @@ class TrackerGroup:
             if thread.is_alive():
                 self._tell(
                     name,
-                    f"it does not answer, {lines[name].qsize() if name in lines else 'some'} of its"
-                    " steps are left",
+                    f"it does not answer; {lines[name].qsize() if name in lines else 'some'} of "
+                    "its steps were not sent",
                 )
 
     def _put(
@@ -246,7 +246,7 @@ STARTS: dict[str, Callable[[RunConfig, int], Tracker]] = {
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Refuse a tracker whose package is missing, before anything starts. ConfigError."""
+    """Raise ConfigError for a tracker whose package is missing, before anything starts."""
     for name in names:
         # Looked up, not imported: wandb alone takes seconds.
         if importlib.util.find_spec(PACKAGES[name]) is None:

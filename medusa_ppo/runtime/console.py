@@ -29,6 +29,7 @@ from medusa_ppo.runtime.wording import seconds
 __all__ = [
     "FAILED",
     "INTERRUPTED",
+    "LINE_WIDTH",
     "Debug",
     "command",
     "console",
@@ -38,6 +39,8 @@ __all__ = [
     "say",
 ]
 
+LINE_WIDTH = 100
+"""Columns of a line in a log or a terminal."""
 FAILED = 1
 INTERRUPTED = 130
 # Disk errors can come from any write, as bare OSErrors without our advice, and the user has to

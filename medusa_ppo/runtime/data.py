@@ -257,7 +257,8 @@ def _refuse_null_lines(path: Path) -> None:
                 before -= 1
             # A byte order mark may precede the first line.
             if before < 0 or data[before] in b"\n" or (before == 2 and data[:3] == codecs.BOM_UTF8):
-                # Counted only for the error: a file of gigabytes without a null is only searched.
+                # Counted only for the error message; a valid file, gigabytes or not, is searched
+                # just once.
                 line = data[:place].count(b"\n") + 1
                 raise DataError(
                     "A row of the data is null.",

@@ -505,7 +505,7 @@ def _fault(hook: Hook, originals: Mapping[str, Callable[..., Any]]) -> str:
     written = target.__code__.co_names if hook.attributes else ()
     faults = [f"no parameter {name}" for name in hook.parameters if name not in known]
     faults += [f"no attribute {name}" for name in hook.attributes if name not in written]
-    return f"has {', '.join(faults)}; in vLLM {text_of(hook.last)} it had" if faults else ""
+    return f"has {', '.join(faults)}; vLLM {text_of(hook.last)} had" if faults else ""
 
 
 if __name__ == "__main__":

@@ -207,7 +207,8 @@ class Incoming:
             note = json.loads(bytes(text.cpu().numpy()))
             if int(page_sums(frame).sum()) != words:
                 raise _not_announced(
-                    "a bucket with other bytes than were sent", "the same sum of words"
+                    "a bucket whose bytes are not those that were sent",
+                    "the checksum that the sender announced",
                 )
             names = note.get("names", [])
             waiting -= set(names)

@@ -4,6 +4,7 @@ run by a test or by CI.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 import typer
 
 from medusa_ppo.cli.app import app
+from medusa_ppo.cli.plan import Plan, make_plan
+from medusa_ppo.config.run_config import load_config
+from medusa_ppo.runtime.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -19,6 +23,28 @@ RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
 MOST_LINES, MOST_COLUMNS = 110, 100
 MOST_FIGURES = 25
 """In the table of what was measured: more than a reader takes in."""
+GIB = 1024**3
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+GEMMA_270M = {
+    "model_type": "gemma3_text",
+    "hidden_size": 640,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "intermediate_size": 2048,
+    "vocab_size": 262144,
+    "tie_word_embeddings": True,
+}
 FIGURE = re.compile(r"\d+(?:[.,]\d+)*")
 # Command -> the file that runs it on something real, and what of it stands there.
 RUN_BY = {
@@ -74,6 +100,31 @@ def test_its_table_is_short_and_each_figure_stands_in_the_results() -> None:
     figures = [figure for value in measured() for figure in FIGURE.findall(value)]
     assert 0 < len(figures) <= MOST_FIGURES
     assert [figure for figure in figures if figure not in FIGURE.findall(RESULTS)] == []
+
+
+def planned(folder: Path, model: dict[str, object], preset: str, keys: str, gpus: int) -> Plan:
+    (folder / "config.json").write_text(json.dumps(model))
+    overrides = [f"model.path={folder}", "data.path=train.jsonl", *keys.split()]
+    config = load_config(ROOT / "configs" / preset, overrides)
+    return make_plan(config, Hardware(gpus, gpus > 0, 8, "8 cores", 80 * GIB if gpus else 0))
+
+
+def test_8b_on_8_gpus_fits_with_the_settings_that_it_names(tmp_path: Path) -> None:
+    said = re.search(r"`configs/([\w-]+\.yaml) ([^`]+)`", README)
+    assert said
+    plan = planned(tmp_path, LLAMA_8B, said[1], said[2], gpus=8)
+    assert plan.gpus <= 8 and max(process.gpu_memory for process in plan.processes) < 80 * GIB
+
+
+def test_a_270m_model_takes_the_memory_that_it_says(tmp_path: Path) -> None:
+    said = re.search(r"needs some (\d+) GiB by `medusa-ppo plan`\s*\((\d+) without", README)
+    assert said
+    grpo = "ppo.advantages=grpo sampling.responses_per_prompt=4"
+    found = [
+        round(planned(tmp_path, GEMMA_270M, "gsm8k.yaml", keys, gpus=0).memory / GIB)
+        for keys in ("", grpo)
+    ]
+    assert found == [int(figure) for figure in said.groups()]
 
 
 @pytest.mark.parametrize("words", commands(), ids=name_of)

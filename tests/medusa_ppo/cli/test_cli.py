@@ -61,12 +61,14 @@ def test_without_a_command_it_says_what_to_do_first() -> None:
 def test_a_run_ends_with_its_sentences_before_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plain_words, "in_plain_words", lambda summary: ["One.", "Two."])
+    said = ["One.", "Two " * 40 + "end."]
+    monkeypatch.setattr(plain_words, "in_plain_words", lambda summary: said)
     monkeypatch.setattr(tables, "summary_rows", lambda summary: [("a row", "its figure")])
     run_commands._print_summary({}, tmp_path / "run")
     shown = capsys.readouterr().out
-    assert shown.index("One.") < shown.index("Two.") < shown.index("a row") < shown.index("Report:")
-    assert shown.count("a row") == shown.count("One.") == 1
+    assert shown.index("One.") < shown.index("Two") < shown.index("a row") < shown.index("Report:")
+    assert shown.count("a row") == shown.count("One.") == shown.count("end.") == 1
+    assert max(map(len, shown[: shown.index("a row")].splitlines())) <= 100
 
 
 def test_a_missing_model_folder_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:

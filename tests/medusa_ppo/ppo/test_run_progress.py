@@ -18,7 +18,7 @@ from medusa_ppo.ppo.run_progress import (
     ProgressSink,
     StepClock,
     make_progress,
-    step_line,
+    step_lines,
 )
 
 VALUES = {
@@ -62,8 +62,8 @@ def test_lines_for_logs(monkeypatch: pytest.MonkeyPatch):
         "demo: steps 3 to 4",
     ]
     assert lines[3].startswith(
-        "step   3  reward 0.500  1.79 tokens a step  heads v2  1234 tokens/s "
-        " (882 without drafts)  left "
+        "step   3  reward 0.50  right 50%  1.79 tok/step  v2  1234 tok/s  (882 without drafts)  "
+        "left "
     )
     assert lines[4].endswith("left 0:00") and lines[5] == "done"
     assert "\x1b" not in out.file.getvalue()
@@ -88,25 +88,37 @@ def test_the_live_bar_shows_step_speed_acceptance_and_time_left():
 
 
 def test_a_line_leaves_out_what_is_not_known():
-    assert (
-        step_line({names.STEP: 0, names.REWARD_MEAN: 1.0, names.CORRECT_FRAC: None})
-        == "step   0  reward 1.000"
-    )
+    assert step_lines({names.STEP: 0, names.REWARD_MEAN: 1.0, names.CORRECT_FRAC: None}) == [
+        "step   0  reward 1.000"
+    ]
 
 
-def test_a_line_fits_100_columns_and_drops_the_least_important_figures_first():
+def test_a_full_line_is_shortened_to_100_columns_and_loses_nothing():
+    """A late step of the demo."""
     full = {
-        **VALUES,
-        names.EVAL_REWARD: 0.25,
+        names.STEP: 123,
+        names.REWARD_MEAN: 0.5,
+        names.CORRECT_FRAC: 0.22,
         names.KL_REFERENCE: 0.125,
         names.ENTROPY: 1.5,
-        names.IMAGES: 1024,
+        names.MAL_SERVING: 4.237,
+        names.HEADS_VERSION: 4,
+        names.TOKENS_PER_S: 1234.5,
     }
-    line = step_line(full)
-    assert len(line) <= progress.LINE_WIDTH
-    assert "reward 0.500" in line and "1.79 tokens a step" in line and "images" not in line
-    assert step_line(full, room=0) == "step   3"
-    assert set(progress.SHOWN) == set(progress.STEP_FORMS)
+    assert step_lines(full, "left 10:59") == [
+        "step 123  reward 0.50  right 22%  kl 0.125  entropy 1.50  4.24 tok/step  v4  1234 tok/s "
+        " left 10:59"
+    ]
+
+
+def test_what_no_line_has_room_for_continues_below():
+    assert set(VALUES) - {names.STEP} < set(progress.STEP_FORMS)
+    full = {names.STEP: 3, **dict.fromkeys(progress.STEP_FORMS, 1234)}
+    lines = step_lines(full, "left 1:30")
+    assert len(lines) == 2 and all(len(line) <= progress.LINE_WIDTH for line in lines)
+    assert lines[1].startswith(" " * 10) and lines[1].endswith("left 1:30")
+    shown = re.split(r"\s{2,}", "  ".join(lines))
+    assert shown[2:-1] == [short.format(1234) for _, short in progress.STEP_FORMS.values()]
 
 
 def test_silence():

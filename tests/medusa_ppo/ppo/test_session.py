@@ -5,11 +5,13 @@ is closed, however the run ends.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from heads.errors import (
@@ -26,7 +28,7 @@ from medusa_ppo.engines.pieces import SharedMemory
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.ppo import session
 from medusa_ppo.ppo.loop import run_ppo
-from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.ppo.run_progress import LineProgress, ProgressSink
 from medusa_ppo.ppo.run_state import saved_memory
 from medusa_ppo.reports import trackers as make
 from medusa_ppo.reports.store import read_run
@@ -120,6 +122,21 @@ def test_ppo_runs_without_the_plugin(
         run_dir / "heads-final"
     ).exists()
     assert not [p.name for p in run_dir.iterdir() if p.name.startswith(".")]
+
+
+def test_embedded_actor_and_critic_are_prepared_under_their_own_names(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
+):
+    """A line that appears twice in a log looks like a step that was repeated."""
+    monkeypatch.setattr(session, "ensure_demo_actor", lambda progress, recipe: actor_folder)
+    monkeypatch.setattr(session, "actor_note", lambda folder: None)
+    out = Console(file=io.StringIO(), width=100)
+    config = settings(tmp_path, actor_folder, model={"path": "demo", "critic_path": "demo"})
+    run_ppo(config, LineProgress(out))
+    lines = out.file.getvalue().splitlines()
+    begun = [line for line in lines if line.endswith(" ...") and not line.startswith(" ")]
+    assert begun[:2] == ["prepare the actor ...", "prepare the critic ..."]
+    assert len(lines) == len(set(lines)) and max(map(len, lines)) <= 100
 
 
 def test_trackers_see_every_step_and_are_closed(

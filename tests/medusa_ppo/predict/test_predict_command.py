@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 
 from medusa_ppo.cli.app import app
 from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.predict import cpu_steps
 from medusa_ppo.predict.check_lines import check_lines
 from medusa_ppo.predict.gpus import find_gpu
 from medusa_ppo.predict.prediction import Question, predict_on_gpu
 from medusa_ppo.predict.rollout_model import ResponseLengths
+from medusa_ppo.runtime import hardware
 from medusa_ppo.runtime.hardware import ModelSizes
 
 LLAMA = {
@@ -113,6 +115,22 @@ def test_bad_input_is_refused_in_words(model: Path, words: tuple[str, ...], said
     assert code != 0
     assert said in output
     assert "given:" in output and "expected:" in output and "do this:" in output
+
+
+def test_a_cpu_that_cannot_multiply_in_bfloat16_is_told_of_the_other_dtype(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("could not create a primitive descriptor for the matmul primitive")
+
+    monkeypatch.setattr(cpu_steps, "CpuSteps", refused)
+    monkeypatch.setattr(hardware, "cpu_has_bfloat16", lambda: False)
+    words = ("--model", str(model), "--gpu", "cpu", "--acceptance", "0.5")
+    code, output = run(*words)
+    assert code == 2 and "--dtype float32" in output and "RuntimeError" not in output
+    # Any other fault of oneDNN's is shown as it is.
+    code, output = run(*words, "--dtype", "float32")
+    assert code == 1 and "primitive descriptor" in output
 
 
 def fields_of(module: str, name: str) -> set[str]:
