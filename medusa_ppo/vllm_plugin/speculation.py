@@ -9,7 +9,7 @@ from typing import Any
 
 from heads.errors import ConfigError, LossyError
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
-from medusa_ppo.vllm_plugin.worker_calls import HEADS, SAMPLED
+from medusa_ppo.vllm_plugin.worker_calls import DRAFT_VOCAB, HEADS, SAMPLED
 
 CUSTOM_CLASS = "medusa_ppo.vllm_plugin.drafter.CustomClass"
 """The class that vLLM imports if it has no Medusa."""
@@ -19,7 +19,9 @@ LOSSLESS = ("standard", "block")
 """Acceptance rules of vLLM that do not change the distribution of samples."""
 
 
-def speculation(folder: str, drafts: int, *, sampled: bool, block: bool = False) -> dict[str, Any]:
+def speculation(
+    folder: str, drafts: int, *, sampled: bool, block: bool = False, draft_vocab: int = 0
+) -> dict[str, Any]:
     """Engine arguments that make the installed version of vLLM draft with the heads of a folder.
 
     Args:
@@ -27,8 +29,12 @@ def speculation(folder: str, drafts: int, *, sampled: bool, block: bool = False)
         sampled: drafts will be sampled, so vLLM should profile the memory of their q.
         block: vLLM's own kernels verify drafts as a block (`drafting.verify`). Only V2 has this; on
             V1 our verification does it anyway, and no argument is set.
+        draft_vocab: number of tokens that drafts will come from, so that vLLM profiles no more than
+            their q; 0: all.
     """
     own: dict[str, Any] = {SAMPLED: sampled}
+    if draft_vocab:
+        own[DRAFT_VOCAB] = draft_vocab
     speculative: dict[str, Any] = {"num_speculative_tokens": drafts}
     if block:
         speculative["rejection_sample_method"] = "block"
