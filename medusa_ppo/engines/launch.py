@@ -29,7 +29,12 @@ from medusa_ppo.config.engine_section import AUTO, EngineConfig
 from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.runtime.control_guard import GUARD
 from medusa_ppo.runtime.hardware import settled_engine
-from medusa_ppo.vllm_plugin.speculation import LOSSLESS, refuse_lossy_rule, speculation
+from medusa_ppo.vllm_plugin.speculation import (
+    LOSSLESS,
+    QUANTISE_BEFORE,
+    refuse_lossy_rule,
+    speculation,
+)
 from medusa_ppo.vllm_plugin.vllm_versions import (
     FIRST_V2,
     V2_SWITCH,
@@ -159,6 +164,7 @@ def plan_launch(
     if heads_path:
         heads = read_heads_config(heads_path, hidden_size, vocab_size)
         _refuse_quantised_lm_head({**model, **text})
+        _refuse_quantising(config.extra.get("quantization"), {**model, **text})
         runner = checked_runner(config, heads)
         max_drafts = heads.num_heads
         if (config.most_drafts or 0) > max_drafts:
@@ -447,6 +453,19 @@ def _refuse_quantised_lm_head(model: dict[str, Any]) -> None:
             given=f"quantization_config of {method} with {named or 'lm_head: true'}",
             expected="an lm_head of 16 or 32 bits",
             do="Leave lm_head out of the checkpoint's quantization, or start without heads.",
+        )
+
+
+def _refuse_quantising(method: object, model: dict[str, Any]) -> None:
+    """Raise ConfigError if vLLM would quantise a plain checkpoint as it loads, and again with each
+    sync: that never ran.
+    """
+    if method and not (model.get("quantization_config") or model.get("compression_config")):
+        raise ConfigError(
+            "engine.extra.quantization can't be combined with draft heads.",
+            given=method,
+            expected="unset, or a checkpoint with a quantization_config of its own",
+            do=QUANTISE_BEFORE,
         )
 
 

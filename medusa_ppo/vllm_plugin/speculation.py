@@ -15,6 +15,7 @@ CUSTOM_CLASS = "medusa_ppo.vllm_plugin.drafter.CustomClass"
 """The class that vLLM imports if it has no Medusa."""
 FEED = "MEDUSA_PPO_FEED"
 """Environment variable with the feed from which an engine's own loop loads newer heads."""
+QUANTISE_BEFORE = "Serve a checkpoint that is quantised already, or leave the heads out."
 LOSSLESS = ("standard", "block")
 """Acceptance rules of vLLM that do not change the distribution of samples."""
 
@@ -93,6 +94,12 @@ def refuse_what_heads_lack(vllm_config: Any) -> None:
         raise _not_with_heads(
             "enable_expert_parallel", True, False, "Leave it out, or leave the heads out."
         )
+    model = getattr(vllm_config, "model_config", None)
+    method = getattr(model, "quantization", None)
+    # A checkpoint that is quantised never takes a sync; one that vLLM quantises as it loads would
+    # be quantised again by each.
+    if method and not getattr(model.hf_config, "quantization_config", None):  # type: ignore[union-attr]
+        raise _not_with_heads("quantization", method, None, QUANTISE_BEFORE)
     lora = getattr(vllm_config, "lora_config", None)
     if lora is not None:
         raise _not_with_heads(

@@ -209,6 +209,7 @@ def test_lossy_acceptance_is_refused(model: Path, settings: dict[str, Any]) -> N
         ({"enable_lora": True}, "enable_lora"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"quantization": "fp8"}, "quantization"),
     ],
 )
 def test_what_cannot_be_combined_is_named(
@@ -251,7 +252,7 @@ def test_a_checkpoint_that_says_it_has_a_quantised_lm_head(
         with pytest.raises(ConfigError, match="quantised"):
             plan_launch(model, heads, EngineConfig(), 0)
     else:
-        plan_launch(model, heads, EngineConfig(), 0)
+        plan_launch(model, heads, EngineConfig(extra={"quantization": "fp8"}), 0)
     assert plan_launch(model, None, EngineConfig(), 0).max_drafts == 0, "without heads it may be"
 
 

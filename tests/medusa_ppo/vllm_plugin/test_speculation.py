@@ -74,6 +74,7 @@ SERVED: dict[str, Any] = {"pipeline_parallel_size": 1, "enable_expert_parallel":
         ({"pipeline_parallel_size": 2}, None, "pipeline_parallel_size"),
         ({"enable_expert_parallel": True}, None, "enable_expert_parallel"),
         ({}, SimpleNamespace(max_loras=1), "enable_lora"),
+        ({"quantization": "fp8"}, None, "quantization"),
     ],
 )
 @pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -90,6 +91,9 @@ def test_what_heads_lack_is_refused_in_vllms_own_process(
             method="medusa", draft_model_config=SimpleNamespace(model=str(tmp_path))
         ),
         parallel_config=SimpleNamespace(**SERVED | parallel),
+        model_config=SimpleNamespace(
+            quantization=parallel.get("quantization"), hf_config=SimpleNamespace()
+        ),
         lora_config=lora,
     )
     if runner == "v1":
@@ -105,6 +109,15 @@ def test_what_heads_lack_is_refused_in_vllms_own_process(
     speculator = pytest.importorskip("medusa_ppo.vllm_plugin.speculator")
     with pytest.raises(ConfigError, match=name):
         speculator.with_our_speculator(lambda *_: None)(config, None)
+
+
+def test_a_checkpoint_with_a_quantization_of_its_own_is_served() -> None:
+    own = SimpleNamespace(quantization_config={"quant_method": "fp8"})
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization="fp8", hf_config=own))
+    speculation.refuse_what_heads_lack(config)
+    config.model_config.hf_config = SimpleNamespace()
+    with pytest.raises(ConfigError, match="quantised already"):
+        speculation.refuse_what_heads_lack(config)
 
 
 class Head(torch.nn.Module):
