@@ -375,15 +375,12 @@ def judge(answers: list[SampledAnswer], stage: Stage) -> Uniformity:
 def keep_one_step_old(worker: Any) -> None:
     """In the worker: give verification the q of the previous step. Never part of the product."""
     from medusa_ppo.vllm_plugin import proposer
+    from medusa_ppo.vllm_plugin.drafter import drafter_of
 
-    runner = worker.model_runner
-    speculator = getattr(runner, "speculator", None)
-    if speculator is not None:
-        _hold_back(speculator, "propose", lambda: speculator.draft_logits)
-        return
-    drafter = runner.drafter
-    use = runner.drafter._use_vocabulary
-    # With a grammar too: treat drafts as sampled, where the product verifies them as one-hot.
+    drafter = drafter_of(worker.model_runner)
+    use = drafter._use_vocabulary
+    # With a grammar too: treat drafts as sampled, where the product verifies them as one-hot. (V2
+    # has no such call.)
     drafter._meet = lambda request: proposer.Traits(request.sampling_params.seed)
 
     def use_vocabulary() -> None:

@@ -57,7 +57,7 @@ PARTS = (
             "tests/heads/test_losses.py",
             "tests/heads/test_modules.py",
             *_under("drafting", "core", "verify", "slots", "context", "draft_vocabulary"),
-            *_under("vllm_plugin", "proposer"),
+            *_under("vllm_plugin", "proposer", "running_requests"),
         ),
         f"{ONE} and {QUICK}",
         1,

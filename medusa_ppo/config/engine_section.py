@@ -30,8 +30,8 @@ class EngineConfig(Section):
     already runs somewhere, or when other programs use the same server.
     """
     runner: Literal["v1", "v2"] = "v1"
-    """vLLM's model runner for drafting. `v2` exists in vLLM 0.29 and 0.32, never ran on a GPU, and
-    lacks everything marked v1 below. Set it only to try it out.
+    """vLLM's model runner for drafting. `v2` exists in vLLM 0.29 and 0.32, and never ran on a GPU.
+    Set it only to try it out.
     """
     replicas: Count = 1
     """Engines that split the prompts of a step; each takes the threads, memory and GPUs that this
@@ -95,9 +95,9 @@ class EngineConfig(Section):
     responses use many rare tokens; a lower number makes drafts cheaper.
     """
     memory_bytes: int | None = Field(None, ge=0)
-    """Bytes for earlier responses, remembered by prompt, from which drafts are also drawn (runner
-    v1, sampled drafts); null or 0: none. Set it when prompts recur and the engine has time to
-    spare, as on a GPU with few sequences; a token takes 4 bytes.
+    """Bytes for earlier responses, remembered by prompt, from which drafts are also drawn (sampled
+    drafts only); null or 0: none. Set it when prompts recur and the engine has time to spare, as on
+    a GPU with few sequences; a token takes 4 bytes.
     """
     stop_below: float | None = Field(None, gt=0, lt=1)
     """In each step, stop drafting for a request before the first draft whose estimated chance of

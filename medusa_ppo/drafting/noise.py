@@ -142,6 +142,14 @@ def drawn_from(sums_BX: torch.Tensor) -> torch.Tensor:
     return torch.diff(sums_BX, prepend=ends_B1, append=ends_B1 + 1)
 
 
+def write_drawn_from(sums_BX: torch.Tensor, out_BW: torch.Tensor) -> None:
+    """`drawn_from` without memory of its own: the sums are overwritten too."""
+    sums_BX.clamp_max_(1)
+    out_BW[:, 0] = sums_BX[:, 0]
+    torch.sub(sums_BX[:, 1:], sums_BX[:, :-1], out=out_BW[:, 1:-1])
+    out_BW[:, -1] = 1 - sums_BX[:, -1]
+
+
 def draw(mass_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
     """Ids `[B, 1]` drawn in proportion to mass: the first token whose cumulative sum exceeds the
     uniform's share of the total.

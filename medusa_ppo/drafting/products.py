@@ -89,7 +89,12 @@ class DraftVocabulary:
     """
 
     def __init__(
-        self, size: int, vocab_size: int, pack: PACK = plain_linear, whole: bool = False
+        self,
+        size: int,
+        vocab_size: int,
+        pack: PACK = plain_linear,
+        whole: bool = False,
+        stand_in: bool = False,
     ) -> None:
         """
         Args:
@@ -98,6 +103,8 @@ class DraftVocabulary:
             pack: how the rows become a product.
             whole: hold all rows if there are no ids and lm_head is small, because the engine's own
                 product may be slower than `pack`'s.
+            stand_in: until enough was counted, draft from the first W tokens (tokenizers number
+                common pieces first) and not from all: what is held has its final size at once.
         """
         self.size = size if 0 < size < vocab_size else 0
         self.ids_W: torch.Tensor | None = None
@@ -107,6 +114,7 @@ class DraftVocabulary:
         self._counted = 0
         self._pack = pack
         self._whole = whole
+        self._stand_in = stand_in
 
     def count_on(self, device: torch.device) -> None:
         """Count on this device, if tokens are only known on a device."""
@@ -145,7 +153,7 @@ class DraftVocabulary:
         weight_VD: torch.Tensor | None = None,
     ) -> None:
         """Renew the ids and read their rows of lm_head; call it after every change of the actor or
-        the heads. It has no effect until enough was counted.
+        the heads.
 
         The rows are those of `weight_VD` if the engine's own product agrees with them. Otherwise
         they are read through that product (of unit vectors), so that they are what the engine
@@ -156,7 +164,10 @@ class DraftVocabulary:
         if self.size:
             chosen_W = most_frequent(self._counts_V, self.size)
             self._chosen_W = self._chosen_W if chosen_W is None else chosen_W.cpu()
-        self.ids_W = None if self._chosen_W is None else self._chosen_W.to(device)
+        ids_W = self._chosen_W
+        if ids_W is None and self._stand_in and self.size:
+            ids_W = torch.arange(self.size)
+        self.ids_W = None if ids_W is None else ids_W.to(device)
         whole = self._whole and self._counts_V.numel() * hidden_size <= SMALL_ENTRIES
         self.product = None
         if whole or self.ids_W is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.memory import (
     EMPTY,
     PLACES,
@@ -118,9 +119,7 @@ class RunningMemory:
         """
         self._p_T = None
         if temperature_B is not None and len(ids_T):
-            requests_T = torch.repeat_interleave(torch.tensor(counts)).to(
-                self._device, non_blocking=True
-            )
+            requests_T = sending.sent(torch.repeat_interleave(torch.tensor(counts)), self._device)
             # Greedy requests in a mixed batch have 0; their drafts are one-hot and teach nothing.
             temperature_T1 = temperature_B[requests_T].clamp_min(1e-5).unsqueeze(1)
             # Top-k and top-p are left out: p is then slightly too small, which affects w and no
@@ -128,30 +127,40 @@ class RunningMemory:
             p_TV = (logits_NV[rows_T].float() / temperature_T1).softmax(-1)
             self._p_T = p_TV.gather(1, ids_T.to(torch.int64).clamp_min(0).unsqueeze(1)).squeeze(1)
 
-    def settle(self, request_ids: Sequence[str], drafted: Sequence[int]) -> None:
+    def settle(
+        self,
+        request_ids: Sequence[str],
+        drafted: Sequence[int],
+        p_KB: torch.Tensor | None = None,
+    ) -> None:
         """Learn from the scored drafts that the last step verified.
 
         It learns from all of them, weighted by the probability that they are reached: which of a
         block's drafts are accepted depends on the later ones, so the accepted ones alone would be a
         biased sample.
+
+        Args:
+            p_KB: the policy's probability of each draft; None: what `judge` found.
         """
         # Taken once: a step without scores must not learn from the p of an earlier one.
         p_T = self._p_T
         self._p_T = None
         rows = []
         first = 0
-        for key, count in zip(request_ids, drafted, strict=True):
-            rows += [(self._slots[key], first, count)] if key in self._slots else []
+        for row, (key, count) in enumerate(zip(request_ids, drafted, strict=True)):
+            rows += [(self._slots[key], row, first, count)] if key in self._slots else []
             first += count
-        if not rows or p_T is None or len(p_T) != first:
+        if not rows or not first or (p_KB is None and (p_T is None or len(p_T) != first)):
             return
-        slots_B, first_B, drafted_B = (
-            torch.tensor(rows).to(self._device, non_blocking=True).unbind(1)
-        )
+        slots_B, rows_B, first_B, drafted_B = sending.sent(rows, self._device).unbind(1)
         there_KB = (self._steps_K1 < drafted_B).float()
         heads_KB, memory_KB, q_KB = self._waiting.q_KS3[:, slots_B].unbind(2)
         q_KB = q_KB.clamp_min(1e-30)
-        p_KB = p_T[(first_B + self._steps_K1).clamp_max(first - 1)]
+        if p_KB is not None:
+            p_KB = p_KB[:, rows_B]
+        else:
+            assert p_T is not None, "judged"
+            p_KB = p_T[(first_B + self._steps_K1).clamp_max(first - 1)]
         weight_B = torch.ones_like(p_KB[0])
         weights = [weight_B]
         for ratio_B in (p_KB / q_KB).unbind(0):
@@ -192,8 +201,12 @@ class RunningMemory:
                     live[key], prompt_key(prompt), list(prompt[-SUFFIX:]), self.store.version, seed
                 )
 
-    def recall(self, request_ids: Sequence[str]) -> Recall:
-        """The memory's part in this step's drafts, for tracked requests."""
+    def recall(self, request_ids: Sequence[str], tails_Bn: torch.Tensor | None = None) -> Recall:
+        """The memory's part in this step's drafts, for tracked requests.
+
+        Args:
+            tails_Bn: int32, the last tokens of their texts, if the device alone has them.
+        """
         new = [key for key in request_ids if key not in self._slots]
         self._make_room(len(new), set(request_ids))
         self._slots |= {key: self._free.pop() for key in new}
@@ -204,9 +217,10 @@ class RunningMemory:
         # The cost of the search is proportional to its width, which is that of the batch's longest
         # text.
         width = max(1, *(self._lengths[slot] for slot in slots))
-        slots_B = torch.tensor(slots).to(self._device, non_blocking=True)
-        tails = [tail_of(met.tail, met.said) for met in map(self._met.__getitem__, request_ids)]
-        tails_Bn = torch.tensor(tails, dtype=torch.int32).to(self._device, non_blocking=True)
+        slots_B = sending.sent(slots, self._device)
+        if tails_Bn is None:
+            tails = [tail_of(met.tail, met.said) for met in map(self._met.__getitem__, request_ids)]
+            tails_Bn = sending.sent(tails, self._device, torch.int32)
         texts_BX = self._tokens_SX[slots_B, : SUFFIX + width]
         weight_BP = self._weight_SP[slots_B, :width]
         return Recall(texts_BX, weight_BP, tails_Bn, self.trust, slots_B, self._waiting)
@@ -249,13 +263,11 @@ class RunningMemory:
             )
             tokens, weights = self.store.text(met.key, met.tail, others, self._places, met.seed)
             length = self._lengths[slot] = len(weights)
-            self._tokens_SX[slot, : SUFFIX + length] = torch.from_numpy(tokens).to(
-                self._device, non_blocking=True
+            self._tokens_SX[slot, : SUFFIX + length] = sending.sent(
+                tokens, self._device, torch.int32
             )
             self._tokens_SX[slot, SUFFIX + length :] = EMPTY
-            self._weight_SP[slot, :length] = torch.from_numpy(weights).to(
-                self._device, non_blocking=True
-            )
+            self._weight_SP[slot, :length] = sending.sent(weights, self._device, torch.float32)
             self._weight_SP[slot, length:] = 0
             # Drafts of this slot's previous owner must not teach this request.
             self._waiting.cells_KS[:, slot] = -1

@@ -30,3 +30,21 @@ def sent(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) ->
         return host
     # torch reuses pinned memory only after it has been read.
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+class OnItsWay:
+    """A tensor that is copied to the host while the host goes on."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        on_device = values.device.type == "cuda"
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_device)
+        self._host.copy_(values, non_blocking=True)
+        self._there = torch.cuda.Event() if on_device else None
+        if self._there is not None:
+            self._there.record()
+
+    def arrived(self) -> torch.Tensor:
+        """The copy, after waiting for it."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._host

@@ -8,7 +8,7 @@ which position. A draft without the stamp that verification expects was not draw
 is verified as a one-hot draft, which is valid for any draft.
 
 Shape letters: B requests, R rows of a batch, S slots, K drafts, W width of the draft vocabulary, X
-= W - 1, T drafts of all requests one after the other, V vocabulary.
+= W - 1, N some drafts, T drafts of all requests one after the other, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from medusa_ppo.drafting import sending
-from medusa_ppo.drafting.noise import drawn_from, keys_of
+from medusa_ppo.drafting.noise import drawn_from, keys_of, write_drawn_from
 
 POSITIONS = 1 << 24
 """Positions that a stamp distinguishes; this leaves 2^39 requests."""
@@ -314,3 +314,39 @@ class DraftSlots:
     def q(self, rows_N: torch.Tensor, drafts_N: torch.Tensor) -> torch.Tensor:
         """q `[N, W]` of some drafts, by row and index of the draft."""
         return drawn_from(self.cumulative_KRX[drafts_N, rows_N])
+
+    def write_logits(
+        self,
+        slots_N: torch.Tensor,
+        stamps_N: torch.Tensor,
+        drafts_N: torch.Tensor,
+        ids_N: torch.Tensor,
+        temperature_N: torch.Tensor,
+        out_NV: torch.Tensor,
+    ) -> None:
+        """What some drafts were drawn from, as logits before the temperature: log q times the
+        temperature. Drafts without these stamps get one-hot rows, which are valid for any draft.
+
+        Args:
+            drafts_N: index of each draft among those of its request.
+            ids_N: the drafts.
+            out_NV: float32, written.
+        """
+        rows_N = self.rows_S.index_select(0, slots_N)
+        same_N = (self.stamps_R.index_select(0, rows_N) == stamps_N) & (stamps_N >= 0)
+        sampled_N1 = (same_N & (self.columns_KR[drafts_N, rows_N] >= 0)).unsqueeze(1)
+        sums_NX = self.cumulative_KRX[drafts_N, rows_N]
+        if self.ids_W is None:
+            log_NW = out_NV
+        else:
+            log_NW = out_NV.new_empty(len(rows_N), len(self.ids_W))
+            out_NV.fill_(-torch.inf)
+        write_drawn_from(sums_NX, log_NW)
+        log_NW.log_().mul_(temperature_N.unsqueeze(1))
+        if self.ids_W is not None:
+            out_NV.index_copy_(1, self.ids_W, log_NW)
+        # At temperature 0 the product is NaN where q is 0; such drafts have no stamp.
+        out_NV.masked_fill_(sampled_N1.logical_not(), -torch.inf)
+        ids_N1 = ids_N.long().clamp_min(0).unsqueeze(1)
+        at_draft_N1 = torch.where(sampled_N1, out_NV.gather(1, ids_N1), 0.0)
+        out_NV.scatter_(1, ids_N1, at_draft_N1)

@@ -29,7 +29,12 @@ from medusa_ppo.config.engine_section import AUTO, EngineConfig
 from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.runtime.control_guard import GUARD
 from medusa_ppo.runtime.hardware import settled_engine
-from medusa_ppo.vllm_plugin.speculation import LOSSLESS, refuse_lossy_rule, speculation
+from medusa_ppo.vllm_plugin.speculation import (
+    LOSSLESS,
+    QUANTISE_BEFORE,
+    refuse_lossy_rule,
+    speculation,
+)
 from medusa_ppo.vllm_plugin.vllm_versions import (
     FIRST_V2,
     V2_SWITCH,
@@ -158,6 +163,8 @@ def plan_launch(
     runner = ""
     if heads_path:
         heads = read_heads_config(heads_path, hidden_size, vocab_size)
+        _refuse_quantised_lm_head({**model, **text})
+        _refuse_quantising(config.extra.get("quantization"), {**model, **text})
         runner = checked_runner(config, heads)
         max_drafts = heads.num_heads
         if (config.most_drafts or 0) > max_drafts:
@@ -172,6 +179,7 @@ def plan_launch(
             max_drafts,
             sampled=config.draft_temperature > 0,
             block=runner == "v2" and has_block(vllm_version()),
+            draft_vocab=draft_vocabulary(config, heads) or 0,
         )
         if not is_cpu_build() and runner == "v1":
             most = int(config.extra.get("max_num_batched_tokens", 0)) or None
@@ -224,30 +232,14 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
         return "v1"
     version = vllm_version()
     first = text_of(FIRST_V2)
-    lacks: list[tuple[type[UnsupportedVersionError | ConfigError], str, str]] = []
+    lacks: list[tuple[str, str]] = []
     if not has_v2(version):
-        lacks.append(
-            (UnsupportedVersionError, f"vLLM {version}", f"vLLM {first} or later that was tested")
-        )
+        lacks.append((f"vLLM {version}", f"vLLM {first} or later that was tested"))
     if is_cpu_build() and os.environ.get("TRITON_INTERPRET") != "1":
-        lacks.append(
-            (
-                UnsupportedVersionError,
-                "vLLM's CPU build",
-                "a GPU (tests run it on Triton's interpreter)",
-            )
-        )
-    if config.memory_bytes:
-        lacks.append(
-            (
-                ConfigError,
-                f"engine.memory_bytes={config.memory_bytes}",
-                "unset: V2 gives a drafter no tokens on the host",
-            )
-        )
+        lacks.append(("vLLM's CPU build", "a GPU (tests run it on Triton's interpreter)"))
     if lacks:
-        error, given, expected = lacks[0]
-        raise error(
+        given, expected = lacks[0]
+        raise UnsupportedVersionError(
             "vLLM's V2 model runner is not available here.",
             given=given,
             expected=expected,
@@ -437,6 +429,50 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
             expected=f"engine.runner={runner}",
             do=do,
         )
+
+
+def _refuse_quantised_lm_head(model: dict[str, Any]) -> None:
+    """Raise ConfigError if the model's configuration says that lm_head is quantised. Not every
+    format says it: vLLM's process looks at the loaded model again (`refuse_quantised_lm_head`).
+    """
+    given = model.get("quantization_config") or model.get("compression_config") or {}
+    groups = given.get("config_groups") or {}
+    targets = [
+        target
+        for group in groups.values()
+        if isinstance(group, dict)
+        for target in group.get("targets") or ()
+    ]
+    named = [*filter(_names_lm_head, targets)]
+    left_out = any(map(_names_lm_head, given.get("ignore") or ()))
+    if given.get("lm_head") is True or (named and not left_out):
+        method = given.get("quant_method")
+        raise ConfigError(
+            "Draft heads multiply by the actor's lm_head, and were never tested with a quantised"
+            " one.",
+            given=f"quantization_config of {method} with {named or 'lm_head: true'}",
+            expected="an lm_head of 16 or 32 bits",
+            do="Leave lm_head out of the checkpoint's quantization, or start without heads.",
+        )
+
+
+def _refuse_quantising(method: object, model: dict[str, Any]) -> None:
+    """Raise ConfigError if vLLM would quantise a plain checkpoint as it loads, and again with each
+    sync: that never ran.
+    """
+    if method and not (model.get("quantization_config") or model.get("compression_config")):
+        raise ConfigError(
+            "engine.extra.quantization can't be combined with draft heads.",
+            given=method,
+            expected="unset, or a checkpoint with a quantization_config of its own",
+            do=QUANTISE_BEFORE,
+        )
+
+
+def _names_lm_head(target: str) -> bool:
+    """Whether a target of compressed-tensors is lm_head, by its name or by a pattern of names."""
+    pattern = target.removeprefix("re:")
+    return target == "lm_head" or (pattern != target and re.match(pattern, "lm_head") is not None)
 
 
 def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, ...]:

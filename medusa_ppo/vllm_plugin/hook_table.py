@@ -89,6 +89,7 @@ _V2_RUNNER, _V2_SPECULATOR = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.worker.gpu.spec_decode.speculator",
 )
+_V2_SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 _CORE = "vllm.v1.engine.core"
 _CUSTOM = "vllm.v1.spec_decode.custom_class_proposer"
 _TRANSFER, _RELOAD = (
@@ -222,6 +223,18 @@ HOOKS: tuple[Hook, ...] = (
         _RUNNER,
         "GPUModelRunner.reload_weights",
         ("weights_iterator", "is_checkpoint_format"),
+    ),
+    Hook(
+        "noticing weights that others load",
+        "vllm.v1.worker.gpu_worker",
+        "Worker.reload_weights",
+        first=(0, 29),
+    ),
+    Hook(
+        "noticing weights that others send",
+        "vllm.v1.worker.gpu_worker",
+        "Worker.finish_weight_update",
+        first=(0, 29),
     ),
     Hook(
         "noticing heads lost in a sleep",
@@ -403,9 +416,16 @@ HOOKS: tuple[Hook, ...] = (
     ),
     _v2(
         "q that V2 verifies against",
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils",
+        _V2_SAMPLER,
         "rejection_sample",
-        "draft_logits",
+        *("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos"),
+        *("idx_mapping", "expanded_idx_mapping", "expanded_local_pos", "temperature", "seed"),
+    ),
+    _v2(
+        "requests that V2 verifies at a time",
+        _V2_SAMPLER,
+        "RejectionSampler._verify_in_chunks",
+        *("draft_logits", "max_chunk_logits"),
     ),
     # Engines that feed themselves, on either runner.
     Hook(

@@ -10,6 +10,7 @@ Shape letters: B requests, K heads, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,8 +69,12 @@ from medusa_ppo.vllm_plugin.drafter import Drafter
 from medusa_ppo.vllm_plugin.int8_products import packed_linear, packs_8_bit
 from medusa_ppo.vllm_plugin.rank_agreement import agreed, agreed_by_all, together
 from medusa_ppo.vllm_plugin.speculation import heads_folder
-from medusa_ppo.vllm_plugin.target_tables import embedding_module, lm_head_weight
-from medusa_ppo.vllm_plugin.worker_calls import SAMPLED, Drafting
+from medusa_ppo.vllm_plugin.target_tables import (
+    embedding_module,
+    lm_head_weight,
+    refuse_quantised_lm_head,
+)
+from medusa_ppo.vllm_plugin.worker_calls import DRAFT_VOCAB, SAMPLED, Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +100,7 @@ class MedusaProposer(Drafter):
     _seats: Seats
     _sent_B: torch.Tensor | None = None
     _target: nn.Module
+    _target_loaded: bool = False
     _ring: PairRing | None = None
     _unread: UnreadSteps | None = None
     _texts: TextRing | None = None
@@ -113,7 +119,9 @@ class MedusaProposer(Drafter):
         self.fed = True  # Without heads nothing is drafted, whatever num_drafts says.
         self.num_drafts: int = self.num_speculative_tokens
         # If set at the start, q is part of the memory that vLLM profiles.
-        self.sampled = bool((vllm_config.additional_config or {}).get(SAMPLED, False))
+        own = vllm_config.additional_config or {}
+        self.sampled = bool(own.get(SAMPLED, False))
+        self._first_vocab = int(own.get(DRAFT_VOCAB, 0))
         self.draft_temperature = 1.0
         self.choose = False
         self.chooser = DraftChooser(self.num_drafts)
@@ -126,6 +134,7 @@ class MedusaProposer(Drafter):
     # ---- what vLLM calls
 
     def load_model(self, target_model: nn.Module) -> None:
+        refuse_quantised_lm_head(target_model)
         folder = heads_folder(self.vllm_config)
         config = self.vllm_config.model_config
         sizes = {"hidden_size": config.get_hidden_size(), "vocab_size": config.get_vocab_size()}
@@ -144,6 +153,7 @@ class MedusaProposer(Drafter):
         )
         self.version = metadata.version
         self._target = target_model
+        self._watch(target_model)
         self._fingerprint = fingerprint(self.heads)
         self._untrained = self.heads.untrained
         if self._untrained:
@@ -159,9 +169,31 @@ class MedusaProposer(Drafter):
             packed_linear,
             image_tokens(config.hf_config),
         )
-        self.draft_vocabulary = self._new_vocabulary(0)
+        shared = self.heads.config.lm_head == "shared"
+        self.draft_vocabulary = self._new_vocabulary(self._first_vocab if shared else 0)
         self._refresh_vocabulary()
         self._make_ring()
+
+    def _watch(self, target_model: nn.Module) -> None:
+        """Notice weights that are loaded into the actor without our calls, as TRL and verl load
+        them: by this method of vLLM's model, on all ranks between two steps.
+        """
+        load_weights: Any = getattr(target_model, "load_weights", None)
+        if load_weights is None:
+            return
+
+        @functools.wraps(load_weights)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.target_loaded()
+            return load_weights(*args, **kwargs)
+
+        target_model.load_weights = watched  # type: ignore[assignment]
+
+    def target_loaded(self) -> None:
+        """The actor is being given new weights; what was read from the old ones is renewed before
+        the next drafts, when all of them are there.
+        """
+        self._target_loaded = True
 
     @property
     def drafting(self) -> bool:
@@ -219,7 +251,7 @@ class MedusaProposer(Drafter):
         cpu = self.device.type == "cpu"
         own = self.heads.config.lm_head == "own"
         return DraftVocabulary(
-            size, self.heads.config.vocab_size, packed_linear, whole=cpu and not own
+            size, self.heads.config.vocab_size, packed_linear, cpu and not own, stand_in=True
         )
 
     def propose(
@@ -255,6 +287,8 @@ class MedusaProposer(Drafter):
 
     def wanted(self, most: int, batch: int) -> int:
         """Number of drafts in the next step for `batch` requests, at most `most`."""
+        if self._target_loaded:
+            self.target_changed()
         count = min(most, self.num_drafts) if self.drafting else 0
         if self._calibrating is not None:
             return min(count, self._calibrating.drafts)
@@ -604,6 +638,7 @@ class MedusaProposer(Drafter):
 
     def target_changed(self) -> None:
         """The actor has new weights: renew everything that was read from the old ones."""
+        self._target_loaded = False
         self.chooser.heads_changed()
         self._core.actor_changed()
         if self.memory is not None:

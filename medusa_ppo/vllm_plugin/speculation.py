@@ -9,17 +9,20 @@ from typing import Any
 
 from heads.errors import ConfigError, LossyError
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
-from medusa_ppo.vllm_plugin.worker_calls import HEADS, SAMPLED
+from medusa_ppo.vllm_plugin.worker_calls import DRAFT_VOCAB, HEADS, SAMPLED
 
 CUSTOM_CLASS = "medusa_ppo.vllm_plugin.drafter.CustomClass"
 """The class that vLLM imports if it has no Medusa."""
 FEED = "MEDUSA_PPO_FEED"
 """Environment variable with the feed from which an engine's own loop loads newer heads."""
+QUANTISE_BEFORE = "Serve a checkpoint that is quantised already, or leave the heads out."
 LOSSLESS = ("standard", "block")
 """Acceptance rules of vLLM that do not change the distribution of samples."""
 
 
-def speculation(folder: str, drafts: int, *, sampled: bool, block: bool = False) -> dict[str, Any]:
+def speculation(
+    folder: str, drafts: int, *, sampled: bool, block: bool = False, draft_vocab: int = 0
+) -> dict[str, Any]:
     """Engine arguments that make the installed version of vLLM draft with the heads of a folder.
 
     Args:
@@ -27,8 +30,12 @@ def speculation(folder: str, drafts: int, *, sampled: bool, block: bool = False)
         sampled: drafts will be sampled, so vLLM should profile the memory of their q.
         block: vLLM's own kernels verify drafts as a block (`drafting.verify`). Only V2 has this; on
             V1 our verification does it anyway, and no argument is set.
+        draft_vocab: number of tokens that drafts will come from, so that vLLM profiles no more than
+            their q; 0: all.
     """
     own: dict[str, Any] = {SAMPLED: sampled}
+    if draft_vocab:
+        own[DRAFT_VOCAB] = draft_vocab
     speculative: dict[str, Any] = {"num_speculative_tokens": drafts}
     if block:
         speculative["rejection_sample_method"] = "block"
@@ -87,11 +94,26 @@ def refuse_what_heads_lack(vllm_config: Any) -> None:
         raise _not_with_heads(
             "enable_expert_parallel", True, False, "Leave it out, or leave the heads out."
         )
+    model = getattr(vllm_config, "model_config", None)
+    method = getattr(model, "quantization", None)
+    # A checkpoint that is quantised never takes a sync; one that vLLM quantises as it loads would
+    # be quantised again by each.
+    if method and not _is_quantised(model):
+        raise _not_with_heads("quantization", method, None, QUANTISE_BEFORE)
     lora = getattr(vllm_config, "lora_config", None)
     if lora is not None:
         raise _not_with_heads(
             "enable_lora", True, False, "Merge the adapter into the actor, or leave the heads out."
         )
+
+
+def _is_quantised(model_config: Any) -> bool:
+    """Whether the checkpoint itself is quantised, by the names that vLLM looks for."""
+    return any(
+        getattr(getattr(model_config, config, None), name, None)
+        for config in ("model_arch_config", "hf_config", "hf_text_config")
+        for name in ("quantization_config", "compression_config")
+    )
 
 
 def _not_with_heads(name: str, given: object, expected: object, do: str) -> ConfigError:

@@ -2,9 +2,11 @@
 
 V2 keeps requests by slot on the device and verifies with its own kernels, against the logits that
 drafts were drawn from, before temperature. Ours are log q times the temperature, so verification
-sees whatever shaped q (draft temperatures, top-k, top-p). A row that is -inf except at the draft
-itself is a one-hot draft, which is valid for any draft. Requests with a grammar get such rows (vLLM
-truncates them by their own values), and so does a slot before its request has drafted.
+sees whatever shaped q (draft temperatures, top-k, top-p). They are made when they are read, for
+some requests at a time, from what the drafts were drawn with (`drafting.q_rows`). A row that is
+-inf except at the draft itself is a one-hot draft, which is valid for any draft. Requests with a
+grammar get such rows (vLLM truncates them by their own values), and so does whoever has not drafted
+in the step before.
 
 Imported only if V2 is used. Shape letters: B requests, T rows of a step, S slots, K drafts,
 D hidden, V vocabulary.
@@ -22,26 +24,29 @@ from typing import Any
 import numpy as np
 import torch
 import vllm.v1.worker.gpu.model_runner as v2_runner
+import vllm.v1.worker.gpu.spec_decode.rejection_sampler as v2_sampler
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from heads.errors import ConfigError
 from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftSampling
-from medusa_ppo.drafting.noise import DRAFT_STREAM, drawn_from, keys_of, uniforms
+from medusa_ppo.drafting.memory import Recall
+from medusa_ppo.drafting.noise import DRAFT_STREAM, keys_of, uniforms
 from medusa_ppo.drafting.products import DraftVocabulary
+from medusa_ppo.drafting.q_rows import VerifiedRows, rows_at_once, table_of
+from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Ending
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
+from medusa_ppo.vllm_plugin.running_requests import RunningRequests
 from medusa_ppo.vllm_plugin.speculation import (
     heads_folder,
     refuse_lossy_rule,
     refuse_what_heads_lack,
     rule_of,
 )
-from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 logger = logging.getLogger(__name__)
 CUTS_ASK_FOR_V = "vocab_size" in inspect.signature(SamplingStates.get_top_k_top_p).parameters
@@ -53,20 +58,30 @@ class _LastStep:
     """A step whose number of sampled tokens isn't known yet.
 
     Attributes:
-        there: signals that `sampled_B` is on the host; None: it always was there.
+        sampled: on its way to the host.
     """
 
-    sampled_B: torch.Tensor
-    there: torch.cuda.Event | None
+    sampled: sending.OnItsWay
     drafted: Sequence[int]
     scheduled_tokens: int
     seconds: float | None
 
 
 class HeldHeads(MedusaProposer):
-    """The serving heads, how they change while they serve, and what they may read. V2 keeps q."""
+    """The serving heads, how they change while they serve, and what they may read.
 
+    Attributes:
+        running: the requests, for the memory.
+    """
+
+    running: RunningRequests
     _last_step: _LastStep | None = None
+    _last_tokens: tuple[Sequence[str], torch.Tensor] | None = None
+
+    def _make_ring(self) -> None:
+        super()._make_ring()
+        requests = self.vllm_config.scheduler_config.max_num_seqs
+        self.running = RunningRequests(requests, self.num_speculative_tokens, self.device)
 
     def draft(
         self,
@@ -75,20 +90,16 @@ class HeldHeads(MedusaProposer):
         count: int,
         sampling: DraftSampling | None = None,
         seen: Seen | None = None,
+        recall: Recall | None = None,
         ending: Ending | None = None,
     ) -> Drafted:
         slots = self._slots if sampling is not None else None
-        return self._core.draft(hidden_BD, last_ids_B, count, sampling, seen, slots, ending=ending)
-
-    def drawn(self, k: int, batch: int) -> torch.Tensor:
-        """Distribution that draft k of the last sampled call was drawn from, float32 `[B, W]`."""
-        assert self._slots is not None, "who samples drafts has room for them"
-        return drawn_from(self._slots.cumulative_KRX[k, :batch])
+        return self._core.draft(hidden_BD, last_ids_B, count, sampling, seen, slots, recall, ending)
 
     @property
-    def ids_W(self) -> torch.Tensor | None:
-        """The draft vocabulary's tokens; None: all."""
-        return self._core.ids_W
+    def slots(self) -> DraftSlots | None:
+        """q of the last drafts; None if drafts are not sampled."""
+        return self._slots
 
     def _new_vocabulary(self, size: int) -> DraftVocabulary:
         vocabulary = super()._new_vocabulary(size)
@@ -97,25 +108,51 @@ class HeldHeads(MedusaProposer):
 
     def observe(
         self,
+        keys: Sequence[str],
+        slots_B: torch.Tensor,
         ids_T: torch.Tensor,
         rows_B: torch.Tensor,
         last_ids_B: torch.Tensor,
         sampled_B: torch.Tensor,
+        drafted: Sequence[int],
     ) -> None:
-        """Count the tokens that a step sampled (`Arrived.of_step` has the same arguments)."""
+        """Count the tokens that a step sampled (`Arrived.of_step` has the same arguments), and give
+        them to the memory.
+        """
         vocabulary = self.draft_vocabulary
-        if not vocabulary.size or self._calibrating is not None:
+        counts = vocabulary.size and self._calibrating is None
+        self._last_tokens = None
+        if not counts and self.memory is None:
             return
         back_n = torch.arange(self.num_speculative_tokens + 1, device=rows_B.device)
         rows_Bn = (rows_B.unsqueeze(1) - back_n + 1).clamp(0, len(ids_T) - 1)
         ids_Bn = ids_T[rows_Bn].long().clamp_min(0)
         ids_Bn[:, 0] = last_ids_B
+        if self.memory is not None:
+            running = self.running
+            running.take()
+            self.memory.attend(keys, running.live)
+            self.memory.settle(keys, drafted, running.scores(slots_B))
+            self._last_tokens = keys, running.sampled(keys, slots_B, ids_Bn, sampled_B)
+        if not counts:
+            return
         there_Bn = back_n < sampled_B.unsqueeze(1)
         # A request whose prompt isn't finished samples nothing, so the host's count is slightly too
         # high.
         vocabulary.observe_there(ids_Bn.flatten(), there_Bn.flatten(), len(rows_B))
         if vocabulary.due:
             self._refresh_vocabulary()
+
+    def recall(self) -> Recall | None:
+        """The memory's part in the drafts after the step that was observed last."""
+        if self.memory is None or self._last_tokens is None:
+            return None
+        return self.memory.recall(*self._last_tokens)
+
+    def verifying(self, logits_TV: torch.Tensor, rows: VerifiedRows) -> None:
+        """Drafts are verified against these logits now."""
+        if self.memory is not None:
+            self.running.score(logits_TV, rows)
 
     def look_back(
         self,
@@ -188,39 +225,20 @@ class HeldHeads(MedusaProposer):
         self._learn_of_last_step()
         if not self.choose and self._calibrating is None:
             return
-        on_device = sampled_B.device.type == "cuda"
-        host_B = torch.empty(sampled_B.shape, dtype=sampled_B.dtype, pin_memory=on_device)
-        host_B.copy_(sampled_B, non_blocking=True)
-        there = torch.cuda.Event() if on_device else None
-        if there is not None:
-            there.record()
-        self._last_step = _LastStep(
-            host_B, there, drafted, scheduled_tokens, self._seconds_of_step()
-        )
+        sampled = sending.OnItsWay(sampled_B)
+        self._last_step = _LastStep(sampled, drafted, scheduled_tokens, self._seconds_of_step())
 
     def _learn_of_last_step(self) -> None:
         last = self._last_step
         self._last_step = None
         if last is None:
             return
-        if last.there is not None:
-            last.there.synchronize()
-        self._learn(last.sampled_B.tolist(), last.drafted, last.scheduled_tokens, last.seconds)
+        sampled = last.sampled.arrived().tolist()
+        self._learn(sampled, last.drafted, last.scheduled_tokens, last.seconds)
 
     def calibrate(self, drafts: int | None) -> list[list[float]]:
         self._learn_of_last_step()
         return super().calibrate(drafts)
-
-    def configure(self, settings: Drafting) -> Drafting:
-        if settings.get("memory_bytes"):
-            raise ConfigError(
-                "vLLM's V2 model runner gives a drafter no tokens on the host, which a memory"
-                " needs.",
-                given=f"memory_bytes={settings['memory_bytes']}",
-                expected="0",
-                do="Set engine.runner=v1, or leave the setting out.",
-            )
-        return super().configure(settings)
 
 
 class MedusaSpeculator(DraftModelSpeculator):
@@ -230,8 +248,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         drafter: the heads; the worker extension swaps and configures them.
         states: V2's sampling settings by slot; set when the first request arrives.
         count: number of drafts that the last step made for each request.
-        draft_logits: float32 `[S, K, V]`, what V2 verifies against. Allocated at once, so that
-            vLLM's memory profile counts it.
+        draft_logits: what V2 verifies against; it hands this on and never looks into it.
         lengths_B: int64, number of drafts to verify for each request, if some have fewer than
             `count`; None: all have `count`.
     """
@@ -239,19 +256,13 @@ class MedusaSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
         super().__init__(vllm_config, device)
         self.drafter = HeldHeads(vllm_config, device)
-        waiting_N = torch.zeros(
-            self.max_num_reqs * self.num_speculative_steps, dtype=torch.int64, device=device
-        )
-        self._kept_SKV = _one_hot(waiting_N, self.vocab_size).view(
-            self.max_num_reqs, self.num_speculative_steps, self.vocab_size
-        )
-        self.draft_logits = self._kept_SKV
         self.states: Any = None
         self.count = 0
         self.lengths_B: torch.Tensor | None = None
         self._grammar_S = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         self._requests_S = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self._admitted = 0
+        self.draft_logits: Any = DraftsToVerify(self.drafter, self._requests_S, self.vocab_size)
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
@@ -267,14 +278,12 @@ class MedusaSpeculator(DraftModelSpeculator):
 
     def admit(self, slot: int, grammar: bool, states: Any, token_ids: Sequence[int]) -> None:
         """A request has arrived, or returned after a preemption: its slot holds another request's
-        values. V2 has token 0 where nothing was drafted.
+        values.
         """
         self.drafter.admit(slot, token_ids)
         self.states = states
         self._admitted += 1
         self._requests_S[slot], self._grammar_S[slot] = self._admitted, grammar
-        self._kept_SKV[slot] = -torch.inf
-        self._kept_SKV[slot, :, 0] = 0.0
 
     # The last parameters differ by release; only those named here are read.
     @torch.inference_mode()
@@ -317,7 +326,15 @@ class MedusaSpeculator(DraftModelSpeculator):
         last_ids_B = last_sampled[slots_B].view(-1)
         if not dummy_run:
             self.lengths_B = None
-            drafter.observe(input_batch.input_ids, rows_B, last_ids_B, num_sampled[:batch])
+            drafter.observe(
+                input_batch.req_ids[:batch],
+                slots_B,
+                input_batch.input_ids,
+                rows_B,
+                last_ids_B,
+                num_sampled[:batch],
+                drafted,
+            )
             if drafter.stopping is not None:
                 drafted_B = sending.sent(drafted, self.device)
                 accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
@@ -339,27 +356,30 @@ class MedusaSpeculator(DraftModelSpeculator):
         if not count:
             return ids_BK
         hidden_BD = last_hidden_states[rows_B]
-        if not drafter.sampled:
+        if drafter.slots is None:
             drafts = drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
-            temperature_B = None
         else:
             temperature_B = torch.where(self._grammar_S[slots_B], 0.0, temperature[slots_B])
             noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_STREAM, count)
             cuts = self._cuts(slots_B, input_batch.idx_mapping_np[:batch])
             sampling = DraftSampling(temperature_B, noise_BK, *cuts)
-            ending = None
-            if drafter.stopping is not None and not dummy_run:
-                ending = drafter.stopping.begin(slots_B)
-            drafts = drafter.draft(hidden_BD, last_ids_B, count, sampling, seen, ending)
+            recall = ending = None
             if not dummy_run:
+                recall = drafter.recall()
+                if drafter.stopping is not None:
+                    ending = drafter.stopping.begin(slots_B)
+            drafts = drafter.draft(hidden_BD, last_ids_B, count, sampling, seen, recall, ending)
+            if dummy_run:
+                # What was drawn with is overwritten. The table, too, is part of the profile.
+                drafter.slots.forget()
+                self.draft_logits.rehearse(batch * (count + 1))
+            else:
                 self.lengths_B = drafts.lengths_B
+                # The tokens that were sampled last are verified from: one after these positions.
+                stamps_B = stamps(self._requests_S[slots_B], positions_B + 1)
+                stamps_B = torch.where(temperature_B > 0, stamps_B, NOTHING)
+                drafter.slots.stamp(slots_B, stamps_B, count)
         ids_BK[:, :count] = drafts.ids_BK
-        # A dummy run computes what a step does, so that the profile sees it, but must not change
-        # the q of waiting drafts.
-        for k, ids_B in enumerate(drafts.ids_BK.unbind(1)):
-            kept_BV = self._kept(k, ids_B, temperature_B)
-            if not dummy_run:
-                self._kept_SKV[slots_B, k] = kept_BV
         return ids_BK
 
     def _cuts(
@@ -372,27 +392,35 @@ class MedusaSpeculator(DraftModelSpeculator):
         top_k_B, top_p_B, *_ = self.states.get_top_k_top_p(slots_B, slots, *more)
         return top_k_B, top_p_B
 
-    def _kept(
-        self, k: int, ids_B: torch.Tensor, temperature_B: torch.Tensor | None
-    ) -> torch.Tensor:
-        """For verification: the log of the distribution that draft k was drawn from, times the
-        temperature; one-hot rows at temperature 0, and everywhere without q.
-        """
-        one_hot_BV = _one_hot(ids_B, self.vocab_size)
-        if temperature_B is None:
-            return one_hot_BV
-        temperature_B1 = temperature_B.unsqueeze(1)
-        logits_BV = logits_BW = self.drafter.drawn(k, len(ids_B)).log() * temperature_B1
-        if self.drafter.ids_W is not None:
-            nowhere_BV = torch.full_like(one_hot_BV, -torch.inf)
-            logits_BV = nowhere_BV.index_copy_(1, self.drafter.ids_W, logits_BW)
-        return torch.where(temperature_B1 > 0, logits_BV, one_hot_BV)
 
+class DraftsToVerify:
+    """Stands where V2 has a table of draft logits `[S, K, V]`, from which it reads in verification.
 
-def _one_hot(ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits `[N, V]` that allow one token each."""
-    logits_NV = torch.full((len(ids_N), vocab_size), -torch.inf, device=ids_N.device)
-    return logits_NV.scatter_(1, ids_N.unsqueeze(1), 0.0)
+    Attributes:
+        rows_at_once: rows of logits for which a table is made at a time.
+    """
+
+    def __init__(self, drafter: HeldHeads, requests_S: torch.Tensor, vocab_size: int) -> None:
+        self._drafter = drafter
+        self._requests_S = requests_S
+        self._vocab_size = vocab_size
+        self.rows_at_once = rows_at_once(vocab_size)
+
+    def table(self, rows: VerifiedRows, temperature_S: torch.Tensor) -> torch.Tensor | None:
+        """The table of some rows (`q_rows.table_of`); None: all their drafts are one-hot."""
+        slots = self._drafter.slots
+        if slots is None:
+            return None
+        return table_of(slots, rows, self._requests_S, temperature_S, self._vocab_size)
+
+    def verifying(self, logits_TV: torch.Tensor, rows: VerifiedRows) -> None:
+        self._drafter.verifying(logits_TV, rows)
+
+    def rehearse(self, rows: int) -> None:
+        """Make a table as large as that of a step with so many rows."""
+        nothing_T = self._requests_S.new_zeros(min(rows, self.rows_at_once))
+        some = VerifiedRows(nothing_T, nothing_T, nothing_T, nothing_T)
+        self.table(some, torch.ones_like(self._requests_S, dtype=torch.float32))
 
 
 # ---- what is replaced in vLLM
@@ -430,17 +458,16 @@ def with_requests_admitted(original: Callable[..., None]) -> Callable[..., None]
     def add_requests(self: Any, scheduler_output: Any) -> None:
         original(self, scheduler_output)
         if isinstance(self.speculator, MedusaSpeculator):
+            running = self.speculator.drafter.running
+            running.end(scheduler_output.finished_req_ids)
             for new in scheduler_output.scheduled_new_reqs:
-                grammar = (
-                    new.sampling_params is not None
-                    and new.sampling_params.structured_outputs is not None
-                )
-                self.speculator.admit(
-                    self.req_states.req_id_to_index[new.req_id],
-                    grammar,
-                    self.sampler.sampling_states,
-                    new.prefill_token_ids or new.prompt_token_ids or (),
-                )
+                asked = new.sampling_params
+                grammar = asked is not None and asked.structured_outputs is not None
+                slot = self.req_states.req_id_to_index[new.req_id]
+                prompt = new.prompt_token_ids or ()
+                tokens = new.prefill_token_ids or prompt
+                self.speculator.admit(slot, grammar, self.sampler.sampling_states, tokens)
+                running.begin(new.req_id, slot, prompt, tokens, asked)
 
     return add_requests
 
@@ -469,9 +496,96 @@ def with_as_many_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     return take_draft_token_ids
 
 
+def with_q_as_it_is_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`rejection_sample`: verifies against a table of these rows of logits alone. Everything that
+    the kernels look up by slot is given to them by row, so that they find it by a request's first.
+    """
+
+    @functools.wraps(original)
+    def rejection_sample(
+        target_logits: torch.Tensor,
+        draft_logits: Any,
+        draft_sampled: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        pos: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        temperature: torch.Tensor,
+        seed: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        table = None
+        if isinstance(draft_logits, DraftsToVerify):
+            slots_T = expanded_idx_mapping.long()
+            rows = VerifiedRows(slots_T, expanded_local_pos.long(), pos, draft_sampled)
+            draft_logits.verifying(target_logits, rows)
+            table = draft_logits.table(rows, temperature)
+            draft_logits = table
+        if table is not None:
+            idx_mapping = cu_num_logits[:-1]
+            expanded_idx_mapping = rows.firsts_T.to(expanded_idx_mapping.dtype)
+            temperature, seed = temperature[slots_T], seed[slots_T]
+            if kwargs.get("watermarking") is not None:
+                kwargs["watermarking"] = kwargs["watermarking"][slots_T]
+        return original(
+            target_logits,
+            draft_logits,
+            draft_sampled,
+            cu_num_logits,
+            pos,
+            idx_mapping,
+            expanded_idx_mapping,
+            expanded_local_pos,
+            temperature,
+            seed,
+            *args,
+            **kwargs,
+        )
+
+    return rejection_sample
+
+
+def in_parts_of_our_size(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`RejectionSampler._verify_in_chunks`: V2 verifies as many requests at a time as a gigabyte of
+    logits has; the table of these would be another.
+    """
+
+    @functools.wraps(original)
+    def _verify_in_chunks(
+        self: Any,
+        logits: Any,
+        input_batch: Any,
+        draft_logits: Any,
+        draft_sampled: Any,
+        pos: Any,
+        max_chunk_logits: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(draft_logits, DraftsToVerify):
+            max_chunk_logits = min(max_chunk_logits, draft_logits.rows_at_once)
+        return original(
+            self,
+            logits,
+            input_batch,
+            draft_logits,
+            draft_sampled,
+            pos,
+            max_chunk_logits,
+            *args,
+            **kwargs,
+        )
+
+    return _verify_in_chunks
+
+
 PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (v2_runner, "init_speculator", with_our_speculator),
     (VllmConfig, "_get_v2_model_runner_unsupported_features", medusa_allowed),
     (v2_runner.GPUModelRunner, "add_requests", with_requests_admitted),
     (v2_runner.GPUModelRunner, "take_draft_token_ids", with_as_many_drafts),
+    (v2_sampler, "rejection_sample", with_q_as_it_is_read),
+    (v2_sampler.RejectionSampler, "_verify_in_chunks", in_parts_of_our_size),
 )

@@ -410,6 +410,23 @@ def with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
     return wake_up
 
 
+def with_new_weights_noticed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's own ways to new weights, of either runner: some write into parameters without
+    `load_weights`, by which the drafter notices all others.
+    """
+
+    @functools.wraps(original)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if _is_ours(self.model_runner):
+            drafter_of(self.model_runner).target_loaded()
+        return result
+
+    return load
+
+
+NEW_WEIGHTS = ("reload_weights", "finish_weight_update")
+"""Methods of vLLM's worker; older releases lack the second."""
 PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (model_runner.GPUModelRunner, "__init__", with_our_proposer),
     (model_runner.GPUModelRunner, "propose_draft_token_ids", with_draft_context),
@@ -422,4 +439,9 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (model_runner.GPUModelRunner, "_dummy_sampler_run", with_drafts_profiled),
     (rejection_sampler, "rejection_sample", with_our_verification),
     (gpu_worker.Worker, "wake_up", with_heads_looked_at),
+    *(
+        (gpu_worker.Worker, name, with_new_weights_noticed)
+        for name in NEW_WEIGHTS
+        if hasattr(gpu_worker.Worker, name)
+    ),
 )

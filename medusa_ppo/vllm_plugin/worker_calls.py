@@ -14,6 +14,8 @@ TRANSFER = "medusa_ppo"
 """Our weight-transfer backend's name in vLLM."""
 SAMPLED = "medusa_ppo_sampled"
 """In vLLM's additional_config: whether drafts will be sampled."""
+DRAFT_VOCAB = "medusa_ppo_draft_vocab"
+"""In vLLM's additional_config: from how many tokens drafts will come; 0 or missing: from all."""
 HEADS = "medusa_ppo_heads"
 """In vLLM's additional_config: the heads' folder, where vLLM has no Medusa (from 0.33 on)."""
 

@@ -353,6 +353,13 @@ class MedusaWorker:
             for name in given
             if name in expected and not _alike(given[name], expected[name])
         ]
+        if (missing or unknown or wrong) and (method := self._medusa_quantised()):
+            raise SwapError(
+                "The engine serves a quantised checkpoint, which can't take an actor's weights.",
+                given=f"{source}: weights that {method} has not quantised",
+                expected="an engine of the unquantised checkpoint that the actor began with",
+                do="Start the engine with that model folder.",
+            )
         if missing or unknown or wrong:
             raise SwapError(
                 "The actor's weights are not those of the serving model, which stays as it is.",
@@ -403,6 +410,12 @@ class MedusaWorker:
     def _medusa_tied(self) -> bool:
         config = self.vllm_config  # type: ignore[attr-defined]
         return bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
+
+    def _medusa_quantised(self) -> str:
+        """The method by which the model folder's tensors are quantised; empty: they are not."""
+        config = self.vllm_config  # type: ignore[attr-defined]
+        found = getattr(config.model_config.hf_config, "quantization_config", None) or {}
+        return str(found.get("quant_method", "")) if isinstance(found, dict) else ""
 
     def _medusa_check_lm_head(self, given_V2: torch.Tensor, source: str) -> None:
         """The serving product must be that of the new lm_head (its first two columns): on the CPU a

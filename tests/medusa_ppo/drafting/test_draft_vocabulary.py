@@ -50,6 +50,21 @@ def test_no_map_before_enough_was_counted_and_none_for_a_whole_vocabulary(
         assert refreshed(counted(size, [3, 9]), lm_head_VD).ids_W is None
 
 
+def test_the_first_tokens_stand_in_until_enough_was_counted(device: torch.device) -> None:
+    """What is held has its final size at once, so that vLLM's profile sees no more."""
+    lm_head_VD = torch.randn(V, D, device=device)
+    features_ND = torch.randn(3, D, device=device)
+    vocabulary = refreshed(DraftVocabulary(W, V, stand_in=True), lm_head_VD)
+    assert vocabulary.ids_W is not None and vocabulary.ids_W.tolist() == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(
+        vocabulary.product(features_ND), F.linear(features_ND, lm_head_VD[:W])
+    )
+    vocabulary.observe([[3, 9, 11, 30, 31] * 4])
+    assert vocabulary.due
+    assert refreshed(vocabulary, lm_head_VD).ids_W.tolist() == [3, 9, 11, 30, 31]
+    assert refreshed(DraftVocabulary(0, V, stand_in=True), lm_head_VD).ids_W is None
+
+
 def test_the_first_map_is_due_once_enough_was_counted(device: torch.device) -> None:
     vocabulary = DraftVocabulary(W, V)
     vocabulary.observe([[1] * (2 * W - 1)])

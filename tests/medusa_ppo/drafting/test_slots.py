@@ -127,3 +127,28 @@ def test_places_beyond_what_was_drafted_have_no_q(device: torch.device) -> None:
     slots.stamp(slots_B, later_B, 1)
     assert slots.look_up(slots_B, later_B, K).sampled_BK.tolist() == [[True, False, False]] * 3
     assert not slots.look_up(slots_B, stamps_B, K).sampled_BK.any()
+
+
+def test_logits_are_written_of_what_drafts_were_drawn_from(device: torch.device) -> None:
+    """Before the temperature, to the bit of q; a draft without a stamp, and one that has no q, is
+    one-hot. With a draft vocabulary they lie on its tokens.
+    """
+    slots, slots_B, stamps_B, _, columns_BK = filled(device)
+    request_N = torch.tensor([0, 0, 1, 2, 1], device=device)
+    drafts_N = torch.tensor([0, 2, 1, 0, 0], device=device)
+    stamps_N = stamps_B[request_N]
+    stamps_N[4] += 1  # Drafted at another position.
+    temperature_N = torch.tensor([0.5, 2.0, 1.0, 0.0, 1.0], device=device)
+    for ids_W in (None, torch.tensor([1, 4, 5, 7, 8], device=device)):
+        slots.ids_W = ids_W
+        columns_N = columns_BK[request_N, drafts_N]
+        ids_N = columns_N if ids_W is None else ids_W[columns_N]
+        out_NV = torch.full((5, W if ids_W is None else 9), 7.0, device=device)
+        slots.write_logits(slots_B[request_N], stamps_N, drafts_N, ids_N, temperature_N, out_NV)
+        written_NW = out_NV if ids_W is None else out_NV[:, ids_W]
+        q_NW = slots.q(slots.rows_S[slots_B[request_N]], drafts_N)
+        expected_NW = q_NW.log() * temperature_N.unsqueeze(1)
+        assert torch.equal(written_NW[:3], expected_NW[:3])
+        assert out_NV.isfinite().sum(1).tolist() == [5, 5, 5, 1, 1]
+        assert out_NV[3:].argmax(1).tolist() == ids_N[3:].tolist()
+        assert out_NV[3:].amax(1).tolist() == [0.0, 0.0]

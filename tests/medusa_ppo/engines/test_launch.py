@@ -89,7 +89,10 @@ def test_a_large_vocabulary_is_drafted_from_in_part(model: Path, tmp_path: Path)
         json.dumps({"model_type": "llama", "hidden_size": 8, "vocab_size": size, "eos_token_id": 3})
     )
     heads = heads_folder(tmp_path / "heads", vocab=size)
-    assert plan_launch(model, heads, EngineConfig(), 0).drafting["draft_vocab"] == 8192
+    plan = plan_launch(model, heads, EngineConfig(), 0)
+    assert plan.drafting["draft_vocab"] == 8192
+    own = plan.engine_args["additional_config"]
+    assert own["medusa_ppo_draft_vocab"] == 8192, "vLLM profiles memory before it is configured"
     assert plan_launch(model, heads, EngineConfig(draft_vocab=0), 0).drafting["draft_vocab"] == 0
     assert "draft_vocab" not in plan_launch(model, None, EngineConfig(), 0).drafting
 
@@ -206,6 +209,7 @@ def test_lossy_acceptance_is_refused(model: Path, settings: dict[str, Any]) -> N
         ({"enable_lora": True}, "enable_lora"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"quantization": "fp8"}, "quantization"),
     ],
 )
 def test_what_cannot_be_combined_is_named(
@@ -213,6 +217,43 @@ def test_what_cannot_be_combined_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=name):
         plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(extra=extra), 0)
+
+
+GROUP: dict[str, Any] = {"weights": {"num_bits": 8}}
+
+
+@pytest.mark.parametrize(
+    ("quantised", "refused"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "lm_head": True}, True),
+        ({"quant_method": "gptq", "bits": 4, "lm_head": False}, False),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, False),
+        ({"config_groups": {"all": {**GROUP, "targets": ["Linear"]}}, "ignore": []}, False),
+        ({"config_groups": {"head": {**GROUP, "targets": ["lm_head"]}}, "ignore": []}, True),
+        ({"config_groups": {"head": {**GROUP, "targets": ["re:.*lm_head"]}}}, True),
+        (
+            {"config_groups": {"all": {**GROUP, "targets": ["re:.*"]}}, "ignore": ["lm_head"]},
+            False,
+        ),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_checkpoint_that_says_it_has_a_quantised_lm_head(
+    model: Path, tmp_path: Path, quantised: dict[str, Any], refused: bool, nested: bool
+) -> None:
+    """Layers below it may be quantised: heads read states."""
+    path = model / "config.json"
+    sizes = {"hidden_size": 8, "vocab_size": 16, "eos_token_id": 3}
+    own: dict[str, Any] = {**sizes, "quantization_config": quantised}
+    whole = {"model_type": "qwen3_vl", "text_config": own} if nested else {"model_type": "llama"}
+    path.write_text(json.dumps(whole if nested else {**whole, **own}))
+    heads = heads_folder(tmp_path / "heads")
+    if refused:
+        with pytest.raises(ConfigError, match="quantised"):
+            plan_launch(model, heads, EngineConfig(), 0)
+    else:
+        plan_launch(model, heads, EngineConfig(extra={"quantization": "fp8"}), 0)
+    assert plan_launch(model, None, EngineConfig(), 0).max_drafts == 0, "without heads it may be"
 
 
 def test_a_runner_that_the_environment_asks_for_must_be_the_engines(
@@ -241,9 +282,8 @@ def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
         runner(runner="v2")
     monkeypatch.setattr(launch, "is_cpu_build", lambda: False)
     assert (runner(), runner(runner="v2"), runner(context, runner="v2")) == ("v1", "v2", "v2")
-    assert runner(runner="v2", draft_vocab=8, stop_below=0.1, num_drafts=2) == "v2"
-    with pytest.raises(ConfigError, match="memory_bytes"):
-        runner(runner="v2", memory_bytes=1000)
+    everything: dict[str, Any] = {"draft_vocab": 8, "stop_below": 0.1, "memory_bytes": 1000}
+    assert runner(runner="v2", num_drafts=2, **everything) == "v2"
     monkeypatch.setattr(launch, "vllm_version", lambda: "0.26.0")
     assert runner() == "v1"
     with pytest.raises(UnsupportedVersionError, match=r"0\.26"):

@@ -592,6 +592,29 @@ def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
         engine.configure(draft_vocab=-3)
 
 
+def test_weights_that_a_loop_loads_by_itself_reach_the_drafts(
+    engine: ColocatedEngine, actor: Actor
+) -> None:
+    """By vLLM's own call, and nobody tells us."""
+    engine.configure(sampled=True, draft_vocab=40)
+    engine.generate(actor.prompts[:40], SETTINGS["T=1"])
+    worker = engine._running().llm_engine.model_executor.driver_worker.worker
+    drafter = worker.model_runner.drafter
+    moved = actor.model.state_dict() | {"lm_head.weight": 2 * actor.lm_head_VD}
+    units_DD = torch.eye(actor.lm_head_VD.shape[1], dtype=drafter.dtype, device=drafter.device)
+    try:
+        worker.reload_weights(weights_iterator=iter(moved.items()))
+        engine.generate(actor.prompts[:2], SETTINGS["T=1"])
+        vocabulary = drafter.draft_vocabulary
+        rows_WD = vocabulary.product(units_DD).T.float().cpu()
+        assert rows_WD.shape[0] == 40
+        torch.testing.assert_close(
+            rows_WD, 2 * actor.lm_head_VD[vocabulary.ids_W.cpu()].float(), atol=1e-2, rtol=1e-2
+        )
+    finally:
+        worker.reload_weights(weights_iterator=iter(actor.model.state_dict().items()))
+
+
 def test_responses_of_other_engines_are_drafted_from(engine: ColocatedEngine, actor: Actor) -> None:
     prompts = actor.prompts[:16]
     sharp = Sampling(0.3, max_new_tokens=32, seed=5)

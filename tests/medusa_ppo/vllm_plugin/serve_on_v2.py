@@ -27,12 +27,12 @@ if "v2" in sys.argv:
 import torch
 
 from heads.checkpoint import save_heads, save_state
-from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config.engine_section import EngineConfig
-from medusa_ppo.contract.rollouts import Sampling
+from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.drafting.core import Drafted, DraftingCore
+from medusa_ppo.drafting.memory import prompt_key
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import HIDDEN, VOCAB, Uniformity, add_rollouts, tiny_model
 from medusa_ppo.feeds.feed_manifest import FeedActor, Release
@@ -52,6 +52,7 @@ SETTINGS = {
 FEATURES: dict[str, dict[str, Any]] = {
     "draft vocabulary": {"draft_vocab": VOCAB // 2},
     "early end": {"stop_below": 0.3},
+    "memory": {"memory_bytes": 1_000_000},
 }
 """What is asked for beside sampled drafts, with the settings of `plain`."""
 
@@ -97,6 +98,43 @@ def drafts_noted() -> Iterator[list[list[int]]]:
         yield noted
 
 
+@contextlib.contextmanager
+def held_against_a_whole_table(engine: ColocatedEngine) -> Iterator[dict[str, Any]]:
+    """Verify each step of the block twice: as in service, and by V2's own kernels with a table of
+    all slots, as vLLM's speculators have one. Counts the drafts, and those that have a q; says
+    whether both found the same.
+    """
+    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as sampler
+
+    from medusa_ppo.vllm_plugin.speculator import VerifiedRows
+
+    ours = sampler.rejection_sample
+    kernels = ours.__wrapped__  # type: ignore[attr-defined]
+    found: dict[str, Any] = {"alike": True, "drafts": 0, "drawn": 0}
+
+    def twice(
+        logits_TV: Any, kept: Any, ids_T: Any, firsts: Any, pos_T: Any, *rest: Any, **more: Any
+    ) -> Any:
+        result = ours(logits_TV, kept, ids_T, firsts, pos_T, *rest, **more)
+        slots_B, slots_T, places_T, temperature_S = rest[:4]
+        rows = VerifiedRows(slots_T.long(), places_T.long(), pos_T, ids_T)
+        part_TKV = kept.table(rows, temperature_S)
+        whole_SKV = torch.full((len(temperature_S), HEADS, part_TKV.shape[2]), -torch.inf)
+        counts = (firsts.diff() - 1).tolist()
+        for slot, first, count in zip(slots_B.tolist(), firsts.tolist(), counts, strict=False):
+            whole_SKV[slot, :count] = part_TKV[first, :count]
+            found["drafts"] += count
+            found["drawn"] += int((part_TKV[first, :count].isfinite().sum(1) > 1).sum())
+        expected = kernels(logits_TV, whole_SKV, ids_T, firsts, pos_T, *rest, **more)
+        found["alike"] &= bool(torch.equal(result[1], expected[1]))
+        for row, count in enumerate(result[1].tolist()):
+            found["alike"] &= result[0][row, :count].tolist() == expected[0][row, :count].tolist()
+        return result
+
+    with mock.patch.object(sampler, "rejection_sample", twice):
+        yield found
+
+
 def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
     model = tiny_model(folder / "model")
     first = random_heads(1, context, copy_parts)
@@ -138,6 +176,11 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
                 }
             )
         engine.configure(num_drafts=HEADS, sampled=True)
+        few = Sampling(1.0, max_new_tokens=8, ignore_eos=True)
+        with held_against_a_whole_table(engine) as found:
+            engine.generate(asked[:8], few)
+        tell(table=found)
+        tell(parts=in_parts(runner.speculator, lambda: engine.generate(asked[:8], few)))
         for name, sampling in SETTINGS.items():
             began = time.perf_counter()
             wanted = replace(sampling, max_new_tokens=NEW_TOKENS, ignore_eos=True)
@@ -160,13 +203,10 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
             rollouts = engine.generate(asked, wanted)
             add_rollouts(test, model, rollouts)
             counters = rollouts.counters
-            tell(
-                **{
-                    name: test.figures()
-                    | {"accepted": counters.accepted}
-                    | {"drafts": counters.drafts, "draft_tokens": counters.draft_tokens}
-                }
-            )
+            found = {"drafts": counters.drafts, "draft_tokens": counters.draft_tokens}
+            if name == "memory":
+                found |= what_is_remembered(engine, asked, rollouts)
+            tell(**{name: test.figures() | {"accepted": counters.accepted} | found})
             engine.configure(**dict.fromkeys(settings, 0))
         hidden = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(0)).tolist()
         before = engine.probe(hidden, [5, 6])
@@ -191,10 +231,48 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         )
         tell(chosen=(same, sum(sum(row["steps"]) for row in engine.choices())))
         tell(**take_from_a_feed(engine, folder, asked[:4], context, copy_parts))
-        try:
-            engine.configure(memory_bytes=1000)
-        except ConfigError as error:
-            tell(refused=str(error))
+
+
+def in_parts(speculator: Any, generate: Any) -> int:
+    """Verify some requests two at a time; returns the most rows of logits that a table had."""
+    from medusa_ppo.vllm_plugin import speculator as module
+
+    kept = speculator.draft_logits
+    most, kept.rows_at_once = kept.rows_at_once, 2 * (HEADS + 1)
+    sizes = []
+    table_of = module.table_of
+
+    def seen(slots: Any, rows: Any, *rest: Any) -> Any:
+        sizes.append(len(rows.slots_T))
+        return table_of(slots, rows, *rest)
+
+    with mock.patch.object(module, "table_of", seen):
+        generate()
+    kept.rows_at_once = most
+    return max(sizes)
+
+
+def what_is_remembered(
+    engine: ColocatedEngine, asked: list[list[int]], rollouts: Rollouts
+) -> dict[str, Any]:
+    """Whether the memory has every response as it was written, and has learned from drafts of them;
+    and what is accepted of the same prompts' next responses.
+    """
+    wanted = Sampling(0.7, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    again = engine.generate(asked, wanted)
+    runner = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner
+    memory = runner.speculator.drafter.memory
+    # What was accepted beyond a response's last token is remembered too.
+    kept = {(key, *tokens[:NEW_TOKENS]) for key, _, _, tokens in memory.store.rows()}
+    written = {
+        (prompt_key(rollouts.prompts[response.prompt_index]).hex(), *response.token_ids)
+        for response in rollouts.responses
+    }
+    return {
+        "remembered": written <= kept,
+        "scored": float(memory.trust._seen_C.sum()),
+        "again": (again.counters.accepted, again.counters.drafts),
+    }
 
 
 def take_from_a_feed(

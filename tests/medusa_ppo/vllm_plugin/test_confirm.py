@@ -4,6 +4,9 @@ not for anything else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial, reduce
+
 import pytest
 import torch
 
@@ -21,6 +24,20 @@ from medusa_ppo.vllm_plugin.confirm import (
 
 D, V, K = 32, 60, 3
 CPU = torch.device("cpu")
+
+
+def summed_in_parts(weight: torch.Tensor, parts: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A product that is cut along its inner dimension, as cuBLAS may cut one: each part is rounded
+    to 16 bits, and so is each sum of parts.
+    """
+    columns = torch.arange(weight.shape[1]).chunk(parts)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.to(weight.dtype)
+        partial_sums = [rows[..., part] @ weight[:, part].T for part in columns]
+        return reduce(torch.add, partial_sums)
+
+    return product
 
 
 class ConfirmScene:
@@ -72,10 +89,13 @@ class ConfirmScene:
         packed_from: MedusaHeads | None = None,
         temperature: float = 1.0,
         native: bool = False,
+        parts: int = 0,
     ) -> str:
         fixed = fixed_inputs(self.config, self.dtype, CPU)
         hydra = self.config.kind == "hydra"
         pack = plain_linear if native else lambda weight: plain_linear(weight.float())
+        if parts:
+            pack = partial(summed_in_parts, parts=parts)
         core = DraftingCore(packed_from or self.heads, self.logits, self.embed, pack)
         core.use_temperature(temperature)
         ids_W = self.draft_vocabulary.ids_W if self.draft_vocabulary else None
@@ -100,6 +120,20 @@ def test_it_knows_the_heads_of_the_file(kind: str, dtype: torch.dtype) -> None:
         == scene.verdict(state, native=True)
     )
     assert "head 1" in scene.verdict(scene.random(2).trainable_state())
+
+
+@pytest.mark.parametrize("parts", [2, 8, 16])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "context", "deep"])
+def test_16_bit_products_that_a_gpu_sums_in_parts_are_known(kind: str, parts: int) -> None:
+    """As far as a CPU can show what cuBLAS does. The reference rounds nothing here, so both are
+    further apart than two products of one GPU.
+    """
+    scene = ConfirmScene(kind, torch.bfloat16, layers=2)
+    state = scene.heads.trainable_state()
+    assert scene.verdict(state, parts=parts) == "" == scene.verdict(state, native=True)
+    name = "blocks.2.layers.0.weight"
+    assert "head 3" in scene.verdict(state | {name: state[name] * 1.5}, parts=parts)
+    assert "head 1" in scene.verdict(scene.random(2).trainable_state(), parts=parts)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])

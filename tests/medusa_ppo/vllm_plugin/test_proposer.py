@@ -250,6 +250,52 @@ def test_top_k_counts_in_the_vocabulary_not_in_the_drafts(device: torch.device) 
     assert (q_BKW > 0).sum(-1).tolist() == [[4, 4], [1, 1], [4, 4], [3, 3]]
 
 
+class Target(torch.nn.Module):
+    """An actor as vLLM's models take weights."""
+
+    def load_weights(self, weights: Any) -> set[str]:
+        return {name for name, _ in weights}
+
+
+@pytest.mark.parametrize("how", ["load_weights", "worker", "nothing"])
+def test_weights_that_others_load_are_noticed_before_the_next_drafts(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever brings them: rows of the draft vocabulary are those of the new lm_head, and they are
+    read once, when all weights are there.
+    """
+    step = ProposerStep(1)
+    proposer = step.proposer
+    proposer.draft_vocabulary = DraftVocabulary(4, V)
+    proposer.draft_vocabulary.observe([[1, 3, 5, 7] * 3])
+    target = Target()
+    proposer._watch(target)
+    proposer._refresh_vocabulary()
+    old_DW = proposer.draft_vocabulary.product(torch.eye(D))
+    step.lm_head_VD = torch.randn(V, D)
+    if how == "load_weights":
+        for name in ("a", "b"):
+            assert target.load_weights([(name, torch.zeros(1))]) == {name}
+    elif how == "worker":
+        runner = SimpleNamespace(drafter=proposer)
+        worker = SimpleNamespace(model_runner=runner)
+        assert v1_runner.with_new_weights_noticed(lambda self, given: given)(worker, 5) == 5
+    assert torch.equal(proposer.draft_vocabulary.product(torch.eye(D)), old_DW)
+    changed: list[int] = []
+    monkeypatch.setattr(proposer.chooser, "heads_changed", lambda: changed.append(1))
+    assert [proposer.wanted(K, 1) for _ in range(2)] == [K, K]
+    new_DW = proposer.draft_vocabulary.product(torch.eye(D))
+    if how == "nothing":
+        assert torch.equal(new_DW, old_DW) and not changed
+        return
+    torch.testing.assert_close(new_DW, step.lm_head_VD[[1, 3, 5, 7]].T)
+    assert len(changed) == 1
+    target.load_weights([])
+    proposer.target_changed()
+    proposer.wanted(K, 1)
+    assert len(changed) == 2, "who tells of them is not heard twice"
+
+
 def test_seeded_requests_draft_and_verify_alike_whoever_shares_the_step(
     device: torch.device,
 ) -> None:

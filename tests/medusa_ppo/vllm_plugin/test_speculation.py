@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from heads.errors import ConfigError, LossyError, UnsupportedVersionError
 from medusa_ppo.vllm_plugin import speculation
@@ -73,6 +74,7 @@ SERVED: dict[str, Any] = {"pipeline_parallel_size": 1, "enable_expert_parallel":
         ({"pipeline_parallel_size": 2}, None, "pipeline_parallel_size"),
         ({"enable_expert_parallel": True}, None, "enable_expert_parallel"),
         ({}, SimpleNamespace(max_loras=1), "enable_lora"),
+        ({"quantization": "fp8"}, None, "quantization"),
     ],
 )
 @pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -89,6 +91,9 @@ def test_what_heads_lack_is_refused_in_vllms_own_process(
             method="medusa", draft_model_config=SimpleNamespace(model=str(tmp_path))
         ),
         parallel_config=SimpleNamespace(**SERVED | parallel),
+        model_config=SimpleNamespace(
+            quantization=parallel.get("quantization"), hf_config=SimpleNamespace()
+        ),
         lora_config=lora,
     )
     if runner == "v1":
@@ -104,3 +109,65 @@ def test_what_heads_lack_is_refused_in_vllms_own_process(
     speculator = pytest.importorskip("medusa_ppo.vllm_plugin.speculator")
     with pytest.raises(ConfigError, match=name):
         speculator.with_our_speculator(lambda *_: None)(config, None)
+
+
+def test_a_checkpoint_with_a_quantization_of_its_own_is_served() -> None:
+    own = SimpleNamespace(quantization_config={"quant_method": "fp8"})
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization="fp8", hf_config=own))
+    speculation.refuse_what_heads_lack(config)
+    config.model_config.hf_config = SimpleNamespace()
+    with pytest.raises(ConfigError, match="quantised already"):
+        speculation.refuse_what_heads_lack(config)
+
+
+class Head(torch.nn.Module):
+    """An lm_head as one of vLLM's methods leaves it."""
+
+    def __init__(self, **numbers: torch.Tensor | None) -> None:
+        super().__init__()
+        self.quant_method = SimpleNamespace()
+        for name, tensor in numbers.items():
+            kept = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(name, kept)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "refused"),
+    [
+        ({"weight": torch.zeros(4, 2, dtype=torch.bfloat16)}, False),
+        ({"weight": torch.zeros(4, 2)}, False),
+        ({"weight": torch.zeros(0, dtype=torch.bfloat16)}, False),  # The CPU build packs it.
+        ({"weight": torch.zeros(4, 2).to(torch.float8_e4m3fn)}, True),
+        ({"weight": torch.zeros(2, 4, dtype=torch.int8)}, True),
+        ({"weight": None, "weight_scale": torch.ones(4, 1)}, True),  # And int8.
+        ({"qweight": torch.zeros(1, 4, dtype=torch.int32)}, True),
+    ],
+)
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_quantised_lm_head_is_refused_in_vllms_own_process(
+    numbers: dict[str, torch.Tensor | None], refused: bool, runner: str
+) -> None:
+    """Before anything of the heads is read: it is the loaded model that is looked at."""
+    from medusa_ppo.vllm_plugin import proposer
+
+    made: Any = proposer.MedusaProposer
+    if runner == "v2":
+        made = pytest.importorskip("medusa_ppo.vllm_plugin.speculator").HeldHeads
+    drafter: Any = object.__new__(made)
+    drafter.vllm_config = SimpleNamespace(speculative_config=None, additional_config={})
+    target = torch.nn.Module()
+    target.lm_head = Head(**numbers)
+    # Without any heads it fails at the next thing, which is another error.
+    with pytest.raises((ConfigError, AttributeError)) as caught:
+        drafter.load_model(target)
+    assert isinstance(caught.value, ConfigError) == refused
+    if refused:
+        assert "quantised" in str(caught.value)
+
+
+def test_a_tied_lm_head_is_no_module_of_its_own() -> None:
+    from medusa_ppo.vllm_plugin.target_tables import refuse_quantised_lm_head
+
+    target = torch.nn.Module()
+    target.embed_tokens = Head(weight=torch.zeros(4, 2))
+    refuse_quantised_lm_head(target)

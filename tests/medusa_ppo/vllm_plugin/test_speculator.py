@@ -76,7 +76,14 @@ def test_it_drafts_what_v1_drafts(seen: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "accepted"),
-    [("plain", 20), ("top-p", 20), ("top-k", 20), ("draft vocabulary", 10), ("early end", 5)],
+    [
+        ("plain", 20),
+        ("top-p", 20),
+        ("top-k", 20),
+        ("draft vocabulary", 10),
+        ("early end", 5),
+        ("memory", 20),
+    ],
 )
 def test_sampled_tokens_have_the_models_distribution(
     seen: dict[str, Any], name: str, accepted: int
@@ -93,8 +100,24 @@ def test_swaps_and_syncs_reach_what_drafts_and_what_samples(seen: dict[str, Any]
     assert before != after and version == 3 and seen["synced"]
 
 
-def test_what_v2_cannot_have_is_refused(seen: dict[str, Any]) -> None:
-    assert "engine.runner=v1" in seen["refused"]
+def test_rows_of_q_made_as_they_are_read_are_a_whole_table_to_the_kernels(
+    seen: dict[str, Any],
+) -> None:
+    """The same tokens and the same runs, with each draft's q; and for a few requests at a time."""
+    found = seen["table"]
+    assert found["alike"] and found["drafts"] > 30, found
+    assert found["drawn"] == found["drafts"], "no draft has lost its q"
+    assert 0 < seen["parts"] <= 6
+
+
+def test_a_memory_has_what_was_written_and_learns_from_it(seen: dict[str, Any]) -> None:
+    """What V2 has sampled reaches the host a step later, and the drafts' probabilities come from
+    the logits that it verifies against.
+    """
+    found = seen["memory"]
+    assert found["remembered"] and found["scored"] > 0
+    accepted, drafts = found["again"]
+    assert accepted > 0.2 * drafts, found
 
 
 def test_the_number_of_drafts_is_chosen_from_steps_that_were_timed(seen: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One step of the V2 speculator on tensors, without the engine: what it keeps for verification."""
+"""One step of the V2 speculator on tensors, without the engine: what is verified against."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from heads.modules import MedusaHeads
 pytest.importorskip("vllm")
 pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 
+from medusa_ppo.drafting import q_rows
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.core import DraftingCore
+from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.vllm_plugin import rank_agreement
-from medusa_ppo.vllm_plugin.speculator import HeldHeads, MedusaSpeculator, with_as_many_drafts
+from medusa_ppo.vllm_plugin.speculator import (
+    DraftsToVerify,
+    HeldHeads,
+    MedusaSpeculator,
+    in_parts_of_our_size,
+    with_as_many_drafts,
+    with_q_as_it_is_read,
+)
 
 D, V, K, B, SLOTS = 8, 1 << 14, 2, 3, 5
 
@@ -53,16 +62,17 @@ class Step:
         speculator.drafter, speculator.states = drafter, None
         speculator.num_speculative_steps, speculator.vocab_size = K, V
         speculator.max_num_reqs, speculator.device = SLOTS, torch.device("cpu")
-        speculator._kept_SKV = torch.full((SLOTS, K, V), 7.0)
         speculator.lengths_B = None
         speculator._grammar_S = torch.zeros(SLOTS, dtype=torch.bool)
         speculator._requests_S = torch.arange(SLOTS)
+        speculator.draft_logits = DraftsToVerify(drafter, speculator._requests_S, V)
         self.speculator = speculator
         self.states_seed = 1
         self.sampled_B = torch.ones(B, dtype=torch.int64)
         self.temperature_S = torch.tensor([1.0, 0.7, 1.0, 0.0, 1.0])
         self.batch = SimpleNamespace(
             num_reqs=B,
+            req_ids=["a", "b", "c"],
             idx_mapping=torch.tensor([1, 4, 3]),
             idx_mapping_np=np.array([1, 4, 3]),
             query_start_loc=torch.arange(B + 1),
@@ -89,45 +99,146 @@ class Step:
             dummy_run,
         )
 
+    def verified(self, ids_BK: torch.Tensor) -> torch.Tensor:
+        """What the next step verifies the drafts of the first two requests against, `[2, K, V]`."""
+        places_T = torch.arange(K + 1).repeat(2)
+        # The token that was sampled last stands one after the last step's.
+        first_2 = self.batch.positions[self.batch.query_start_loc[1:3] - 1] + 1
+        rows = VerifiedRows(
+            self.batch.idx_mapping[:2].repeat_interleave(K + 1),
+            places_T,
+            first_2.repeat_interleave(K + 1) + places_T,
+            torch.cat([torch.zeros(2, 1, dtype=torch.int64), ids_BK[:2]], dim=1).flatten(),
+        )
+        table_TKV = self.speculator.draft_logits.table(rows, self.temperature_S)
+        return table_TKV[[0, K + 1]].clone()
 
-def test_what_is_kept_is_what_was_drawn_from() -> None:
-    """Before, it was what the drawing had been rounded from: with many tokens the rounding of
-    their cumulative sums moves each q by some thousandths, and verification would not see it.
+
+def test_what_is_verified_against_is_what_was_drawn_from() -> None:
+    """Not what the drawing was rounded from: with many tokens the rounding of their cumulative sums
+    moves each q by some thousandths, and verification would not see it.
     """
     step = Step()
-    ids_BK = step.propose()
-    speculator = step.speculator
+    found_2KV = step.verified(step.propose())
+    slots = step.speculator.drafter.slots
     for row, slot in enumerate([1, 4]):
         temperature = float(step.temperature_S[slot])
         for k in range(K):
-            drawn_V = speculator.drafter._slots.q(torch.tensor([row]), torch.tensor([k]))[0]
-            kept_V = (speculator._kept_SKV[slot, k] / temperature).softmax(-1)
+            drawn_V = slots.q(torch.tensor([row]), torch.tensor([k]))[0]
+            kept_V = (found_2KV[row, k] / temperature).softmax(-1)
             assert torch.equal(kept_V > 0, drawn_V > 0)
             torch.testing.assert_close(kept_V, drawn_V, rtol=1e-5, atol=0)
-    assert speculator._kept_SKV[3].isfinite().sum(1).tolist() == [1, 1]
-    assert speculator._kept_SKV[3].argmax(1).tolist() == ids_BK[2].tolist()
-    assert bool((speculator._kept_SKV[[0, 2]] == 7.0).all())
 
 
-def test_a_dummy_run_takes_the_path_that_serves_and_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM profiles memory by it, and runs it in service where other ranks have requests."""
+@pytest.mark.parametrize("why", ["greedy", "grammar", "returned", "moved on", "sat out", "dummy"])
+def test_drafts_whose_q_is_not_kept_are_one_hot(why: str) -> None:
     step = Step()
-    step.propose()
-    before_SKV = step.speculator._kept_SKV.clone()
+    speculator = step.speculator
+    if why == "greedy":
+        step.temperature_S[1] = 0.0
+    if why == "grammar":
+        speculator._grammar_S[1] = True
+    ids_BK = step.propose()
+    if why == "returned":
+        speculator._requests_S[1] = 99
+    if why == "moved on":
+        step.batch.positions = step.batch.positions + 1
+    if why == "sat out":
+        slots = step.batch.idx_mapping
+        step.batch.idx_mapping = torch.tensor([2, 4, 3])
+        step.propose()
+        step.batch.idx_mapping = slots
+    if why == "dummy":
+        step.propose(dummy_run=True)
+    found_KV = step.verified(ids_BK)[0]
+    assert found_KV.isfinite().sum(1).tolist() == [1] * K
+    assert found_KV.argmax(1).tolist() == ids_BK[0].tolist()
+
+
+def test_a_dummy_run_takes_the_path_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM profiles memory by it: what is drawn with, and a table as large as that of a step."""
+    step = Step()
     asked = []
-    draft = DraftingCore.draft
+    made = []
+    draft, table_of = DraftingCore.draft, q_rows.table_of
 
     def seen(self: DraftingCore, *args: Any, **named: Any) -> Any:
         asked.append(args[3] if len(args) > 3 else None)
         return draft(self, *args, **named)
 
+    def made_too(*args: Any) -> torch.Tensor:
+        table = table_of(*args)
+        made.append(tuple(table.shape))
+        return table
+
     monkeypatch.setattr(DraftingCore, "draft", seen)
-    step.batch.positions = step.batch.positions + 1
+    monkeypatch.setattr("medusa_ppo.vllm_plugin.speculator.table_of", made_too)
     step.propose(dummy_run=True)
     assert asked[0] is not None, "drawn, as in service"
-    assert torch.equal(step.speculator._kept_SKV, before_SKV)
+    assert made == [(B * (K + 1), K, V)]
+    step.speculator.draft_logits.rows_at_once = 4
+    step.propose(dummy_run=True)
+    assert made[1:] == [(4, K, V)]
+
+
+class Asked:
+    """Stands for V2's `rejection_sample`, whose kernels need Triton: notes what it is given."""
+
+    def __call__(
+        self, target_TV: Any, table: Any, sampled_T: Any, cu: Any, pos: Any, *rest: Any
+    ) -> None:
+        self.table = table
+        self.mapping_B, self.mapping_T, self.places_T, self.temperature, self.seed = rest[:5]
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_kernels_find_rows_by_a_requests_first(sampled: bool) -> None:
+    """Requests with two, no and one drafts: by slot, all the numbers are others."""
+    step = Step()
+    if not sampled:
+        step.speculator.drafter.sampled, step.speculator.drafter._slots = False, None
+    ids_BK = step.propose()
+    counts, cu = [2, 0, 1], torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    places_T = torch.tensor([0, 1, 2, 0, 0, 1], dtype=torch.int32)
+    slots_B = step.batch.idx_mapping.int()
+    slots_T = slots_B.repeat_interleave(torch.tensor(counts) + 1)
+    ids_T = torch.tensor([0, *ids_BK[0].tolist(), 0, 0, int(ids_BK[2, 0])])
+    pos_T = (step.batch.positions + 1).repeat_interleave(torch.tensor(counts) + 1) + places_T
+    seeds_S = torch.arange(SLOTS) + 100
+    asked = Asked()
+    with_q_as_it_is_read(asked)(
+        torch.zeros(6, V), step.speculator.draft_logits, ids_T, cu, pos_T, slots_B, slots_T,
+        places_T, step.temperature_S, seeds_S, K,
+    )  # fmt: skip
+    if not sampled:
+        assert asked.table is None, "one-hot drafts need no table"
+        assert asked.mapping_B is slots_B and asked.seed is seeds_S
+        return
+    for request, first in enumerate(cu[:3].tolist()):
+        assert int(asked.mapping_B[request]) == first
+        assert asked.mapping_T[first : first + counts[request] + 1].tolist() == [first] * (
+            counts[request] + 1
+        )
+        slot = int(slots_B[request])
+        assert float(asked.temperature[first]) == float(step.temperature_S[slot])
+        assert int(asked.seed[first]) == slot + 100
+    torch.testing.assert_close(asked.table[0], step.verified(ids_BK)[0], rtol=0, atol=0)
+    greedy_V = asked.table[4, 0]
+    assert greedy_V.isfinite().nonzero().flatten().tolist() == [int(ids_BK[2, 0])]
+
+
+def test_as_many_rows_are_verified_at_a_time_as_the_table_may_have() -> None:
+    step = Step()
+    seen: list[int] = []
+
+    def verify(self: Any, *args: Any) -> None:
+        seen.append(args[5])
+
+    wrapped = in_parts_of_our_size(verify)
+    ours = step.speculator.draft_logits
+    for draft_logits, limit in ((ours, 1 << 20), (ours, 3), (None, 1 << 20)):
+        wrapped(None, None, None, draft_logits, None, None, limit, 5)
+    assert seen == [q_rows.TABLE_BYTES // (4 * V), 3, 1 << 20]
 
 
 def test_the_number_of_drafts_is_chosen_and_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,11 +283,12 @@ def test_after_steps_without_drafts_it_drafts_as_if_it_always_had(without: int) 
             step.states_seed = number
             if forgetting:
                 drafter._unread.forget()
-            step.propose()
+            ids_BK = step.propose()
+            kept_2KV = step.verified(ids_BK)
             step.batch.positions += 1
             step.batch.input_ids += 1
         temperature_211 = step.temperature_S[[1, 4]].view(2, 1, 1)
-        found.append((step.speculator._kept_SKV[[1, 4]] / temperature_211).softmax(-1))
+        found.append((kept_2KV / temperature_211).softmax(-1))
     always, paused, without_them = found
     # The drawing rounds sums of 16,384 probabilities.
     torch.testing.assert_close(paused, always, atol=1e-6, rtol=0.01)
@@ -186,7 +298,7 @@ def test_after_steps_without_drafts_it_drafts_as_if_it_always_had(without: int) 
 def test_a_draft_vocabulary_is_counted_on_the_device_and_drafted_from() -> None:
     """From prompts and from what steps sampled; what is kept lies on its tokens alone."""
     step = Step()
-    speculator, drafter = step.speculator, step.speculator.drafter
+    drafter = step.speculator.drafter
     drafter.draft_vocabulary = vocabulary = drafter._new_vocabulary(6)
     drafter.admit(1, [50, 51, 50, 52, 52])
     step.batch.input_ids = torch.tensor([7, 60, 7, 61, 62, 7])
@@ -207,8 +319,9 @@ def test_a_draft_vocabulary_is_counted_on_the_device_and_drafted_from() -> None:
     assert ids_W is not None and ids_W.tolist() == [1, 4, 50, 51, 52, 60]
     ids_BK = step.propose()
     assert set(ids_BK[:2].flatten().tolist()) <= set(ids_W.tolist())
+    found_2KV = step.verified(ids_BK)
     for row, slot in enumerate([1, 4]):
-        kept_V = speculator._kept_SKV[slot, 0]
+        kept_V = found_2KV[row, 0]
         assert set(kept_V.isfinite().nonzero()[:, 0].tolist()) <= set(ids_W.tolist())
         drawn_W = drafter._slots.q(torch.tensor([row]), torch.tensor([0]))[0]
         temperature = float(step.temperature_S[slot])

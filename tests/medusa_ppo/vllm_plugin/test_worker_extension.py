@@ -82,3 +82,28 @@ def test_an_actor_for_a_model_by_hub_name_is_checked_against_the_hubs_cache(
     with caplog.at_level(logging.WARNING):
         assert held._medusa_check_entries({"anything": ("F32", (1,))}, "unchecked") == ["anything"]
     assert "not checked" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method"),
+    [(torch.float8_e4m3fn, "fp8"), (torch.int8, "compressed-tensors"), (torch.int32, "gptq")],
+)
+def test_a_quantised_checkpoint_takes_no_actor_and_says_so(
+    tmp_path: Path, dtype: torch.dtype, method: str
+) -> None:
+    """Its own tensors would be taken; an actor has no scales, and another kind of numbers."""
+    name = "model.layers.0.o_proj"
+    tensors = {f"{name}.weight": torch.zeros(D, D).to(dtype), f"{name}.weight_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    held = worker(str(tmp_path), torch.zeros(V, D))
+    actor = {f"{name}.weight": ("F32", (D, D))}
+    with pytest.raises(SwapError, match="not those of the serving model"):
+        held._medusa_check_entries(actor, "an actor")
+    quantised = {"quant_method": method}
+    held.vllm_config.model_config.hf_config.quantization_config = quantised
+    with pytest.raises(SwapError, match=f"(?s)quantised checkpoint.*{method}"):
+        held._medusa_check_entries(actor, "an actor")
+    codes = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.int32: "I32"}
+    same = {f"{name}.weight": (codes[dtype], (D, D)), f"{name}.weight_scale": ("F32", (1,))}
+    assert held._medusa_check_entries(same, "its own") == list(same)
