@@ -530,8 +530,8 @@ class CausalAttention(nn.Module):
         )
         queries_BNPW = query_PBNW.permute(1, 2, 0, 3)
         if ranks > 1:
-            first_P = places[dist.get_rank(self._group)].tolist()
-            out_BNPW = _attend_in_blocks(queries_BNPW, keys, values, first_P)
+            positions_P = places[dist.get_rank(self._group)].tolist()
+            out_BNPW = _attend_in_blocks(queries_BNPW, keys, values, positions_P)
         else:
             out_BNPW = F.scaled_dot_product_attention(queries_BNPW, keys, values, is_causal=True)
         return out_BNPW.permute(2, 0, 1, 3).flatten(2)

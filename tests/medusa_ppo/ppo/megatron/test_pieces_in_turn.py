@@ -48,7 +48,7 @@ class Ranks:
         self.judge = str(folder / "judge")
         actor.save_pretrained(self.path)
         config = self.config(folder / "begin", None)
-        self.team = RankTeam(self.path, config, with_embedding=False)
+        self.team = RankTeam(self.path, config, with_embedding=True)
         self.learner = MegatronLearner(self.team, self.path, None, config)
         self.reward = RankedReward(config.ppo)
         self.reward.attach(self.team)
