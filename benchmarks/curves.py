@@ -362,7 +362,7 @@ def say(words: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -376,9 +376,15 @@ def main() -> None:
     parser.add_argument("--config", default=str(ROOT / "configs" / "demo.yaml"))
     parser.add_argument("--minutes", type=float, help="begin no run after this time")
     parser.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
-    args = parser.parse_args()
+    # Intermixed: overrides may follow options.
+    args = parser.parse_intermixed_args(given)
     if args.out is None and args.what in ("run", "keep"):
         parser.error(f"{args.what} needs --out")
+    return args
+
+
+def main() -> None:
+    args = arguments()
     if args.what == "run":
         # Runs have the checkout as their working directory (a reward may be imported from there).
         args.out = args.out.resolve()

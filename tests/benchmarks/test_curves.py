@@ -77,6 +77,16 @@ def test_a_seed_with_one_arm_is_left_out(bench: ModuleType) -> None:
     assert not any("GRPO" in line for line in bench.tables(six([1.0], [1.0])))
 
 
+def test_settings_follow_options(bench: ModuleType) -> None:
+    args = bench.arguments(
+        ["run", "--out", "runs", "--seeds", "3", "4", "--steps", "9", "a.b=1", "c.d=2"]
+    )
+    assert (args.what, args.seeds, args.steps) == ("run", [3, 4], 9)
+    assert args.overrides == ["a.b=1", "c.d=2"] and args.algorithms == ["gae", "grpo", "rloo"]
+    with pytest.raises(SystemExit):
+        bench.arguments(["keep"])
+
+
 def test_arms_of_a_seed_follow_each_other_in_changing_order(bench: ModuleType) -> None:
     runs = list(bench.planned([0, 1, 2], ["gae", "grpo", "rloo"]))
     assert len(set(runs)) == len(runs) == 18
