@@ -370,7 +370,7 @@ def check_texts_and_stop(pair: Pair, make_rollouts: Callable[..., Any]) -> None:
     check_weights(pair)
 
 
-TEXTS_AND_STOP = {"ptx_coefficient": 0.5, "kl_stop": 0.02, "epochs": 6}
+TEXTS_AND_STOP = {"ptx_coefficient": 0.5, "kl_stop": 0.025, "epochs": 6}
 
 
 def test_texts_and_an_early_stop_are_those_of_one_process(
