@@ -16,24 +16,32 @@ from medusa_ppo.reports.run_files import read_run
 from medusa_ppo.reports.summary import build_summary
 from tests.medusa_ppo.ppo.test_loop import LoopScene, identity, settings
 
-STEPS = 24
 PER_STEP = 16
+HEALTHY = {
+    "steps": 24,
+    "epochs": 4,
+    "actor_learning_rate": 3e-3,
+    "critic_learning_rate": 1e-2,
+    "kl_coefficient": 0.2,
+    "value_clip_range": None,
+}
 CURVES = {"reward_jump", "value_loss_flat", "kl_flat", "kl_runaway"}
 NEXT_TO_NONE = 1e-12
 """A learning rate that changes nothing."""
 
 
 def run(folder: Path, actor: Any, engine_class: type, jumps_at: int | None, **ppo: Any) -> set[str]:
-    """The findings about curves of a run, whose rewards are all larger from a step on."""
-    settled = {"steps": STEPS, "epochs": 4, "actor_learning_rate": 1e-3} | ppo
-    scene = LoopScene(settings(folder, **settled), actor, engine_class)
+    """The findings about curves of a run. Half of the prompts earn a reward by themselves, which a
+    critic can know; from `jumps_at` on all rewards are larger.
+    """
+    scene = LoopScene(settings(folder, **(HEALTHY | ppo)), actor, engine_class)
     judged = 0
 
     def reward(prompt: str, response: str, row: dict) -> float:
         nonlocal judged
         judged += 1
         late = jumps_at is not None and judged > jumps_at * PER_STEP
-        return identity(prompt, response, row) + (5.0 if late else 0.0)
+        return identity(prompt, response, row) + int(prompt) % 2 + float(late)
 
     scene.parts.reward = CallableReward(reward, "identity")
     steps = scene.run()
@@ -47,13 +55,13 @@ def run(folder: Path, actor: Any, engine_class: type, jumps_at: int | None, **pp
     ("code", "jumps_at", "ppo"),
     [
         (None, None, {}),
-        ("reward_jump", 14, {"actor_learning_rate": 1e-4}),
+        ("reward_jump", 14, {}),
         ("value_loss_flat", None, {"critic_learning_rate": NEXT_TO_NONE}),
         ("kl_flat", None, {"actor_learning_rate": NEXT_TO_NONE}),
-        ("kl_runaway", None, {"kl_coefficient": 0.0, "actor_learning_rate": 3e-3, "epochs": 8}),
+        ("kl_runaway", None, {"kl_coefficient": 0.0, "epochs": 8}),
     ],
 )
-def test_a_run_that_was_made_to_have_it(
+def test_a_run_that_was_made_to_have_one_has_it(
     tmp_path: Path,
     tiny_actor,
     sampling_engine,
@@ -62,4 +70,4 @@ def test_a_run_that_was_made_to_have_it(
     ppo: dict[str, Any],
 ) -> None:
     found = run(tmp_path, tiny_actor(), sampling_engine, jumps_at, **ppo)
-    assert found == ({code} if code else set())
+    assert code in found if code else not found
