@@ -2,7 +2,8 @@
 each with the plugin and without it, for several seeds.
 
     python benchmarks/curves.py run --out runs/curves [--seeds 0 1 2] [--steps 100]
-        [--algorithms gae grpo rloo] [--config configs/demo.yaml] [--minutes 60] [key=value ...]
+        [--algorithms gae grpo rloo] [--config configs/demo.yaml] [--heads DIR] [--minutes 60]
+        [key=value ...]
     python benchmarks/curves.py table [--out runs/curves]   # prints the tables
     python benchmarks/curves.py keep --out runs/curves      # writes benchmarks/curves.json
     python benchmarks/curves.py draw                        # writes docs/curves.svg from it
@@ -13,7 +14,8 @@ each with the plugin and without it, for several seeds.
 --minutes. A finished run is not run again, so the same command continues in a later session; one
 that was stopped begins anew. The two arms of a seed follow each other, in changing order.
 
-- with: the plugin at its defaults, warm-up included. Companion, engine and loop share the cores.
+- with: the plugin at its defaults. Companion, engine and loop share the cores. Heads start with
+  the warm-up, which counts in the run's seconds, or with those of --heads (`medusa-ppo train`).
 - without: vLLM at its defaults without speculation, and no companion.
 
 Rewards: means over the last fifth of the steps. Those of two arms count as the same if their means
@@ -21,8 +23,8 @@ over the seeds differ by less than one arm's own seeds do (highest - lowest); th
 the difference (Student, pooled) stands beside it. Seconds: the loop's, from the warm-up to the end
 of the last step, with / without for each seed; starting engines and saving is left out.
 
-The default sizes are small, so that a run of 100 steps takes some three minutes on two cores: the
-embedded example with a smaller batch.
+The default sizes are small, so that the 100 steps of a run take two or three minutes on two cores:
+the smaller embedded actor, eight responses a step. The warm-up takes one or two minutes more.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "curves.json"
 PICTURE = ROOT / "docs" / "curves.svg"
 SETTINGS = (
+    "model.path=demo",
     "ppo.prompts_per_step=2",
     "ppo.minibatch_size=8",
     "sampling.responses_per_prompt=4",
@@ -111,7 +114,8 @@ def run_missing(args: argparse.Namespace) -> None:
             return
         shutil.rmtree(folder, ignore_errors=True)
         own = (f"seed={seed}", f"name={name}", f"out={args.out}", f"ppo.steps={args.steps}")
-        settings = [*SETTINGS, *ALGORITHMS[algorithm][1], *ARMS[arm], *args.overrides, *own]
+        heads = [f"heads.path={args.heads.resolve()}"] if args.heads and arm == WITH else []
+        settings = [*SETTINGS, *ALGORITHMS[algorithm][1], *ARMS[arm], *heads, *args.overrides, *own]
         command = [sys.executable, "-c", CALL, "ppo", "--config", args.config, *settings]
         started = time.monotonic()
         # A process for each run: Ray, vLLM and torch's threads start fresh, as for a user.
@@ -374,6 +378,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS)
     )
     parser.add_argument("--config", default=str(ROOT / "configs" / "demo.yaml"))
+    parser.add_argument(
+        "--heads", type=Path, help="native heads that runs with the plugin start with"
+    )
     parser.add_argument("--minutes", type=float, help="begin no run after this time")
     parser.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
     # Intermixed: overrides may follow options.
