@@ -5,8 +5,8 @@ each with the plugin and without it, for several seeds.
         [--algorithms gae grpo rloo] [--config configs/demo.yaml] [--heads DIR] [--minutes 60]
         [key=value ...]
     python benchmarks/curves.py table [--out runs/curves]   # prints the tables
-    python benchmarks/curves.py keep --out runs/curves      # writes benchmarks/curves.json
-    python benchmarks/curves.py draw                        # writes docs/curves.svg from it
+    python benchmarks/curves.py keep --out runs/curves      # writes curves.json beside this file
+    python benchmarks/curves.py draw                        # draws curves.svg in docs from it
     python benchmarks/curves.py run --out runs/gsm8k --config configs/gsm8k.yaml model.path=DIR
         data.path=FILE ppo.reward=benchmarks.companion_defaults:numbers
 

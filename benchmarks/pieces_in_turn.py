@@ -81,7 +81,7 @@ def save_models(folder: Path, hidden: int, layers: int) -> LlamaForCausalLM:
         "tie_word_embeddings": False,
     }
     actor = LlamaForCausalLM(LlamaConfig(**sizes)).float().eval()
-    judge = LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1)).float()
+    judge = LlamaForSequenceClassification(LlamaConfig(**sizes | {"num_labels": 1})).float()
     for name, model in (("actor", actor), ("judge", judge)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
