@@ -215,6 +215,8 @@ def rewards_row(algorithm: str, arms: dict[str, dict[int, Record]], what: str) -
         f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})" for values in ends.values()
     ]
     same = "yes" if abs(apart) <= spread else "no"
+    if half == math.inf:
+        same = "one seed says nothing"
     cells = [ALGORITHMS[algorithm][0], str(len(ends[WITH])), f"{starts:.3f}", *shown]
     cells += [f"{apart:+.3f} (95 %: {half:.3f})", f"{spread:.3f}", same]
     return f"| {' | '.join(cells)} |"

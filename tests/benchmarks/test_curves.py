@@ -74,7 +74,9 @@ def test_seconds_are_compared_seed_by_seed(bench: ModuleType) -> None:
 def test_a_seed_with_one_arm_is_left_out(bench: ModuleType) -> None:
     arms = bench.by_arm([*six([1.0], [1.0]), one("with", 7, 1.0, 80.0)], "gae")
     assert {arm: list(runs) for arm, runs in arms.items()} == {"with": [0], "without": [0]}
-    assert not any("GRPO" in line for line in bench.tables(six([1.0], [1.0])))
+    lines = bench.tables(six([1.0], [1.0]))
+    assert not any("GRPO" in line for line in lines)
+    assert lines[2].endswith("| one seed says nothing |")
 
 
 def test_settings_follow_options(bench: ModuleType) -> None:
