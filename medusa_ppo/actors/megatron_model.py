@@ -32,6 +32,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from safetensors import safe_open
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from heads.errors import ModelError
 from medusa_ppo.actors.megatron_layout import (
@@ -48,6 +49,8 @@ from medusa_ppo.config.actor_section import ActorConfig
 from medusa_ppo.config.ppo_section import ATTENTION
 from medusa_ppo.runtime.rendezvous import Meeting
 
+QUERY_BLOCK = 512
+"""Queries that attend at a time with context parallelism: their mask is this times all tokens."""
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 Inputs = Mapping[str, torch.Tensor | None]
 """A micro-batch as `forward` of a GPTModel takes it: input_ids, position_ids, attention_mask."""
@@ -502,8 +505,9 @@ class CausalAttention(nn.Module):
     the tokens, on a GPU and on a CPU. Megatron's own without TransformerEngine keeps several scores
     for every pair of tokens.
 
-    With context parallelism it uses the gathered keys and values of all ranks, and a mask of this
-    rank's tokens by all tokens.
+    With context parallelism it uses the gathered keys and values of all ranks. torch's kernels know
+    no causal attention of some queries to all keys before them, so they get a mask. It covers
+    `QUERY_BLOCK` queries at a time, and is made again in the backward pass.
     """
 
     def __init__(self, config: TransformerConfig, **named: Any) -> None:
@@ -512,25 +516,60 @@ class CausalAttention(nn.Module):
 
     def forward(self, query_PBNW: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
         ranks = dist.get_world_size(self._group)
-        allowed = None
         if ranks > 1:
-            places = [
-                context_positions(rank, ranks, ranks * query_PBNW.shape[0]) for rank in range(ranks)
-            ]
-            # Keys come in the order of ranks, not of positions.
-            seen = torch.cat(places) <= places[dist.get_rank(self._group)][:, None]
-            allowed = seen.to(query_PBNW.device)
-            key, value = (_AllTokens.apply(part, self._group) for part in (key, value))
+            total = ranks * query_PBNW.shape[0]
+            places = [context_positions(rank, ranks, total) for rank in range(ranks)]
+            # They come in the order of ranks.
+            order_T = torch.cat(places).argsort().to(query_PBNW.device)
+            key, value = (_AllTokens.apply(part, self._group)[order_T] for part in (key, value))
         repeats = query_PBNW.shape[2] // key.shape[2]
         keys, values = (
             # A query group shares one key and value; not every torch kernel supports groups.
             part.repeat_interleave(repeats, dim=2).permute(1, 2, 0, 3)
             for part in (key, value)
         )
-        out_BNPW = F.scaled_dot_product_attention(
-            query_PBNW.permute(1, 2, 0, 3), keys, values, allowed, is_causal=ranks == 1
-        )
+        queries_BNPW = query_PBNW.permute(1, 2, 0, 3)
+        if ranks > 1:
+            positions_P = places[dist.get_rank(self._group)].tolist()
+            out_BNPW = _attend_in_blocks(queries_BNPW, keys, values, positions_P)
+        else:
+            out_BNPW = F.scaled_dot_product_attention(queries_BNPW, keys, values, is_causal=True)
         return out_BNPW.permute(2, 0, 1, 3).flatten(2)
+
+
+def _attend_in_blocks(
+    queries_BNPW: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions_P: list[int]
+) -> torch.Tensor:
+    """Causal attention of queries at these positions, the two consecutive pieces of a rank, to the
+    keys and values `BNTW` of all positions.
+    """
+    piece = len(positions_P) // 2
+    found = []
+    for start in range(0, len(positions_P), piece):
+        for first in range(start, start + piece, QUERY_BLOCK):
+            rows = slice(first, min(first + QUERY_BLOCK, start + piece))
+            seen = positions_P[rows.stop - 1] + 1
+            found.append(
+                checkpoint(
+                    _attend_to_the_past,
+                    queries_BNPW[:, :, rows],
+                    keys[:, :, :seen],
+                    values[:, :, :seen],
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            )
+    return torch.cat(found, dim=2)
+
+
+def _attend_to_the_past(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Attention of the last positions' queries; the last one sees all keys."""
+    count = queries.shape[2]
+    seen = keys.shape[2]
+    mask = torch.ones(count, seen, dtype=torch.bool, device=queries.device).tril(seen - count)
+    return F.scaled_dot_product_attention(queries, keys, values, mask)
 
 
 class _AllTokens(torch.autograd.Function):

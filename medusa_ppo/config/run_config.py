@@ -233,13 +233,6 @@ def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
                 "Set ppo.recompute=true, or actor.backend=megatron.",
             )
         return
-    if ppo.ptx_coefficient or ppo.kl_stop:
-        yield Contradiction(
-            "Megatron actors support neither extra texts nor an early stop of the update.",
-            ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop"),
-            "actor.backend=transformers",
-            "Set actor.backend=transformers, or the other two to null.",
-        )
     if ppo.side_by_side:
         yield Contradiction(
             "A Megatron actor's ranks already work in parallel to the critic.",

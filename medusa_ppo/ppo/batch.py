@@ -184,6 +184,13 @@ def text_batch(texts: Sequence[tuple[int, ...]], device: torch.device, pad_id: i
     )
 
 
+def chosen_texts(texts: PPOBatch, number: int, count: int, size: int) -> list[int]:
+    """The texts that go with `count` responses of the update's minibatch `number`, in order; `size`
+    is that of a whole minibatch. They begin again when all have been used.
+    """
+    return sorted({(number * size + n) % len(texts) for n in range(count)})
+
+
 def _check(rollouts: Rollouts) -> None:
     if not rollouts.responses:
         raise DataError(

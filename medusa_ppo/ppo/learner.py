@@ -34,7 +34,7 @@ from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.ppo import arithmetic
-from medusa_ppo.ppo.batch import MicroBatch, PPOBatch, minibatches
+from medusa_ppo.ppo.batch import MicroBatch, PPOBatch, chosen_texts, minibatches
 from medusa_ppo.ppo.critic import Critic, ValueTotals, value_clip
 from medusa_ppo.ppo.optimization import (
     adamw,
@@ -533,8 +533,8 @@ class Learner(PPOLearner):
                 self.actor_optimizer.zero_grad(set_to_none=True)
                 break
             if texts is not None:
-                first = number * config.minibatch_size
-                totals.text_losses.append(self._learn_texts(texts, first, len(sequences)))
+                chosen = chosen_texts(texts, number, len(sequences), config.minibatch_size)
+                totals.text_losses.append(self._learn_texts(texts, chosen))
             norm = nn.utils.clip_grad_norm_(self.actor.parameters(), config.clip_norm).item()
             if totals.norms.sound(norm):
                 self.actor_optimizer.step()
@@ -542,11 +542,8 @@ class Learner(PPOLearner):
             self.actor_optimizer.zero_grad(set_to_none=True)
         return totals
 
-    def _learn_texts(self, texts: PPOBatch, first: int, count: int) -> float:
-        """Add the gradient of the mean loss on `count` texts from `first` on, and return that
-        loss.
-        """
-        chosen = sorted({(first + n) % len(texts) for n in range(count)})
+    def _learn_texts(self, texts: PPOBatch, chosen: list[int]) -> float:
+        """Add the gradient of the mean loss on these texts, and return that loss."""
         total = 0.0
         tokens = int(texts.lengths_S[chosen].sum())
         for micro in self._micros(texts, chosen):

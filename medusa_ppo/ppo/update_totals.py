@@ -33,7 +33,8 @@ class UpdateTotals:
     def over(cls, shares: Sequence[UpdateTotals]) -> UpdateTotals:
         """Combine replicas that took the same steps, each on its own sequences.
 
-        Sums are added; tokens and norms already cover all replicas.
+        Sums are added, and each replica's part of a text loss; tokens and norms already cover all
+        replicas.
         """
         total = cls()
         total.tokens = shares[0].tokens
@@ -42,6 +43,9 @@ class UpdateTotals:
             total.policy_loss += share.policy_loss
             total.clipped += share.clipped
             total.kl += share.kl
+        total.text_losses = [
+            sum(losses) for losses in zip(*(share.text_losses for share in shares), strict=True)
+        ]
         return total
 
     def policy_loss_of(

@@ -311,9 +311,14 @@ class MegatronLearner(PPOLearner):
     def _begin_update(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> Callable[[], UpdateTotals]:
-        assert texts is None, "refused at load"
         answers = self._team.begin(
-            "update", self._hand(batch), batch.pad_id, ray.put(scores), sampling, step
+            "update",
+            self._hand(batch),
+            batch.pad_id,
+            ray.put(scores),
+            sampling,
+            step,
+            None if texts is None else ray.put(texts.rollouts),
         )
         # Set before the answers arrive: from now on, a caller that needs the tables waits for the
         # ranks, which take one call at a time, and gets the updated ones.

@@ -26,6 +26,7 @@ from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
 from torch import Tensor
@@ -37,7 +38,7 @@ from medusa_ppo.actors.megatron_model import RankModel, start_parallel, stop_par
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
-from medusa_ppo.ppo.batch import MicroBatch, PPOBatch, minibatches
+from medusa_ppo.ppo.batch import MicroBatch, PPOBatch, chosen_texts, minibatches
 from medusa_ppo.ppo.critic import ValueTotals
 from medusa_ppo.ppo.megatron.rank_critic import RankCritic
 from medusa_ppo.ppo.megatron.rank_memory import RankResident
@@ -266,26 +267,38 @@ class ActorRank:
         return RankScores(found, sequences, states)
 
     def update(
-        self, rollouts: Rollouts, pad_id: int, scores: Scores, sampling: Sampling, step: int
+        self,
+        rollouts: Rollouts,
+        pad_id: int,
+        scores: Scores,
+        sampling: Sampling,
+        step: int,
+        texts: Rollouts | None = None,
     ) -> UpdateTotals | None:
         """All optimizer steps of one PPO update; the reporting rank returns the sums over this
         replica's sequences.
 
         A step whose gradient is not finite is skipped on all ranks.
+
+        Args:
+            texts: also to train on, with ppo.ptx_coefficient.
         """
         batch = PPOBatch(rollouts, self._actor.device, pad_id)
+        beside = None if texts is None else PPOBatch(texts, self._actor.device, pad_id)
         with self._turns.on(ACTOR, training=True):
-            totals = self._actor_steps(batch, scores, sampling, step)
+            totals = self._actor_steps(batch, scores, sampling, step, beside)
         return totals if self._view.reports else None
 
     def _actor_steps(
-        self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int
+        self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> UpdateTotals:
         config = self._config.ppo
         totals = UpdateTotals()
         rate = learning_rate_share(config, step) * config.actor_learning_rate
-        for sequences in minibatches(scores.sequences, config, self._config.seed, step):
+        parts = minibatches(scores.sequences, config, self._config.seed, step)
+        for number, sequences in enumerate(parts):
             tokens = int(batch.lengths_S[sequences].sum())
+            kl_before = totals.kl
             own = self._share.dealt(batch, sequences)
             # Only the rank that scored a sequence knows which tokens top-k and top-p left.
             if self._support.cuts:
@@ -305,10 +318,51 @@ class ActorRank:
             self._actor.run(
                 [self._actor.inputs(micro.input_ids_BT) for micro in micros], loss, backward=True
             )
-            self._actor.gather_gradients()
             totals.tokens += tokens
+            if self._moved_enough(totals.kl - kl_before, tokens):
+                break
+            if texts is not None:
+                chosen = chosen_texts(texts, number, len(sequences), config.minibatch_size)
+                totals.text_losses.append(self._learn_texts(texts, chosen))
+            self._actor.gather_gradients()
             self._optimizer.step(rate, config.clip_norm, totals.norms)
         return totals
+
+    def _learn_texts(self, texts: PPOBatch, chosen: list[int]) -> float:
+        """Add the gradient of the mean loss on these texts, and return this replica's part of that
+        loss.
+        """
+        tokens = int(texts.lengths_S[chosen].sum())
+        micros = self._share.micros(texts, self._share.dealt(texts, chosen))
+        everything = ShardedSupport(Sampling(), self._vocabulary)
+        total = 0.0
+
+        def loss(n: int, logits_BPV: Tensor) -> Tensor:
+            nonlocal total
+            stats = self._stats(micros[n], logits_BPV, Sampling(), support=everything)
+            mean = -stats.logprobs_M.sum() / tokens
+            total += mean.item()
+            return (self._config.ppo.ptx_coefficient or 0.0) * mean
+
+        self._actor.run(
+            [self._actor.inputs(micro.input_ids_BT) for micro in micros], loss, backward=True
+        )
+        return total
+
+    def _moved_enough(self, kl: float, tokens: int) -> bool:
+        """Whether a minibatch's policy is further than ppo.kl_stop from the one that wrote it. All
+        ranks get the same answer.
+
+        Args:
+            kl: sum over this replica's tokens, on the rank that reports.
+            tokens: number of tokens of all replicas.
+        """
+        most = self._config.ppo.kl_stop
+        if most is None:
+            return False
+        total = torch.tensor(kl if self._view.reports else 0.0, device=self._actor.device)
+        dist.all_reduce(total)
+        return float(total) / tokens > most
 
     def values(self, rollouts: Rollouts, pad_id: int, first: int) -> Tensor | None:
         """The critic's passes over this replica's sequences. The reporting rank returns values_SR,
@@ -346,13 +400,20 @@ class ActorRank:
         return self._turns.take()
 
     def _stats(
-        self, micro: MicroBatch, logits_BPV: Tensor, sampling: Sampling, *, entropy: bool = False
+        self,
+        micro: MicroBatch,
+        logits_BPV: Tensor,
+        sampling: Sampling,
+        *,
+        entropy: bool = False,
+        support: ShardedSupport | None = None,
     ) -> TokenStats:
+        """`support`: tokens that were sampled from; None: those of the last scored batch."""
         own, places_P = self._share.own_predictions(micro)
         logits_PV = self._vocabulary.own_rows(logits_BPV[own.response_mask_BT], dim=1)
         scaled_PV = logits_PV.float() / sampling.temperature
         found = sharded_stats(
-            self._support.cut(scaled_PV, own),
+            (support or self._support).cut(scaled_PV, own),
             own.response_ids_M,
             self._vocabulary,
             entropy=entropy,

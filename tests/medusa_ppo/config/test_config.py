@@ -215,7 +215,6 @@ def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
         (["ppo.kl_goal=0.1", "ppo.kl_coefficient=0"], "stays 0"),
         (["ppo.ptx_coefficient=1"], "both the texts and their weight"),
         (["ppo.eval_every=1", "data.eval_split=train"], "use the training prompts"),
-        (["ppo.kl_stop=0.1", "actor.backend=megatron"], "early stop"),
         (["ppo.recompute=attention"], "keeps no activations that could be recomputed"),
         (["actor.backend=megatron", "actor.sequence_parallel=true"], "needs tensor parallelism"),
         (["actor.distributed_optimizer=true"], "can't distribute its optimizer"),

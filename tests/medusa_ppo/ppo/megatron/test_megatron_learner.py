@@ -28,7 +28,7 @@ from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import ActorSync
-from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint, saved_folder
@@ -84,6 +84,8 @@ def pair_of(
             "seed": 3,
             "model": {"path": str(path), "dtype": dtype},
             "actor": {"backend": "megatron", "imports": "ranks_on_cpu", **actor},
+            # Not read here: whoever has texts hands them to the update.
+            "data": {"ptx_path": "texts.jsonl" if (ppo or {}).get("ptx_coefficient") else None},
             # The clip is below the norms, so that a wrong norm shows in the weights.
             "ppo": {
                 "minibatch_size": 4,
@@ -338,6 +340,64 @@ def test_an_infinite_gradient_is_told_and_spoils_nothing(pair: Pair, make_rollou
         torch.equal(before[name], tensor)
         for name, tensor in pair.ranked.actor.tensors(torch.float32)
     )
+
+
+def check_texts_and_stop(pair: Pair, make_rollouts: Callable[..., Any]) -> None:
+    """Texts of all lengths, fewer than the update asks for, so that they begin again."""
+    batch = PPOBatch(make_rollouts(10, seed=3, vocab=VOCAB))
+    drawn = torch.Generator().manual_seed(4)
+    texts = text_batch(
+        [
+            tuple(torch.randint(1, VOCAB, (length,), generator=drawn).tolist())
+            for length in (2, 9, 5, 12, 3)
+        ],
+        torch.device("cpu"),
+        0,
+    )
+    sampling = Sampling(temperature=0.8)
+    stopped = []
+    for step in range(2):
+        rewards_S = torch.linspace(-1, 1, 10)
+        plain, _ = pair.plain.score(batch, rewards_S, sampling)
+        ranked, _ = pair.ranked.score(batch, rewards_S, sampling)
+        expected = pair.plain.update(batch, plain, sampling, step, texts)
+        found = pair.ranked.update(batch, ranked, sampling, step, texts)
+        assert found == pytest.approx(expected, rel=5e-3, abs=1e-5)
+        assert found[names.PTX_LOSS] > 1.0
+        stopped.append(found[names.ACTOR_STEPS])
+    # Six passes of three minibatches.
+    assert all(1 < steps < 18 for steps in stopped), stopped
+    check_weights(pair)
+
+
+TEXTS_AND_STOP = {"ptx_coefficient": 0.5, "kl_stop": 0.025, "epochs": 6}
+
+
+def test_texts_and_an_early_stop_are_those_of_one_process(
+    shim_in_reach: None, ray_session: None, tmp_path: Path, make_rollouts
+) -> None:
+    path = actor_of(tmp_path, "llama")
+    with pair_of(path, TEXTS_AND_STOP, tensor_parallel=2) as pair:
+        check_texts_and_stop(pair, make_rollouts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        {"data_parallel": 2},
+        {"pipeline_parallel": 2},
+        {"context_parallel": 2},
+        {"data_parallel": 2, "distributed_optimizer": True},
+    ],
+    ids="-".join,
+)
+def test_texts_and_an_early_stop_however_it_is_cut(
+    shim_in_reach: None, ray_session: None, tmp_path: Path, make_rollouts, cuts: dict[str, Any]
+) -> None:
+    path = actor_of(tmp_path, "llama", tie_word_embeddings="pipeline_parallel" in cuts)
+    with pair_of(path, TEXTS_AND_STOP, **cuts) as pair:
+        check_texts_and_stop(pair, make_rollouts)
 
 
 def test_a_hub_name_is_refused_before_anything_starts(pair: Pair) -> None:
