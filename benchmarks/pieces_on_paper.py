@@ -13,9 +13,10 @@ output is the share of engine time without a response, and steps until the last 
     dealt       `cut`'s pieces, dealt to the engines before the call (`deal`), as the pool does
     no calls    any free slot takes the next response: no way of cutting can be much better
 
-benchmarks/azure_conv_lengths.txt has responses of a chat service: column GeneratedTokens of the
-first 260 requests in data/AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset
-(CC-BY 4.0), in their order. A rollout with more responses goes through them again.
+A file for --lengths has one number of tokens a line. Lengths of a chat service: column
+GeneratedTokens of the first 260 requests in data/AzureLLMInferenceTrace_conv.csv of
+github.com/Azure/AzurePublicDataset, in their order. A rollout with more responses goes through them
+again.
 """
 
 from __future__ import annotations
