@@ -98,13 +98,24 @@ def refuse_what_heads_lack(vllm_config: Any) -> None:
     method = getattr(model, "quantization", None)
     # A checkpoint that is quantised never takes a sync; one that vLLM quantises as it loads would
     # be quantised again by each.
-    if method and not getattr(model.hf_config, "quantization_config", None):  # type: ignore[union-attr]
-        raise _not_with_heads("quantization", method, None, QUANTISE_BEFORE)
+    if method and not _is_quantised(model):
+        raise _not_with_heads(
+            "quantization", method, "none, or the checkpoint's own", QUANTISE_BEFORE
+        )
     lora = getattr(vllm_config, "lora_config", None)
     if lora is not None:
         raise _not_with_heads(
             "enable_lora", True, False, "Merge the adapter into the actor, or leave the heads out."
         )
+
+
+def _is_quantised(model_config: Any) -> bool:
+    """Whether the checkpoint itself is quantised, by the names that vLLM looks for."""
+    return any(
+        getattr(getattr(model_config, config, None), name, None)
+        for config in ("model_arch_config", "hf_config", "hf_text_config")
+        for name in ("quantization_config", "compression_config")
+    )
 
 
 def _not_with_heads(name: str, given: object, expected: object, do: str) -> ConfigError:
