@@ -99,7 +99,9 @@ def refuse_what_heads_lack(vllm_config: Any) -> None:
     # A checkpoint that is quantised never takes a sync; one that vLLM quantises as it loads would
     # be quantised again by each.
     if method and not _is_quantised(model):
-        raise _not_with_heads("quantization", method, None, QUANTISE_BEFORE)
+        raise _not_with_heads(
+            "quantization", method, "none, or the checkpoint's own", QUANTISE_BEFORE
+        )
     lora = getattr(vllm_config, "lora_config", None)
     if lora is not None:
         raise _not_with_heads(
