@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from heads.errors import ConfigError, FeedError, RunError
 from medusa_ppo.feeds.feed import CHUNK_BYTES, Feed, check_heads_file
@@ -145,11 +144,6 @@ class RayFeed(Feed):
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
-            # Ray puts an actor that asks for nothing anywhere, so the versions would go with the
-            # node of some engine. Without the publisher's node there are no new ones anyway.
-            scheduling_strategy=NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), soft=True
-            ),
         )(_VersionHolder).remote(self.address)
 
     def _found(self) -> Any:

@@ -132,13 +132,6 @@ def main(order: dict[str, Any]) -> None:
     arguments = example["engine_arguments"](order["actor"], order["heads"])
     call = Elsewhere(order, arguments)
     example["train"](order["actor"], companion, call, order["steps"])
-    found = [
-        actor["Address"]["NodeID"]
-        for actor in ray._private.state.actors().values()
-        if actor["ActorClassName"] == "_VersionHolder" and actor["State"] == "ALIVE"
-    ]
-    here = ray.get_runtime_context().get_node_id()
-    print(f"feeds in Ray: {len(found)}, here: {found.count(here)}", flush=True)
     del held
 
 

@@ -203,8 +203,6 @@ def test_an_engine_on_another_node_is_fed(cluster: Cluster, on_one_node: float, 
     FEEDS[kind](cluster, "other")
     found = cluster.ended()
     check(found, on_one_node)
-    if kind == "ray":
-        assert "feeds in Ray: 1, here: 1" in cluster.said(), cluster.said()[-2000:]
 
 
 @pytest.mark.parametrize("kind", FEEDS)
