@@ -51,7 +51,12 @@ from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import launch
 from medusa_ppo.engines.probe import Uniformity
+from medusa_ppo.feeds.feed_manifest import FeedActor, Release
+from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.runtime.data import load_rows, render_prompts
+from medusa_ppo.vllm_plugin import feed_watch
+from medusa_ppo.vllm_plugin.self_feeding import FEEDER
+from medusa_ppo.vllm_plugin.speculation import FEED
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 SEED = 20261122
@@ -63,6 +68,10 @@ STALE_TOKENS = 5_000
 EVERY_SWAP = 23
 EVERY_SYNC = 61
 """Engine steps between two swaps of the heads, and between two syncs of the actor."""
+LOOK_S = 0.05
+"""Seconds between two looks into a feed: with the product's two, a run of a minute would see few
+versions.
+"""
 WORDS = "( [a-z]{1,9}){200}"
 """A grammar that forbids most of what the actor would write: digits, signs and capitals."""
 
@@ -80,6 +89,7 @@ class Setting:
         cache_blocks: blocks of keys and values per sequence on average, where each needs two: fewer
             cause preemptions; 0: as many as they need.
         in_flight: swap heads and sync actors while requests run.
+        fed: in flight, heads come from a feed, which the engine loads by itself.
     """
 
     name: str
@@ -90,6 +100,7 @@ class Setting:
     preamble: bool = False
     cache_blocks: float = 0
     in_flight: bool = False
+    fed: bool = False
 
 
 def mixed(rng: random.Random) -> dict[str, Any]:
@@ -128,6 +139,7 @@ SETTINGS = (
         "structured output", lambda rng: {"regex": WORDS}, engine={"skip_tokenizer_init": False}
     ),
     Setting("swap and sync in flight", in_flight=True),
+    Setting("feed and sync in flight", in_flight=True, fed=True),
 )
 
 
@@ -183,6 +195,10 @@ class Stage:
             save_state(files["heads"][-1], heads[number].trainable_state())
         return cls(options.model, options.heads, prompts, preamble, actors, files)
 
+    def fed_actor(self) -> FeedActor:
+        """The actor as a feed's manifest names it."""
+        return FeedActor.of(load_heads(self.heads)[0].config, self.actors[0].lm_head.weight)
+
 
 def random_actor(like: Path, folder: Path) -> None:
     """`actor` and `heads`, with the tokenizer and the kind of another actor, but small and
@@ -225,12 +241,13 @@ class SteppedEngine:
             "preempted": 0,
             "cached prompt tokens": 0,
             "swaps": 0,
+            "versions fed": 0,
             "syncs": 0,
         }
         self._llm = engine._running().llm_engine
         self._rng = random.Random(seed)
         self._steps = self._serial = 0
-        self._actor = self._heads = 0
+        self._actor = self._heads = self._published = 0
         scheduler = self._llm.engine_core.engine_core.scheduler
         original = scheduler._preempt_request
 
@@ -289,7 +306,9 @@ class SteppedEngine:
     def _interfere(
         self, lengths: dict[str, int], versions: dict[str, list[tuple[int, int]]]
     ) -> None:
-        if self._steps % EVERY_SWAP == 0:
+        if self._steps % EVERY_SWAP == 0 and self.setting.fed:
+            self._publish()
+        elif self._steps % EVERY_SWAP == 0:
             self._heads = 1 - self._heads
             self.seen["swaps"] += 1
             self.engine.swap_heads(self.stage.files["heads"][self._heads], self.seen["swaps"])
@@ -299,6 +318,23 @@ class SteppedEngine:
             self.engine.sync_actor(self.stage.files["actors"][self._actor], self.seen["syncs"])
             for key, length in lengths.items():
                 versions[key].append((length, self._actor))
+
+    def _publish(self) -> None:
+        """A version of heads into the engine's feed, and how many it has loaded so far."""
+        loaded = getattr(self._llm.engine_core.engine_core, FEEDER)._watch.known
+        self.seen["versions fed"] = loaded
+        # The watch fetches what is newest: each version is given the time to be loaded.
+        if loaded < self._published:
+            return
+        self._heads = 1 - self._heads
+        self._published += 1
+        release = Release(
+            actor=self.stage.fed_actor(),
+            dtype="float32",
+            version=self._published,
+            policy_version=self.seen["syncs"],
+        )
+        FolderFeed(os.environ[FEED]).publish(self.stage.files["heads"][self._heads], release)
 
 
 def _params(wanted: dict[str, Any]) -> Any:
@@ -427,6 +463,11 @@ def started(setting: Setting, stage: Stage, runner: str | None) -> Iterator[Any]
     if runner:
         config = config.model_copy(update={"runner": runner})
     ample = launch.cache_bytes
+    usual = feed_watch.LOOK_S
+    feed_watch.LOOK_S = LOOK_S
+    feed = tempfile.TemporaryDirectory(prefix="medusa-ppo-pit-feed-")
+    if setting.fed:
+        os.environ[FEED] = feed.name
     if setting.cache_blocks:
         # The product makes room for all sequences at full length, so nothing would ever be
         # preempted.
@@ -439,6 +480,9 @@ def started(setting: Setting, stage: Stage, runner: str | None) -> Iterator[Any]
             yield engine
     finally:
         launch.cache_bytes = ample
+        feed_watch.LOOK_S = usual
+        os.environ.pop(FEED, None)
+        feed.cleanup()
 
 
 def block_bytes(text_config: dict[str, Any]) -> int:

@@ -1,11 +1,12 @@
-"""vLLM as an HTTP server on this node: started here, or attached to. Swaps go through the same
-worker extension.
+"""vLLM as an HTTP server: started here, or attached to, on this node or another one. Swaps go
+through the same worker extension.
 """
 
 from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Unpack
@@ -25,7 +26,7 @@ import httpx
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from heads.errors import EngineError
+from heads.errors import EngineError, SwapError
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
@@ -33,7 +34,8 @@ from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
 from medusa_ppo.engines.pieces import Finished, request_seed
 from medusa_ppo.engines.rollout_engine import Found
-from medusa_ppo.runtime.control_guard import TOKEN, token_header
+from medusa_ppo.runtime.control_guard import LOOPBACK, TOKEN, token_header
+from medusa_ppo.runtime.state_receiver import STATE_ROUTE
 from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ TOKEN_S = 1.0
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """A connection per request: an answer sent twice would be taken for the next request's.
 """
+CHUNK_BYTES = 1 << 20
 MOST_ANSWER_BYTES = 256 << 20
 MOST_POSITIONS = 1024
 COUNTER = "vllm:spec_decode_num_"
@@ -159,6 +162,56 @@ class ServerEngine(base.WorkerEngine):
         finally:
             # In any case, because a paused server answers no requests.
             self._post("/resume")
+
+    def _receipt(
+        self, method: str, path: str, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
+        with self._seen_by_the_server(path) as seen:
+            return super()._receipt(method, seen, version, checked)
+
+    @contextlib.contextmanager
+    def _seen_by_the_server(self, path: str) -> Iterator[str]:
+        """The file's name for the server: if it is on another node, that of a copy there, during
+        the block.
+        """
+        if self._client.base_url.host in LOOPBACK:
+            yield path
+            return
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            answer = self._sent(
+                "PUT",
+                # httpx would send a file without a length.
+                content=iter(lambda: file.read(CHUNK_BYTES), b""),
+                headers={"Content-Length": str(size)},
+            )
+        if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
+            # Not started by `medusa-ppo serve`: it has to see this node's file.
+            yield path
+            return
+        if answer.status_code != httpx.codes.OK:
+            raise SwapError(
+                "The server did not take the file that was sent to it.",
+                given=f"{self._address}{STATE_ROUTE}: {answer.status_code} {answer.text[:500]}",
+                expected=f"200 for {size} bytes",
+                do=f"Enlarge /dev/shm of the server's node, or check {TOKEN}.",
+            )
+        try:
+            yield base.understood(lambda: str(answer.json()["path"]), answer.content)
+        finally:
+            self._sent("DELETE")
+
+    def _sent(self, verb: str, **kwargs: Any) -> httpx.Response:
+        """An answer of `state_receiver`, whatever it is. Raises SwapError if there is none."""
+        try:
+            return self._fetch(verb, STATE_ROUTE, CALL_TIMEOUT_S, **kwargs)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SwapError(
+                "The server on another node can't be reached.",
+                given=f"{verb} {self._address}{STATE_ROUTE}: {error!r}",
+                expected=f"an answer within {CALL_TIMEOUT_S:.0f} s",
+                do="Check that it runs and can be reached from here.",
+            ) from error
 
     def _forget_prompts(self) -> bool:
         self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})

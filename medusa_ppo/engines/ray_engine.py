@@ -41,6 +41,10 @@ START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
 STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version", "note")
 Answer = tuple[Any, dict[str, Any]]
+SentFiles = dict[str, list[Any]]
+"""Names of files, and a reference of each one's bytes; in a list, so that Ray fetches it only where
+it is read.
+"""
 
 
 class EngineHost:
@@ -52,16 +56,33 @@ class EngineHost:
         """As `ColocatedEngine`, with the plan last."""
         self._start = start
         self._engine: ColocatedEngine | None = None
+        self._received: OwnedFolder | None = None
 
-    def start(self) -> Answer:
-        """Start vLLM; returns the id of the Ray node that this runs on."""
+    def start(self, sent: SentFiles | None = None) -> Answer:
+        """Start vLLM; returns the id of the Ray node that this runs on.
+
+        Args:
+            sent: the files of the heads' folder, for a node that does not have it.
+        """
+        model, heads, *more, plan = self._start
+        if sent is not None and not Path(heads).is_dir():
+            heads = self._receive(sent)
         try:
-            self._engine = ColocatedEngine(*self._start[:-1], plan=self._start[-1])
+            self._engine = ColocatedEngine(model, heads, *more, plan=plan)
         except MedusaError as error:
             return error, {}
         finally:
             forget_registration()  # Its own workers (tensor parallelism) do so themselves.
         return ray.get_runtime_context().get_node_id(), self._state()
+
+    def _receive(self, sent: SentFiles) -> str:
+        """A folder of this process with the files."""
+        self._received = OwnedFolder("medusa-ppo-received-", shared_memory=True)
+        folder = self._received.path / "heads"
+        folder.mkdir()
+        for name, (content,) in sent.items():
+            ray.get(content).tofile(folder / name)
+        return str(folder)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Answer:
         """Call a method of the engine."""
@@ -120,6 +141,16 @@ def _file_in_store(path: str, inode: int, modified_ns: int, session: str) -> Any
 @functools.lru_cache(maxsize=2)  # Heads and actor; entries that are no longer used are freed.
 def _put_file(path: str, inode: int, modified_ns: int, session: str) -> Any:
     return ray.put(np.fromfile(path, dtype=np.uint8))
+
+
+def _folder_in_store(folder: str | None) -> SentFiles | None:
+    """A folder's files in Ray's object store, for engines on other nodes; None: there is only this
+    node.
+    """
+    if folder is None or sum(bool(node["Alive"]) for node in ray.nodes()) == 1:
+        return None
+    files = [path for path in Path(folder).iterdir() if path.is_file()]
+    return {path.name: [ray.put(np.fromfile(path, dtype=np.uint8))] for path in files}
 
 
 def _forwarded(method: str) -> Any:
@@ -184,7 +215,7 @@ class RayEngine(base.RolloutEngine):
         self._slots = config.max_num_seqs or 1
         try:
             self.elsewhere = (
-                self._ask("starting", "start", timeout=START_TIMEOUT_S)
+                self._ask("starting", "start", _folder_in_store(heads), timeout=START_TIMEOUT_S)
                 != ray.get_runtime_context().get_node_id()
             )
         except MedusaError:

@@ -20,7 +20,8 @@ class Seam:
 
     Attributes:
         place: `module:Name.attribute`.
-        parameters: its signature, without `self`.
+        parameters: its signature, without `self`. One that a decorator hides, as NeMo-RL's for
+            profiling does, fits.
         how: `is`: ours replaces it, so there must be no other parameters; `begins`: ours passes
             these by position; `takes`: ours passes these by name, among others.
     """
@@ -130,6 +131,10 @@ NOT_THEIRS = ("self", "_ray_trace_ctx")
 """Parameters that no call of a loop passes. Ray adds the second one to the methods of a class that
 it makes an actor of.
 """
+HIDDEN = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+"""All that is seen of a function in a wrapper that does not say what it wraps: it takes whatever it
+is given, and says nothing about what is inside.
+"""
 
 
 def broken_seam(name: str) -> str:
@@ -153,7 +158,14 @@ def _fault(seam: Seam) -> str:
         found = getattr(found, part)
     if seam.parameters is None:
         return ""
-    given = [name for name in inspect.signature(found).parameters if name not in NOT_THEIRS]
+    theirs = [
+        parameter
+        for name, parameter in inspect.signature(found).parameters.items()
+        if name not in NOT_THEIRS
+    ]
+    if [parameter.kind for parameter in theirs] == HIDDEN:
+        return ""
+    given = [parameter.name for parameter in theirs]
     return "" if _fits(given, seam.parameters, seam.how) else f"takes ({', '.join(given)})"
 
 

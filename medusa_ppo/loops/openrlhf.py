@@ -36,8 +36,10 @@ from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.passes import PassTap, Row
 from medusa_ppo.loops.remote import (
     RemoteAttachment,
+    SentFile,
     Tables,
     WorkerTables,
+    arrived,
     call_all,
     refuse,
     sum_counters,
@@ -47,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "medusa_ppo.loops.openrlhf.MedusaOpenRLHFWorker"
 CLI = "openrlhf.cli.train_ppo_ray"
+FOLDER = "medusa"
+"""The run's folder, in OpenRLHF's own for checkpoints."""
 
 
 def __getattr__(name: str) -> type[Any]:
@@ -89,8 +93,11 @@ def rollout_actor(arguments: dict[str, Any]) -> Any:
         async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
             await super().__init__(*args, **{**kwargs, **arguments})
 
-        async def medusa_call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-            return await self.llm.collective_rpc(method, args=args)
+        async def medusa_call(
+            self, method: str, args: tuple[Any, ...], sent: SentFile | None = None
+        ) -> list[Any]:
+            async with arrived(args, sent) as found:
+                return await self.llm.collective_rpc(method, args=found)
 
         async def medusa_counters(self) -> Counters:
             return process_counters()
@@ -157,7 +164,7 @@ def trainer_actor() -> Any:
         def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(pretrain, strategy, *args, **kwargs)
             self.medusa = RemoteAttachment(
-                strategy.args.medusa, pretrain, Path(strategy.args.ckpt.output_dir) / "medusa"
+                strategy.args.medusa, pretrain, Path(strategy.args.ckpt.output_dir) / FOLDER
             )
             make = self.experience_maker.make_experience_batch
 
@@ -262,7 +269,6 @@ def unsupported(args: Any) -> dict[str, bool]:
         "--train.async_enable": bool(args.train.async_enable),
         "--ds.ring_attn_size > 1": int(args.ds.ring_attn_size) > 1,
         "--ds.tensor_parallel_size > 1": int(args.ds.tensor_parallel_size) > 1,
-        "--actor.num_nodes > 1": int(args.actor.num_nodes) > 1,
         "--vllm.num_engines 0": not args.vllm.num_engines,
         "--data.max_images_per_prompt > 0": int(getattr(args.data, "max_images_per_prompt", 0)) > 0,
     }
@@ -277,11 +283,15 @@ def install(config: RunConfig) -> None:
 
     create = vllm_engine.create_vllm_engines
     kept: list[RemoteAttachment] = []  # Keeps the heads' folder until the engines have started.
+    folder = [config.run_dir]
 
     def create_with_heads(
         num_engines: int, tensor_parallel_size: int, pretrain: str, *args: Any, **kwargs: Any
     ) -> Any:
-        attachment = RemoteAttachment(config, pretrain, config.run_dir)
+        # Ray may put engines on any of its nodes.
+        attachment = RemoteAttachment(
+            config, pretrain, folder[0], several_nodes=len(ray.nodes()) > 1
+        )
         # The arguments name its folder, which is removed with it.
         kept.append(attachment)
         vllm_engine.RolloutRayActor = rollout_actor(
@@ -293,6 +303,7 @@ def install(config: RunConfig) -> None:
         refuse("OpenRLHF", unsupported(args))
         # The arguments reach every actor with the strategy, and the settings with them.
         args.medusa = config
+        folder[0] = Path(args.ckpt.output_dir) / FOLDER
         return get_strategy(args)
 
     ray_package.create_vllm_engines = create_with_heads

@@ -4,13 +4,16 @@ framework.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from safetensors import safe_open
@@ -36,17 +39,61 @@ from medusa_ppo.loops.attachment import OURS, Attachment
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN
+from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.state_receiver import RECEIVER
 
 logger = logging.getLogger(__name__)
 
+START = "heads-start"
+"""Folder of the run with the heads that engines on several nodes start with."""
+
+
+@dataclass(frozen=True)
+class SentFile:
+    """A file of the driver for engines that do not see it.
+
+    Attributes:
+        node: the driver's node in Ray.
+        content: reference of its bytes; in a list, so that Ray fetches it only where it is read.
+    """
+
+    node: str
+    content: list[Any]
+
 
 def call_all(engines: list[Any], method: str, args: tuple[Any, ...]) -> list[Any]:
-    """A worker method on every worker of every engine."""
-    return [
-        answer
-        for answers in ray.get([engine.medusa_call.remote(method, args) for engine in engines])
-        for answer in answers
-    ]
+    """A worker method on every worker of every engine. A file that `args` begin with reaches
+    engines on other nodes too (`arrived`).
+    """
+    sent = _sent(args)
+    calls = [engine.medusa_call.remote(method, args, sent) for engine in engines]
+    return [answer for answers in ray.get(calls) for answer in answers]
+
+
+def _sent(args: tuple[Any, ...]) -> SentFile | None:
+    """None: the arguments name no file, or there is only this node."""
+    path = args[0] if args else None
+    if not isinstance(path, str) or not os.path.isfile(path):
+        return None
+    if sum(bool(node["Alive"]) for node in ray.nodes()) == 1:
+        return None
+    content = ray.put(np.fromfile(path, np.uint8))
+    return SentFile(ray.get_runtime_context().get_node_id(), [content])
+
+
+@contextlib.asynccontextmanager
+async def arrived(args: tuple[Any, ...], sent: SentFile | None) -> AsyncIterator[tuple[Any, ...]]:
+    """In an engine's process: the arguments of a call, naming a copy of the file in this node's
+    shared memory if the driver is on another node.
+    """
+    if sent is None or sent.node == ray.get_runtime_context().get_node_id():
+        yield args
+        return
+    content = await sent.content[0]
+    with contextlib.closing(OwnedFolder("medusa-ppo-received-", shared_memory=True)) as folder:
+        path = folder.path / "state.safetensors"
+        content.tofile(path)
+        yield (str(path), *args[1:])
 
 
 def sum_counters(engines: list[Any]) -> Counters:
@@ -61,12 +108,19 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class RemoteAttachment(Attachment):
-    """Like `Attachment`, but only tables, packed batches and named calls pass between processes,
-    all on one node.
+    """Like `Attachment`, but only tables, packed batches, named calls and heads pass between
+    processes.
     """
 
-    def __init__(self, config: RunConfig, model_path: str, folder: Path) -> None:
+    def __init__(
+        self, config: RunConfig, model_path: str, folder: Path, *, several_nodes: bool = False
+    ) -> None:
         """Read the actor's tables from its files and write the heads that the engines start with.
+
+        Args:
+            folder: of the run.
+            several_nodes: engines may be on other nodes. They start with heads in this folder,
+                which all nodes have to see; later ones are sent to them.
 
         Raises:
             UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError: as
@@ -78,14 +132,15 @@ class RemoteAttachment(Attachment):
         # start.
         self._tables = read_tables(model_path)
         self._heads = heads_for_table(config, self._tables[0])
+        start = (folder / START).resolve() if several_nodes else self._home.path / "heads"
         save_heads(
-            self._home.path / "heads",
+            start,
             self._heads,
             lm_head_VD=self._tables[0],
             metadata={"start": config.heads.path or "zero"},
         )
         save_state(self._kept_state, self._heads.trainable_state())
-        self._plan = plan_launch(model_path, self._home.path / "heads", config.engine, config.seed)
+        self._plan = plan_launch(model_path, start, config.engine, config.seed)
         self._before = Counters()
 
     def arguments(self, worker_extension: str) -> dict[str, Any]:
@@ -252,8 +307,8 @@ def server_flags(model: str, heads: str, config: RunConfig) -> list[str]:
     return [
         "--model",
         model,
-        "--middleware",
-        GUARD,
+        # vLLM calls the last one first.
+        *("--middleware", RECEIVER, "--middleware", GUARD),
         *engine_flags({name: arguments[name] for name in (*OURS, "logprobs_mode")}),
     ]
 

@@ -252,8 +252,7 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["train.async_enable", "ds.ring_attn_size", "ds.tensor_parallel_size", "actor.num_nodes"],
+    "name", ["train.async_enable", "ds.ring_attn_size", "ds.tensor_parallel_size"]
 )
 def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(name: str):
     from medusa_ppo.loops.remote import refuse
@@ -264,7 +263,6 @@ def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(name: str):
     args = Namespace(
         train=arguments(async_enable=0),
         ds=arguments(ring_attn_size=1, tensor_parallel_size=1),
-        actor=arguments(num_nodes=1),
         vllm=arguments(num_engines=1),
         data=arguments(),
     )

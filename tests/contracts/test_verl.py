@@ -276,7 +276,10 @@ def test_verls_default_configuration_is_supported_and_gets_our_arguments(
         {"actor_rollout_ref__actor__megatron__use_megatron_fsdp": True, "megatron": True},
         {"actor_rollout_ref__rollout__data_parallel_size": 2},
         {"algorithm__rollout_correction__bypass_mode": True},
-        {"trainer__nnodes": 2},
+        {
+            "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+            "trainer__n_gpus_per_node": 1,
+        },
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -12,15 +12,19 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from medusa_ppo.contract.rollouts import Counters
 from medusa_ppo.engines.colocated import process_counters
+from medusa_ppo.loops.remote import SentFile, arrived
 from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
 
 class MedusaHttpServer(vLLMHttpServer):
     """The server's own `collective_rpc` drops the workers' answers."""
 
-    async def medusa_call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+    async def medusa_call(
+        self, method: str, args: tuple[Any, ...], sent: SentFile | None = None
+    ) -> list[Any]:
         """Call a method of the worker extension on all workers of this server."""
-        return await self.engine.collective_rpc(method=method, args=args)
+        async with arrived(args, sent) as found:
+            return await self.engine.collective_rpc(method=method, args=found)
 
     async def medusa_counters(self) -> Counters:
         """vLLM's counters since the start."""

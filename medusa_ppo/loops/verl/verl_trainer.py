@@ -233,7 +233,12 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
         if medusa is not None:
             refuse("verl", unsupported(config))
             folder = Path(config.trainer.get("default_local_dir") or medusa.out) / "medusa"
-            self.medusa = RemoteAttachment(medusa, config.actor_rollout_ref.model.path, folder)
+            self.medusa = RemoteAttachment(
+                medusa,
+                config.actor_rollout_ref.model.path,
+                folder,
+                several_nodes=int(config.trainer.nnodes) > 1,
+            )
             configure(config, self.medusa)
             RolloutReplicaRegistry.register("vllm", _load_replica)
         super().__init__(config)
@@ -335,7 +340,12 @@ def unsupported(config: Any) -> dict[str, bool]:
         "algorithm.rollout_correction.bypass_mode (there is no log-prob pass to tap)": bool(
             correction.get("bypass_mode", False)
         ),
-        "trainer.nnodes > 1": int(config.trainer.nnodes) > 1,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size > trainer.n_gpus_per_node "
+        "(an engine on several nodes)": (
+            int(rollout.get("tensor_model_parallel_size", 1))
+            * int(rollout.get("pipeline_model_parallel_size", 1))
+            > int(config.trainer.n_gpus_per_node)
+        ),
     }
 
 

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import checksum, load_heads, load_state
@@ -22,7 +26,14 @@ from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.loops import remote
 from medusa_ppo.loops.passes import PassTap
-from medusa_ppo.loops.remote import RemoteAttachment, read_tables, refuse, serve
+from medusa_ppo.loops.remote import (
+    RemoteAttachment,
+    arrived,
+    call_all,
+    read_tables,
+    refuse,
+    serve,
+)
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
 
@@ -267,3 +278,48 @@ def test_a_server_is_started_with_heads_that_are_made_once(
     assert started[-1][-2:] == ["--host", "127.0.0.1"] and "--" not in started[-1], (
         "of several vLLM takes the last"
     )
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[None]:
+    """A Ray of two nodes on this machine; the second one has the resource `engines`."""
+    assert not ray.is_initialized()
+    memory = 100 * 1024**2
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "object_store_memory": memory, "include_dashboard": False},
+    )
+    try:
+        cluster.add_node(num_cpus=1, resources={"engines": 1}, object_store_memory=memory)
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_engines_of_other_nodes_read_a_copy_of_the_file(two_nodes: None, tmp_path: Path) -> None:
+    class Engine:
+        async def medusa_call(
+            self, method: str, args: tuple[Any, ...], sent: Any = None
+        ) -> list[dict[str, Any]]:
+            async with arrived(args, sent) as found:
+                path = Path(found[0])
+                seen = {"path": str(path), "content": path.read_bytes(), "rest": found[1:]}
+            return [{**seen, "left": path.exists()}]
+
+    path = tmp_path / "state"
+    path.write_bytes(bytes(range(256)) * 1000)
+    here = ray.remote(num_cpus=0)(Engine).options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+    )
+    there = ray.remote(num_cpus=0, resources={"engines": 0.1})(Engine)
+    engines = [here.remote(), there.remote()]
+    own, copied = call_all(engines, "medusa_swap_heads", (str(path), 3, ["checksum"]))
+    assert own["path"] == str(path) and own["left"], "no copy where the file is"
+    assert copied["path"] != str(path) and not copied["left"], "a copy ends with the call"
+    for seen in (own, copied):
+        assert seen["content"] == path.read_bytes() and seen["rest"] == (3, ["checksum"])

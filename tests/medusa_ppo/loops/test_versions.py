@@ -82,6 +82,12 @@ def other_names(module: Any) -> None:
     module.Trainer.generate = generate
 
 
+def open_ended(module: Any) -> None:
+    def generate(self: Any, prompts: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    module.Trainer.generate = generate
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -89,6 +95,7 @@ def other_names(module: Any) -> None:
         (renamed, "there is no generate"),
         (one_more, "takes (prompts, images, profiler, tools)"),
         (other_names, "takes (requests, images, profiler)"),
+        (open_ended, "takes (prompts, args, kwargs)"),
     ],
 )
 @pytest.mark.parametrize("version", ["1.3.0", "1.4.0"])
@@ -125,6 +132,28 @@ def test_what_ray_adds_to_an_actors_methods_is_no_fault(loop: ModuleType) -> Non
     ray.remote(Worker)
     loop.Trainer = Worker  # type: ignore[attr-defined]
     assert "_ray_trace_ctx" in inspect.signature(Worker.generate).parameters
+    assert not broken_seam(LOOP)
+
+
+def named_range(method: Any) -> Any:
+    """As NeMo-RL's `wrap_with_nvtx_name`, around its workers' `train`: without functools.wraps."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("actor", [False, True])
+def test_a_signature_that_a_decorator_hides_is_no_fault(loop: ModuleType, actor: bool) -> None:
+    class Worker:
+        @named_range
+        def generate(self, prompts: Any, images: Any, profiler: Any = None) -> None: ...
+
+    if actor:
+        ray.remote(Worker)
+    loop.Trainer = Worker  # type: ignore[attr-defined]
+    assert "prompts" not in inspect.signature(Worker.generate).parameters
     assert not broken_seam(LOOP)
 
 
