@@ -80,8 +80,9 @@ class EngineHost:
         self._received = OwnedFolder("medusa-ppo-received-", shared_memory=True)
         folder = self._received.path / "heads"
         folder.mkdir()
-        for name, (content,) in sent.items():
-            ray.get(content).tofile(folder / name)
+        for name, (reference,) in sent.items():
+            content: Any = ray.get(reference)
+            content.tofile(folder / name)
         return str(folder)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Answer:

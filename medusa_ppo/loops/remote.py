@@ -132,6 +132,12 @@ class RemoteAttachment(Attachment):
         # start.
         self._tables = read_tables(model_path)
         self._heads = heads_for_table(config, self._tables[0])
+        if several_nodes:
+            logger.warning(
+                "Heads for engines on several nodes were never tried in this loop. All nodes have"
+                " to see %s; look whether acceptance rises in the first steps.",
+                folder,
+            )
         start = (folder / START).resolve() if several_nodes else self._home.path / "heads"
         save_heads(
             start,
