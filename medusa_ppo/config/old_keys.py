@@ -52,7 +52,7 @@ OLD_KEYS = {
     ),
     "companion.drift_lag": "Resting training resumes when the engine's acceptance falls.",
     "companion.average": (
-        "Candidates are a running mean over optimizer steps with a decay of 0.97."
+        "Candidates are a running mean over optimizer steps with a decay of 0.95."
     ),
     "companion.positions": (
         "All positions are trained on; a batch larger than half of companion.queue_bytes is"
