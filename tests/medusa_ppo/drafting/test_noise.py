@@ -103,7 +103,8 @@ def test_columns_are_drawn_with_exactly_the_probability_that_q_says() -> None:
     sums_BX = torch.empty(50, 199)
     cumulate(mass_BW, sums_BX)
     assert (sums_BX.diff() >= 0).all()
-    torch.testing.assert_close(sums_BX.diff(), mass_BW[:, 1:-1], atol=1e-7, rtol=1e-4)
+    # Two sums near 1 are each rounded by up to 2^-24.
+    torch.testing.assert_close(sums_BX.diff(), mass_BW[:, 1:-1], atol=2**-22, rtol=1e-4)
     inside = (sums_BX > 0) & (sums_BX < 1)
     for uniform_BX, right in (
         (sums_BX.double(), True),

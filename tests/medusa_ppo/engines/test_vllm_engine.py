@@ -368,9 +368,7 @@ def test_top_k_beside_a_draft_vocabulary(engine: ColocatedEngine, actor: Actor) 
     assert [len(output.outputs[0].token_ids) for output in outputs] == [24] * 4
 
 
-def test_seeds_survive_chunked_prefill(
-    engine: ColocatedEngine, actor: Actor, alike: Callable[..., None]
-) -> None:
+def test_seeds_survive_chunked_prefill(engine: ColocatedEngine, actor: Actor) -> None:
     """More prompt tokens than one step takes: on the CPU build a seeded request there dies without
     the patch.
     """
@@ -378,9 +376,10 @@ def test_seeds_survive_chunked_prefill(
     limit = engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     assert sum(map(len, long)) > limit
     sampling = Sampling(1.0, max_new_tokens=8, seed=9)
-    alike(engine)
+    # Both from an empty cache: on some CPUs products of another shape are rounded differently.
+    engine._forget_prompts()
     first = engine.generate(long, sampling)
-    engine._llm.reset_prefix_cache()
+    engine._forget_prompts()
     assert first.responses == engine.generate(long, sampling).responses
 
 
