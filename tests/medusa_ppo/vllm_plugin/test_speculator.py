@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("serve_on_v2.py")
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None,
         reason="needs Triton: make test-vllm VLLM=0.32 RUNNER=v2",
@@ -32,7 +32,7 @@ def serve(folder: Path, context: int, copy_parts: int, runner: str) -> dict[str,
     """A process of its own: the interpreter has to be there before vLLM."""
     command = [sys.executable, str(SCRIPT), str(folder), str(context), str(copy_parts), runner]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=800, check=False, env=os.environ
+        command, capture_output=True, text=True, timeout=1500, check=False, env=os.environ
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = {}
@@ -51,8 +51,16 @@ def seen(
 ) -> dict[str, Any]:
     folders = tmp_path_factory.mktemp("v2"), tmp_path_factory.mktemp("v1")
     return serve(folders[0], *request.param, "v2") | {
-        "v1": serve(folders[1], *request.param, "v1")["drafted"]
+        "v1": serve(folders[1], *request.param, "v1")["drafted"],
+        "copies": request.param[1] > 0,
     }
+
+
+def figures_of(seen: dict[str, Any], name: str) -> Any:
+    """Skips a memory's where it was left out: beside heads that don't copy."""
+    if name == "memory" and not seen["copies"]:
+        pytest.skip("a memory is tried with heads that copy")
+    return seen[name]
 
 
 def test_it_is_v2_that_runs(seen: dict[str, Any]) -> None:
@@ -88,7 +96,7 @@ def test_it_drafts_what_v1_drafts(seen: dict[str, Any]) -> None:
 def test_sampled_tokens_have_the_models_distribution(
     seen: dict[str, Any], name: str, accepted: int
 ) -> None:
-    figures = seen[name]
+    figures = figures_of(seen, name)
     assert figures["honest"] and figures["tokens"] >= 700, figures
     assert figures["accepted"] > accepted, figures
     if name == "early end":
@@ -114,7 +122,7 @@ def test_a_memory_has_what_was_written_and_learns_from_it(seen: dict[str, Any]) 
     """What V2 has sampled reaches the host a step later, and the drafts' probabilities come from
     the logits that it verifies against.
     """
-    found = seen["memory"]
+    found = figures_of(seen, "memory")
     assert found["remembered"] and found["scored"] > 0
     accepted, drafts = found["again"]
     assert accepted > 0.2 * drafts, found
