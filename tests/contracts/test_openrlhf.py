@@ -229,10 +229,7 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     worker_class = ours.plain_class(ours.policy_actor())
     worker = worker_class.__new__(worker_class)
     worker.actor = actor
-    companion = build_config({}).companion
-    args = Namespace(
-        rollout=Namespace(temperature=1.0, top_p=1.0), medusa=Namespace(companion=companion)
-    )
+    args = Namespace(rollout=Namespace(temperature=1.0, top_p=1.0), medusa=build_config({}))
     worker.strategy = Namespace(ring_attn_group=None, get_rank=lambda: 0, args=args)
 
     for prompt, answer in rows:  # one experience each, padded on the right as OpenRLHF pads them

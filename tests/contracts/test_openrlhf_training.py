@@ -96,9 +96,9 @@ def test_openrlhf_trains_the_actor_and_the_heads_follow(
     last = run.steps[-1]
     assert len(run.steps) == STEPS
     assert last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING]
-    assert sum(step[names.ACCEPTED] for step in run.steps) > 0 and all(
-        step[names.DRAFTS] > 0 for step in run.steps
-    )
+    # Heads that have learned nothing yet draft nothing.
+    assert sum(step[names.ACCEPTED] for step in run.steps) > 0 and last[names.DRAFTS] > 0
+
     assert last[names.COMPANION_TRAINED_TOKENS] + last[names.COMPANION_LEFT_OUT] > 0
     start, end = (
         load_file(folder / "model.safetensors") for folder in (chain_actor, tmp_path / "run")
