@@ -258,11 +258,11 @@ def in_parts(speculator: Any, generate: Any) -> int:
 def what_is_remembered(
     engine: ColocatedEngine, asked: list[list[int]], rollouts: Rollouts
 ) -> dict[str, Any]:
-    """Whether the memory has every response as it was written, and has learned from drafts of them;
-    and what is accepted of the same prompts' next responses.
+    """Whether the memory has every response as it was written, and how many drafts of the same
+    prompts' next responses it has learned from. (What they are worth does not show: responses of a
+    random actor hardly resemble each other.)
     """
-    wanted = Sampling(0.7, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    again = engine.generate(asked, wanted)
+    engine.generate(asked, Sampling(0.7, max_new_tokens=NEW_TOKENS, ignore_eos=True))
     runner = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner
     memory = runner.speculator.drafter.memory
     # What was accepted beyond a response's last token is remembered too.
@@ -274,7 +274,6 @@ def what_is_remembered(
     return {
         "remembered": written <= kept,
         "scored": float(memory.trust._seen_C.sum()),
-        "again": (again.counters.accepted, again.counters.drafts),
     }
 
 
