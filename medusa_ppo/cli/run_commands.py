@@ -24,7 +24,7 @@ def demo(
         int | None, typer.Option(min=1, help="PPO steps; default: those of configs/demo.yaml.")
     ] = None,
 ) -> None:
-    """Run the whole job on an embedded example, nothing to prepare: 11 to 18 minutes on two cores
+    """Run the whole job on an embedded example, nothing to prepare: 11 to 19 minutes on two cores
     on first use.
 
     Trains a tiny actor on first use, runs PPO with drafting and the companion, then times steps

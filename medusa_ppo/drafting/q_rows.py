@@ -21,7 +21,7 @@ TABLE_BYTES = 256 * 1024**2
 """Bytes of the rows that exist at a time, unless a single request has more."""
 
 
-def rows_at_once(vocab_size: int) -> int:
+def table_rows_at_once(vocab_size: int) -> int:
     return max(1, TABLE_BYTES // (4 * vocab_size))
 
 

@@ -435,7 +435,7 @@ def _refuse_quantised_lm_head(model: dict[str, Any]) -> None:
     """Raise ConfigError if the model's configuration says that lm_head is quantised. Not every
     format says it: vLLM's process looks at the loaded model again (`refuse_quantised_lm_head`).
     """
-    given = model.get("quantization_config") or model.get("compression_config") or {}
+    given = _quantization(model)
     groups = given.get("config_groups") or {}
     targets = [
         target
@@ -460,13 +460,18 @@ def _refuse_quantising(method: object, model: dict[str, Any]) -> None:
     """Raise ConfigError if vLLM would quantise a plain checkpoint as it loads, and again with each
     sync: that never ran.
     """
-    if method and not (model.get("quantization_config") or model.get("compression_config")):
+    if method and not _quantization(model):
         raise ConfigError(
             "engine.extra.quantization can't be combined with draft heads.",
             given=method,
             expected="unset, or a checkpoint with a quantization_config of its own",
             do=QUANTISE_BEFORE,
         )
+
+
+def _quantization(model: dict[str, Any]) -> dict[str, Any]:
+    """How a checkpoint is quantised, under either of the names that vLLM looks for; empty: not."""
+    return model.get("quantization_config") or model.get("compression_config") or {}
 
 
 def _names_lm_head(target: str) -> bool:

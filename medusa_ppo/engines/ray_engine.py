@@ -35,7 +35,15 @@ from medusa_ppo.engines.pieces import Ended, Finished, Partly, SharedMemory, tel
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.runtime.files import OwnedFolder, forget_registration
 from medusa_ppo.runtime.hardware import gpu_places, settled_engine, visible_gpus
-from medusa_ppo.runtime.processes import TOKEN, bundle, in_bundle, ray_errors, release, reserve
+from medusa_ppo.runtime.processes import (
+    TOKEN,
+    bundle,
+    in_bundle,
+    on_one_node,
+    ray_errors,
+    release,
+    reserve,
+)
 
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
@@ -148,7 +156,7 @@ def _folder_in_store(folder: str | None) -> SentFiles | None:
     """A folder's files in Ray's object store, for engines on other nodes; None: there is only this
     node.
     """
-    if folder is None or sum(bool(node["Alive"]) for node in ray.nodes()) == 1:
+    if folder is None or on_one_node():
         return None
     files = [path for path in Path(folder).iterdir() if path.is_file()]
     return {path.name: [ray.put(np.fromfile(path, dtype=np.uint8))] for path in files}

@@ -40,6 +40,7 @@ from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN
 from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.processes import on_one_node
 from medusa_ppo.runtime.state_receiver import RECEIVER
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def _sent(args: tuple[Any, ...]) -> SentFile | None:
     path = args[0] if args else None
     if not isinstance(path, str) or not os.path.isfile(path):
         return None
-    if sum(bool(node["Alive"]) for node in ray.nodes()) == 1:
+    if on_one_node():
         return None
     content = ray.put(np.fromfile(path, np.uint8))
     return SentFile(ray.get_runtime_context().get_node_id(), [content])

@@ -252,6 +252,11 @@ TIMEOUT_S = 180.0
 TOKEN = 0.001  # Amount of a node's resource: it decides where, not how many.
 
 
+def on_one_node() -> bool:
+    """Whether Ray's cluster has one living node: this one."""
+    return sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+
+
 def bundle(gpus: float, resource: str | None) -> dict[str, float]:
     """What one process requests from its node. CPUs are shared, not reserved, but Ray requires some
     amount in each bundle.

@@ -36,7 +36,7 @@ from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.memory import Recall
 from medusa_ppo.drafting.noise import DRAFT_STREAM, keys_of, uniforms
 from medusa_ppo.drafting.products import DraftVocabulary
-from medusa_ppo.drafting.q_rows import VerifiedRows, rows_at_once, table_of
+from medusa_ppo.drafting.q_rows import VerifiedRows, table_of, table_rows_at_once
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Ending
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
@@ -404,7 +404,7 @@ class DraftsToVerify:
         self._drafter = drafter
         self._requests_S = requests_S
         self._vocab_size = vocab_size
-        self.rows_at_once = rows_at_once(vocab_size)
+        self.rows_at_once = table_rows_at_once(vocab_size)
 
     def table(self, rows: VerifiedRows, temperature_S: torch.Tensor) -> torch.Tensor | None:
         """The table of some rows (`q_rows.table_of`); None: all their drafts are one-hot."""

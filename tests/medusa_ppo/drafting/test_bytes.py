@@ -105,7 +105,7 @@ def counted(sequences: int, drafts: int, vocab: int, width: int) -> dict[str, in
             proposed = verify.Proposed(kept, noise_BK)
             verify.verify_rows(target_TV, None, rows, counts, proposed, verify.Rule())
         verify._places.cache_clear()
-        at_once = min(q_rows.rows_at_once(vocab), sequences * (drafts + 1))
+        at_once = min(q_rows.table_rows_at_once(vocab), sequences * (drafts + 1))
         with torch.device("cuda"):
             some_T = torch.zeros(at_once, dtype=torch.int64)
         with Peak() as making:
