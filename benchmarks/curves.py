@@ -5,7 +5,7 @@ each with the plugin and without it, for several seeds.
         [--algorithms gae grpo rloo] [--config configs/demo.yaml] [--heads DIR] [--minutes 60]
         [key=value ...]
     python benchmarks/curves.py table [--out runs/curves]   # prints the tables
-    python benchmarks/curves.py keep --out runs/curves      # writes curves.json beside this file
+    python benchmarks/curves.py keep --out runs/curves      # adds them to curves.json, beside this
     python benchmarks/curves.py draw                        # draws curves.svg in docs from it
     python benchmarks/curves.py run --out runs/gsm8k --config configs/gsm8k.yaml model.path=DIR
         data.path=FILE ppo.reward=benchmarks.companion_defaults:numbers
@@ -175,6 +175,12 @@ def records(out: Path) -> list[Record]:
             do="Run that first, with the same --out.",
         )
     return found
+
+
+def together(earlier: Sequence[Record], later: Sequence[Record]) -> list[Record]:
+    """What was kept before and what came since; the later one of runs that were made twice."""
+    runs = {(run["algorithm"], run["arm"], run["seed"]): run for run in [*earlier, *later]}
+    return [runs[key] for key in sorted(runs)]
 
 
 # ---- figures
@@ -399,7 +405,8 @@ def main() -> None:
         args.out = args.out.resolve()
         run_missing(args)
     elif args.what == "keep":
-        write_atomic(KEPT, json.dumps(records(args.out)) + "\n")
+        earlier = kept() if KEPT.is_file() else []
+        write_atomic(KEPT, json.dumps(together(earlier, records(args.out))) + "\n")
     elif args.what == "table":
         say("\n".join(tables(records(args.out) if args.out else kept())))
     else:

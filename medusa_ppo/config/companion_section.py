@@ -46,9 +46,9 @@ class CompanionConfig(Section):
     are small: a batch should give ten steps or more.
     """
     epochs: Count = 2
-    """Most passes over each rollout batch; fewer if `share` has no room for them (always all with
-    `wait` or ppo.staleness). Set it higher when the companion has its own device and waits for
-    batches.
+    """Most passes over each rollout batch; fewer if `share` has no room for them, or while batches
+    wait to be trained on (always all with `wait` or ppo.staleness). Set it higher when the companion
+    has its own device and waits for batches.
     """
     share: float = Field(0.05, gt=0, le=1)
     """The most that training may take of the loop's seconds if it shares cores or a device with the

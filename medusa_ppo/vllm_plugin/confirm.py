@@ -21,12 +21,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from heads.copying import SERVED_PLACES, Text, copied
 from heads.errors import CheckpointError, SwapError
 from heads.heads_config import TEMPERATURES, HeadsConfig, context_prefix
-from heads.modules import rms_normalise
+from heads.modules import MedusaHeads, rms_normalise
 from heads.tensorfile import checksum, is_finite, load_state
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.context import ContextHeads, Seen
@@ -132,6 +131,20 @@ def check_fit(
             expected=f"{len(serving)} tensors of the serving heads' sizes",
             do="Swap in heads of the same kind, K and sizes.",
         )
+
+
+class ReadHeads(NamedTuple):
+    """A file of heads, read and checked.
+
+    Attributes:
+        state: its tensors in the dtype that they serve in, on the host.
+        checksum: of the file's tensors.
+        sums: `sums_of_bits` of `state`, in the order of `MedusaHeads.trainable_views`.
+    """
+
+    state: dict[str, torch.Tensor]
+    checksum: str
+    sums: list[int]
 
 
 class FixedInputs(NamedTuple):
@@ -363,9 +376,11 @@ def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:
     return float((seen - expected).square().mean().sqrt()) / spread
 
 
-def fingerprint(heads: nn.Module) -> list[int]:
-    """Checksums that show whether memory was thrown away."""
-    return sums_of_bits(p.detach() for p in heads.parameters())
+def fingerprint(heads: MedusaHeads) -> list[int]:
+    """Checksums of the weights in memory, in the order of `heads.trainable_views()`. They show
+    whether the right ones arrived, and later whether memory was thrown away.
+    """
+    return sums_of_bits(heads.trainable_views().values())
 
 
 def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -55,6 +55,7 @@ from medusa_ppo.drafting.verify import Proposed
 from medusa_ppo.vllm_plugin.calibrating import Calibrating
 from medusa_ppo.vllm_plugin.confirm import (
     Plain,
+    ReadHeads,
     check_finite,
     check_fit,
     find_difference,
@@ -678,10 +679,8 @@ class MedusaProposer(Drafter):
         )
         self._use_vocabulary()
 
-    def read(
-        self, path: str, checked: Checked | None = None
-    ) -> tuple[dict[str, torch.Tensor], str]:
-        """A state file's tensors as they will serve, and the checksum of the file's tensors.
+    def read(self, path: str, checked: Checked | None = None) -> ReadHeads:
+        """A state file's tensors as they will serve.
 
         Changes nothing and involves no other rank, so it may run beside the engine.
 
@@ -694,14 +693,15 @@ class MedusaProposer(Drafter):
         check_finite(
             {name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype}
         )
-        return cast, digest
+        sums = sums_of_bits(cast[name] for name in self.heads.trainable_views())
+        return ReadHeads(cast, digest, sums)
 
     def swap(
         self,
         path: str,
         version: int,
         checked: Checked | None = None,
-        read: Callable[[], tuple[dict[str, torch.Tensor], str]] | None = None,
+        read: Callable[[], ReadHeads] | None = None,
     ) -> str:
         """Replace the serving heads with those of a state file; nothing is changed unless the file
         is right.
@@ -721,26 +721,24 @@ class MedusaProposer(Drafter):
         heads = self.heads
         # Whatever may fail on a single rank is finished on all of them before the first product,
         # because products are collectives.
-        cast, digest = together("reading new heads", read or (lambda: self.read(path, checked)))
+        new = together("reading new heads", read or (lambda: self.read(path, checked)))
         self.fed = False
-        together("taking new heads", lambda: heads.load_trainable_state(cast))
+        together("taking new heads", lambda: heads.load_trainable_state(new.state))
         self._core.load()
         self._forget_pairs()
         self.chooser.heads_changed()
         self._refresh_vocabulary()
-        views = heads.trainable_views()
-        sums = zip(
-            views,
-            sums_of_bits(views.values()),
-            sums_of_bits(cast[name] for name in views),
-            strict=True,
-        )
+        held = fingerprint(heads)
         fault = next(
-            (f"{name} does not read back" for name, held, sent in sums if held != sent), ""
+            (
+                f"{name} does not read back"
+                for name, there, sent in zip(heads.trainable_views(), held, new.sums, strict=True)
+                if there != sent
+            ),
+            "",
         )
-        fault = (
-            self._probe_swap(cast) or fault
-        )  # Always: with tensor parallelism the probe is a collective.
+        # Always: with tensor parallelism the probe is a collective.
+        fault = self._probe_swap(new.state) or fault
         if not agreed_by_all(not fault):
             raise SwapError(
                 "The engine does not draft with the heads that were swapped in; it drafts nothing"
@@ -751,10 +749,10 @@ class MedusaProposer(Drafter):
             )
         self.fed = True
         self.version = version
-        self.heads_checksum = digest
-        self._fingerprint = fingerprint(heads)
+        self.heads_checksum = new.checksum
+        self._fingerprint = held
         self._untrained = heads.untrained
-        return digest
+        return new.checksum
 
     @torch.inference_mode()
     def _probe_swap(self, state: Mapping[str, torch.Tensor]) -> str:

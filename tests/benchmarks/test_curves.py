@@ -47,6 +47,15 @@ def six(ours: list[float], theirs: list[float]) -> list[dict[str, Any]]:
     ]
 
 
+def test_what_is_kept_grows_over_sessions(bench: ModuleType) -> None:
+    earlier = [one("with", 0, 1.0, 80.0), one("without", 0, 1.0, 100.0)]
+    later = [one("with", 0, 2.0, 90.0), one("with", 0, 3.0, 90.0, "grpo")]
+    found = {
+        (run["algorithm"], run["arm"]): run["reward"][-1] for run in bench.together(earlier, later)
+    }
+    assert found == {("gae", "with"): 2.0, ("gae", "without"): 1.0, ("grpo", "with"): 3.0}
+
+
 def test_an_interval_by_hand(bench: ModuleType) -> None:
     """Both variances are 1, so the error is the square root of 2 / 3; four degrees of freedom."""
     apart, half = bench.difference([1.0, 2.0, 3.0], [2.0, 3.0, 4.0])
