@@ -47,8 +47,8 @@ class CompanionConfig(Section):
     """
     epochs: Count = 2
     """Most passes over each rollout batch; fewer if `share` has no room for them, or while batches
-    wait to be trained on (always all with `wait` or ppo.staleness). Set it higher when the companion
-    has its own device and waits for batches.
+    wait to be trained on (always all with `wait` or ppo.staleness). Set it higher when the
+    companion has its own device and waits for batches.
     """
     share: float = Field(0.05, gt=0, le=1)
     """The most that training may take of the loop's seconds if it shares cores or a device with the
