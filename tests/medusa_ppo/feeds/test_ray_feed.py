@@ -195,7 +195,7 @@ def test_people_list_and_forget_it(feed: RayFeed, tmp_path: Path) -> None:
     feed.publish(heads_file(tmp_path / "state", 1), release(1))
     assert "2 heads of kind medusa" in run("list", feed.address)
     assert "ended" in run("forget", feed.address)
-    assert "there is none" in run("forget", feed.address)
+    assert "no such feed" in run("forget", feed.address)
     result = CliRunner().invoke(app, ["feed", "forget", str(tmp_path)])
     assert result.exit_code == 2 and "Remove the folder" in result.output
 
