@@ -188,7 +188,7 @@ class CpuSteps:
     def _of_drafts(
         self, cells: dict[tuple[int, int], float], sequences: float, drafts: int
     ) -> float:
-        """The value of `cells` (by sequences and drafts) at these numbers, interpolated linearly."""
+        """The value of `cells` (by sequences and drafts) at these sizes, interpolated linearly."""
         line = {
             count: _between({s: t for (s, k), t in cells.items() if k == count}, sequences)
             for count in {k for _, k in cells}
