@@ -53,8 +53,7 @@ from medusa_ppo.ppo.update_totals import UpdateTotals
 Done = TypeVar("Done")
 
 DISCOUNT = 1.0
-"""Discount of later rewards, per token: none, since an answer is as right at token 500 as at token
-5.
+"""Discount per token. There is none: a right answer is worth the same at token 500 as at token 5.
 """
 IMPORTANCE_BOUND = 2.0
 """Ratios of actor to engine above this are counted if ppo.importance_bound is not set."""

@@ -289,8 +289,9 @@ class RolloutMaker:
         return [Piece(range(start, min(start + size, total))) for start in range(0, total, size)]
 
     def _ended(self, work: Step, place: int, response: Response) -> None:
-        """Runs in the engine's threads. A response that arrives again is too late for its piece;
-        `score` handles that.
+        """Take a finished response; this runs in the engine's threads. After a lost engine, a
+        response may come a second time, when its piece is already being scored; `score` handles
+        that.
         """
         piece = work.pieces[place // len(work.pieces[0].places)]
         with work.lock:

@@ -144,7 +144,7 @@ class HeldHeads(MedusaProposer):
             self._refresh_vocabulary()
 
     def recall(self) -> Recall | None:
-        """The memory's part in the drafts after the step that was observed last."""
+        """What the memory suggests for the drafts that follow the step observed last."""
         if self.memory is None or self._last_tokens is None:
             return None
         return self.memory.recall(*self._last_tokens)

@@ -230,7 +230,7 @@ class RankedActor(SpreadActor):
         return embedding_VD
 
     def changed(self) -> None:
-        """The ranks have new weights."""
+        """Call this when the ranks have new weights."""
         self._tables = None
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
