@@ -530,7 +530,7 @@ def judge(
         return Verdict(False, True, f"Worse: {seen}.", *rows, difference)
     if due and difference.low > 0:
         return Verdict(True, False, f"Better: {seen}.", *rows, difference)
-    waits = "Not surely better" if due else "Next look only with more evidence"
+    waits = "Not significantly better" if due else "Next look only with more evidence"
     return Verdict(False, False, f"{waits}: {seen}.", *rows, difference)
 
 

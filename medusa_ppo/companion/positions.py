@@ -212,12 +212,12 @@ class EarlySample:
     to whichever earlier pairs exist, as in an engine after a swap.
 
     Attributes:
-        rows: most whose states are kept.
+        rows: maximum number of rows whose states are kept.
         holdout_fraction: share of the prompts that have a stretch of one answer held out; these
             stretches are HELD_SHARE of the rows. 0: `companion.holdout` chooses among the blocks
             once all are there.
         seed: seed of both draws.
-        ahead: rows.
+        ahead: number of following rows that heads learn from.
         block: rows of a block; None: BLOCK, or less if few would fit.
     """
 

@@ -226,8 +226,8 @@ def _lines(step: int, rollouts: Rollouts) -> Iterator[str]:
 
 
 def sampling_of(config: RunConfig, step: int) -> Sampling:
-    """How the responses of a step are sampled; the seed is a function of the run's seed and the
-    step; None if nothing has to be reproducible: the engine then samples all requests at once.
+    """How the responses of a step are sampled. The seed follows from the run's seed and the step;
+    it is None if nothing has to be reproducible, and the engine then samples all requests at once.
     """
     section = config.sampling
     return Sampling(
@@ -241,7 +241,7 @@ def sampling_of(config: RunConfig, step: int) -> Sampling:
 
 
 def num_drafts(config: RunConfig) -> int:
-    """Most draft tokens per step."""
+    """Maximum number of drafts per engine step."""
     most = config.engine.most_drafts
     return config.heads.num_heads if most is None else most
 

@@ -64,10 +64,10 @@ class PPOLearner(ABC):
     actor.
 
     Attributes:
-        actor: as `MedusaPlugin` and `ActorSync` take it.
+        actor: the actor in the form that `MedusaPlugin` and `ActorSync` accept.
         device: where batches are prepared.
-        features: features of the prompts' images; None: none.
-        has_critic: there is one, here or elsewhere.
+        features: features of the prompts' images; None: the prompts have none.
+        has_critic: whether there is a critic, here or elsewhere.
     """
 
     actor: Actor
@@ -82,7 +82,7 @@ class PPOLearner(ABC):
             critic: value network; None if the advantages need none.
             config: hyper-parameters.
             seed: seed of the minibatch order.
-            autocast: run products in bfloat16 (weights, optimizer and losses stay float32).
+            autocast: run matrix products in bfloat16; weights, optimizer and losses stay float32.
         """
         self.critic = critic
         self.has_critic = critic is not None
@@ -329,7 +329,7 @@ class PPOLearner(ABC):
         optimizer.zero_grad(set_to_none=True)
 
     def take_memory(self) -> dict[str, Any]:
-        """The step's figures of what the roles had on their devices, and what moved."""
+        """The step's figures: how much memory the roles had on their devices, and what moved."""
         return self.turns.take()
 
     def save(self, folder: Path) -> None:

@@ -79,9 +79,7 @@ class RewardWorker:
 
 
 class RewardPool:
-    """Processes that call a reward function. They start with the first call; a context manager is
-    not needed: call `close`.
-    """
+    """Processes that call a reward function. They start with the first call, and end with `close`."""
 
     def __init__(self, name: str, processes: int, timeout_s: float | None = None) -> None:
         """
@@ -148,7 +146,7 @@ class RewardPool:
             self.close()
             given = (
                 f"{self._name}:"
-                f" {'no word in time' if outcome.late else f'exit code {worker.process.exitcode}'}"
+                f" {'no answer in time' if outcome.late else f'exit code {worker.process.exitcode}'}"
             )
             do = "Import its module in a fresh Python; it fails there as it does here."
             raise RunError(

@@ -70,8 +70,8 @@ class Piece:
 
 @dataclass
 class Step:
-    """What is made in one step. `news` is for the caller's thread: a complete piece, what failed,
-    or None when the engine is done.
+    """A step's work. The caller's thread reads `news`: a complete piece, an error, or None when the
+    engine is done.
     """
 
     prompts: list[Prompt]
@@ -315,8 +315,8 @@ class RolloutMaker:
         return self._learner.measure(batch, work.sampling, tap, self.timeline)
 
     def _reward_whole(self, work: Step) -> None:
-        """Rewards of pieces as they become complete, until there is no more news. Failures
-        meanwhile are raised, and no further piece begins.
+        """Compute the rewards of each piece as soon as it is complete, until the engine is done. If
+        something fails meanwhile, raise that error and begin no further piece.
         """
         try:
             while (news := work.news.get()) is not None:
@@ -357,7 +357,7 @@ def _with_images(prompts: Sequence[Prompt]) -> bool:
 
 
 def _with_their_images(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
-    """Engines answer with plain token ids."""
+    """The rollouts with their prompts' images, which an engine's answer doesn't contain."""
     if not _with_images(prompts):
         return rollouts
     return replace(rollouts, prompts=tuple(prompt.token_ids for prompt in prompts))
@@ -403,9 +403,7 @@ class HeldPasses:
         self._passes: list[tuple[Tensor, Tensor, tuple[int, ...]]] = []
 
     def tap(self, first: int) -> Tap:
-        """Context around the passes over a piece whose first sequence is at this place of the
-        batch.
-        """
+        """Context around the passes over a piece whose first sequence has this place in the batch."""
 
         @contextlib.contextmanager
         def held(

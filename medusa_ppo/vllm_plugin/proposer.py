@@ -307,7 +307,7 @@ class MedusaProposer(Drafter):
         seen: Seen | None,
     ) -> Drafted:
         """Sampled drafts; their q is kept until verification."""
-        assert self._slots is not None, "who samples drafts has room for them"
+        assert self._slots is not None, "sampled drafts need slots"
         seats = self._seats
         sm = sampling_metadata
         temperature_B = sm.temperature if seats.drawn_B is None else sm.temperature * seats.drawn_B
@@ -745,7 +745,7 @@ class MedusaProposer(Drafter):
             raise SwapError(
                 "The engine does not draft with the heads that were swapped in; it drafts nothing"
                 " now.",
-                given=fault or "what another rank says",
+                given=fault or "a fault on another rank",
                 expected="the file's values, and the drafts that they make",
                 do="Swap again; should that fail too, restart the engine.",
             )

@@ -90,8 +90,8 @@ class RunningRequests:
         return tails_Bn
 
     def take(self) -> None:
-        """Add what the last step sampled to its requests. Nothing waits for that: the scheduler has
-        had these tokens before it began another step.
+        """Add what the last step sampled to its requests. This waits for nothing: the scheduler had
+        these tokens before it began this step.
         """
         if self._coming is None:
             return

@@ -120,7 +120,7 @@ class EngineFeeder:
             watch.took(before, self._given(core, before))
 
     def _given(self, core: Any, fetched: Fetched) -> Exception | None:
-        """Why not all ranks have loaded it; None: they have."""
+        """Load it into all ranks. Returns why not all of them have it; None: they have."""
         arguments = (str(fetched.path), fetched.version, [fetched.checksum])
         try:
             answers = core.collective_rpc("medusa_feed_heads", args=arguments)

@@ -5,8 +5,8 @@ drafts were drawn from, before temperature. Ours are log q times the temperature
 sees whatever shaped q (draft temperatures, top-k, top-p). They are made when they are read, for
 some requests at a time, from what the drafts were drawn with (`drafting.q_rows`). A row that is
 -inf except at the draft itself is a one-hot draft, which is valid for any draft. Requests with a
-grammar get such rows (vLLM truncates them by their own values), and so does whoever has not drafted
-in the step before.
+grammar get such rows (vLLM truncates them by their own values), and so do requests that did not
+draft in the step before.
 
 Imported only if V2 is used. Shape letters: B requests, T rows of a step, S slots, K drafts,
 D hidden, V vocabulary.

@@ -194,7 +194,7 @@ class RankTeam:
 
 def _rank_errors() -> AbstractContextManager[None]:
     return ray_errors(
-        RunError, "A rank of the actor", "Read the log of Ray's worker, and go on with --resume."
+        RunError, "A rank of the actor", "Read the log of Ray's worker, and continue with --resume."
     )
 
 

@@ -2,9 +2,9 @@
 critic and reward model if actor.roles says so, and does its share of every PPO pass.
 
 The roles keep their memory or take turns with it (ppo.placement), like those in the loop's process.
-Every rank gets the same calls, so all ranks take the same turns.
 
-Every rank gets the same calls in the same order. Sequences are dealt to data-parallel replicas; the
+Every rank gets the same calls in the same order, so all of them also take the same turns. Sequences
+are dealt to data-parallel replicas; the
 ranks of a replica run the same micro batches. The loss is divided by the number of tokens of the
 whole minibatch, and gradients are summed over replicas, so the number of replicas changes the
 result by rounding only. Trained weights, moments and losses are float32, as in the loop's own
