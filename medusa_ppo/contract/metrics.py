@@ -166,7 +166,7 @@ UPDATE_PEAK = "update_peak_gib"
 SYNC_PEAK = "sync_peak_gib"
 """The same during the sync."""
 LEDGER_PEAK = "ledger_peak_gib"
-"""Most memory that all roles had on devices at once: weights, gradients, moments, keys and values.
+"""Peak memory of all roles on devices together: weights, gradients, moments, keys and values.
 """
 LEDGER_ROLES = "ledger_roles_gib"
 """Peak device memory of each role."""

@@ -50,8 +50,8 @@ CLOSE_TIMEOUT_S = 20.0
 STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version", "note")
 Answer = tuple[Any, dict[str, Any]]
 SentFiles = dict[str, list[Any]]
-"""Names of files, and a reference of each one's bytes; in a list, so that Ray fetches it only where
-it is read.
+"""Names of files, and a reference to each one's bytes; in a list, so that Ray fetches the bytes
+only where they are read.
 """
 
 
@@ -84,7 +84,7 @@ class EngineHost:
         return ray.get_runtime_context().get_node_id(), self._state()
 
     def _receive(self, sent: SentFiles) -> str:
-        """A folder of this process with the files."""
+        """Write the files into a folder of this process, and return it."""
         self._received = OwnedFolder("medusa-ppo-received-", shared_memory=True)
         folder = self._received.path / "heads"
         folder.mkdir()
@@ -322,7 +322,7 @@ class RayEngine(base.RolloutEngine):
         """Call a method that reads a file, wherever the engine is."""
         if not self.elsewhere:
             return self._call(method, path, version, checked)
-        # Part of the key, since a file of the same name may be newer.
+        # The time is part of the key, because a file with the same name may be newer.
         status = os.stat(path)
         # References end with their session of Ray.
         session = ray.get_runtime_context().get_job_id()
@@ -402,7 +402,7 @@ def make_engine(
             always does.
     """
     config = settled_engine(config)
-    # Before any of them starts, so that the first does not take another's place.
+    # Decided before any of them starts, so that the first does not take another's place.
     servers = gpu_places(config, visible_gpus()).servers
 
     def unplaced(index: int, section: EngineConfig, own_seed: int) -> base.RolloutEngine:

@@ -144,10 +144,8 @@ class RewardPool:
         if not worker.ready:
             self._workers.remove(worker)
             self.close()
-            given = (
-                f"{self._name}:"
-                f" {'no answer in time' if outcome.late else f'exit code {worker.process.exitcode}'}"
-            )
+            ended = f"exit code {worker.process.exitcode}"
+            given = f"{self._name}: {'no answer in time' if outcome.late else ended}"
             do = "Import its module in a fresh Python; it fails there as it does here."
             raise RunError(
                 "A process for rewards did not start.",

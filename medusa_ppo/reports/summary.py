@@ -186,10 +186,10 @@ SUMMARY_KEYS: dict[str, str] = {
     "memory_peak_gib.update": "The same during the update.",
     "memory_peak_gib.sync": "The same during the sync.",
     "ledger.peak_gib": (
-        "Most memory that all roles had on devices at once: weights, gradients, moments, keys and"
+        "Peak memory of all roles on devices together: weights, gradients, moments, keys and"
         " values."
     ),
-    **{f"ledger.{role}_gib": f"The most that the {role} had." for role in LEDGER},
+    **{f"ledger.{role}_gib": f"Peak memory of the {role}." for role in LEDGER},
     "ledger.offload_s": (
         "Seconds spent moving roles to host memory and back in a step, mean over the last window"
         " (unless ppo.placement is separate)."
@@ -313,7 +313,7 @@ def ledger_rows(ledger: dict[str, Any] | None) -> list[tuple[str, str]]:
     )
     rows = [
         (
-            "Most that all roles had on devices at once, and each, GiB",
+            "Peak memory of all roles on devices, and of each role, GiB",
             f"{w.plain(ledger['peak_gib'])}; {roles}",
         )
     ]

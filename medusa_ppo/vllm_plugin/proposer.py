@@ -143,7 +143,7 @@ class MedusaProposer(Drafter):
         self.heads_checksum = checksum(heads.trainable_state())
         if self.num_speculative_tokens > heads.config.num_heads:
             raise ConfigError(
-                "More drafts than trained heads.",
+                "There are more drafts than trained heads.",
                 given=f"num_speculative_tokens={self.num_speculative_tokens}",
                 expected=f"<= {heads.config.num_heads}, the heads in {folder}",
                 do="Draft fewer tokens or train more heads.",
