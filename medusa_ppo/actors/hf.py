@@ -327,7 +327,7 @@ class HFActor(ActorView):
         Args:
             model: causal LM of transformers, bare or wrapped; see `medusa_ppo.actors.actor_tables`
                 for what is understood.
-            reports: as the attribute.
+            reports: see the attribute.
             with_embedding: `refresh` also brings the input embedding (heads of kind hydra).
             group: the ranks that hold this actor together; None: all.
         """

@@ -43,7 +43,7 @@ class Pace:
         return bool(self._byte[0])
 
     def give_way(self) -> None:
-        """The companion calls this between two pieces of work: wait for as long as the loop wants."""
+        """Wait for as long as the loop wants. The companion calls this between pieces of work."""
         while self.held:
             time.sleep(GIVE_WAY_S)
             self.waited_s += GIVE_WAY_S

@@ -152,7 +152,7 @@ def texts_of(batch: RolloutBatch) -> Texts:
 
 
 def in_blocks(count: int, block: int, generator: torch.Generator) -> torch.Tensor:
-    """0 to count - 1, each block of neighbours together, the blocks in random order."""
+    """The numbers below `count` in blocks of neighbours; the blocks are in random order."""
     blocks = torch.randperm(-(-count // block), generator=generator)
     order_N = (blocks.unsqueeze(1) * block + torch.arange(block)).flatten()
     return order_N[order_N < count]

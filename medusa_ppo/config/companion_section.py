@@ -37,8 +37,8 @@ class CompanionConfig(Section):
     when the heads are large and candidates are worse from the start.
     """
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Number format of the companion's matrix products; null: bfloat16 on a GPU or CPU that has it, else
-    float32. Weights, sums and optimizer stay float32. Set it to float32 to find out whether
+    """Number format of the companion's matrix products; null: bfloat16 on a GPU or CPU that has it,
+    else float32. Weights, sums and optimizer stay float32. Set it to float32 to find out whether
     rounding is the problem.
     """
     batch_positions: Count = 2048

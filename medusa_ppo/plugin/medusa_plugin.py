@@ -410,7 +410,7 @@ class MedusaPlugin:
             if self._companion is not None:
                 self._decision = self.budget.decide() if self.budget else Decision()
                 if self._wants_states:
-                    # Those that stayed here while nothing was trained.
+                    # Tables that were not sent while nothing was trained.
                     self._send_tables(rollouts.policy_version)
                     self._collector = self._companion.collector(rollouts)
                     self.empty_responses += self._collector.empty_responses
@@ -541,8 +541,8 @@ class MedusaPlugin:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For seconds that are not the loop's: the companion waits in them, if it shares cores or a
-        device with the loop.
+        """Inside, the companion waits if it shares cores or a device with the loop: its work would
+        slow down whatever is being timed.
         """
         if self._companion is not None:
             self._companion.give_way(True)
@@ -734,7 +734,9 @@ def _embedding(tables_VD: Tables, config: HeadsConfig) -> torch.Tensor | None:
 
 
 def _tables(model: Actor, config: HeadsConfig | None) -> Tables:
-    """The embedding only if it is needed: a Megatron actor collects it from its ranks."""
+    """The actor's tables. The embedding comes only if the heads need it, because a Megatron actor
+    must collect it from its ranks.
+    """
     view = as_view(model)
     return (
         view.lm_head_VD,

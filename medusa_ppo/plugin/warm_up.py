@@ -32,7 +32,7 @@ LEAST_PROMPTS = 18
 those held out for the gate.
 """
 MOST_ANSWERS = 8
-"""Most responses to one prompt; more of them teach almost nothing."""
+"""Maximum number of responses to one prompt; more would teach almost nothing."""
 SHORTEST = 64
 """Responses are cut so that a few long ones don't take all the tokens, but never below this many
 tokens.

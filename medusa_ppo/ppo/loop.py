@@ -214,8 +214,8 @@ class PPOLoop:
         return self._report(values, self.maker.figures())
 
     def _ahead(self, step: int) -> Metrics:
-        """The engine writes for later steps, up to ppo.staleness ahead, while the loop learns from
-        this one; with ppo.carry_after it also carries prompts over.
+        """A step while the engine generates for later ones, up to ppo.staleness ahead. With
+        ppo.carry_after, unfinished prompts are carried over.
         """
         with self._generating(step):
             if not self.maker.has_begun(step):

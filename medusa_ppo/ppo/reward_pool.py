@@ -79,7 +79,7 @@ class RewardWorker:
 
 
 class RewardPool:
-    """Processes that call a reward function. They start with the first call, and end with `close`."""
+    """Processes that call a reward function: started by the first call, ended by `close`."""
 
     def __init__(self, name: str, processes: int, timeout_s: float | None = None) -> None:
         """
@@ -182,7 +182,9 @@ def serve(name: str, pipe: Connection) -> None:
 
 
 def plain(given: Any) -> float | list[float]:
-    """A number, or several, of any type."""
+    """A reward as a float, or several as a list of floats: numpy's and torch's types become
+    Python's.
+    """
     try:
         return float(given)
     except TypeError:

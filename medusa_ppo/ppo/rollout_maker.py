@@ -403,7 +403,7 @@ class HeldPasses:
         self._passes: list[tuple[Tensor, Tensor, tuple[int, ...]]] = []
 
     def tap(self, first: int) -> Tap:
-        """Context around the passes over a piece whose first sequence has this place in the batch."""
+        """Context around the passes over a piece; `first` is its first sequence's batch index."""
 
         @contextlib.contextmanager
         def held(

@@ -314,7 +314,7 @@ class RunSession:
         return MegatronLearner(team, actor_path, critic, config)
 
     def _start_ray(self) -> None:
-        """Start Ray, unless it is running: the actor's ranks need it first, everything else later."""
+        """Start Ray, unless it is running: the actor's ranks need it first, the rest later."""
         if self._ray_started:
             return
         config = self._config
