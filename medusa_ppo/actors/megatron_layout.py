@@ -411,7 +411,7 @@ def context_positions(
 
 class Gathering:
     """Sends one tensor from each rank of a group to the first rank; started at once, so that it
-    runs in parallel to the forward pass.
+    runs in parallel with the forward pass.
     """
 
     def __init__(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -30,7 +30,7 @@ class BatchQueue:
     def __init__(self, max_bytes: int, max_lag: int = MAX_LAG) -> None:
         """
         Args:
-            max_bytes: most bytes of all batches that wait or are in use together.
+            max_bytes: limit on the bytes of all batches together that wait or are in use.
             max_lag: policy versions that a waiting batch may be behind the newest. Otherwise a slow
                 companion trains on ever staler rollouts.
         """

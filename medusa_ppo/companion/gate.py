@@ -85,7 +85,7 @@ class Served:
 
     Attributes:
         draft_temperature: times the rollouts' own; 0: one-hot drafts.
-        num_drafts: most drafts in a step; None: one per head.
+        num_drafts: maximum drafts in a step; None: one per head.
         ids_W: tokens that drafts come from, int64; None: all.
         mix: for sampled drafts: turns the heads' log q of the rollouts' tokens `[M, K]` into the
             log q of the distribution that drafts are drawn from. Takes a piece of the batch, the

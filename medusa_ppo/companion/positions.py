@@ -337,7 +337,7 @@ class ReplayBuffer:
         """
         Args:
             versions: policy versions that a batch stays for; 0: nothing is kept.
-            max_bytes: most bytes of all batches kept.
+            max_bytes: limit on the bytes of all kept batches together.
             decay: share of the positions that remains with each version, 0..1.
         """
         self._versions = versions

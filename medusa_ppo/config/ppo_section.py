@@ -58,8 +58,8 @@ class PPOConfig(Section):
     their devices together.
     """
     side_by_side: bool = False
-    """The reference scores in parallel to actor and critic, and the critic learns in parallel to
-    the actor, each with `threads` CPU threads. Set it on a CPU with cores to spare, with `threads`
+    """The reference scores in parallel with actor and critic, and the critic learns in parallel
+    with the actor, each with `threads` CPU threads. Set it on a CPU with cores to spare, with `threads`
     at half of them.
     """
     epochs: Count = 2

@@ -235,7 +235,7 @@ def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
         return
     if ppo.side_by_side:
         yield Contradiction(
-            "A Megatron actor's ranks already work in parallel to the critic.",
+            "A Megatron actor's ranks already work in parallel with the critic.",
             ("ppo.side_by_side", "actor.backend"),
             "ppo.side_by_side=false",
             "Set ppo.side_by_side=false.",

@@ -494,7 +494,8 @@ def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, 
 
 
 def _model_json(model_path: str | Path, name: str) -> dict[str, Any]:
-    """A JSON file of a model's folder or hub name; empty if there is none."""
+    """What a JSON file of the model says, from its folder or the hub; empty if it has no such file.
+    """
     folder = Path(model_path)
     path: Path | None = folder / name
     if not folder.is_dir():

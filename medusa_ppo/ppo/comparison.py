@@ -73,7 +73,8 @@ class ComparedLoop(Protocol):
 def compare(
     loop: ComparedLoop, plain: Parts, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """`rollouts` and `steps` of `config.report.compare_pairs` pairs, for a run's loop at its end.
+    """Compare a run's loop, at its end, with plain PPO over `config.report.compare_pairs` pairs.
+    Returns the entries `rollouts` and `steps` of the summary.
 
     Args:
         plain: the run's parts without the plugin.

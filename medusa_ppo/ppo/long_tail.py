@@ -78,7 +78,7 @@ class LongTail:
         Args:
             prompts_of: a step's own prompts.
             share: share of finished prompts at which the engine stops.
-            staleness: most updates between a token's version and the one that learns from it.
+            staleness: maximum updates between a token's version and the one that learns from it.
             last_step: nothing is carried beyond it.
             first_version: version of the actor that learns from step 0.
             carried: prompts carried into this step.

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     late: bool = False
 
     def take(self) -> float | list[float]:
-        """The value, or its error, as if the function had been called here."""
+        """Return the value or raise the error, as if the function had been called here."""
         if isinstance(self.error, MedusaError):
             raise self.error
         if self.error is not None:

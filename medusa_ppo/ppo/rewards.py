@@ -158,7 +158,7 @@ class CallableReward(RewardSource):
             )
             given = f"{self._name}: {len(found)} rewards for {''.join(steps)!r:.120}"
             raise RunError(
-                "There is a wrong number of step rewards.",
+                "The number of step rewards is wrong.",
                 given=given,
                 expected=f"{len(steps)} rewards",
                 do=do,

@@ -309,7 +309,7 @@ class Panels:
         title = "Seconds of each step"
         hint = (
             "Above the line are the loop's own phases, below it the companion: green ran in "
-            "parallel to PPO, orange is what the loop waited for."
+            "parallel with PPO, orange is what the loop waited for."
         )
         drawing = (
             svg.draw_bars("phases", title, up, down, self.grid, height=WIDE_HEIGHT)

@@ -139,7 +139,7 @@ class MedusaProposer(Drafter):
         config = self.vllm_config.model_config
         sizes = {"hidden_size": config.get_hidden_size(), "vocab_size": config.get_vocab_size()}
         heads, metadata = together("loading the heads", lambda: load_heads(folder, **sizes))
-        # A digest of the file's own numbers, as after a swap: from before they are rounded.
+        # The digest is of the file's own numbers, before they are rounded, as it is after a swap.
         self.heads_checksum = checksum(heads.trainable_state())
         if self.num_speculative_tokens > heads.config.num_heads:
             raise ConfigError(
