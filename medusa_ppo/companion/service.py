@@ -573,8 +573,8 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
 
 
 def _same(tables: Any, used: Any) -> bool:
-    """Whether both are the same object of Ray's store: each call unpacks it anew, at the same
-    address. Rows belong to one batch.
+    """Whether both are the same object in Ray's store. Each call unpacks it anew, so addresses are
+    compared. `TableRows` belong to one batch and need no such comparison.
     """
     if not isinstance(tables, tuple) or not isinstance(used, tuple):
         return tables is used

@@ -59,8 +59,8 @@ class PPOConfig(Section):
     """
     side_by_side: bool = False
     """The reference scores in parallel with actor and critic, and the critic learns in parallel
-    with the actor, each with `threads` CPU threads. Set it on a CPU with cores to spare, with `threads`
-    at half of them.
+    with the actor, each with `threads` CPU threads. Set it on a CPU with cores to spare, with
+    `threads` at half of them.
     """
     epochs: Count = 2
     """Passes over each rollout batch. Set it lower when `kl_update` grows, higher when rollouts

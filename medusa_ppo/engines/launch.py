@@ -494,8 +494,7 @@ def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, 
 
 
 def _model_json(model_path: str | Path, name: str) -> dict[str, Any]:
-    """What a JSON file of the model says, from its folder or the hub; empty if it has no such file.
-    """
+    """The contents of a JSON file of the model, from its folder or the hub; empty if there is none."""
     folder = Path(model_path)
     path: Path | None = folder / name
     if not folder.is_dir():

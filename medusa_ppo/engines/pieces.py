@@ -200,7 +200,7 @@ class SharedMemory(ResponseMemory):
             self.take(rows)
 
     def news_for(self, engine: object) -> list[Row]:
-        """Rows that this engine has not written itself."""
+        """Rows written by other engines."""
         return [row for author, rows in self.news if author is not engine for row in rows]
 
     def rows(self, version: int | None = None) -> list[Row]:

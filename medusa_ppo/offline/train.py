@@ -200,7 +200,7 @@ class _Run:
         wanted = max(
             LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers))
         )
-        # No more parts than each worker has groups, so that it has one for every part.
+        # At most as many parts as a worker has groups: every part needs a group on every worker.
         self._parts = min(worker.groups // options.workers, wanted)
         self._log = options.out / LOG_FILE
         self._saved_at = time.monotonic()

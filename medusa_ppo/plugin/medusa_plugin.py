@@ -396,8 +396,8 @@ class MedusaPlugin:
         return published
 
     def rollout_ready(self, rollouts: Rollouts) -> BatchCollector | None:
-        """Remember this batch's tokens and log-probs; its states arrive through `actor_forward`, in
-        what this returns. None: the batch is not wanted.
+        """Remember this batch's tokens and log-probs. Returns the collector that gets its states
+        through `actor_forward`, or None if the batch is not wanted.
         """
         with self._exposed():
             self._flush()

@@ -4,11 +4,11 @@ critic and reward model if actor.roles says so, and does its share of every PPO 
 The roles keep their memory or take turns with it (ppo.placement), like those in the loop's process.
 
 Every rank gets the same calls in the same order, so all of them also take the same turns. Sequences
-are dealt to data-parallel replicas; the
-ranks of a replica run the same micro batches. The loss is divided by the number of tokens of the
-whole minibatch, and gradients are summed over replicas, so the number of replicas changes the
-result by rounding only. Trained weights, moments and losses are float32, as in the loop's own
-learner; with model.dtype=bfloat16 the model itself is a bfloat16 copy.
+are dealt to data-parallel replicas; the ranks of a replica run the same micro batches. The loss is
+divided by the number of tokens of the whole minibatch, and gradients are summed over replicas, so
+the number of replicas changes the result by rounding only. Trained weights, moments and losses are
+float32, as in the loop's own learner; with model.dtype=bfloat16 the model itself is a bfloat16
+copy.
 
 Shape letters: S sequences, R response positions, B sequences of this replica, T tokens, P tokens
 and predictions of one context-parallel rank, D hidden, M response tokens, V vocabulary.
