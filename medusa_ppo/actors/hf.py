@@ -288,7 +288,7 @@ _TRACED: weakref.WeakKeyDictionary[nn.Module, _Hook] = weakref.WeakKeyDictionary
 
 
 def _is_compiled(*modules: nn.Module) -> bool:
-    """By torch.compile, from these or further out."""
+    """Whether torch.compile has compiled one of these modules."""
     return any(
         hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in modules
     )

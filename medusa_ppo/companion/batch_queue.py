@@ -1,8 +1,8 @@
-"""The queue of rollout batches before the companion, limited in bytes and in age, without waiting.
-Training may be slower than the loop.
+"""The companion's queue of rollout batches, limited in bytes and in age.
 
-The loop must not wait for it, and hidden states must not pile up in memory, so batches are dropped:
-the oldest first, because heads that learn from an old policy draft worse for the new one.
+Training may be slower than the loop. The loop must not wait for it, and hidden states must not pile
+up in memory, so batches are dropped: the oldest first, because heads that learn from an old policy
+draft worse for the new one.
 """
 
 from __future__ import annotations

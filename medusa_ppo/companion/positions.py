@@ -356,9 +356,8 @@ class ReplayBuffer:
         if batch.nbytes > self._max_bytes:
             return (
                 f"A batch of {batch.nbytes:,} bytes, the actor's tables included, is not kept for "
-                f"replay: the limit for all of them is {self._max_bytes:,}. Set "
-                "companion.queue_bytes"
-                " higher, engine.draft_vocab, or companion.replay_versions=0."
+                f"replay: the limit for all of them is {self._max_bytes:,}. Raise "
+                "companion.queue_bytes, or set engine.draft_vocab or companion.replay_versions=0."
             )
         self._batches.append(batch)
         while self.nbytes > self._max_bytes:

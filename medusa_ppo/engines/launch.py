@@ -494,7 +494,7 @@ def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, 
 
 
 def _model_json(model_path: str | Path, name: str) -> dict[str, Any]:
-    """The contents of a JSON file of the model, from its folder or the hub; empty if there is none."""
+    """Contents of a JSON file of the model, from its folder or the hub; empty if there is none."""
     folder = Path(model_path)
     path: Path | None = folder / name
     if not folder.is_dir():

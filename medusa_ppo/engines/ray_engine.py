@@ -56,8 +56,8 @@ only where they are read.
 
 
 class EngineHost:
-    """Runs in the Ray actor. Its answers are a value or one of our errors (returned, so that it
-    arrives unchanged), and the engine's numbers.
+    """Runs in the Ray actor. Each answer has a value or one of our errors (returned instead of
+    raised, so that it arrives unchanged), and the engine's numbers.
     """
 
     def __init__(self, *start: Any) -> None:
@@ -190,8 +190,8 @@ class RayEngine(base.RolloutEngine):
 
         Args:
             plan: as for `ColocatedEngine`.
-            where: Ray options that place the actor (`runtime.processes.place`); None: Ray finds
-                one.
+            where: Ray options that place the actor (`runtime.processes.place`); None: Ray finds a
+                place.
         """
         # Planned here only to refuse before anything starts; the actor plans by its own node's
         # hardware.

@@ -110,8 +110,8 @@ class MedusaPlugin:
             on_error: `raise` or `disable`: what happens to the loop if heads don't reach the
                 engine.
             heads: the heads that the engine started with, for `save_heads`.
-            passes: the most over a batch, where training has a budget; None: what the companion
-                is configured for, over every batch.
+            passes: maximum passes over a batch if training has a budget; None: the companion's
+                configured number over every batch.
             share: share of the loop's seconds that training may then take.
             choices: the engine may choose the number of drafts, and is asked what it chose when the
                 rollouts are there.
@@ -452,7 +452,7 @@ class MedusaPlugin:
                 self._flush()
 
     def batch_ready(self, batch: RolloutBatch) -> None:
-        """Instead of `actor_forward`: an actor in another process has tapped its own pass."""
+        """Call this instead of `actor_forward` if an actor in another process tapped its pass."""
         with self._exposed():
             self._collector = None
             if self._companion is not None and self._wants_states:

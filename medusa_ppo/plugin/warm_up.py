@@ -38,7 +38,7 @@ SHORTEST = 64
 tokens.
 """
 WRITING_SHARE = 0.5
-"""Share of the seconds for writing; the rest is for training."""
+"""Share of the seconds for generating responses; the rest is for training."""
 BEGIN = "medusa-ppo warm-up 1"
 
 Advance = Callable[[float, float, str], None]

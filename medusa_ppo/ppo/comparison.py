@@ -48,7 +48,7 @@ class TakenStep(NamedTuple):
     tokens: float
 
     def seconds_for(self, tokens: float) -> dict[str, float]:
-        """Seconds of such a step with this many tokens; `tokens` has its own number."""
+        """The seconds scaled to this many tokens; under `tokens`, how many the step really had."""
         scaled = {name: value * tokens / self.tokens for name, value in self.seconds.items()}
         return scaled | {"tokens": self.tokens}
 

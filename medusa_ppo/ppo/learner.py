@@ -144,7 +144,7 @@ class PPOLearner(ABC):
 
     @torch.no_grad()
     def read(self, batch: PPOBatch, sampling: Sampling, tap: Tap) -> None:
-        """The actor's passes over a batch without learning from it, for whoever taps them."""
+        """Run the actor over a batch without learning from it, for whoever taps its passes."""
         self.begin_batch(sampling)
         self._begin_scoring(batch, sampling, tap, Timeline())()
 
@@ -263,7 +263,7 @@ class PPOLearner(ABC):
 
         Args:
             step: decides the order of the minibatches and the learning rates.
-            texts: also to train on, with ppo.ptx_coefficient.
+            texts: other texts to train on, with weight ppo.ptx_coefficient.
 
         Raises:
             RunError: no gradient of the actor or of the critic was finite; the weights are those

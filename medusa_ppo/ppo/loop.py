@@ -153,8 +153,8 @@ class PPOLoop:
     # ---- the modes
 
     def _serial(self, step: int) -> Metrics:
-        """One part after the other. With ppo.piece_prompts whole pieces are scored while the engine
-        writes the others.
+        """A step's parts, one after another. With ppo.piece_prompts, complete pieces are scored
+        while the engine writes the others.
         """
         with self._generating(step):
             self.plugin.before_generation()  # medusa
@@ -334,7 +334,7 @@ class PPOLoop:
     # ---- rewards
 
     def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:
-        """Rewards of each response (S), or with steps of each token (S, R)."""
+        """A reward for each response (S) or, if steps are rewarded, for each token (S, R)."""
         asked = [prompts[r.prompt_index] for r in rollouts.responses]
         separator = self.config.ppo.step_separator
         texts = [p.text for p in asked]

@@ -277,7 +277,7 @@ class RolloutMaker:
         return _with_their_images(rollouts, prompts), figures
 
     def _fetch_images(self, prompts: Sequence[Prompt]) -> None:
-        """Begin with the features of the prompts' images."""
+        """Start computing the features of the prompts' images."""
         if _with_images(prompts) and self._learner.features is not None:
             self._learner.features.prefetch(prompt.token_ids for prompt in prompts)
 
@@ -395,8 +395,8 @@ class PastPass(ActorView):
 
 
 class HeldPasses:
-    """The actor's final states from passes that are tapped later, on the host, from the first that
-    predicts a response token.
+    """The actor's final states, kept on the host until their passes are tapped. Each row begins
+    with the first state that predicts a response token.
     """
 
     def __init__(self) -> None:

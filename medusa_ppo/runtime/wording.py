@@ -77,7 +77,7 @@ def seconds(value: float | None) -> str:
 
 
 def exact_seconds(value: float | None) -> str:
-    """Seconds that are shown beside others from which they hardly differ."""
+    """Seconds with a decimal, for values that are compared and hardly differ."""
     return NONE if value is None else f"{value:.1f} s"
 
 

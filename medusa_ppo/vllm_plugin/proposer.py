@@ -417,7 +417,7 @@ class MedusaProposer(Drafter):
         self._came = hidden_TD, sampled_token_ids, drafted
 
     def _hold(self) -> None:
-        """For a step without drafts, which must cost almost nothing: only keep what arrived."""
+        """Only keep what arrived in a step without drafts, since that must cost almost nothing."""
         if self._unread is not None and self._came is not None and self.drafting:
             # Copied, because vLLM overwrites the numbers of tokens.
             at = partial(self._standing, self._seats, self._tokens_B.copy())
@@ -484,8 +484,8 @@ class MedusaProposer(Drafter):
         scheduled_tokens: int,
         seconds: float | None,
     ) -> None:
-        """Learn from a step: how many tokens each request sampled, of how many drafts, and how long
-        it took.
+        """Learn from a step: how many drafts each request had, how many tokens it sampled, and how
+        long the step took.
         """
         calibrating = self._calibrating
         if calibrating is None and any(drafted):

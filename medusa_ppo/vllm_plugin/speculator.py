@@ -150,7 +150,7 @@ class HeldHeads(MedusaProposer):
         return self.memory.recall(*self._last_tokens)
 
     def verifying(self, logits_TV: torch.Tensor, rows: VerifiedRows) -> None:
-        """Drafts are verified against these logits now."""
+        """Called when drafts are about to be verified against these logits."""
         if self.memory is not None:
             self.running.score(logits_TV, rows)
 
@@ -497,8 +497,9 @@ def with_as_many_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_q_as_it_is_read(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`rejection_sample`: verifies against a table of these rows of logits alone. Everything that
-    the kernels look up by slot is given to them by row, so that they find it by a request's first.
+    """`rejection_sample`: verifies against a table of only these rows of logits. What the kernels
+    look up by a request's slot is passed by row instead; they look it up by the request's first
+    row.
     """
 
     @functools.wraps(original)
@@ -548,8 +549,8 @@ def with_q_as_it_is_read(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_parts_of_our_size(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`RejectionSampler._verify_in_chunks`: V2 verifies as many requests at a time as a gigabyte of
-    logits has; the table of these would be another.
+    """`RejectionSampler._verify_in_chunks`: V2 verifies so many requests at a time that their
+    logits take a gigabyte; our table of them would take another.
     """
 
     @functools.wraps(original)

@@ -214,8 +214,8 @@ class ActorRank:
         tapped: bool,
         wanted: tuple[Tensor, ...] | None = None,
     ) -> RankScores | None:
-        """Passes of actor and reference over this replica's sequences; the reporting rank returns
-        the answer.
+        """Run actor and reference over this replica's sequences; the reporting rank returns what
+        they compute.
 
         Args:
             rollouts: the batch, or a piece of it.
@@ -281,7 +281,7 @@ class ActorRank:
         A step whose gradient is not finite is skipped on all ranks.
 
         Args:
-            texts: also to train on, with ppo.ptx_coefficient.
+            texts: other texts to train on, with weight ppo.ptx_coefficient.
         """
         batch = PPOBatch(rollouts, self._actor.device, pad_id)
         beside = None if texts is None else PPOBatch(texts, self._actor.device, pad_id)
