@@ -34,7 +34,9 @@ import torch.nn.functional as F
 from heads.heads_config import GAP, KEY_TOKENS
 
 MISSING = -1
-"""The part of tokens that pad a text, and the place of rows that pad a text's rows."""
+"""Marks padding: as the part of a token that pads a text, and as the place of a row that pads its
+rows.
+"""
 STRETCH = 256
 """Rows this close to each other search the same text."""
 SERVED_PLACES = 2

@@ -68,8 +68,9 @@ class CompanionConfig(Section):
     must give the same numbers.
     """
     replay_versions: int = Field(0, ge=0)
-    """Policy versions for which a batch is trained on again beside newer ones, half as much with
-    each; 0: never. Set it when batches are small and the policy changes slowly.
+    """Number of policy versions for which a batch is trained on again beside newer ones, each time
+    on half as many positions; 0: never. Set it when batches are small and the policy changes
+    slowly.
     """
     gate_confidence: float = Field(0.95, gt=0.5, lt=1)
     """Confidence, over all looks at the same serving heads, that no candidate is published unless

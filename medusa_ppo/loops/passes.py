@@ -330,7 +330,7 @@ class RowTap(ABC):
             yield
         if rows and self._collector is None and any(answer for _, answer in rows):
             raise ConfigError(
-                "The rows of the log-prob pass did not go through the model whole.",
+                "The log-prob pass did not send whole rows through the model.",
                 given="no row was recognised",
                 expected="whole rows, padded or packed",
                 do=(

@@ -75,7 +75,7 @@ def on_device(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def compute_dtype(dtype: str) -> torch.dtype:
-    """The requested dtype, or float32 on a machine that multiplies it slowly. Every call gives the
+    """The requested dtype, or float32 if bfloat16 is slow on this machine. Every call gives the
     same answer, so that runs are reproducible.
     """
     wanted = DTYPES[dtype]

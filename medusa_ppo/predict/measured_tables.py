@@ -115,7 +115,9 @@ def _newest(folder: Path, kind: str, name: str) -> Path | None:
 
 
 def _columns(path: Path, names: list[str], wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Columns of the rows with these values. Columns that older tables lack are ignored."""
+    """The named columns, of the rows with the wanted values. Wanted values of columns that an older
+    table lacks are ignored.
+    """
     # Slow to load, and only needed with tables.
     from pyarrow import parquet
 

@@ -343,7 +343,7 @@ VERSION_COLUMNS: tuple[tuple[str, Callable[[Any], str], str], ...] = (
     (
         "staleness",
         w.whole,
-        "Most policy updates since their last training batch while they served",
+        "Maximum policy updates since their last training batch while they served",
     ),
     ("engine", w.length, "Tokens per engine step, counted by vLLM while they served"),
     ("replay", w.length, "Tokens per engine step by replay while they served"),

@@ -26,7 +26,8 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"
 """Name in the configuration -> the package that it needs."""
 
 MOST_WAITING, CLOSE_S = 256, 30.0
-"""Most steps that wait for a tracker, and seconds that the end of a run waits for all trackers."""
+"""Maximum steps that wait for a tracker, and seconds for which a run's end waits for all trackers.
+"""
 Figures = tuple[int, dict[str, float]]
 
 logger = logging.getLogger(__name__)

@@ -417,7 +417,7 @@ class DraftsToVerify:
         self._drafter.verifying(logits_TV, rows)
 
     def rehearse(self, rows: int) -> None:
-        """Make a table as large as that of a step with so many rows."""
+        """Make a table as large as that of a step with this many rows."""
         nothing_T = self._requests_S.new_zeros(min(rows, self.rows_at_once))
         some = VerifiedRows(nothing_T, nothing_T, nothing_T, nothing_T)
         self.table(some, torch.ones_like(self._requests_S, dtype=torch.float32))

@@ -9,7 +9,7 @@ installed package):
     vLLM's start     `actor_rollout_ref.rollout.engine_kwargs.vllm`, which verl spreads last over
                      its own arguments
     calls into vLLM  our server class, through RolloutReplicaRegistry; verl's own `collective_rpc`
-    gives no answers back
+                     gives no answers back
     log-prob pass    `ActorRolloutRefWorker.compute_log_prob`, overridden: the first data-parallel
                      replica taps its share of the rows
     update           `_update_actor`, overridden: lm_head and embedding are gathered for the
