@@ -389,7 +389,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 ctx.gradients.in_order(), shapes, ctx.dtypes, strict=True
             )
         ]
-        # Scaled in place, the gradients can't be used again; kept, they would only take memory.
+        # They were scaled in place, so a second backward pass would be wrong; drop them.
         ctx.gradients = None
         return None, *scaled
 

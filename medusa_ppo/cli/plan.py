@@ -253,8 +253,8 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
 
 
 def _role_parts(config: RunConfig, model: ModelSizes, where: str) -> dict[str, int]:
-    """The memory of a process's roles in the part of a step that takes most; roles that wait are
-    then on the host.
+    """The memory of a process's roles in the part of a step that takes the most; roles that wait
+    are on the host then.
     """
     parts = dict[str, int]()
     for memory in role_memory(config, model):

@@ -299,7 +299,7 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
     # One step without a trained batch is normal overlap; a quarter of the run means that the
     # companion stopped.
     if len(trained) - 1 - since - rests > max(3, window_steps(len(trained))):
-        text = f"The companion trained nothing after step {run.steps[since][m.STEP]}."
+        text = f"The companion has not trained since step {run.steps[since][m.STEP]}."
         yield Finding(
             "companion_stopped",
             text,

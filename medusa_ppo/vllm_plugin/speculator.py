@@ -375,7 +375,7 @@ class MedusaSpeculator(DraftModelSpeculator):
                 self.draft_logits.rehearse(batch * (count + 1))
             else:
                 self.lengths_B = drafts.lengths_B
-                # The tokens that were sampled last are verified from: one after these positions.
+                # Verification starts at the tokens sampled last, one position after these.
                 stamps_B = stamps(self._requests_S[slots_B], positions_B + 1)
                 stamps_B = torch.where(temperature_B > 0, stamps_B, NOTHING)
                 drafter.slots.stamp(slots_B, stamps_B, count)
