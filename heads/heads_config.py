@@ -28,7 +28,7 @@ PART_WIDTH = 64
 CPU_CHUNK = 1 << 22
 """Float32 logits of one chunk (16 MiB): about the size of a CPU's caches."""
 GPU_CHUNK = 1 << 26
-"""256 MiB: each chunk reads the whole lm_head, and only products of some hundred rows hide that
+"""256 MiB: each chunk reads the whole lm_head, and only products of hundreds of rows hide that
 time.
 """
 GAP = -1
