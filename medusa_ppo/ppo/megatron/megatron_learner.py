@@ -123,7 +123,7 @@ class RankTeam:
                             # Ray sets this to 1 in a process that requested less than a core, and
                             # torch obeys it.
                             "OMP_NUM_THREADS": str(config.ppo.threads),
-                            # Without this, each rank warns when it imports Megatron that
+                            # Without this, each rank that imports Megatron warns that
                             # TransformerEngine and Apex are missing.
                             "PYTHONWARNINGS": "ignore",
                         }
