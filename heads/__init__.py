@@ -1,4 +1,4 @@
-"""The mathematics of draft heads: what they are, how they learn, are judged and stored."""
+"""The mathematics of draft heads: what they compute, how they are trained, judged and stored."""
 
 from heads.heads_config import HeadsConfig
 

@@ -1,4 +1,5 @@
-"""Replay estimate: the acceptance that vLLM would count, from on-policy rollouts alone (no engine).
+"""The replay estimate: the acceptance that vLLM would count, computed without an engine, from
+on-policy rollouts alone.
 
 Shape letters: S sequences, M response tokens of all sequences one after the other, T longest
 response, K heads, D hidden, V vocabulary. Rows are in response coordinates: row m holds the state
@@ -64,7 +65,7 @@ class ReplayResult:
     Attributes:
         drafts_S: draft steps.
         accepted_SK: accepted drafts at position 1..K.
-        unseen_S: most drafts that could have been accepted after the end of the response.
+        unseen_S: maximum number of drafts that could have been accepted after the response's end.
         rows_M2: the same by row (drafts, accepted), if known.
     """
 
@@ -83,7 +84,7 @@ class ReplayResult:
 
     @property
     def accepted_upper(self) -> float:
-        """Accepted drafts if all drafts after the ends had been accepted."""
+        """Accepted drafts if all drafts after the responses' ends had been accepted."""
         return self.accepted + float(self.unseen_S.sum())
 
     @property
@@ -133,7 +134,7 @@ def paired_difference(a: ReplayResult, b: ReplayResult, confidence: float = 0.95
         raise DataError(
             "A paired difference needs the same sequences.",
             given=f"{a.drafts_S.numel()} and {b.drafts_S.numel()} sequences",
-            expected="as many in both",
+            expected="the same number in both",
             do="Replay both sets of heads on one batch.",
         )
     first, first_S = extra_tokens(a.accepted_SK.sum(1), a.drafts_S)
@@ -170,7 +171,7 @@ def student_interval(value: float, pull_S: torch.Tensor, tail: float) -> Interva
 
 
 def student_quantile(share: float, freedom: int) -> float:
-    """Student's t below which this share lies, by the expansion of Abramowitz and Stegun 26.7.5;
+    """The quantile of Student's t for this share, by the expansion of Abramowitz and Stegun 26.7.5;
     accurate to 1 % from 4 degrees of freedom on.
     """
     z = NormalDist().inv_cdf(share)
@@ -262,8 +263,8 @@ def better_temperatures(
     are accepted.
 
     The search goes head by head, with the earlier heads' temperatures given. The current
-    temperature is replaced only if the gain exceeds its own error: on few rows all are about as
-    good.
+    temperature is replaced only if the gain exceeds its own error: on few rows all temperatures are
+    about equally good.
 
     Args:
         ratios_QMK: `draft_ratios` with each temperature, -inf after a response's end.
@@ -365,7 +366,8 @@ def draft_ids_for_rows(
     Args:
         condition_MK, context_Mn: `heads.targets.condition_ids` and `heads.targets.context_rows` of
             the rows.
-        texts: for heads that copy, what they search; an engine copies only from its best places.
+        texts: what copying searches, for heads that have it; as in an engine, only the best places
+            count.
     """
     out_MK = torch.zeros(
         hidden_MD.shape[0], heads.config.num_heads, dtype=torch.int64, device=hidden_MD.device
@@ -498,7 +500,7 @@ def _check_lengths(rows_M: torch.Tensor, lengths_S: torch.Tensor) -> None:
         or int(lengths_S.sum()) != rows_M.shape[0]
     ):
         raise DataError(
-            "The lengths do not fit the rows.",
+            "The lengths don't match the rows.",
             given=(
                 f"{lengths_S.numel()} lengths that sum to"
                 f" {int(lengths_S.sum()) if lengths_S.numel() else 0}, {rows_M.shape[0]} rows"

@@ -57,7 +57,7 @@ FORMAT_VERSION = 1
 WITH_TEMPERATURES = 2
 """Heads with their own draft temperatures, which releases before 0.2 can't serve."""
 WITH_COPYING = 3
-"""Heads that copy, or have a feed-forward layer or several layers, with or without draft
+"""Heads with copying, with a feed-forward layer or with several layers, with or without draft
 temperatures. Releases before 0.4 can't serve them.
 """
 FORMAT_VERSIONS = (FORMAT_VERSION, WITH_TEMPERATURES, WITH_COPYING)
@@ -66,7 +66,7 @@ LM_HEAD_KEY = "lm_head.weight"
 OWN_SECTION = "medusa_ppo"
 DAMAGED = "The heads' configuration is damaged."
 MAX_CONFIG_BYTES = 1 << 20
-# Far beyond any real heads: sizes in a file determine allocations.
+# Limits far beyond any real heads, because sizes in a file decide how much memory is allocated.
 MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 64, 64, 1 << 17, 1 << 24
 MORE_BOUNDS = {
     "mlp_ratio": 64,
@@ -158,7 +158,7 @@ def _format_version(config: HeadsConfig, with_temperatures: bool) -> int:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write and flush to the disk; no NaN or infinity."""
+    """Write JSON and flush it to the disk. NaN and infinity are errors."""
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
         sync(file)
@@ -174,7 +174,7 @@ def new_directory(path: str | Path) -> Iterator[Path]:
     """A folder to fill, which replaces `path` if the block succeeds, and is removed otherwise."""
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same place, because a rename needs one file system.
+    # Next to its final place, because a rename can't cross file systems.
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
     try:
         yield temporary
@@ -186,8 +186,8 @@ def new_directory(path: str | Path) -> Iterator[Path]:
 
 
 def stock_config(config: HeadsConfig, *, biased: bool = False) -> dict[str, Any]:
-    """The keys that stock vLLM's Medusa reads, with names that it rejects for kinds that it can't
-    run.
+    """The keys that stock vLLM's Medusa reads. For kinds that it can't run they have names that it
+    rejects.
 
     No other key contains `num`: vLLM would mistake it for one of these.
     """
@@ -218,8 +218,8 @@ def _replace_directory(new: Path, path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a folder with its content; for a link only the link, which `shutil.rmtree` would
-    refuse to remove.
+    """Remove a folder with its content. Of a link, only the link is removed; `shutil.rmtree` would
+    refuse it.
     """
     if path.is_symlink():
         path.unlink()
@@ -283,7 +283,7 @@ def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str,
     path = Path(path).absolute()
     if not path.is_dir() and previous_of(path).is_dir():
         logger.warning(
-            "The writer of %s was cut short; reading the directory it was to replace.", path
+            "The writer of %s was interrupted; reading the directory that it was to replace.", path
         )
         path = previous_of(path)
     if not path.is_dir():
@@ -293,7 +293,7 @@ def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str,
             f"a folder with {CONFIG_NAME} and {WEIGHTS_NAME}",
             "Check the path.",
         )
-    # The small file first, because it limits what the large one may hold.
+    # The small file comes first, because it limits what the large one may hold.
     config, metadata, version = _read_config(file_inside(path, CONFIG_NAME))
     weights = file_inside(path, WEIGHTS_NAME)
     names: Container[str] = (TEMPERATURES,) if version == WITH_TEMPERATURES else ()
@@ -348,7 +348,7 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata, int]:
 
 
 def _refuse_gone_kind(path: Path, heads: object) -> None:
-    """Heads of a removed kind are not damaged: tell their owner what to do instead."""
+    """Raise an error that says what to do with heads of a removed kind; they are not damaged."""
     kind = heads.get("kind") if isinstance(heads, dict) else None
     if isinstance(kind, str) and kind in GONE_KINDS:
         raise _damaged(
@@ -375,7 +375,7 @@ def _check_config(
         for name, bound in bounds.items()
         if getattr(config, name) > bound
     ]
-    # `true` is an int to isinstance.
+    # isinstance would take `true` for an int.
     if type(metadata.version) is not int or metadata.version < 0:
         faults.append(f"version {metadata.version!r}")
     for name, digest, lengths in (

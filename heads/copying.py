@@ -34,7 +34,9 @@ import torch.nn.functional as F
 from heads.heads_config import GAP, KEY_TOKENS
 
 MISSING = -1
-"""Part of tokens that pad a text; place of rows that pad the rows of a text."""
+"""Marks padding: as the part of a token that pads a text, and as the place of a row that pads its
+rows.
+"""
 STRETCH = 256
 """Rows this close to each other search the same text."""
 SERVED_PLACES = 2
@@ -51,7 +53,7 @@ EMBED = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Text(NamedTuple):
-    """What N rows search; `Text.of` and `Texts.of_rows` make it.
+    """What N rows search. Created by `Text.of` and `Texts.of_rows`.
 
     Attributes:
         ids_GT: int64, the tokens of each text.
@@ -109,7 +111,7 @@ class Text(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """The texts of a batch of responses, one after the other; `Texts.of` makes it.
+    """The texts of a batch of responses, one after the other. Created by `Texts.of`.
 
     Attributes:
         ids_X: int64, every token of every text: earlier parts, each followed by a GAP, then the
@@ -240,8 +242,8 @@ def copied(
     age_GRT = text.places_GR.unsqueeze(2) - places_T
     score_GART = score_GART - (AGE_STEP * age_GRT).unsqueeze(1)
     score_GART = score_GART.masked_fill(~searched_GRT.unsqueeze(1), -torch.inf)
-    # What each token is worth to each part: tokens repeat, so this comes before the sum over
-    # places.
+    # What each token contributes to each part. It is computed once per token, before the sum over
+    # places, because tokens repeat.
     by_part_XD = value_weight.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1)
     value_UAC = F.linear(embedded_UD, by_part_XD).unflatten(1, (parts, -1))
     # Followers of the last places are past the end of the tensor; those places are never searched.

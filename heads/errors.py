@@ -48,7 +48,8 @@ class MedusaError(Exception):
         super().__init__(self._text)
 
     def __reduce__(self):
-        # Errors cross process borders (Ray); keyword-only arguments need help with that.
+        # Ray pickles errors to send them between processes; by default, pickle can't restore
+        # keyword-only arguments.
         return _rebuild, (type(self), self.problem, self.given, self.expected, self.do)
 
     def __str__(self) -> str:

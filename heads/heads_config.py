@@ -28,17 +28,17 @@ PART_WIDTH = 64
 CPU_CHUNK = 1 << 22
 """Float32 logits of one chunk (16 MiB): about the size of a CPU's caches."""
 GPU_CHUNK = 1 << 26
-"""256 MiB: each chunk reads the whole lm_head, and only products of some hundred rows hide that
+"""256 MiB: each chunk reads the whole lm_head, and only products of hundreds of rows hide that
 time.
 """
 GAP = -1
-"""Token id between two parts of a text that heads copy from."""
+"""Token id between two parts of a text that copying searches."""
 COPY_WINDOW = 1024
-"""Places of a request's prompt and response that heads copy from, counted back from the newest
-token. It limits what an engine stores per request and reads per step.
+"""Number of tokens of a request's prompt and response that copying searches, counted back from the
+newest. It limits what an engine stores per request and reads per step.
 """
 KEY_TOKENS = 16
-"""Most tokens that a key of the copying attention may be made of."""
+"""Maximum number of tokens in a key of the copying attention."""
 LEAST_COPY_RANK = 256
 """Copied tokens enter the cell through at least this many numbers (fewer if D is smaller)."""
 
@@ -84,21 +84,21 @@ class HeadsConfig:
     def __post_init__(self) -> None:
         if self.kind in GONE_KINDS:
             raise ConfigError(
-                f"Heads of kind {self.kind} are gone since 0.4.0.",
+                f"Heads of kind {self.kind} were removed in 0.4.0.",
                 given=self.kind,
                 expected=" | ".join(KINDS),
                 do=GONE_KINDS[self.kind],
             )
         if self.kind not in KINDS:
             raise ConfigError(
-                "Unknown kind of heads.",
+                "The kind of heads is unknown.",
                 given=self.kind,
                 expected=" | ".join(KINDS),
                 do="Set kind to one of these.",
             )
         if self.lm_head not in LM_HEADS:
             raise ConfigError(
-                "Unknown lm_head mode.",
+                "The lm_head mode is unknown.",
                 given=self.lm_head,
                 expected=" | ".join(LM_HEADS),
                 do="Set lm_head to one of these.",
@@ -140,7 +140,7 @@ class HeadsConfig:
         needs_context = self.context_layers > 1 or self.feed_forward or self.copy_parts
         if needs_context and not self.context:
             raise ConfigError(
-                "Only heads with a context have further layers and copy.",
+                "Only heads with a context can have further layers, or copy.",
                 given=(
                     f"context=0, context_layers={self.context_layers},"
                     f" feed_forward={self.feed_forward}, copy_parts={self.copy_parts}"
@@ -172,7 +172,7 @@ class HeadsConfig:
 
     @property
     def copies(self) -> bool:
-        """Whether the heads search the text for what followed tokens like the last ones."""
+        """Whether the heads search the text for what followed tokens like its last ones."""
         return self.copy_parts > 0
 
     @property
@@ -259,7 +259,7 @@ class HeadsConfig:
         values = dataclasses.asdict(self)
         if not self.has_new_parts:
             for name in SINCE_COPYING:
-                # Earlier readers refuse keys that they don't know.
+                # Earlier releases refuse keys that they don't know.
                 del values[name]
         return values
 
@@ -289,7 +289,7 @@ class HeadsConfig:
 
 
 def context_prefix(layer: int) -> str:
-    """Prefix of the file keys of an attention over pairs; the first has no number, as in format
-    versions with only one.
+    """Prefix of the file keys of an attention over pairs. That of the first has no number, as in
+    format versions that had only one attention.
     """
     return "context" if layer == 0 else f"context.{layer}"

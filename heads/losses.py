@@ -26,10 +26,10 @@ from heads.errors import ConfigError
 from heads.factored import FactoredLogits, head_logits
 from heads.vocabulary import WHOLE, Vocabulary
 
-# Warm-up steps of a named loss that has no gradient far from its optimum.
+# Warm-up steps of a named loss without a gradient far from its optimum.
 WARM_UP_STEPS = 60
 
-# In the mixed ones, cross-entropy or KL acts where total variation has no gradient yet.
+# In mixed losses, cross-entropy or KL acts where total variation has no gradient yet.
 # (ce, tv, kl, exact_tv)
 NAMED_LOSSES = {
     "ce": (1.0, 0.0, 0.0, 0.0),
@@ -41,7 +41,7 @@ NAMED_LOSSES = {
 
 
 PIECE = 1 << 18
-"""Float32 logits (1 MiB) whose losses and gradients are computed together on a CPU."""
+"""Number of float32 logits (1 MiB) whose losses and gradients a CPU computes together."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class Teacher(NamedTuple):
         logits_CV = vocabulary.truncate(logits_CV, self.top_k, self.top_p)
         if self.lse_M is None:
             return vocabulary.log_softmax(logits_CV)
-        # It is derived from the engine's log-prob, but from our logits: if the two differ
-        # (rounding, an older policy), the sum over some tokens must not exceed that over all.
+        # This comes from the engine's log-prob and our logits. If the engine's logits differ
+        # (rounding, an older policy), the sum over all tokens could be below that over some.
         lse_C1 = torch.maximum(self.lse_M[rows_C].unsqueeze(1), vocabulary.logsumexp(logits_CV))
         return logits_CV.sub_(lse_C1)
 
@@ -168,8 +168,8 @@ def known_lse(
     lm_head_VD: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """`Teacher.lse_M` without a product with all rows: from a token's logit and its log-prob under
-    the sampling distribution.
+    """`Teacher.lse_M` without multiplying by all rows of lm_head: it follows from one token's logit
+    and its log-prob under the sampling distribution.
     """
     logit_M = (hidden_MD.float() * lm_head_VD[ids_M].float()).sum(-1) / temperature
     return logit_M - logprobs_M.float()
@@ -264,8 +264,8 @@ class _Job:
         return teacher is None or teacher.top_k > 0 or teacher.top_p < 1
 
     def check(self, expected: tuple[int, ...]) -> None:
-        """Raise ConfigError if something does not fit the features' rows and heads, or the loss
-        lacks something.
+        """Raise ConfigError if an input does not have the features' rows and heads, or if one that
+        the loss needs is missing.
         """
         for name, tensor in (
             ("targets", self.targets_NK),
@@ -297,8 +297,8 @@ class _Job:
 
 
 class _Gradients:
-    """Accumulators for the gradients of one pass; None for those not wanted. Gradients of the
-    heads' own lm_heads are summed in float32.
+    """Accumulators for the gradients of one pass; None for those that nobody needs. Gradients of
+    the heads' own lm_heads are summed in float32.
     """
 
     def __init__(self, factored: FactoredLogits, wanted: tuple[bool, ...]) -> None:
@@ -351,7 +351,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 else None
             )
             for head in range(heads):
-                # The product belongs to this chunk, and becomes its gradient in place.
+                # The logits of this chunk are overwritten with their gradient.
                 logits_CV = head_logits(factored, head, chunk)
                 weight_C = job.mask_NK[chunk, head].float()
                 loss_C = torch.empty_like(weight_C)
@@ -389,8 +389,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 ctx.gradients.in_order(), shapes, ctx.dtypes, strict=True
             )
         ]
-        # They were scaled in place, so nobody can use them again; keeping them would only take
-        # memory beside the optimizer's.
+        # They were scaled in place, so a second backward pass would be wrong; drop them.
         ctx.gradients = None
         return None, *scaled
 

@@ -78,7 +78,7 @@ def shared_parameters(config: HeadsConfig) -> dict[str, str]:
 
 
 class Context(NamedTuple):
-    """Pairs (h_j, x_{j+1}) that rows attend to; `Context.of` makes it.
+    """Pairs (h_j, x_{j+1}) that rows attend to. Created by `Context.of`.
 
     Attributes:
         hidden_PD: the states of the pairs.
@@ -226,7 +226,7 @@ class MedusaHeads(nn.Module):
                 (`heads.targets.condition_ids`); conditioned kinds only.
             embedding_VD: the actor's embedding table; kind hydra only.
             context: the pairs before, for each of the N rows; heads with a context only.
-            text: what the N rows search; heads that copy only. None: nothing is found.
+            text: what the N rows search; only for heads with copying. None: nothing is found.
             places: best places of the text that count (`heads.copying`); None: all of them.
         """
         base_ND = self._checked_hidden(hidden)
@@ -314,7 +314,7 @@ class MedusaHeads(nn.Module):
             embedding_VD: the actor's embedding table; kind hydra only.
             context: the pairs before each row (heads with a context); with `next_ids_BT` all of the
                 row's own sequence.
-            text, places: what heads that copy search; with `next_ids_BT` the row's own sequence.
+            text, places: what copying searches; with `next_ids_BT` the row's own sequence.
         """
         if condition is None and next_ids_BT is not None and self.config.conditioned:
             # Every row of `next_ids_BT` is one sequence, so segments need not be distinguished
@@ -368,7 +368,7 @@ class MedusaHeads(nn.Module):
         kept_P2D = F.linear(pairs_P2D, weight_in[D:])
         asked_N2D = torch.cat([rms_normalise(base_ND), embedded_ND], -1)
         query_NAw = F.linear(asked_N2D, weight_in[:D]).unflatten(-1, (parts, -1))
-        # Looked up like an embedding, whose gradient is several times as fast as that of indexing.
+        # F.embedding, because its gradient is several times faster than that of indexing.
         kept_Nn2D = F.embedding(context.places_Nn.clamp_min(0), kept_P2D)
         key_NnAw, value_NnAw = kept_Nn2D.unflatten(-1, (2, parts, -1)).unbind(2)
         score_NAn = torch.einsum("naw,nmaw->nam", query_NAw, key_NnAw) / query_NAw.shape[-1] ** 0.5
@@ -432,7 +432,7 @@ class MedusaHeads(nn.Module):
         given = hidden.shape[-1]
         width = self.config.hidden_size
         if given != width:
-            problem = "The hidden states do not fit the heads."
+            problem = "The hidden states don't have the width that the heads expect."
             do = "Use heads of this actor."
             raise ConfigError(problem, given=f"width {given}", expected=width, do=do)
         return hidden.reshape(-1, width).to(self.dtype)
@@ -566,13 +566,13 @@ class MedusaHeads(nn.Module):
             )
         self.temperatures_K.fill_(1.0)
         for name, view in views.items():
-            # In place, because optimizers and an engine's fused weights hold these very tensors.
+            # Copied in place: optimizers and an engine's fused weights hold these very tensors.
             view.copy_(state[name])
 
 
 def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: float) -> torch.Tensor:
-    """Scale each head's gradient to at most `clip_norm` (Euclidean), independently of the other
-    heads; the same for the shared parameters.
+    """Scale each head's gradient to a Euclidean norm of at most `clip_norm`, independently of the
+    other heads, and the gradient of the shared parameters likewise.
 
     Args:
         named: parameters of MedusaHeads: stacked `[K, ...]`, `mlp_in.{k}` of one head, or shared

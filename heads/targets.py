@@ -37,7 +37,7 @@ def segments_from_lengths(lengths_S: torch.Tensor) -> torch.Tensor:
 def look_ahead(
     values_BT: torch.Tensor, segment_BT: torch.Tensor, count: int, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values `first`, `first + 1`, ... rows further on in the same sequence.
+    """The values that are `first`, `first + 1`, ... rows further on in the same sequence.
 
     Args:
         values_BT: any dtype; any leading dims, a packed `[M]` included.

@@ -27,10 +27,10 @@ from heads.errors import CheckpointError
 
 MAX_HEADER_BYTES = 16 << 20
 PAGE, WORD = 4096, 8
-"""Page size of `page_sums`, and the bytes it sums at a time."""
+"""Size of a page in `page_sums`, and the bytes that it sums at a time."""
 MAX_HEADS_HEADER_BYTES = 1 << 20
-"""Header of a file of heads: room for 8,000 tensors. Parsing JSON takes about 50 times its size, so
-this bounds memory too.
+"""Maximum size of a heads file's header: room for 8,000 tensors. Parsing JSON takes about 50 times
+its size, so this also bounds memory.
 """
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 STATE_DTYPES = {
@@ -77,7 +77,7 @@ class StateWriter:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         end = 0
-        # Wide types first, as in safetensors, so that every tensor is aligned for its type.
+        # Wide types come first, as in safetensors, so that every tensor is aligned for its type.
         for name in sorted(entries, key=lambda name: (-entries[name][0].itemsize, name)):
             dtype, shape = entries[name]
             self._starts[name], end = end, end + dtype.itemsize * math.prod(shape)
@@ -183,8 +183,8 @@ def checksum(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def joint_checksum(digests: Mapping[str, str]) -> str:
-    """Checksum over the `tensor_digest` of each name, sorted: for tensors that arrive in any order,
-    and never all at once.
+    """Checksum over the `tensor_digest` of each name, sorted. It suits tensors that arrive in any
+    order, and never all at once.
     """
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
@@ -205,9 +205,9 @@ def page_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Sums of the 8-byte words of each `PAGE` of a tensor's bytes, int64 that wraps; the last page
     is padded with zeros.
 
-    Any changed byte changes its page's sum, and swapped or foreign pages show too: that is how
-    memory, files and networks fail. One pass reads the tensor where it is, and one word in 512 is
-    then hashed.
+    A changed byte changes its page's sum, and swapped or foreign pages show as well; that is how
+    memory, files and networks fail. One pass reads the tensor where it is; then only one word in
+    512 is hashed.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % WORD:
@@ -309,7 +309,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Readers differ in which of two equal keys they use; the checked value must be the used one.
+    # Readers differ in which of two equal keys they use; the checked one may not be the used one.
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a key appears twice")
@@ -326,7 +326,7 @@ def file_inside(folder: Path, name: str) -> Path:
     path = folder / name
     if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
         raise _damaged(
-            "A file is named by a path.",
+            "A file's name is a path.",
             repr(name[:80]),
             "a file name without folders",
             "Don't trust this folder.",
@@ -358,7 +358,7 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
         # The first eight bytes give the header's length, and may contain anything.
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > min(limit, size - 8):
-            problem = "The file is cut short, not a safetensors file, or has too large a header."
+            problem = "The file is incomplete, not a safetensors file, or has too large a header."
             raise _damaged(problem, f"{path}: {size} bytes, header {length}", "a whole file")
         raw = parse_json(handle.read(length), path)
     raw.pop("__metadata__", None)
@@ -379,7 +379,7 @@ def _opened(path: Path) -> Iterator[Any]:
     # The last two: impossibly large sizes.
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         raise _damaged(
-            "The file is cut short or damaged.",
+            "The file is incomplete or damaged.",
             f"{path}: {error!s:.200}",
             "a whole safetensors file",
         ) from error

@@ -39,12 +39,12 @@ class Vocabulary:
     """
 
     def width(self, held: int) -> int:
-        """Most tokens that any process holds, when this one holds `held`."""
+        """The largest number of tokens that any process holds, if this one holds `held`."""
         return held
 
     def chunk_rows(self, table_VD: torch.Tensor) -> int:
-        """Rows whose logits are computed at once with this process's lm_head; as many in all
-        processes.
+        """Number of rows whose logits are computed at once with this process's lm_head; it is the
+        same in all processes.
         """
         return max(
             1,

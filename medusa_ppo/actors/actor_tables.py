@@ -149,8 +149,8 @@ class Table:
         return tuple(_bits(_local(part)) for part in self.parameters)
 
     def live(self) -> torch.Tensor:
-        """`[V, D]`, without a copy if it is plain, otherwise with its adapters applied. For a whole
-        table.
+        """`[V, D]` of a whole table: without a copy if it is plain, otherwise with its adapters
+        applied.
         """
         return self._checked(self._merged())
 

@@ -288,7 +288,7 @@ _TRACED: weakref.WeakKeyDictionary[nn.Module, _Hook] = weakref.WeakKeyDictionary
 
 
 def _is_compiled(*modules: nn.Module) -> bool:
-    """By torch.compile, from these or further out."""
+    """Whether torch.compile has compiled one of these modules."""
     return any(
         hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in modules
     )
@@ -327,7 +327,7 @@ class HFActor(ActorView):
         Args:
             model: causal LM of transformers, bare or wrapped; see `medusa_ppo.actors.actor_tables`
                 for what is understood.
-            reports: as the attribute.
+            reports: see the attribute.
             with_embedding: `refresh` also brings the input embedding (heads of kind hydra).
             group: the ranks that hold this actor together; None: all.
         """

@@ -5,7 +5,7 @@ Shape letters: B batch rows, T tokens, S tokens of one rank, D hidden, V vocabul
 
 "Final hidden state" is what `output_layer` reads: after the final norm, on the last pipeline stage.
 A hook in front of that layer sees it before anything is copied. Partial states (sequence and
-context parallelism) go to the first rank of their groups, in parallel to the forward pass. Other
+context parallelism) go to the first rank of their groups, in parallel with the forward pass. Other
 replicas are not involved: each data-parallel replica has one rank that `reports` and hands in its
 own share.
 

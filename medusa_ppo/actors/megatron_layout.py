@@ -146,7 +146,7 @@ class LlamaSizes:
 
 
 def checkpoint_dtype(path: str | Path) -> str:
-    """The dtype of a model without training: as saved, bfloat16 or float32."""
+    """The dtype of a model that is not trained: bfloat16 if it was saved so, else float32."""
     config: Any = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     return "bfloat16" if config.dtype == torch.bfloat16 else "float32"
 
@@ -411,7 +411,7 @@ def context_positions(
 
 class Gathering:
     """Sends one tensor from each rank of a group to the first rank; started at once, so that it
-    runs in parallel to the forward pass.
+    runs in parallel with the forward pass.
     """
 
     def __init__(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -519,7 +519,7 @@ class CausalAttention(nn.Module):
         if ranks > 1:
             total = ranks * query_PBNW.shape[0]
             places = [context_positions(rank, ranks, total) for rank in range(ranks)]
-            # They come in the order of ranks.
+            # The gathered tokens are in the order of ranks, not of the sequence.
             order_T = torch.cat(places).argsort().to(query_PBNW.device)
             key, value = (_AllTokens.apply(part, self._group)[order_T] for part in (key, value))
         repeats = query_PBNW.shape[2] // key.shape[2]

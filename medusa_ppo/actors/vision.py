@@ -129,7 +129,9 @@ class ImageReader:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> ImageReader:
-        """Raises ModelError: a model without a known vision tower or an image processor."""
+        """The reader of the model at this path; ModelError if the model has no known vision tower
+        or no image processor.
+        """
         name = os.fspath(path)
         config = actor_config(path)
         if config.model_type not in VISION_FAMILIES:

@@ -1,1 +1,1 @@
-"""How claims are measured."""
+"""Benchmarks that users can run: what our claims are measured with."""

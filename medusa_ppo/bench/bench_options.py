@@ -1,4 +1,4 @@
-"""Options of `medusa-ppo bench`, one class for each of its commands; read without torch."""
+"""Options of `medusa-ppo bench`, one class per command; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer import Option
 from medusa_ppo.offline.options import Data, Model, NewTokens, Seed, Template
 
 Table = Sequence[Sequence[str]]
-"""Header and rows of a result, ready to show."""
+"""The header and rows of a result, as text."""
 
 Heads = Annotated[str, Option(help="Native heads directory.")]
 
@@ -43,15 +43,13 @@ class RolloutBench:
         int,
         Option(
             min=-1,
-            help="Draft from this many of the most frequent tokens; 0: from all; -1: as a run "
-            "would.",
+            help="Draft from this many of the most frequent tokens; 0: from all; -1: decide as a "
+            "run does.",
         ),
     ] = -1
     fixed: Annotated[
         tuple[int, ...],
-        Option(
-            min=0, help="Numbers of drafts with an arm of their own; 0: ours, drafting nothing."
-        ),
+        Option(min=0, help="Fixed numbers of drafts, each an arm; 0: our engine without drafts."),
     ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Option(help="Dtype of the engines.")
@@ -64,7 +62,7 @@ class RolloutBench:
         tuple[str, ...],
         Option(
             help=(
-                "vLLM's own ways to draft that get arms: ngram, suffix (needs arctic-inference),"
+                "vLLM's own ways to draft, each an arm: ngram, suffix (needs arctic-inference), or"
                 " none."
             )
         ),
@@ -124,7 +122,7 @@ class CompanionBench:
         int, Option(min=1, help="Pairs of PPO steps with and without the companion.")
     ] = 8
     prompts_per_step: Annotated[
-        int, Option(min=1, help="Prompts of a PPO step, 4 responses each.")
+        int, Option(min=1, help="Prompts per PPO step, with 4 responses each.")
     ] = 16
     max_new_tokens: NewTokens = 64
     seed: Seed = 0

@@ -13,7 +13,7 @@ from medusa_ppo.bench.bench_options import Table
 from medusa_ppo.reports.store import hardware, package_versions
 from medusa_ppo.runtime.files import write_atomic
 
-# By an arm's place; the others are compared with the first one, in grey.
+# In the order of the arms; the first, in grey, is what the others are compared with.
 COLOURS = ("#888888", "#b5651d", "#8a6fb0", "#4f9fd8", "#1b5f9e")
 # Sizes of the picture, in pixels.
 BAR = 18
@@ -60,7 +60,7 @@ def write_bench(
 def _markdown(
     name: str, record: Mapping[str, Any], table: Table, verdict: Sequence[str], plot: str
 ) -> str:
-    """The page: verdict and table, then the conditions of the measurement."""
+    """The page: the verdict and the table, then the conditions under which they were measured."""
     header, *rows = table
     lines = [f"# {name}", "", *verdict, ""]
     lines.append(f"| {' | '.join(header)} |")
@@ -95,7 +95,7 @@ def draw_ratios(
         series: name -> one ratio per group.
         unit: what the groups count.
     """
-    # At least 1.2, so that the line at 1 is never at the upper edge; 8 % of room for the figures.
+    # At least 1.2, so that the line at 1 stays below the upper edge; 8 % are room for the figures.
     top = 1.08 * max(1.2, *(max(values) for values in series.values()))
     group_width = len(series) * BAR + GAP
     # At least as wide as three names of the legend in a row.

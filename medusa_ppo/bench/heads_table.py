@@ -3,11 +3,11 @@ against the original recipe of Medusa.
 
 Shape letters: B sequences, T positions, K heads, D hidden, V vocabulary.
 
-The original recipe runs the frozen backbone over every padded batch in every epoch, gives each head
-its own linear layer onto the vocabulary, computes the logits of all heads at all positions,
-including prompt and padding, and takes one AdamW step per batch. The arm `shared lm_head` is the
-same without those layers, and shows what the pipeline alone gains. Ours reads hidden states once
-(that pass is part of its time) and trains heads of the same kind on them.
+The original recipe runs the frozen backbone over every padded batch in every epoch and gives each
+head its own linear layer onto the vocabulary. It computes the logits of all heads at all positions,
+prompt and padding included, and takes one AdamW step per batch. The arm `original, shared lm_head`
+is the same without those layers; it shows how much of our speed comes from the pipeline alone. Ours
+reads hidden states once (that pass counts in its time) and trains heads of the same kind on them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from medusa_ppo.offline.scene import engine_config, read_scene, running_engine
 from medusa_ppo.runtime.console import OfflineProgress
 
 ORIGINAL, SHARED, OURS = "original", "original, shared lm_head", "ours"
-# Only for the race, which compares speed and not learning.
+# Settings of the race, which compares speed, not learning.
 EPOCHS = 2
 ROUNDS = 3
 TOKENS = 16_384
@@ -86,8 +86,8 @@ def race(
     tokens: int = TOKENS,
     rounds: int = ROUNDS,
 ) -> dict[str, Any]:
-    """Let the arms take turns at two epochs over the same samples; rates are written tokens, each
-    counted in every epoch, per second.
+    """Let the arms take turns at two epochs over the same samples. Rates are written tokens per
+    second, counted again in every epoch.
     """
     chosen = first_tokens(samples, tokens)
     written = sum(sample.written for sample in chosen)
@@ -129,7 +129,7 @@ def train_ours(
     batch_positions: int,
     seed: int,
 ) -> MedusaHeads:
-    """Hidden states once, then all epochs on them."""
+    """Our way: compute the hidden states once, and train all epochs on them."""
     batch = read_all(HiddenReader(actor, 1.0), samples, lambda *_: None)
     lm_head_VD = lm_head_weight(actor).detach()
     heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads))
@@ -150,19 +150,19 @@ def train_originally(
     seed: int,
     lm_head: Literal["own", "shared"],
 ) -> MedusaHeads:
-    """The original recipe; batches hold about `batch_positions` written tokens, so that both
-    recipes take as many optimizer steps.
+    """The original recipe. Batches hold about `batch_positions` written tokens, so that both ways
+    take the same number of optimizer steps.
     """
     lm_head_VD = lm_head_weight(actor).detach()
     heads = MedusaHeads(
         HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads, lm_head=lm_head)
     )
     if lm_head == "own":
-        # As in the recipe, each head begins with the model's table instead of zeros.
+        # As in that recipe, each head's own layer begins as a copy of the model's lm_head.
         heads.init_own_lm_heads(lm_head_VD)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=LEARNING_RATE)
-    # The original counts sequences, ours positions; equal numbers of optimizer steps make this a
-    # race of speed.
+    # The original batches by sequences, ours by positions. With equal numbers of optimizer steps,
+    # only speed differs.
     per_batch = max(
         1, round(batch_positions * len(samples) / sum(sample.written for sample in samples))
     )
@@ -179,8 +179,8 @@ def train_originally(
 def original_loss(
     actor: PreTrainedModel, heads: MedusaHeads, lm_head_VD: torch.Tensor, samples: Sequence[Sample]
 ) -> torch.Tensor:
-    """Sum over heads of the mean cross-entropy on written tokens, from the full logits of every
-    position.
+    """The sum over heads of the mean cross-entropy on written tokens. As in the original, the full
+    logits of every position are computed first.
     """
     width = max(len(sample.ids) for sample in samples)
     ids_BT = torch.zeros(len(samples), width, dtype=torch.int64)
@@ -220,7 +220,7 @@ def throughput_sentence(figures: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Collected:
-    """The tokens that all combinations train and are judged on. No held-out response answers a
+    """The tokens that every combination is trained and judged on. No held-out response answers a
     training prompt.
     """
 
@@ -233,7 +233,7 @@ class Collected:
 
 
 def collect(bench: HeadsBench, progress: OfflineProgress) -> Collected:
-    """On-policy rollouts of the model at temperature 1."""
+    """Let the model write on-policy rollouts at temperature 1."""
     setting = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens)
     held_tokens = HELD_OUT_RESPONSES * bench.max_new_tokens
     wanted = bench.train_tokens + held_tokens
@@ -247,7 +247,8 @@ def collect(bench: HeadsBench, progress: OfflineProgress) -> Collected:
     training, held = split_samples(
         samples, HELD_OUT_RESPONSES / len(samples), held_tokens, bench.seed
     )
-    # What the holdout leaves: every combination learns from as many tokens as requested.
+    # Cut after the holdout is taken out, so that every combination trains on as many tokens as
+    # requested.
     training = first_tokens(training, bench.train_tokens)
     actor = load_actor(bench.model)
     with progress.phase("Hidden states", len(training) + len(held)) as advance:
@@ -294,7 +295,7 @@ def sizes_of(kind: str, num_heads: int, lm_head_VD: torch.Tensor) -> HeadsConfig
         section = HeadsSection.model_validate(given)
     except ValidationError as error:
         raise ConfigError(
-            "Unknown kind of heads.",
+            "The kind of heads is unknown.",
             given=kind,
             expected=f"{', '.join(KINDS)}, or hydra:N with N pairs",
             do="Correct --kinds.",
@@ -303,7 +304,7 @@ def sizes_of(kind: str, num_heads: int, lm_head_VD: torch.Tensor) -> HeadsConfig
 
 
 def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) -> dict[str, Any]:
-    # Every combination begins with the same random numbers, in any order.
+    # Every combination begins with the same random numbers, whatever ran before it.
     torch.manual_seed(bench.seed)
     lm_head_VD = found.lm_head_VD
     embedding_VD = found.embedding_VD
@@ -336,7 +337,7 @@ def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) 
         ).mean_acceptance_length
         for temperature in (0.0, *DRAFT_TEMPERATURES)
     )
-    # A user would fit the temperature too, so each combination is judged at its best.
+    # A user would fit the draft temperature too, so each combination is judged at its best one.
     best, temperature = max(zip(sampled, DRAFT_TEMPERATURES, strict=True))
     return {
         "kind": kind,
@@ -350,7 +351,7 @@ def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) 
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """Header and rows for people."""
+    """The result as a table."""
     return table_of(
         COLUMNS, [{**row, "parameters_m": row["parameters"] / 1e6} for row in result["rows"]]
     )

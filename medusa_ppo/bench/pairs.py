@@ -1,7 +1,7 @@
-"""Several ways of doing the same thing (arms), timed in turns, and their ratios within a round.
+"""Times several ways of doing the same thing (arms) in turn, and compares them within each round.
 
-Only ratios within a round are compared: a shared machine is faster in one minute than in the next,
-and both sides of such a ratio ran in the same minute.
+Only ratios within a round count: a shared machine is faster in one minute than in the next, and
+both sides of such a ratio ran in the same minute.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class PairedRates:
         return statistics.median(self.ratios(arm))
 
     def spread(self, arm: str) -> tuple[float, float]:
-        """Smallest and largest ratio of any round."""
+        """The smallest and the largest ratio of all rounds."""
         return min(self.ratios(arm)), max(self.ratios(arm))
 
     def ratio_figures(self, arm: str) -> dict[str, float]:
-        """An arm's ratio with its range, as benches write it."""
+        """An arm's median ratio and its range, under the keys that benchmarks write."""
         low, high = self.spread(arm)
         return {"ratio": self.median_ratio(arm), "ratio_low": low, "ratio_high": high}
 
@@ -52,18 +52,18 @@ class PairedRates:
 def run_rounds(
     arms: Mapping[str, Callable[[int], float]], base: str, rounds: int, warmup: int = 1
 ) -> PairedRates:
-    """Run every arm once per round, in rotating order, so that no arm always runs after the same
-    other one.
+    """Run every arm once per round, in rotating order, so that an arm does not always run after the
+    same one.
 
     Args:
-        arms: name -> function of the round's number that does the work and returns its rate.
+        arms: name -> function that takes the round's number, does the work and returns its rate.
         base: the arm to compare with.
         rounds: counted rounds.
         warmup: uncounted rounds before them.
     """
     names: Sequence[str] = list(arms)
     rates: dict[str, list[float]] = {name: [] for name in names}
-    # Warm-up rounds have negative numbers, so that an arm can tell.
+    # Warm-up rounds have negative numbers, so that an arm can tell them from counted ones.
     for number in range(-warmup, rounds):
         turn = number % len(names)
         for name in [*names[turn:], *names[:turn]]:
@@ -74,8 +74,8 @@ def run_rounds(
 
 
 def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Header and rows for people. `columns`: title -> format of the row's figures; a cell whose
-    figure is None stays empty.
+    """The rows as a table. `columns`: title -> format string for a row's figures. A cell stays
+    empty if one of its figures is None.
     """
 
     def cell(form: str, row: Mapping[str, Any]) -> str:

@@ -37,9 +37,9 @@ from medusa_ppo.runtime.processes import local_ray
 
 WITHOUT, WITH = "without", "with the companion"
 RESPONSES = 4
-# Longest wait for the last batch; a companion that takes longer hangs.
+# Longest wait for the companion to finish a batch; one that takes longer hangs.
 DRAIN_S = 600.0
-# Share of a tensor's spread that is sure to change the drafts.
+# Noise added to a tensor, as a share of its spread: enough to change the drafts for sure.
 PROBE_SCALE = 0.5
 COMPANION_COLUMNS = {
     "s without": "{seconds_without:.2f}",
@@ -60,18 +60,18 @@ SWAP_COLUMNS = {
 
 
 def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str, Any]:
-    """Write rollouts once, then time each of them twice: plain, and with all of the plugin's hooks
-    and a training companion.
+    """Write rollouts once, then time a PPO step on each of them twice: plain, and with all of the
+    plugin's hooks and a training companion.
 
-    PPO and the companion get a core each where there are two. The companion has finished its batch
-    before the plain step begins.
+    PPO and the companion get a core each if there are two. The companion finishes its batch before
+    the plain step begins.
 
     Raises:
         ModelError, DataError: unusable model, data or template.
     """
     prompts = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
     cores = sorted(os.sched_getaffinity(0))
-    # One core each: on shared ones the timing would depend on what the companion does just then.
+    # One core each: on shared cores the timing would depend on what the companion is doing then.
     config = _config(bench, max(len(p) for p in prompts), cores[1:2])
     actor = load_actor(bench.model)
     pad_id = load_tokenizer(bench.model).pad_token_id or 0
@@ -94,8 +94,8 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
                     rates = timed.take_turns(bench.rounds, advance)
             finally:
                 timed.plugin.close()
-    # Steps per second without the companion over those with it: the same as seconds with it over
-    # seconds without.
+    # The ratio is steps per second without the companion over steps per second with it, which is
+    # seconds with it over seconds without.
     costs = rates.ratios(WITHOUT)
     return {
         "cost": statistics.median(costs),
@@ -111,7 +111,7 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
 
 
 class _Timed:
-    """The two arms, and what the plugin says about the one with it."""
+    """The two arms, and what the plugin reports about the one that has it."""
 
     def __init__(
         self, learner: Learner, plugin: MedusaPlugin, steps: Sequence[Rollouts], pad_id: int
@@ -132,13 +132,12 @@ class _Timed:
             self.plugin.policy_updated(self.learner.actor, number + 1)
             values = self.plugin.metrics()
             seconds = time.perf_counter() - began
-            # After the clock has stopped: the companion's remaining training belongs to no step,
-            # and must not overlap with the plain step that follows.
+            # Only now that the clock has stopped: the rest of the companion's training belongs to
+            # no step, and must not overlap with the plain step that follows.
             self.plugin.drain(DRAIN_S)
             if number >= 0:
                 self.exposed_s += values[names.PLUGIN_EXPOSED_S]
-                # Two parts: the companion's training within the step, and from there until it was
-                # done.
+                # The companion's training within the step, and the rest after it.
                 self.trained_s += (
                     self.plugin.metrics()[names.COMPANION_TRAIN_S] + values[names.COMPANION_TRAIN_S]
                 )
@@ -150,8 +149,8 @@ class _Timed:
             self._ppo(number, None)
             return 1 / (time.perf_counter() - began)
 
-        # The base is the arm with the companion: rates are steps per second, so ratios are the
-        # cost.
+        # Rates are steps per second, so with the companion's arm as the base the other arm's ratio
+        # is the cost.
         return run_rounds({WITHOUT: without, WITH: with_companion}, WITH, rounds)
 
     def _ppo(self, number: int, tap: Tap | None) -> None:
@@ -183,7 +182,7 @@ def _config(
 def _parts(
     bench: CompanionBench, prompts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[list[Sequence[int]], Sampling]]:
-    """Prompts and sampling of each step; the last one is for the round that is not counted."""
+    """Prompts and sampling of each step; the last one is for the warm-up round."""
     for step in range(bench.rounds + 1):
         start = step * bench.prompts_per_step
         picked = take_prompts(prompts, start, bench.prompts_per_step)
@@ -242,7 +241,7 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
     reads = []
     drafts = []
     with tempfile.TemporaryDirectory(
-        # Where a run's companion puts its versions too; otherwise a disk would be timed.
+        # Where a run's companion puts its versions, too; elsewhere this would time a disk.
         prefix="medusa-ppo-bench-",
         dir="/dev/shm" if Path("/dev/shm").is_dir() else None,
     ) as folder:
@@ -265,15 +264,15 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
             for version in range(1, bench.repeats + 1):
                 file = files[version % 2]
                 began = time.perf_counter()
-                # The part of a swap that can't be avoided, right before it: both find the file in
-                # the same memory.
+                # Reading the file is the part of a swap that can't be avoided. It is timed right
+                # before the swap, so that both find the file in the same memory.
                 load_state(file)
                 reads.append(time.perf_counter() - began)
                 began = time.perf_counter()
                 engine.swap_heads(file, version)
                 swaps.append(time.perf_counter() - began)
-                # A swap that changed nothing would be fast too; drafts show that the heads have
-                # changed.
+                # A swap that changed nothing would be fast, too: different drafts show that the
+                # heads have changed.
                 drafts.append(engine.probe(hidden.tolist(), last_ids))
                 advance(1, f"{swaps[-1]:.3f} s")
     changed = sum(before != after for before, after in itertools.pairwise(drafts))
@@ -293,8 +292,8 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
 
 
 def _disturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Other heads of the same sizes."""
-    # Heads may be zero, and a share of their spread would then change nothing.
+    """The tensor plus noise that is large enough to change the drafts."""
+    # The lower bound is for tensors of zeros, whose spread is zero.
     return tensor + PROBE_SCALE * tensor.std().clamp_min(0.02) * torch.randn(
         tensor.shape, generator=generator
     )

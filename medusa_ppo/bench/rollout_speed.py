@@ -35,9 +35,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "suffix": {},
 }
-"""vLLM's own ways to draft without a model, by their name there, and their settings."""
+"""vLLM's own ways to draft without a model: the name of each in vLLM, and its settings."""
 MIN_SEQUENCES = 6
-"""Minimum sequences per round, so that a small batch is not judged by a single response."""
+"""Minimum number of sequences per round, so that no batch is judged by a single response."""
 LEARNING_ROUNDS = 4
 """Uncounted rounds in which an engine that chooses K learns its step times, as it has after a run's
 first rollouts.
@@ -87,16 +87,16 @@ def running_arms(
         heads: folder of our heads, any kind.
         stock_heads: folder of heads of kind medusa for vLLM's own Medusa; empty: that arm is left
             out.
-        config: settings that all engines share; `draft_temperature` and `num_drafts` are of our
-            arms.
+        config: settings that all engines share; `draft_temperature` and `num_drafts` apply to our
+            arms only.
         scratch: folder for the stock arm's copy of its heads.
         others: names in OTHERS, each an arm.
-        fixed: numbers of drafts that have arms of their own; none: all heads.
+        fixed: fixed numbers of drafts, each an arm; empty: one arm that drafts with all heads.
     """
     ours = plan_launch(model, heads, config, seed)
     # The same settings without heads: vLLM's own arms differ only in how they draft.
     plain = plan_launch(model, None, config, seed)
-    # If an engine fails to start, close those that did.
+    # If one engine fails to start, the stack closes those that did.
     with ExitStack() as engines:
 
         def start(plan: LaunchPlan) -> RolloutEngine:
@@ -155,7 +155,7 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
             "vLLM's own Medusa can't serve these heads.",
             given=f"kind {kind} in {stock_heads}",
             expected="medusa",
-            do="Train some.",
+            do="Train heads of that kind, or leave this arm out.",
         )
     folder = scratch / "stock-heads"
     # A copy, because its configuration is changed below.
@@ -163,7 +163,7 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     # Without this section our plugin leaves the folder to vLLM's own proposer.
     del config["medusa_ppo"]
-    # That proposer drafts with as many heads as its configuration names.
+    # That proposer drafts with all the heads that its configuration names.
     config["num_heads"] = min(config["num_heads"], drafts)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return _with_speculation(
@@ -173,7 +173,7 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
 
 
 def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any]:
-    """Start all engines, let them take turns on the same prompts, and compare within each round.
+    """Start all engines, let them take turns on the same prompts, and compare them within rounds.
 
     Raises:
         ModelError, DataError, CheckpointError, ConfigError: before anything starts.
@@ -212,7 +212,7 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
                 "Rollouts", len(bench.batches) * len(arms) * (bench.rounds + 1)
             ) as advance,
         ):
-            # `plan_launch` has resolved -1 as a run would.
+            # `plan_launch` has replaced -1 as it does for a run.
             if width := plan_launch(bench.model, bench.heads, config, bench.seed).drafting.get(
                 "draft_vocab"
             ):
@@ -225,8 +225,8 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
 def _count_tokens(
     bench: RolloutBench, arm: Arm, prompts: Sequence[Sequence[int]], width: int
 ) -> None:
-    """Let the engine see enough tokens to pick its draft vocabulary, as it has in a run after the
-    first step.
+    """Let the engine see enough tokens to choose its draft vocabulary. In a run it has seen them
+    after the first step.
     """
     counted = 0
     start = 0
@@ -256,7 +256,7 @@ def _run_batch(
             tokens = 0
             seconds = 0.0
             for group in range(groups * (LEARNING_ROUNDS if arm.choose and number < 0 else 1)):
-                # Warm-up rounds use the first prompts, and every arm of a round the same ones.
+                # All arms of a round get the same prompts; warm-up rounds get the first ones.
                 start = (max(number, 0) * groups + group) * batch
                 picked = take_prompts(prompts, start, batch)
                 rollouts = arm.engine.generate(
@@ -264,7 +264,7 @@ def _run_batch(
                 )
                 tokens = tokens + rollouts.generated_tokens
                 seconds = seconds + rollouts.seconds
-                # Counters from the warm-up come from an engine that is still learning.
+                # Counters of the warm-up are left out: the engine is still learning its step times.
                 if number >= 0:
                     counters[arm.name] = counters[arm.name] + rollouts.counters
             advance(1, f"batch {batch}, {arm.name}: {tokens / seconds:.0f} tokens/s")
@@ -288,7 +288,7 @@ def _row(batch: int, name: str, rates: PairedRates, counted: Counters) -> dict[s
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """Header and rows for people: one row per batch and arm."""
+    """The result as a table, with one row per batch and arm."""
     return table_of(
         COLUMNS,
         [{**row, "drafts_per_step": row["drafts_per_step"] or None} for row in result["rows"]],
@@ -303,7 +303,7 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     to_stock = ", ".join(
         f"x{chosen[batch] / ratio:.2f} at {batch}" for batch, ratio in stock.items()
     )
-    # No drafts at all is a fixed number too, with a ratio of 1.
+    # Zero drafts is a fixed number, too; its ratio is 1.
     fixed = dict.fromkeys(chosen, 1.0)
     for row in result["rows"]:
         if row["arm"].startswith(FIXED.format("")):
@@ -320,7 +320,7 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
 
 
 def plot(result: Mapping[str, Any]) -> str:
-    """Bars of the ratio to no speculation, by number of sequences."""
+    """A picture with bars: each arm's ratio to no speculation, by number of sequences."""
     series = {
         arm: [row["ratio"] for row in result["rows"] if row["arm"] == arm] for arm in result["arms"]
     }

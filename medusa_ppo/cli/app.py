@@ -32,7 +32,7 @@ app = typer.Typer(
     ),
     add_completion=False,
     rich_markup_mode="rich",
-    # Our own errors say what to do; --debug shows the traceback of any other.
+    # Our own errors say what to do; for others, --debug shows the traceback.
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
@@ -43,7 +43,7 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(convert)
 app.command()(push)
-# `serve` passes vLLM's own options on unread.
+# `serve` passes options that it doesn't know on to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(companion, name="companion")
 app.add_typer(feed, name="feed")
@@ -61,7 +61,7 @@ def _raise_interrupt(signum: int, frame: object) -> None:
 def main() -> None:
     """Entry point of the `medusa-ppo` script."""
     if "--debug" in sys.argv:
-        # Removed before typer reads the line, so that it works anywhere, even after a command.
+        # Removed before typer parses the command line, so that --debug may stand anywhere in it.
         sys.argv.remove("--debug")
         Debug.on = True
     keep_freed_memory()
@@ -82,13 +82,13 @@ Start with one of these:
   medusa-ppo ppo --help                    run PPO with them
 
 All commands: medusa-ppo --help. TRL, verl, OpenRLHF or your own loop: docs/hooks.md."""
-"""What the program prints without a command: the few things to do first, not all commands."""
+"""What the program prints without a command: the first things to try, not all commands."""
 
 
 @app.callback(invoke_without_command=True)
 def _first(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         say(__version__)

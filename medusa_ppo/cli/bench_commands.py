@@ -16,8 +16,8 @@ from medusa_ppo.runtime.console import OfflineProgress, command, console, offlin
 bench = typer.Typer(
     name="bench",
     help=(
-        "Measure on this machine: the variants take turns within one run, and only ratios within "
-        "a round are compared."
+        "Measure on this machine: the variants take turns, and only ratios within a round are "
+        "compared."
     ),
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -51,8 +51,8 @@ def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> Non
 @command
 @options_from(HeadsBench)
 def heads(options: HeadsBench, out: Out = Path("bench/heads.json")) -> None:
-    """Compare kinds and losses of heads on the same on-policy tokens, by replay; and time training
-    against the original recipe.
+    """Compare kinds and losses of heads by replay, on the same on-policy tokens, and race our
+    training against the original recipe.
 
     Example:  [bold]medusa-ppo bench heads --model models/actor
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
@@ -66,7 +66,7 @@ def heads(options: HeadsBench, out: Out = Path("bench/heads.json")) -> None:
 @command
 @options_from(SwapBench)
 def swap(options: SwapBench, out: Out = Path("bench/swap.json")) -> None:
-    """Time swapping new heads into a running engine, and reading their file alone.
+    """Time how long new heads take into a running engine, and how long reading their file takes.
 
     Example:  [bold]medusa-ppo bench swap --model models/actor --heads heads-gsm8k[/bold]
     """
@@ -79,8 +79,8 @@ def swap(options: SwapBench, out: Out = Path("bench/swap.json")) -> None:
 @command
 @options_from(CompanionBench)
 def companion(options: CompanionBench, out: Out = Path("bench/companion.json")) -> None:
-    """Measure what the companion costs PPO: the same score and update with and without it, in turn,
-    each process on its own core.
+    """Measure what the companion costs PPO: the same scoring and update, in turn with and without
+    it, each process on its own core.
 
     Example:  [bold]medusa-ppo bench companion --model models/actor
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
@@ -112,6 +112,6 @@ def _measure(
     console.print(shown)
     for line in sentences:
         say(line)
-    # Print first: an unwritable folder must not cost the figures of an hour.
+    # Print first: an unwritable folder must not lose an hour's figures.
     for path in write_bench(out, options, result, [header, *rows], sentences, plot(result)):
         say(f"Written: {path}")

@@ -26,8 +26,8 @@ def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
     """Turn the fields of a dataclass into options of a command, which gets a `kind` as its first
     argument.
 
-    A field becomes an option if its `Annotated` describes one; tuples are typed with commas. The
-    command's other parameters are options of its own.
+    A field becomes an option if its `Annotated` describes one; users type tuples with commas. The
+    command's other parameters stay its own options.
     """
     hints = get_type_hints(kind, include_extras=True)
     typed = [
@@ -61,9 +61,9 @@ def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
 
 
 def _option_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    """The parameter that typer turns into an option; text for a tuple."""
+    """The parameter that typer turns into an option; its type is text if the field is a tuple."""
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-    # typer's tuples have a fixed length. Ours don't, so they are passed as one text.
+    # typer's tuples have a fixed length. Ours don't, so typer gets them as text.
     if isinstance(default, tuple):
         hint = Annotated[(str, *hint.__metadata__)]
         default = ",".join(map(str, default))
@@ -73,8 +73,8 @@ def _option_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Param
 
 
 def _parse_tuple(field: dataclasses.Field[Any], text: str, hint: Any) -> tuple[Any, ...]:
-    """Comma-separated words or numbers; numbers must be above 0, or at least 0 if the option has
-    min=0.
+    """Parse comma-separated words or numbers. Numbers must be above 0; 0 itself is allowed if the
+    option has min=0.
 
     Raises:
         ConfigError: a part is not such a number, or there are none although the default has some.

@@ -1,4 +1,4 @@
-"""`medusa-ppo companion serve`: heads trained in a separate process, for any loop that taps."""
+"""`medusa-ppo companion serve`: trains heads in a separate process, for any loop with taps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from medusa_ppo.runtime.console import command, say
 
 companion = typer.Typer(
     name="companion",
-    help="Train heads in a separate process, beside a loop that taps.",
+    help="Train heads in a separate process, beside a loop with taps.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -24,7 +24,7 @@ def serve(
     model: Annotated[str, typer.Option(help="Folder or hub name of the actor.")],
     heads: Annotated[
         Path,
-        typer.Option(help="Folder of the heads that engines start with; created if it has none."),
+        typer.Option(help="Folder of the heads that engines start with; created if missing."),
     ],
     feed: Annotated[
         str, typer.Option(help="Feed to publish to; default: companion.feed of the configuration.")
@@ -35,7 +35,7 @@ def serve(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for state and versions, from which a restart continues."),
+        typer.Option(help="Folder for state and versions; a restart continues from it."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8461,

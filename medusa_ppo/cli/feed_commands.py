@@ -37,7 +37,7 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8460,
 ) -> None:
-    """Answer engines on other nodes from a feed's folder, and take new versions from a companion
+    """Serve a feed's folder to engines on other nodes, and accept new versions from a companion
     that has the same MEDUSA_PPO_FEED_TOKEN.
 
     Example:  [bold]medusa-ppo feed serve feed/ --host 0.0.0.0[/bold]
@@ -111,8 +111,8 @@ def verify_versions(address: Address) -> None:
 def forget(
     address: Annotated[str, typer.Argument(metavar="ray:NAME", help="A feed in Ray.")],
 ) -> None:
-    """End a feed in Ray, with all its versions; it outlives the loop that created it. Engines
-    keep the heads that they have.
+    """End a feed in Ray and delete its versions; otherwise it outlives the loop that created it.
+    Engines keep the heads that they have.
 
     Example:  [bold]medusa-ppo feed forget ray:heads[/bold]
     """
@@ -120,7 +120,7 @@ def forget(
 
     if not address.startswith(RAY):
         raise ConfigError(
-            "Only a feed in Ray has to be forgotten.",
+            "Only a feed in Ray can be forgotten.",
             given=address,
             expected="ray:NAME",
             do="Remove the folder when it is no longer needed.",
@@ -130,4 +130,4 @@ def forget(
 
     place = open_feed(address)
     assert isinstance(place, RayFeed), "its address says so"
-    say(f"{address}: {'ended' if place.forget() else 'there is none'}.")
+    say(f"{address}: {'ended' if place.forget() else 'there is no such feed'}.")

@@ -1,8 +1,8 @@
-"""The tests for a machine with GPUs: which ones it should run, in what order, about how long they
+"""The tests for a machine with GPUs: which ones to run there, in what order, about how long they
 take, and what their last run found.
 
-`make test-gpu` (tests/run_gpu_tests.py) runs this table and `medusa-ppo check-setup` prints it;
-tests/test_gpu_suite.py compares it with what pytest collects.
+`make test-gpu` (tests/run_gpu_tests.py) runs the tests of this table and `medusa-ppo check-setup`
+prints it; tests/test_gpu_suite.py compares it with what pytest collects.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ RESULTS = Path("build/gpu-tests/results.json")
 ONE, MORE = "not gpus", "gpus"
 QUICK, LONG = "not slow", "slow"
 NAMED = 20
-"""How many failed tests a page names."""
+"""Maximum number of failed tests that a page names."""
 
 
 @dataclass(frozen=True)
 class TestPart:
-    """Tests that are run together, each file in a process of its own, which frees what it left on
-    the GPU when it ends; vLLM also allows one engine a process.
+    """Tests that run together. Each file runs in a separate process: its end frees what the tests
+    left on the GPU, and vLLM allows only one engine per process.
 
     Attributes:
         name: the PART of `make test-gpu PART=`.
         shows: what works if all of them pass.
         files: test files, relative to the checkout.
         marks: pytest's marker expression, besides `gpu`.
-        gpus: the fewest that any of its tests needs.
+        gpus: the smallest number that any of its tests needs.
         minutes: an estimate, since no GPU has run them: one for each engine that starts, two if it
-            captures CUDA graphs, which vLLM compiles first; else the time on two CPU cores.
+            captures CUDA graphs, because vLLM compiles first; without engines, the time on two CPU
+            cores.
     """
 
     name: str
@@ -169,8 +170,8 @@ class PartResult:
     """What a run of a part found.
 
     Attributes:
-        passed, failed, left_out: how many tests; left out are those that need more GPUs.
-        seconds: of all its processes.
+        passed, failed, left_out: numbers of tests; those that need more GPUs are left out.
+        seconds: sum over its processes.
         failures: `test: error` of the first tests that failed.
         at: when it ended, UTC.
         machine: its GPUs and versions.
@@ -198,7 +199,7 @@ def read_results(path: Path = RESULTS) -> dict[str, PartResult]:
 
 
 def results_text(results: dict[str, PartResult]) -> str:
-    """The file's text, for `read_results`."""
+    """The text of a file that `read_results` reads."""
     return json.dumps({name: asdict(result) for name, result in results.items()}, indent=1) + "\n"
 
 

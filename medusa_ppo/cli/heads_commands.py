@@ -21,7 +21,7 @@ from medusa_ppo.runtime.files import write_atomic
 def train(
     options: TrainOptions,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print sizes, memory and time; start nothing.")
+        bool, typer.Option("--dry-run", help="Print sizes, memory and time, without training.")
     ] = False,
 ) -> None:
     """Train heads for any causal LM on any dataset: the model's own responses, a PPO run's
@@ -73,7 +73,7 @@ def evaluate(
     from medusa_ppo.reports.evaluation import lines, markdown_report, render_eval_page
 
     with offline_progress() as progress:
-        # Pulled first, and a folder from here on: evaluation only reads files.
+        # Pulled from the hub first, if need be: evaluation itself only reads folders.
         pulled = dataclasses.replace(options, heads=str(local_heads(options.heads)))
         result = evaluate_heads(pulled, progress)
     if json_file:
@@ -104,13 +104,11 @@ def convert(
     ],
     model: Annotated[
         str,
-        typer.Option(
-            help="Folder of the base model, if its lm_head or weights go into the target."
-        ),
+        typer.Option(help="Folder of the base model, if the target holds its lm_head or weights."),
     ] = "",
 ) -> None:
-    """Convert heads of kind medusa from any Medusa format to another. Anything the target can't
-    hold is refused by name.
+    """Convert heads of kind medusa from any Medusa format to another. What the target can't hold
+    is refused by name, never dropped.
 
     Example:  [bold]medusa-ppo convert heads-gsm8k heads-vllm --to vllm --model models/actor[/bold]
     """
@@ -135,14 +133,14 @@ def push(
         typer.Argument(metavar="REPO", help="owner/name on the hub; created if it doesn't exist."),
     ],
     private: Annotated[
-        bool, typer.Option("--private", help="If the repository is created, make it private.")
+        bool, typer.Option("--private", help="Make the repository private if it is created now.")
     ] = False,
     figures: Annotated[
         list[Path] | None,
         typer.Option("--eval", help="JSON file of `medusa-ppo eval --json`, for the model card."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the model card; push nothing.")
+        bool, typer.Option("--dry-run", help="Print the model card without pushing anything.")
     ] = False,
 ) -> None:
     """Push heads to the model hub, with a model card that says what was measured and how.
@@ -174,8 +172,8 @@ def serve(
         str, typer.Option(help="Address to listen on; any other needs MEDUSA_PPO_TOKEN.")
     ] = "127.0.0.1",
 ) -> None:
-    """Run a vLLM server that drafts and accepts new heads, for a loop's server mode. Further
-    options are vLLM's own.
+    """Run a vLLM server that drafts and accepts new heads, for a loop's server mode. All other
+    options are passed on to vLLM.
 
     Example:  [bold]medusa-ppo serve --model models/actor --heads heads/ --port 8000[/bold]
     """

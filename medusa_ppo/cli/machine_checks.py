@@ -57,10 +57,10 @@ TOLD = (
     "VLLM_WORKER_MULTIPROC_METHOD",
     "VLLM_PLUGINS",
 )
-"""Variables that a page for a bug report shows if they are set: only these, since others may hold
-secrets.
+"""Environment variables that a page for a bug report shows if they are set. It shows no others,
+because they may hold secrets.
 """
-# In a separate process: the timeout ends a Ray that hangs, and nothing of it stays in this process.
+# Runs in a separate process: a timeout can end a Ray that hangs, and this process stays clean.
 RAY_PROBE = """
 import ray
 from medusa_ppo.runtime.processes import local_ray
@@ -71,8 +71,8 @@ with local_ray(cpus=1):
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: `do` is the reader's next step, shown only if `ok` is false; `warn` marks
-    findings that may still be fine.
+    """One finding. `do` is the reader's next step, shown only if `ok` is false; `warn` marks a
+    finding that may still be fine.
     """
 
     name: str
@@ -149,7 +149,8 @@ def _package(name: str) -> Check:
     low, high = RANGES[name]
     do = f"Install {name}>={'.'.join(map(str, low))},<{'.'.join(map(str, high))}: make setup"
     try:
-        # Read instead of imported: torch takes seconds, and a broken package would end the check.
+        # Only its metadata is read: importing torch takes seconds, and importing a broken package
+        # would end the check.
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Check(name, False, "not installed", do)
@@ -171,14 +172,14 @@ def _vllm() -> Check:
         f"Install vLLM {' or '.join(TESTED)}: make setup VLLM={TESTED[-1]} (it picks the CPU or the"
         " CUDA build)"
     )
-    # An untested release may well work; the hooks below show whether it does.
+    # An untested release may well work; the checks of the hooks show whether it does.
     if version and is_allowed(version) and not is_tested(version):
         return Check("vLLM", True, f"{found}, not tested; tested: {', '.join(TESTED)}", warn=True)
     return Check("vLLM", bool(version) and is_allowed(version), found, do)
 
 
 def _hooks() -> Iterator[Check]:
-    """The names inside vLLM that we rely on, one finding each; a separate process imports vLLM and
+    """One finding for each name inside vLLM that we rely on. A separate process imports vLLM and
     looks for them.
     """
     module = "medusa_ppo.vllm_plugin.hook_table"
@@ -216,7 +217,7 @@ def _entry_point() -> Check:
 
 
 def _ray() -> Check:
-    # An address in the environment would send the probe to somebody's cluster.
+    # With an address in its environment, the probe would run on somebody's cluster.
     ok, answer = _python("-c", RAY_PROBE, environment={"RAY_ADDRESS": ""})
     ok = ok and answer.endswith("42")
     return Check(
@@ -261,12 +262,12 @@ def _engine() -> Iterator[Check]:
 def check_distribution(
     config: RunConfig, tokens: int, progress: OfflineProgress, *, data: bool
 ) -> Iterator[Check]:
-    """Sample with a run's model, heads, engine and sampling settings, and compare with the model's
-    own distribution (randomised PIT).
+    """Sample with a run's model, heads, engine and sampling settings, and compare the samples with
+    the model's own distribution (randomised PIT).
 
     Args:
-        tokens: sampled with drafts, and again without.
-        data: answer the run's prompts; otherwise texts start at random.
+        tokens: how many to sample with drafts, and as many again without.
+        data: answer the run's prompts; otherwise texts begin with random tokens.
     """
     from heads.checkpoint import save_heads
     from medusa_ppo.actors.hf import lm_head_weight, load_actor, load_tokenizer
@@ -284,7 +285,7 @@ def check_distribution(
     asked = config.sampling
     progress.say(f"Loading {path} ...")
     path = str(ensure_demo_actor(recipe=RECIPES[path])) if path in RECIPES else path
-    # The reference is float32 whatever the engine serves, so that rounding is only the engine's.
+    # The reference is float32 whatever dtype the engine has, so that only the engine rounds.
     model = load_actor(path, "float32")
     sampling = Sampling(
         asked.temperature,
@@ -309,8 +310,8 @@ def check_distribution(
         )
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-doctor-") as folder:
         heads = initial_heads(config, model)
-        # Zero heads draft what lm_head predicts: hardly anything would be accepted, and little
-        # tested.
+        # Untrained heads are zero and draft what lm_head predicts. Hardly any draft would be
+        # accepted, so little would be tested.
         if heads.untrained:
             probe.stir(heads)
         save_heads(Path(folder) / "heads", heads, lm_head_VD=lm_head_weight(model).detach())
@@ -331,7 +332,7 @@ def check_distribution(
             yield Check(
                 name, test.honest, f"{test.tokens:,} tokens: {figures}", "Read the verdict."
             )
-    # A start value, because 0 and counters don't add.
+    # With a start value, because `sum` would begin with 0, which can't be added to counters.
     accepted = sum((rollouts.counters for rollouts in runs[0][1:]), runs[0][0].counters)
     found = f"{sentence(drafting, plain)} (tokens a step: {accepted.mean_acceptance_length:.2f})"
     yield Check(
@@ -371,7 +372,7 @@ class SetupStep:
         needs: the hardware, and what must exist beforehand.
         command: as typed in the checkout's folder.
         prints: words that its output must contain.
-        means: how to interpret them.
+        means: how to read them.
     """
 
     shows: str
@@ -382,12 +383,12 @@ class SetupStep:
 
 
 def setup_page(model: str, data: str, gpus: int | None = None) -> Iterator[str]:
-    """Lines of a page for a bug report: this machine, the commands that show whether it works, and
-    the tests for this many GPUs with what the last run of each found.
+    """Lines of a page for a bug report: what this machine has, the commands that show whether it
+    works, and the tests for this many GPUs with what their last runs found.
 
     Args:
-        model, data: for the commands.
-        gpus: how many; None: those of this machine, or one if it has none.
+        model, data: what the commands name.
+        gpus: how many GPUs; None: those of this machine, or one if it has none.
     """
     here = gpu_names()
     yield f"medusa-ppo {medusa_ppo.__version__}, commit {commit() or 'none'}, {platform.platform()}"
@@ -439,7 +440,7 @@ def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
             "one GPU or more; the parts for each number of GPUs are listed below",
             "make test-gpu",
             ("passed, 0 failed",),
-            "Each part says so in its last line; tests that need more GPUs are left out.",
+            "Each part ends with such a line; tests that need more GPUs are left out.",
         ),
         SetupStep(
             "PPO, engine and companion share a GPU, and new heads reach the engine",

@@ -1,4 +1,6 @@
-"""`medusa-ppo doctor`, `check-loop` and `check-setup`: does it work here, and in this loop?"""
+"""`medusa-ppo doctor`, `check-loop` and `check-setup`: does it work on this machine and in this
+loop?
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ def doctor(
         bool,
         typer.Option(
             "--distribution",
-            help="Only test whether your engine's tokens are samples of the model.",
+            help="Only test whether your engine samples from the model's own distribution.",
         ),
     ] = False,
     config: Annotated[
         Path | None,
         typer.Option(
-            help="With --distribution: a run's file, for its engine, sampling and prompts."
+            help="With --distribution: YAML file of a run, for its engine, sampling and prompts."
         ),
     ] = None,
     model: Annotated[
@@ -42,7 +44,7 @@ def doctor(
     tokens: Annotated[
         int,
         typer.Option(
-            min=1000, help="With --distribution: tokens to sample with drafts, and without."
+            min=1000, help="With --distribution: tokens to sample with drafts, and again without."
         ),
     ] = 20_000,
 ) -> None:
@@ -56,7 +58,7 @@ def doctor(
     from medusa_ppo.config.run_config import load_config
 
     if distribution:
-        # Options come first, so that a key on the command line overrides them.
+        # Options come first, so that a KEY=VALUE on the command line overrides them.
         given = []
         if model:
             given.append(f"model.path={model}")
@@ -103,11 +105,11 @@ def check_setup(
         ),
     ] = None,
     page: Annotated[
-        Path | None, typer.Option(help="Also write it to this file, for a bug report.")
+        Path | None, typer.Option(help="Also write the page to this file, for a bug report.")
     ] = None,
 ) -> None:
-    """Print a page about this GPU setup: five commands that show whether it works and what each
-    must print, the tests for its GPUs, and what their last run found. Starts nothing.
+    """Print a page about this GPU setup: five commands that show whether it works, with what each
+    must print, and the tests for its GPUs, with what their last run found. Starts nothing.
 
     Example:  [bold]medusa-ppo check-setup --model models/my-actor --data data/train.jsonl[/bold]
     """
@@ -126,7 +128,7 @@ def _print_checks(checks: Iterable[Any]) -> None:
     """Print checks as they finish; exit code 1 if one is not ok."""
     failed = 0
     for check in checks:
-        # Only checks of the machine can warn, checks of a loop can't.
+        # Only checks of the machine can warn; checks of a loop pass or fail.
         if getattr(check, "warn", False):
             mark = "[yellow]warn[/yellow]"
         elif check.ok:

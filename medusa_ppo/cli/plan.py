@@ -45,8 +45,8 @@ ADAM_COPIES = 4
 OTHER_HEADS = 4
 # Per step: gradients that drafts add to one cell, and AdamW's temporaries for all parameters.
 STEP_COPIES = 2
-# For a chunk's logits: the heads' own, the actor's if the loss reads them, and everything derived
-# from them until the gradient. Measured, like the numbers of states below.
+# Copies of a chunk's logits: the heads' own, the actor's if the loss reads them, and everything
+# derived from them up to the gradient. Measured, like the numbers in `kept_states`.
 LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 2, 4
 ON_HOST = ", on the host"
 """Suffix of parts that stay in host memory even if the process has a GPU."""
@@ -55,7 +55,7 @@ TOKEN_BYTES = 8 + 4
 
 
 def heads_parameters(config: HeadsConfig) -> int:
-    """Trainable tensors of a set of heads."""
+    """Number of trainable parameters in a set of heads."""
     return sum(math.prod(shape) for shape in config.tensor_shapes().values())
 
 
@@ -71,7 +71,7 @@ def kept_states(heads: HeadsConfig) -> int:
 def companion_parts(
     config: RunConfig, heads: HeadsConfig, model: ModelSizes, gpus: bool
 ) -> dict[str, int]:
-    """Memory of each process of the companion: every worker holds all of it."""
+    """Memory of one process of the companion; with several workers, each holds all of it."""
     section = config.companion
     copies = ADAM_COPIES + OTHER_HEADS + STEP_COPIES
     drafted = draft_vocabulary(config.engine, heads) or model.vocab
@@ -84,7 +84,7 @@ def companion_parts(
             copies * FLOAT32 * heads_parameters(heads)
         ),
         "the actor's tables": FLOAT32 * tables,
-        # A copy, if the products have a different dtype or there is a draft vocabulary.
+        # Counted even where it is no copy: without a draft vocabulary and in the table's own dtype.
         "rows of lm_head used in products": BFLOAT16 * drafted * model.hidden,
         "what a micro-batch keeps for its backward pass": (
             rows * kept_states(heads) * model.hidden * FLOAT32
@@ -118,11 +118,11 @@ class Process:
     """One row of the plan: a process, or several of the same kind.
 
     Attributes:
-        name: what it is.
+        name: what kind it is.
         count: how many there are.
         where: who starts it, and on which node.
-        gpus: GPUs of each; below 1 a share of one; 0 on a machine without any.
-        parts: the parts of each one's memory, in bytes; on its GPU if it has one.
+        gpus: GPUs per process; below 1 a share of one; 0 on a machine without any.
+        parts: what takes memory in each process, in bytes; on its GPU if it has one.
     """
 
     name: str
@@ -133,18 +133,18 @@ class Process:
 
     @property
     def memory(self) -> int:
-        """Bytes of each."""
+        """Bytes per process."""
         return sum(self.parts.values())
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes of each one on its GPU, if it has one."""
+        """Bytes that each process has on its GPU, if it has one."""
         return sum(size for what, size in self.parts.items() if not what.endswith(ON_HOST))
 
 
 @dataclass(frozen=True)
 class Move:
-    """Something that moves once in every PPO step. `count` copies of `size` bytes each."""
+    """Something that moves once in every PPO step: `count` copies of `size` bytes each."""
 
     what: str
     route: str
@@ -158,9 +158,9 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `medusa-ppo plan` prints. `peaks`: most bytes of tensors in each phase, in
-    the process that trains the actor; unknown for a Megatron actor. `roles`: for each kind of
-    process with roles, their memory in each part of a step.
+    """Everything that `medusa-ppo plan` prints. `peaks`: the peak bytes of tensors in each phase,
+    in the process that trains the actor; unknown for a Megatron actor. `roles`: for each kind of
+    process that holds roles, their memory in each part of a step.
     """
 
     model: ModelSizes
@@ -194,7 +194,7 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
     Raises:
         ModelError: the model's sizes can't be read.
     """
-    # Decide by hardware first: everything below depends on it.
+    # First decide what depends on the hardware: everything below needs it.
     decided = tuple(choices(config, hardware))
     config = applied(config, decided)
     gpus = hardware.gpus > 0
@@ -238,7 +238,8 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
         parts["logits of a chunk, and what is derived from them"] = _chunk_bytes(
             config, model, gpus
         )
-    # Pools and late engines read it after the call, so it stays until the next sync.
+    # Engines of a pool, or ones that start late, read the file after the sync; so it is kept until
+    # the next one.
     parts[f"actor's file, for engines that start late or restart{ON_HOST}"] = (
         _element(config) * model.parameters
     )
@@ -252,8 +253,8 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
 
 
 def _role_parts(config: RunConfig, model: ModelSizes, where: str) -> dict[str, int]:
-    """The roles of a process in the part of a step with the most memory; roles that wait then are
-    on the host.
+    """The memory of a process's roles in the part of a step that takes the most; roles that wait
+    are on the host then.
     """
     parts = dict[str, int]()
     for memory in role_memory(config, model):
@@ -266,16 +267,16 @@ def _role_parts(config: RunConfig, model: ModelSizes, where: str) -> dict[str, i
 
 
 def _micro_tokens(config: RunConfig) -> int:
-    """Most prompt and response tokens in a micro-batch."""
+    """Maximum prompt and response tokens in a micro-batch."""
     length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     tokens = (config.ppo.micro_batch_size or config.ppo.minibatch_size) * length
-    # A response may exceed the budget; it is then a micro-batch by itself.
+    # A sequence longer than the budget is a micro-batch by itself.
     return max(length, min(tokens, config.ppo.micro_batch_tokens or tokens))
 
 
 def kept_bytes(config: RunConfig, model: ModelSizes) -> int:
-    """Activations of a micro-batch for the backward pass; with ppo.recompute the inputs of all
-    layers and one recomputed layer.
+    """Activations that a micro-batch keeps for its backward pass; with ppo.recompute, the inputs of
+    all layers and one recomputed layer.
     """
     each = model.layer_bytes(config.model.dtype == "bfloat16")
     ends = 4 * FLOAT32 * model.hidden
@@ -288,7 +289,7 @@ def kept_bytes(config: RunConfig, model: ModelSizes) -> int:
 
 
 def _chunk_bytes(config: RunConfig, model: ModelSizes, gpus: bool) -> int:
-    """Logits, log-probs, probabilities, and the product of the last two."""
+    """Logits of a chunk, log-probs, probabilities, and the product of the last two."""
     share = config.sampling.max_new_tokens / (
         config.data.max_prompt_tokens + config.sampling.max_new_tokens
     )
@@ -300,8 +301,8 @@ def _chunk_bytes(config: RunConfig, model: ModelSizes, gpus: bool) -> int:
 
 
 def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, int]:
-    """Bytes of tensors in the process that trains the actor: the most while a batch is scored, and
-    in the update.
+    """Peak bytes of tensors in the process that trains the actor: while a batch is scored, and in
+    the update.
     """
     if config.actor.backend != "transformers":
         return {}
@@ -309,14 +310,14 @@ def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, i
     gradients = {role.role: role.gradients for role in memory.roles}
     standing = {
         phase: max(
-            # Gradients come with the update, and are counted there.
+            # Without gradients: they appear during the update, and are counted there.
             sum(memory.during(who, learns).values()) - learns * gradients.get(who, 0)
             for _, who, learns in PARTS
             if who in gradients and learns == (phase == "update")
         )
         for phase in ("score", "update")
     }
-    # Products in bfloat16 read a copy of the float32 weights.
+    # Matrix products in bfloat16 read a copy of the float32 weights.
     copies = BFLOAT16 * model.parameters if config.model.dtype == "bfloat16" else 0
     tokens = _micro_tokens(config)
     chunk = _chunk_bytes(config, model, gpus)
@@ -352,10 +353,10 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
 def _engines(
     config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[str, Any], gpus: bool
 ) -> list[Process]:
-    """The engines that the loop generates with, and those that a comparison starts in addition."""
+    """The engines that the loop generates with, and the extra ones that a comparison starts."""
     section = config.engine
     ranks = int(section.extra.get("tensor_parallel_size", 1))
-    # Models with several parts have a section with the sizes of their language model.
+    # Models with several parts keep the sizes of their language model in a section.
     text = {**raw, **(raw.get("text_config") or {})}
     parts = {
         "weights": _element(config) * model.parameters // ranks,
@@ -368,7 +369,7 @@ def _engines(
         where = "a vllm serve process on the PPO loop's node"
     else:
         where = f"a Ray actor, {_place(section.resource, section.replicas)}"
-    # Each rank of a tensor-parallel engine has a GPU; only a single rank can share one.
+    # Each rank of a tensor-parallel engine has its own GPU; only an engine of one rank can share.
     share = ((section.memory_fraction or 0.0) if ranks == 1 else float(ranks)) if gpus else 0.0
     several = f" of {ranks} ranks" * (ranks > 1)
     drafting = parts | {"heads": _element(config) * heads_parameters(heads)} | _remembered(config)
@@ -380,7 +381,9 @@ def _engines(
 
 
 def _remembered(config: RunConfig) -> dict[str, int]:
-    """Each engine has all of it, and the loop has a copy for checkpoints."""
+    """The memory of earlier responses: all of it in each engine, and a copy in the loop, for
+    checkpoints.
+    """
     return (
         {f"earlier responses{ON_HOST}": config.engine.memory_bytes}
         if config.engine.memory_bytes
@@ -399,7 +402,7 @@ def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: b
 
 
 def _place(resource: str | None, count: int) -> str:
-    """Where Ray places it: one process, or all at once."""
+    """Where Ray places a process, or all `count` of them at once."""
     node = f"on a node with the Ray resource {resource!r}" if resource else "on any node"
     return f"{node}; one placement group for all" if count > 1 else node
 
@@ -448,8 +451,8 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
 
 
 def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
-    """Bytes copied in a step when roles take turns: each moves in to score, once per piece; actor
-    and critic move in to learn, and out again with their new weights.
+    """Bytes copied in a step when roles take turns. Each role moves in to score, once per piece;
+    actor and critic also move in to learn, and out again with their new weights.
     """
     ppo = config.ppo
     pieces = -(-ppo.prompts_per_step // ppo.piece_prompts) if ppo.piece_prompts else 1
@@ -478,13 +481,13 @@ def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
 
 
 def _element(config: RunConfig) -> int:
-    """Bytes of one of the engine's weights."""
+    """Bytes per weight in the engine."""
     return FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
 
 
 def _table_bytes(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int) -> int:
-    """Most rows of the actor's tables that go with a batch: of lm_head those of the draft tokens
-    and the batch's own, of the embedding the batch's own. A tied table is sent once.
+    """Maximum bytes of table rows sent with a batch: lm_head's rows for draft tokens and for the
+    batch's own tokens, and the embedding's rows for the latter. A tied table is sent once.
     """
     prompts = config.ppo.prompts_per_step * config.data.max_prompt_tokens
     own = min(model.vocab, _kept_tokens(config, model, tokens) + prompts)
@@ -495,24 +498,24 @@ def _table_bytes(config: RunConfig, model: ModelSizes, heads: HeadsConfig, token
 
 
 def _kept_tokens(config: RunConfig, model: ModelSizes, tokens: int) -> int:
-    """How many of these response tokens have their states sent to the companion."""
-    # Half of the queue: the next batch comes while the last one is in training.
+    """For how many of these response tokens the companion gets hidden states."""
+    # A batch may fill half of the queue: the next one comes while it is in training.
     share = config.companion.queue_bytes / 2 / max(1, hidden_bytes(model, tokens))
     return round(tokens * min(1.0, share))
 
 
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
-    """Most bytes of a rollout batch sent to the companion; a batch that is too large is sampled."""
+    """Maximum bytes of a rollout batch sent to the companion; too large a batch is sampled."""
     kept = _kept_tokens(config, model, tokens)
     if kept >= tokens:
         return hidden_bytes(model, tokens)
-    # A sample leaves states out, never tokens; and each token has a weight.
+    # A sample leaves out hidden states, never tokens, and adds a weight per token.
     return hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32
 
 
 def _sums(config: RunConfig, tokens: int) -> int:
-    """How often gradients are exchanged between the companion's workers: each optimizer step's sum
-    takes two rounds between all but one of them.
+    """How many copies of the gradients move between the companion's workers: to sum them, each
+    optimizer step sends them twice between all but one of the workers.
     """
     section = config.companion
     steps = section.epochs * -(-tokens // section.batch_positions)
@@ -520,7 +523,7 @@ def _sums(config: RunConfig, tokens: int) -> int:
 
 
 def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
-    """Problems that would otherwise be silent."""
+    """Warnings about problems that would otherwise go unnoticed."""
     batch = _batch_bytes(config, model, tokens)
     room = config.companion.queue_bytes
     too_large = (
@@ -531,12 +534,15 @@ def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
     if config.companion.enabled and batch > room:
         found.append(f"{too_large} Set companion.queue_bytes={2 * batch} or more.")
     if config.ppo.judged_by_model and reward_sizes(config) is None:
-        found.append(f"The sizes of the reward model {config.ppo.reward} are not known: add them.")
+        found.append(
+            f"The sizes of the reward model {config.ppo.reward} are unknown, so its memory is not"
+            " counted: add it yourself."
+        )
     return found
 
 
 def _too_large(processes: list[Process], gpu_bytes: int) -> list[str]:
-    """What a GPU with this many bytes can't hold; 0: unknown."""
+    """Warnings about processes that don't fit on a GPU with this many bytes; 0: unknown."""
     return [
         (
             f"Each {process.name} takes {size_text(process.gpu_memory)} on its GPU, which has"
@@ -548,7 +554,7 @@ def _too_large(processes: list[Process], gpu_bytes: int) -> list[str]:
 
 
 def size_text(count: float) -> str:
-    """Bytes in a readable unit."""
+    """A number of bytes in a readable unit."""
     power = min(len(UNITS) - 1, int(math.log(max(1, count), 1024)))
     return f"{count / 1024**power:.{int(power > 0)}f} {UNITS[power]}"
 
@@ -595,8 +601,8 @@ def lines(plan: Plan) -> list[str]:
     out += [
         "",
         (
-            f"In all {size_text(plan.memory)} and {asked}; Python, torch and vLLM themselves need "
-            "more on top."
+            f"In all {size_text(plan.memory)} and {asked}, plus what Python, torch and vLLM "
+            "themselves need."
         ),
     ]
     return out

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from medusa_ppo.predict.prediction import Prediction, Question
 
 REPLAY_PROMPTS = 128
-"""Prompts in a replay that measures acceptance: a few minutes on two cores."""
+"""Number of prompts for a replay that measures acceptance: a few minutes on two cores."""
 CPU_ERROR = 0.10
-"""Error that a prediction on a CPU should stay within; part of its interval."""
+"""Relative error that a prediction for a CPU should stay within; part of its interval."""
 
 
 @command
@@ -32,7 +32,7 @@ def predict(
     options: PredictOptions,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="Write the answer with every assumption to this file."),
+        typer.Option("--json", help="Write the answer and every assumption to this file."),
     ] = None,
     picture: Annotated[
         Path | None,
@@ -40,7 +40,7 @@ def predict(
     ] = None,
 ) -> None:
     """Predict what drafting would gain: rollouts with and without it, the best number of drafts,
-    the acceptance from which it pays, and commands to check it. Starts no engine.
+    the acceptance above which it pays, and commands to check it. Starts no engine.
 
     Example:  [bold]medusa-ppo predict --model models/actor --gpu h100
     --acceptance 0.6,0.4,0.25,0.15 --length-mean 2000 --longest 4096[/bold]
@@ -58,7 +58,7 @@ def predict(
     name = options.model or (run.model.path if run else "")
     if not name:
         raise UsageError(
-            "No model is named.",
+            "No model was given.",
             given="neither --model nor --config",
             expected="a folder or a hub name",
             do="Add --model DIR.",
@@ -66,7 +66,7 @@ def predict(
     options = dataclasses.replace(options, model=name)
     gpu = None if options.gpu == CPU else find_gpu(options.gpu)
     raw = model_config(name)
-    # An unknown GPU or model is refused before this, since the replay takes minutes.
+    # The replay takes minutes, so an unknown GPU or model is refused before it.
     accepted, trained = _accepted(options, run.heads.path if run else None)
     question = question_of(options, raw, accepted, run, trained)
     prediction = predict_on_gpu(question, gpu) if gpu else _on_this_cpu(question, options)
@@ -91,7 +91,7 @@ def predict(
 
 
 def _accepted(options: PredictOptions, path: str | None) -> tuple[Accepted, HeadsConfig | None]:
-    """Acceptance as given or measured by replay, with the sizes of the heads if there are any."""
+    """The acceptance, given or measured by replay, and the sizes of the heads if there are any."""
     from medusa_ppo.predict.asking import Accepted
 
     folder = options.heads or path or ""
@@ -140,7 +140,7 @@ def _on_this_cpu(question: Question, options: PredictOptions) -> Prediction:
     from medusa_ppo.vllm_plugin.int8_products import onednn_product, packed_linear
 
     torch.set_num_threads(options.threads)
-    say("Timing products, samplers and drafting on this CPU ...")
+    say("Timing matrix products, samplers and drafting on this CPU ...")
     try:
         steps = CpuSteps(
             question.model,
@@ -152,7 +152,7 @@ def _on_this_cpu(question: Question, options: PredictOptions) -> Prediction:
             question.prompt + question.lengths.mean / 2,
         )
     except RuntimeError as error:
-        # oneDNN has no bfloat16 products for CPUs that can't even emulate them.
+        # oneDNN offers no bfloat16 matrix products on CPUs that can't even emulate them.
         if options.dtype != "bfloat16" or cpu_has_bfloat16():
             raise
         raise UsageError(

@@ -32,7 +32,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class RoleBytes:
-    """A role's part in one process. Zero gradients: it doesn't learn."""
+    """The bytes of a role in one process. A role without gradients doesn't learn."""
 
     role: str
     weights: int
@@ -51,9 +51,9 @@ class RoleMemory:
 
     Attributes:
         where: which process.
-        placement: as ppo.placement.
+        placement: a value of ppo.placement.
         buffered: gradients have memory all the time, not only while they are computed.
-        steps_on_copies: weights are in 16 bits, with float32 copies for the optimizer; the copies
+        steps_on_copies: weights have 16 bits, and the optimizer works on float32 copies; the copies
             are a third of `kept`.
     """
 
@@ -66,7 +66,7 @@ class RoleMemory:
     def during(self, who: str, learns: bool) -> dict[str, int]:
         """Bytes of each role on the process's device while one of them computes."""
         if self.placement in (IN_TURN, SHARED):
-            # On ranks, the weights that were last sent to the engines are still there.
+            # While the engine writes, ranks still hold the weights that they last sent to it.
             given = not who and self.buffered
             return {
                 role.role: role.learning
@@ -100,12 +100,12 @@ class RoleMemory:
 
     @property
     def most(self) -> dict[str, int]:
-        """The bytes of each role in the part of a step with the most."""
+        """The bytes of each role in the part of a step that takes the most memory."""
         return max((found for _, found in self.parts), key=lambda found: sum(found.values()))
 
     @property
     def waiting(self) -> int:
-        """Bytes of the copies in host memory."""
+        """Bytes of the copies that roles keep in host memory."""
         if self.placement == SEPARATE:
             return 0
         if self.placement == SWAPPED:
@@ -115,7 +115,7 @@ class RoleMemory:
 
 
 def role_memory(config: RunConfig, model: ModelSizes) -> tuple[RoleMemory, ...]:
-    """For the loop's process, and each rank of a Megatron actor; only those that have roles."""
+    """The memory of the loop's process and of each rank of a Megatron actor, if they hold roles."""
     loop = list[RoleBytes]()
     ranks = list[RoleBytes]()
     megatron = config.actor.backend == "megatron"
@@ -155,8 +155,8 @@ def _reference(config: RunConfig, model: ModelSizes) -> RoleBytes:
 
 
 def _learning(config: RunConfig, role: str, parameters: int, on_ranks: bool) -> RoleBytes:
-    """Two moments; on ranks with bfloat16 weights also the optimizer's float32 copies; with a
-    distributed optimizer, a share of both.
+    """The bytes of a role that learns: `kept` is two moments and, on ranks with bfloat16 weights,
+    the optimizer's float32 copies; with a distributed optimizer, a share of both.
     """
     if not on_ranks:
         return RoleBytes(role, *(FLOAT32 * count * parameters for count in (1, 1, 2)))
@@ -175,7 +175,7 @@ def _learning(config: RunConfig, role: str, parameters: int, on_ranks: bool) -> 
 
 
 def critic_sizes(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
-    """Sizes of the critic; None: the advantages need none."""
+    """Sizes of the critic; None if the advantages need no critic."""
     if config.ppo.advantages != "gae":
         return None
     if not config.model.critic_path:
@@ -184,8 +184,8 @@ def critic_sizes(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
 
 
 def reward_sizes(config: RunConfig) -> tuple[ModelSizes, int] | None:
-    """Sizes of the reward model, and the bytes of its numbers. None: there is none, or its kind has
-    unknown sizes.
+    """Sizes of the reward model, and the bytes per parameter. None if there is no such model, or if
+    its sizes can't be known.
     """
     if not config.ppo.judged_by_model:
         return None
@@ -198,15 +198,15 @@ def reward_sizes(config: RunConfig) -> tuple[ModelSizes, int] | None:
 
 
 def scoring_parameters(model: ModelSizes) -> int:
-    """Parameters of a critic or reward model: it has a layer with one output instead of an lm_head;
-    a tied table stays as its embedding.
+    """Number of parameters of a critic or reward model. Instead of an lm_head it has a layer with
+    one output; a tied table stays, as its embedding.
     """
     return model.parameters - model.vocab * model.hidden * (not model.tied) + model.hidden
 
 
 def model_config(path: str) -> dict[str, Any]:
-    """config.json of a model; for an embedded actor from its recipe, because its folder may not
-    exist yet.
+    """config.json of a model. For an embedded actor it is made from its recipe, because its folder
+    may not exist yet.
     """
     if path not in EMBEDDED_ACTORS:
         return read_model_config(path)

@@ -24,8 +24,8 @@ def demo(
         int | None, typer.Option(min=1, help="PPO steps; default: those of configs/demo.yaml.")
     ] = None,
 ) -> None:
-    """Run the whole job on an embedded example, nothing to prepare: 11 to 19 minutes on two cores
-    on first use.
+    """Run everything on an embedded example, with nothing to prepare: 11 to 19 minutes on two cores
+    the first time.
 
     Trains a tiny actor on first use, runs PPO with drafting and the companion, then times steps
     with and without the plugin.
@@ -38,7 +38,7 @@ def demo(
     from medusa_ppo.runtime.hardware import find_hardware
     from medusa_ppo.runtime.processes import quiet_libraries
 
-    # A run's folder is OUT/NAME of its configuration.
+    # The configuration gives a run's folder as OUT/NAME.
     overrides = [f"out={out.parent.as_posix()}", f"name={out.name}"]
     if steps:
         overrides.append(f"ppo.steps={steps}")
@@ -64,7 +64,7 @@ def ppo(
     ] = False,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="With --resume: a key or section that may differ."),
+        typer.Option(metavar="KEY", help="With --resume: a key or section that may have changed."),
     ] = None,
 ) -> None:
     """Run the reference PPO loop on any model folder and any dataset.
@@ -91,7 +91,7 @@ def plan(
     gpus: Annotated[
         bool | None,
         typer.Option(
-            "--gpus/--no-gpus", help="Plan for machines with GPUs; default: like this one."
+            "--gpus/--no-gpus", help="Plan for machines with or without GPUs; default: this one's."
         ),
     ] = None,
     gpu: Annotated[
@@ -124,10 +124,10 @@ def report(
         Path | None, typer.Option(help="Another run to compare with this one.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Refresh the page while the run goes on.")
+        bool, typer.Option("--follow", help="Keep updating the page while the run goes on.")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option(help="Where to write the page; default RUN/report.html.")
+        Path | None, typer.Option(help="Where to write the page; default: RUN/report.html.")
     ] = None,
 ) -> None:
     """Write the report of a run that has finished, was stopped, or is still going.
@@ -174,7 +174,7 @@ def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
     from medusa_ppo.reports.plain_words import in_plain_words
     from medusa_ppo.reports.tables import summary_rows
 
-    # Most readers want the sentences; the table has the figures.
+    # The sentences are what most readers want; the table has the figures.
     if sentences := in_plain_words(summary):
         say("\n" + "\n".join(textwrap.fill(sentence, LINE_WIDTH) for sentence in sentences) + "\n")
     table = Table(title=f"{run_dir.name}: what the heads were worth", show_header=False)

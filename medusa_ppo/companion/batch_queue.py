@@ -1,8 +1,8 @@
-"""The queue of rollout batches before the companion, limited in bytes and in age, without waiting.
-Training may be slower than the loop.
+"""The companion's queue of rollout batches, limited in bytes and in age.
 
-The loop must not wait for it, and hidden states must not pile up in memory, so batches are dropped:
-the oldest first, because heads that learn from an old policy draft worse for the new one.
+Training may be slower than the loop. The loop must not wait for it, and hidden states must not pile
+up in memory, so batches are dropped: the oldest first, because heads that learn from an old policy
+draft worse for the new one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BatchQueue:
     def __init__(self, max_bytes: int, max_lag: int = MAX_LAG) -> None:
         """
         Args:
-            max_bytes: most bytes of all batches that wait or are in use together.
+            max_bytes: limit on the bytes of all batches together that wait or are in use.
             max_lag: policy versions that a waiting batch may be behind the newest. Otherwise a slow
                 companion trains on ever staler rollouts.
         """

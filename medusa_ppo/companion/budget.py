@@ -6,7 +6,7 @@ s; what training took from the loop is subtracted. Training in seconds that noth
 (while the loop waits for rewards, weights or the slowest response) is not counted: the companion
 doesn't report it as work. So the loop slows down by `share` at most, whatever is gained.
 
-    alone      the companion takes nothing from the loop: the most passes, no bound
+    alone      the companion takes nothing from the loop: the maximum of passes, without a budget
     training   heads still improve, and there is a budget: as many passes as it pays for, mostly a
                part of one, so that every policy is learned from while it is new
     waiting    the budget has no room for LEAST of a pass, or a batch waits already: none, and the
@@ -90,14 +90,14 @@ class Budget:
     Attributes:
         left_s: seconds of training allowed now; below 0 the last pass took longer than expected.
         taken_frac: share of the loop's seconds that training took so far.
-        last: decision.
+        last: the last decision.
     """
 
     def __init__(self, share: float, most: float, *, shared: bool) -> None:
         """
         Args:
             share: share of the loop's seconds that training may take.
-            most: passes over a batch.
+            most: maximum passes over a batch.
             shared: the companion trains on cores or a device that the loop uses too.
         """
         self._share = share
@@ -179,7 +179,7 @@ class Budget:
         return Decision(passes, "resting")
 
     def _wake(self) -> None:
-        """Resume training, until that many verdicts in a row bring no new version."""
+        """Resume training, until PATIENCE verdicts in a row bring no new version."""
         self._resting = False
         self._rejected = self._rejected_so_far
         self._probe_after = PROBE_STEPS[0]

@@ -285,8 +285,8 @@ class CompanionClient:
         *,
         embedding_VD: torch.Tensor | None = None,
     ) -> None:
-        """The actor's tables after an update, live or copied. Nothing is copied here: each of the
-        next batches takes the rows that it needs.
+        """Use the actor's tables after an update, live or copied. Nothing is copied here: each of
+        the next batches takes the rows that it needs.
         """
         logger.debug("Tables of policy version %d.", policy_version)
         if self._reads_lm_head or embedding_VD is not None:

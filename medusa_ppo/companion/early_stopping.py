@@ -19,7 +19,7 @@ LOOK_STEPS = 16
 RISE = 0.01
 """Share of the extra tokens per engine step by which a look must beat the previous best."""
 PATIENCE = 3
-"""Looks in a row without such a gain."""
+"""Number of looks in a row without such a gain after which training stops."""
 
 
 def train_while_rising(

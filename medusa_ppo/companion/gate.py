@@ -1,9 +1,9 @@
 """The candidate (a running mean of the heads in training) and the gate: it is published only when
 it beats the serving heads on rollouts that it was not trained on.
 
-Answers to one prompt are much alike, so prompts are what counts: the counts of a prompt's answers
-are one observation, and nothing is decided before there are enough of them. A small batch holds out
-too few, so the counts of all batches since the last decision are pooled.
+Answers to one prompt are much alike, so the counts of all answers to a prompt are one observation,
+and nothing is decided before there are enough of these. A small batch holds out too few prompts, so
+the counts of all batches since the last decision are pooled.
 
 Candidates are compared with the same serving heads again and again, and each look is a chance to be
 wrong. So looks follow a schedule, each when the evidence has grown by a fifth, and look j spends
@@ -55,7 +55,7 @@ from medusa_ppo.runtime.rendezvous import Meeting
 LEAST_PROMPTS, LEAST_TOKENS = HOLDOUT_PROMPTS, 64
 """Held-out prompts and response tokens needed before anything is decided."""
 KEPT_BATCHES = 64
-"""Most holdouts that are pooled; heads and policy have moved on since older ones."""
+"""Maximum number of pooled holdouts; heads and policy have moved on since older ones."""
 NEWER = 2 / 3
 """Share of the batches, the newest ones, by which a look decides: the first candidates had hardly
 begun to learn.
@@ -85,7 +85,7 @@ class Served:
 
     Attributes:
         draft_temperature: times the rollouts' own; 0: one-hot drafts.
-        num_drafts: most drafts in a step; None: one per head.
+        num_drafts: maximum drafts in a step; None: one per head.
         ids_W: tokens that drafts come from, int64; None: all.
         mix: for sampled drafts: turns the heads' log q of the rollouts' tokens `[M, K]` into the
             log q of the distribution that drafts are drawn from. Takes a piece of the batch, the
@@ -371,9 +371,8 @@ class Evidence:
         return 1 - (1 - RECENT_SHARE) * (1 - over_all_looks) / (look * (look + 1))
 
     def recent(self, over_all_looks: float) -> list[Interval]:
-        """Differences on the newest batches alone, of each number in RECENT that is due and less
-        than what `difference` uses; with the confidence of each look, if all looks together have
-        this confidence.
+        """Differences on only the newest batches, for each number in RECENT that is due and below
+        the number that `difference` uses. `over_all_looks`: the confidence of all looks together.
         """
         found = []
         for count in RECENT:
@@ -508,7 +507,7 @@ def judge(
     if not evidence.enough:
         prompts = evidence.counts_G5.shape[0]
         tokens = sum(evidence.tokens.values())
-        asked = f"{LEAST_PROMPTS} and {LEAST_TOKENS} decide"
+        asked = f"a decision needs {LEAST_PROMPTS} and {LEAST_TOKENS}"
         return Verdict(
             False,
             False,
@@ -530,7 +529,7 @@ def judge(
         return Verdict(False, True, f"Worse: {seen}.", *rows, difference)
     if due and difference.low > 0:
         return Verdict(True, False, f"Better: {seen}.", *rows, difference)
-    waits = "Not surely better" if due else "Next look only with more evidence"
+    waits = "Not significantly better" if due else "Next look only with more evidence"
     return Verdict(False, False, f"{waits}: {seen}.", *rows, difference)
 
 

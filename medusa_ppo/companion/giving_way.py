@@ -34,7 +34,7 @@ class Pace:
         self.waited_s = 0.0
 
     def hold(self, wanted: bool) -> None:
-        """The loop's end: from now on, the companion should (not) wait."""
+        """The loop calls this to let the companion wait, or continue."""
         self._byte[0] = int(wanted)
 
     @property
@@ -43,7 +43,7 @@ class Pace:
         return bool(self._byte[0])
 
     def give_way(self) -> None:
-        """The companion's end, between two pieces of work: wait as long as the loop wants."""
+        """Wait for as long as the loop wants. The companion calls this between pieces of work."""
         while self.held:
             time.sleep(GIVE_WAY_S)
             self.waited_s += GIVE_WAY_S

@@ -76,7 +76,7 @@ def held_stretches(
     prompt every token is equally likely to be judged on.
 
     Args:
-        rows: most of all stretches together; a single one may be longer.
+        rows: maximum rows of all stretches together; a single one may be longer.
 
     Returns:
         Which rows they are, bool `M`; which sequences answer one of these prompts, bool `S`.

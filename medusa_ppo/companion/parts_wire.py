@@ -111,15 +111,15 @@ class Wish(_Message):
     """What a companion wants.
 
     Attributes:
-        rows: number of states wanted of the next batch, from all processes together; 0: none,
+        rows: how many states of the next batch it wants, from all processes together; 0: none,
             because it is busy.
         ahead: number of following rows that heads learn from.
         hidden, vocab: sizes of the actor that it was started for.
         embedding: whether its heads read the embedding.
-        tables_version: version of the tables that it got whole from a tap; None: none yet.
+        tables_version: version of the last complete tables that it got from a tap; None: none yet.
         draft_ids: tokens that drafts of the next batch may come from, in the form of `ids_text`: of
             lm_head only their rows and those of the batch's own tokens are read. Empty: any.
-        trained, published: number of batches it has learned from, and of versions.
+        trained, published: how many batches it has trained on and how many versions published.
         problem: the last failure; empty: none.
     """
 

@@ -152,7 +152,7 @@ def texts_of(batch: RolloutBatch) -> Texts:
 
 
 def in_blocks(count: int, block: int, generator: torch.Generator) -> torch.Tensor:
-    """0 to count - 1, each block of neighbours together, the blocks in random order."""
+    """The numbers below `count` in blocks of neighbours; the blocks are in random order."""
     blocks = torch.randperm(-(-count // block), generator=generator)
     order_N = (blocks.unsqueeze(1) * block + torch.arange(block)).flatten()
     return order_N[order_N < count]
@@ -212,12 +212,12 @@ class EarlySample:
     to whichever earlier pairs exist, as in an engine after a swap.
 
     Attributes:
-        rows: most whose states are kept.
+        rows: maximum number of rows whose states are kept.
         holdout_fraction: share of the prompts that have a stretch of one answer held out; these
             stretches are HELD_SHARE of the rows. 0: `companion.holdout` chooses among the blocks
             once all are there.
         seed: seed of both draws.
-        ahead: rows.
+        ahead: number of following rows that heads learn from.
         block: rows of a block; None: BLOCK, or less if few would fit.
     """
 
@@ -337,7 +337,7 @@ class ReplayBuffer:
         """
         Args:
             versions: policy versions that a batch stays for; 0: nothing is kept.
-            max_bytes: most bytes of all batches kept.
+            max_bytes: limit on the bytes of all kept batches together.
             decay: share of the positions that remains with each version, 0..1.
         """
         self._versions = versions
@@ -356,9 +356,8 @@ class ReplayBuffer:
         if batch.nbytes > self._max_bytes:
             return (
                 f"A batch of {batch.nbytes:,} bytes, the actor's tables included, is not kept for "
-                f"replay: the limit for all of them is {self._max_bytes:,}. Set "
-                "companion.queue_bytes"
-                " higher, engine.draft_vocab, or companion.replay_versions=0."
+                f"replay: the limit for all of them is {self._max_bytes:,}. Raise "
+                "companion.queue_bytes, or set engine.draft_vocab or companion.replay_versions=0."
             )
         self._batches.append(batch)
         while self.nbytes > self._max_bytes:

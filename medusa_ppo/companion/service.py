@@ -374,8 +374,8 @@ class CompanionService:
             torch.cuda.empty_cache()
 
     def _publish(self) -> None:
-        """The serving heads as a file in shared memory for the engine to swap in, and as a native
-        checkpoint in the run's folder.
+        """Write the serving heads: to a file in shared memory, which the engine swaps in, and as a
+        native checkpoint to the run's folder.
         """
         cycle = self._cycle
         state = cycle.serving.trainable_state(copied=False)
@@ -422,7 +422,7 @@ class CompanionService:
         self._fed_version = published.version
 
     def _keep_heads(self, length: float | None) -> None:
-        """The serving heads as a native checkpoint. `length`: their replay estimate."""
+        """Write the serving heads as a native checkpoint. `length`: their replay estimate."""
         if self._run_dir is None:
             return
         cycle = self._cycle
@@ -453,7 +453,7 @@ class CompanionService:
         self._unsaved = 0
 
     def _begin(self, arguments: ServiceArguments) -> None:
-        """A first start, a resumed run, or a restart after a crash."""
+        """Start from the right state: a first start, a resumed run, or a restart after a crash."""
         # Without a run folder, the versions on this node are all there is.
         marker = (
             self._run_dir / "companion" if self._run_dir else Path(arguments.publish_dir)
@@ -482,8 +482,8 @@ class CompanionService:
         )
 
     def _take_over_saved(self, file: Path, again: bool) -> None:
-        """The last saved state. After a crash a damaged one is ignored, since the published heads
-        are still there.
+        """Load the last saved state. After a crash a damaged one is ignored, because the published
+        heads are still there.
 
         Raises:
             CheckpointError: a resumed run would begin with different heads than it ended with.
@@ -501,7 +501,7 @@ class CompanionService:
             logger.warning(self._found)
 
     def _adopt_newest(self) -> None:
-        """Versions never go back: serve the last published one, if its file is intact."""
+        """Serve the last published version, if its file is intact: versions never go back."""
         for file in sorted(self._publish_dir.glob("heads-*.safetensors"), reverse=True):
             version = int(file.stem.split("-")[1])
             if version <= self._cycle.version:
@@ -573,8 +573,8 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
 
 
 def _same(tables: Any, used: Any) -> bool:
-    """Whether both are the same object of Ray's store: each call unpacks it anew, at the same
-    address. Rows belong to one batch.
+    """Whether both are the same object in Ray's store. Each call unpacks it anew, so addresses are
+    compared. `TableRows` belong to one batch and need no such comparison.
     """
     if not isinstance(tables, tuple) or not isinstance(used, tuple):
         return tables is used

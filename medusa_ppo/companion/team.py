@@ -178,7 +178,7 @@ class Leader(CompanionService):
         self._end_members()
 
     def _refuse_to_fail_again(self) -> None:
-        """Raise CompanionError if TRIES starts before this one failed."""
+        """Raise CompanionError if the last TRIES starts have failed."""
         failures = self._failures.read_text().splitlines() if self._failures.is_file() else []
         if len(failures) >= TRIES:
             raise CompanionError(

@@ -202,8 +202,8 @@ class ServiceArguments:
         draft_temperature: temperature of the drafts by which heads are judged, a factor on that of
             the rollouts; 0: one-hot drafts.
         hang_s: a worker that does not answer for this long is ended and restarted.
-        num_drafts, draft_vocab: most drafts in a step, and number of most frequent tokens that they
-            come from; None: all.
+        num_drafts: maximum drafts in a step; None: one per head.
+        draft_vocab: how many of the most frequent tokens drafts may come from; None: all.
     """
 
     heads: HeadsConfig

@@ -38,7 +38,7 @@ def gpus_left(config: CompanionConfig, heads: HeadsConfig, draft_vocab: int | No
 
 
 def _warning(config: CompanionConfig, heads: HeadsConfig, drafted: int, gpus: float) -> str:
-    """Measures this machine's speed for a third of a second."""
+    """The warning's text. Takes a third of a second, to measure how fast this machine is."""
     threads = companion_threads(config.cores, alone=config.resource is not None)
     half = config.dtype == "bfloat16" or (config.dtype is None and cpu_has_bfloat16())
     before = torch.get_num_threads()

@@ -59,7 +59,7 @@ class ActorConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Processes of the actor."""
+        """Number of the actor's processes."""
         return (
             self.tensor_parallel
             * self.pipeline_parallel

@@ -11,7 +11,7 @@ from medusa_ppo.config.section import Count, Section, Text
 HOLDOUT_SHARE = 0.2
 """Share of each batch's responses held out from training, to judge candidates on."""
 LOGITS_BYTES = 1024**3
-"""Most bytes of float32 logits in a micro-batch of one head."""
+"""Maximum bytes of float32 logits in a micro-batch of one head."""
 
 
 class CompanionConfig(Section):
@@ -37,8 +37,8 @@ class CompanionConfig(Section):
     when the heads are large and candidates are worse from the start.
     """
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Number format of its matrix products; null: bfloat16 on a GPU or CPU that has it, else
-    float32. Weights, sums and optimizer stay float32. Set it to float32 to find out whether
+    """Number format of the companion's matrix products; null: bfloat16 on a GPU or CPU that has it,
+    else float32. Weights, sums and optimizer stay float32. Set it to float32 to find out whether
     rounding is the problem.
     """
     batch_positions: Count = 2048
@@ -46,15 +46,15 @@ class CompanionConfig(Section):
     are small: a batch should give ten steps or more.
     """
     epochs: Count = 2
-    """Most passes over each rollout batch; fewer if `share` has no room for them, or while batches
-    wait to be trained on (always all with `wait` or ppo.staleness). Set it higher when the
-    companion has its own device and waits for batches.
+    """Maximum passes over each rollout batch; there are fewer if `share` has no room for them, or
+    while batches wait to be trained on (but always all of them with `wait` or ppo.staleness). Set
+    it higher when the companion has its own device and waits for batches.
     """
     share: float = Field(0.05, gt=0, le=1)
-    """The most that training may take of the loop's seconds if it shares cores or a device with the
-    loop; no limit if it shares none, with `wait`, or with ppo.staleness. Set it higher when
-    `companion_reason` is mostly `waiting` and each version gains much, lower when generation is a
-    small part of a step.
+    """Maximum share of the loop's seconds that training may take, if it shares cores or a device
+    with the loop; there is no limit if it shares none, with `wait`, or with ppo.staleness. Set it
+    higher when `companion_reason` is mostly `waiting` and each version gains much, lower when
+    generation is a small part of a step.
     """
     queue_bytes: Count = 2 * 1024**3
     """Bytes of memory for all batches in transit, waiting and in training (twice as much for those
@@ -68,8 +68,9 @@ class CompanionConfig(Section):
     must give the same numbers.
     """
     replay_versions: int = Field(0, ge=0)
-    """Policy versions for which a batch is trained on again beside newer ones, half as much with
-    each; 0: never. Set it when batches are small and the policy changes slowly.
+    """Number of policy versions for which a batch is trained on again beside newer ones, each time
+    on half as many positions; 0: never. Set it when batches are small and the policy changes
+    slowly.
     """
     gate_confidence: float = Field(0.95, gt=0.5, lt=1)
     """Confidence, over all looks at the same serving heads, that no candidate is published unless

@@ -18,8 +18,8 @@ from heads.errors import ConfigError
 
 EXTENDS = "extends"
 NO_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError)
-"""What PyYAML raises: its own errors, and Python's for an invalid date, a number of 5,000 digits or
-a wrong tag.
+"""The errors that PyYAML raises: its own, and Python's for an invalid date, a number of 5,000
+digits or a wrong tag.
 """
 DEEPEST, LARGEST = 32, 1 << 20
 NONE = "null"
@@ -136,7 +136,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(
-            "The configuration file must hold a mapping.",
+            "The configuration file must be a mapping.",
             given=type(values).__name__,
             expected="section: {key: value}",
             do=f"Correct {path}.",
@@ -154,7 +154,7 @@ def apply_override(values: dict[str, Any], pair: str, root: type[BaseModel]) -> 
             "An override must be key=value.",
             given=pair,
             expected="e.g. ppo.steps=20",
-            do="Write key=value without spaces.",
+            do="Write key=value, without spaces around the equals sign.",
         )
     *parents, leaf = key.split(".")
     node = values
@@ -228,7 +228,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def _holds(kind: Any, wanted: type) -> bool:
-    """Whether a type is `wanted`, or a union, a generic or a choice that contains it."""
+    """Whether a type is `wanted`, or is a union, a generic or a choice that contains it."""
     origin = typing.get_origin(kind)
     parts = typing.get_args(kind)
     if origin is Annotated:

@@ -52,8 +52,8 @@ class EngineConfig(Section):
     engines and update run on different nodes.
     """
     max_num_seqs: Count = 32
-    """Most sequences generated at once; others wait. Set it as high as memory allows when a step
-    has more responses than this.
+    """Maximum number of sequences generated at once; others wait. Set it as high as memory allows
+    when a step has more responses than this.
     """
     max_model_len: int | None = Field(None, ge=8)
     """Longest prompt and response together, in tokens; null: data.max_prompt_tokens plus
@@ -116,7 +116,7 @@ class EngineConfig(Section):
 
     @property
     def most_drafts(self) -> int | None:
-        """Most drafts in a step; None: one per head."""
+        """Maximum number of drafts in a step; None: one per head."""
         return None if self.num_drafts == AUTO else int(self.num_drafts)
 
     @property

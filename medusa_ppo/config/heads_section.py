@@ -24,8 +24,8 @@ class HeadsSection(Section):
     that support nothing else.
     """
     num_heads: Count = 4
-    """K, the number of heads: the most tokens that can be drafted in a step. Set it higher when the
-    mean acceptance length is near K + 1, lower when the last heads are rarely accepted.
+    """K, the number of heads, which is the maximum number of drafts in a step. Set it higher when
+    the mean acceptance length is near K + 1, lower when the last heads' drafts are rarely accepted.
     """
     context: int = Field(16, ge=0)
     """Number of last positions of the response that heads of kind `hydra` attend to, besides their
@@ -60,8 +60,8 @@ class HeadsSection(Section):
     drafts with them. No effect if `path` is set. Set it to 0 for runs of a few steps.
     """
     warm_up_s: float = Field(300.0, gt=0)
-    """Most seconds of the warm-up, half of them for writing. Set it lower when a run's first step
-    must not wait so long.
+    """Maximum seconds that the warm-up takes, half of them for writing. Set it lower when a run's
+    first step must not wait so long.
     """
 
     def sizes(self, hidden: int, vocab: int) -> HeadsConfig:

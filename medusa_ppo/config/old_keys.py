@@ -43,8 +43,8 @@ OLD_KEYS = {
         "ppo.staleness it makes companion.epochs passes over each batch."
     ),
     "companion.min_epochs": (
-        "It trains a quarter of a pass or more, or nothing: set companion.share, the most that"
-        " training may take of the loop's seconds."
+        "The companion trains at least a quarter of a pass, or not at all; companion.share limits"
+        " the share of the loop's seconds that training takes."
     ),
     "companion.upper_mark_every": (
         "The upper reference was removed; training is compared with replay_mal_frozen, the heads "

@@ -58,9 +58,9 @@ class PPOConfig(Section):
     their devices together.
     """
     side_by_side: bool = False
-    """The reference scores in parallel to actor and critic, and the critic learns in parallel to
-    the actor, each with `threads` CPU threads. Set it on a CPU with cores to spare, with `threads`
-    at half of them.
+    """The reference scores in parallel with actor and critic, and the critic learns in parallel
+    with the actor, each with `threads` CPU threads. Set it on a CPU with cores to spare, with
+    `threads` at half of them.
     """
     epochs: Count = 2
     """Passes over each rollout batch. Set it lower when `kl_update` grows, higher when rollouts
@@ -71,12 +71,12 @@ class PPOConfig(Section):
     optimizer steps from the same batch.
     """
     micro_batch_size: Count | None = None
-    """Most responses in a forward pass; null: a whole minibatch. Set it lower when the update runs
-    out of memory; apart from rounding, the result is the same.
+    """Maximum responses in a forward pass; null: a whole minibatch. Set it lower when the update
+    runs out of memory; apart from rounding, the result is the same.
     """
     micro_batch_tokens: Count | None = None
-    """Most tokens in a forward pass: prompts, responses and padding; a longer sequence gets its own
-    pass; null: no limit. Set it when lengths vary a lot: it limits memory better than
+    """Maximum tokens in a forward pass: prompts, responses and padding; a longer sequence gets its
+    own pass; null: no limit. Set it when lengths vary a lot: it limits memory better than
     `micro_batch_size`.
     """
     recompute: bool | Literal["attention"] = False
@@ -233,7 +233,7 @@ class PPOConfig(Section):
 
     @property
     def judged_by_model(self) -> bool:
-        """A reward model judges, and no function."""
+        """Whether a reward model judges, rather than a function."""
         return ":" not in self.reward
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -268,7 +268,7 @@ class PPOConfig(Section):
                 "Only a reward model and a critic can share memory.",
                 ("ppo.placement", "ppo.advantages", "ppo.reward"),
                 "ppo.advantages=gae, and a reward model as ppo.reward",
-                "Set ppo.placement=separate, or both of them.",
+                "Set ppo.placement=separate, or set both of them as expected.",
             )
 
     def _of_older_actors(self) -> Iterator[Contradiction]:
@@ -307,7 +307,7 @@ class PPOConfig(Section):
                 "A coefficient of 0 stays 0, because it is adapted by multiplication.",
                 ("ppo.kl_goal", "ppo.kl_coefficient"),
                 "ppo.kl_coefficient above 0",
-                "Set the second.",
+                "Set ppo.kl_coefficient above 0.",
             )
 
     def _of_rewards(self) -> Iterator[Contradiction]:

@@ -126,7 +126,7 @@ def _of_the_engine(config: RunConfig) -> Iterator[Contradiction]:
     engine = config.engine
     if (engine.most_drafts or 0) > config.heads.num_heads:
         yield Contradiction(
-            "More draft tokens than heads.",
+            "There are more drafts than heads.",
             ("engine.num_drafts", "heads.num_heads"),
             "engine.num_drafts <= heads.num_heads",
             "Train more heads or draft fewer tokens.",
@@ -159,7 +159,7 @@ def _of_what_is_learned(config: RunConfig) -> Iterator[Contradiction]:
             "A single response has no others to be compared with.",
             ("ppo.advantages", "sampling.responses_per_prompt"),
             "at least 2 responses to each prompt",
-            "Raise the second.",
+            "Raise sampling.responses_per_prompt.",
         )
     if ppo.advantages != "gae" and config.model.critic_path:
         yield Contradiction(
@@ -235,7 +235,7 @@ def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
         return
     if ppo.side_by_side:
         yield Contradiction(
-            "A Megatron actor's ranks already work in parallel to the critic.",
+            "A Megatron actor's ranks already work in parallel with the critic.",
             ("ppo.side_by_side", "actor.backend"),
             "ppo.side_by_side=false",
             "Set ppo.side_by_side=false.",
@@ -263,7 +263,7 @@ def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
         )
     if ppo.placement == SWAPPED and actor.roles == CRITIC_ROLES:
         yield Contradiction(
-            "The critic's memory is the ranks', and the reward model is in the loop's process.",
+            "The critic's memory is on the ranks, but the reward model is in the loop's process.",
             ("ppo.placement", "actor.roles"),
             "actor.roles=all or policy",
             "Set actor.roles=all, or ppo.placement=separate.",

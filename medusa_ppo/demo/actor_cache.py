@@ -60,8 +60,8 @@ def ensure_demo_actor(
         # Another process may have trained it while this one waited for the lock.
         if is_whole(folder):
             return folder
-        # Next to the folder, under its key: an interrupted training only continues with the same
-        # recipe.
+        # The unfinished training is a file beside the folder, named by the same key, so that it
+        # only continues with the same recipe.
         partial = folder.with_name(folder.name + ".partial")
         if small is not None:
             model = grow(LlamaForCausalLM.from_pretrained(small), recipe.grown_to)
@@ -96,7 +96,7 @@ def is_whole(folder: Path) -> bool:
         return bool(files) and all(
             _checksum(folder / name) == checksum for name, checksum in files.items()
         )
-    # The usual case before the first training, so no warning.
+    # No warning, because this is the usual case before the first training.
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -124,8 +124,8 @@ def _install(
         }
         (fresh / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for path in fresh.iterdir():
-            # Before the rename: after a crash the name must not refer to files that never reached
-            # the disk.
+            # Flushed before the rename: after a crash the name must not refer to files that never
+            # reached the disk.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         if folder.exists():

@@ -132,8 +132,8 @@ def train_actor(
                 saved = now
             if progress is not None:
                 recent = losses[-_LOSS_WINDOW:]
-                # From this session's steps only: earlier ones ran at another time, or on another
-                # machine.
+                # Estimated from this session's steps only: earlier ones ran at another time, or on
+                # another machine.
                 eta_s = (now - started) / (step + 1 - first) * (recipe.steps - step - 1)
                 progress(PretrainStatus(step + 1, recipe.steps, sum(recent) / len(recent), eta_s))
     return model.cpu().eval()
@@ -249,8 +249,8 @@ def _pad(
 
 @torch.no_grad()
 def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForCausalLM:
-    """The same function, in float32, with `intermediate` neurons in each feed-forward layer, the
-    new ones zero-gated.
+    """A model that computes the same function, in float32, with `intermediate` neurons in each
+    feed-forward layer; the new ones are zero-gated.
 
     A CPU reads and multiplies zero-gated neurons like any others, so each token costs as much as in
     a large actor. The text stays as predictable as a trained small actor's, and no large actor has
@@ -298,7 +298,7 @@ def _save_partial(
         temporary,
         metadata={"steps_done": str(steps_done)},
     )
-    # In one step, so that an interruption leaves the previous save.
+    # Replaced in one step, so that an interruption leaves the previous save.
     temporary.replace(path)
 
 

@@ -1,16 +1,16 @@
-"""Chooses the number of drafts of a step, from measured step times and acceptance.
+"""Chooses the number of drafts in a step, from measured step times and acceptance.
 
 A step of B running sequences with k drafts each yields B (1 + a_1 + ... + a_k) tokens, where a_j is
 the share of draft runs that reach position j; its duration comes from a table by B and k. A
 calibration fills the table when an engine starts, and every served step keeps it up to date.
 
 The k with the most tokens per second is chosen. Zero is one of the choices, and drafting must be
-significantly faster than not drafting. A step gives no information about other numbers of drafts,
-so these are tried in turn. The time that a trial may lose is saved up first, at half a percent of
-the time of all steps, so trials never cost more than that.
+significantly faster than not drafting. A step says nothing about other numbers of drafts, so these
+are tried in turn. Before a trial, the time that it may lose is saved up, at half a percent of the
+time of all steps, so that trials never cost more than that.
 
 A machine is sometimes faster and sometimes slower (other programs, clocks). That pace is the same
-for all k, so it is estimated separately and divided out; what remains distinguishes the k.
+for all k, so it is estimated separately and divided out; what remains tells the k apart.
 
 All of this runs between two steps, which may be 3 ms apart, so it uses plain floats.
 """
@@ -26,16 +26,16 @@ from statistics import median
 from typing import Any
 
 KEPT_STEPS = 96
-"""Steps of one kind whose median is its time: enough to resolve 5 % on a noisy machine, and few
-enough to follow a machine that changes within seconds.
+"""Number of last steps of a kind whose median is the kind's time: enough to resolve 5 % on a noisy
+machine, and few enough to follow a machine that changes within seconds.
 """
 LEARNED_STEPS = 4
 """A calibration counts as at most this many steps, so that current steps soon dominate."""
 LEAST_STEPS = 4
-"""Steps of a kind before it may be chosen."""
+"""Minimum steps of a kind before it may be chosen."""
 PACE_STEPS = 9
-"""Steps whose median is the machine's pace. It has to be a median, like a kind's seconds: single
-slow steps would make a mean raise the pace for ever, and lower all seconds with it.
+"""Number of last steps whose median is the machine's pace. It has to be a median, like a kind's
+seconds: with a mean, single slow steps would raise the pace for good, and so lower all seconds.
 """
 NOISE_STEPS = 20.0
 """Steps over which noise is averaged."""
@@ -48,9 +48,9 @@ TRIAL_SHARE = 0.005
 TRIAL_STEPS = 5
 """Minimum steps between two trials of the same number of drafts."""
 OTHER_PACE = 0.15
-"""Change of the pace (log) since the last step without drafts that triggers another one. If that
-step is faster than expected by this much, more follow; otherwise the pace would hide that only
-drafting became slower.
+"""If the pace (log) changes by this much after a step without drafts, another such step is tried.
+If that one is faster than expected by this much, more follow; otherwise the pace would hide that
+only drafting became slower.
 """
 NEW_MAY_LOSE = 0.85
 """A number of drafts without measurements at about this many sequences is tried for a few steps if
@@ -59,14 +59,14 @@ its expected speed is at least this share of the best one's.
 KEPT_RUNS = 200.0
 """Draft runs over which acceptance is averaged."""
 FIRST_ODDS, PRIOR_RUNS = 0.9, 2.0
-"""Prior for the acceptance of heads before they were tried, and its weight in runs. It is more than
-most heads have, or a first wrong draft would keep them from being tried.
+"""Prior for the acceptance of heads before they were tried, and its weight in runs. It is higher
+than most heads reach: otherwise a first wrong draft would keep them from being tried again.
 """
 NEW_HEADS_RUNS = 4.0
-"""Weight, in runs, of everything before a swap."""
+"""Weight, in runs, that everything before a swap keeps."""
 REVIEW_STEPS = 4
-"""Steps between two evaluations of the table, and between two steps that it learns from if all are
-alike: it hardly changes in between, and each takes 20 us.
+"""Steps between two evaluations of the table, and between two steps that it learns from if all
+steps are alike: it hardly changes in between, and each of these takes 20 us.
 """
 FINE = 4
 """Up to this number, every number of drafts is a choice; above it they become sparser."""
@@ -130,8 +130,8 @@ class StepTable:
         if expected is not None:
             offset = math.log(seconds) - math.log(expected)
             surprise = offset - pace
-            # In service all steps of a size may take longer than in the calibration. If the table
-            # attributed that to these drafts, it would be wrong for a long time.
+            # While serving, all steps of a size may take longer than in the calibration. If the
+            # table attributed that to these drafts, it would be wrong for a long time.
             offsets = self._offsets.setdefault(nearest, deque(maxlen=PACE_STEPS))
             offsets.append(offset)
             self._paces[nearest] = self._last_pace = median(offsets)
@@ -141,7 +141,7 @@ class StepTable:
         kind = self.kinds.setdefault((nearest, drafts), StepKind())
         here = self._line(batch, lambda power: self._own(power, drafts))
         if here is not None and kind.steps:
-            # Convert the step's time to that of the nearest power of two.
+            # The step's time is converted to that of the nearest power of two.
             log_seconds += kind.median - math.log(here)
         self._alike = self._alike + 1 if drafts == self._last_drafts else 1
         self._last_drafts = drafts
@@ -243,7 +243,7 @@ class Acceptance:
             self._tried[position] = kept * self._tried[position] + tried
 
     def heads_changed(self) -> None:
-        """The old heads' acceptance says little about other heads."""
+        """Forget most of the acceptance, because that of the old heads says little about others."""
         for position, tried in enumerate(self._tried):
             kept = min(1.0, NEW_HEADS_RUNS / max(tried, 1.0))
             self._reached[position] *= kept
@@ -302,7 +302,7 @@ class DraftChooser:
         if not often and self._alike % REVIEW_STEPS:
             return
         surprise = self.table.observe(batch, drafts, seconds)
-        # A pause does not earn time for trials.
+        # A pause must not earn time for trials.
         usual_s = self.table.seconds(batch, drafts)
         afforded_s = min(seconds, usual_s or seconds) * (1 if often else REVIEW_STEPS)
         for k in self.allowed:
@@ -314,7 +314,7 @@ class DraftChooser:
             self._surprise_of_drafts += (surprise - self._surprise_of_drafts) / LEAST_STEPS
 
     def heads_changed(self) -> None:
-        """New heads or a new actor: acceptance must be learned again."""
+        """Call this for new heads or a new actor: acceptance must be learned again."""
         self.acceptance.heads_changed()
 
     def choose(self, batch: int) -> int:
@@ -367,7 +367,8 @@ class DraftChooser:
         return max(sure, key=lambda k: rates.get(k, 0.0))
 
     def _trial(self, batch: int, rates: dict[int, float], best: int) -> int | None:
-        """A number other than the best, if the time that it may lose is saved up; None: not now.
+        """A number of drafts to try instead of the best, if the time that this may lose has been
+        saved up; None: no trial now.
 
         Each number has its own savings, so that numbers that lose little are tried often.
         """
@@ -383,8 +384,8 @@ class DraftChooser:
             loss_s = batch * tokens[k] * (1.0 / rates[k] - 1.0 / rates[best])
             left_s = self._savings_s[k] - loss_s
             if k != best and left_s >= most_s:
-                # A number that looks faster, but within the noise, loses nothing; it still has to
-                # wait.
+                # A number that looks faster (within the noise) loses nothing; it still has to wait
+                # its turn.
                 least_s = TRIAL_STEPS * self._share_of(k) * batch * tokens[k] / rates[k]
                 picked, most_s, price_s = k, left_s, max(loss_s, least_s)
         if picked is not None:
@@ -403,11 +404,11 @@ class DraftChooser:
         """
         known = sorted(rates)
         last = self.table.seconds(batch, known[-1])
-        assert last is not None, "what has a rate was measured"
+        assert last is not None, "only measured numbers have a rate"
         if len(known) == 1:
             return last
         before = self.table.seconds(batch, known[-2])
-        assert before is not None, "what has a rate was measured"
+        assert before is not None, "only measured numbers have a rate"
         return last + (last - before) / (known[-1] - known[-2]) * (k - known[-1])
 
     def take_report(self) -> list[dict[str, Any]]:

@@ -2,8 +2,8 @@
 the arithmetic of `MedusaHeads`.
 
 A pair's key and value depend on that pair alone, so they are computed once, when its token is
-known, and kept in a ring. What a token adds to a product is looked up in a precomputed table if
-that is small, and multiplied otherwise.
+known, and kept in a ring. A token's contribution to a matrix product is looked up in a precomputed
+table if that is small, and multiplied otherwise.
 
 Shape letters: B requests, N pairs, S slots, n pairs of a context, D hidden, H width of the cell, A
 parts of the attention, w width of a part, R width of what is kept of a pair (2 D for each
@@ -39,9 +39,9 @@ class PairRing:
     """The stored values of the last n pairs of each request, with one spare slot that is never
     read.
 
-    A pair is stored at its position modulo n, together with that position. So a missing pair (of
-    the prompt, of a request that lost its slot, of swapped heads) is recognised: what is stored in
-    its place has another position or another request.
+    A pair is stored at its position modulo n, together with that position. A missing pair (of the
+    prompt, of a request that lost its slot, of swapped heads) is recognised by it: its place holds
+    another position or another request.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class PairRing:
         self._back_n = torch.arange(1 - pairs, 1, device=device)
 
     def forget(self) -> None:
-        """All pairs count as missing from now on, because other heads have other keys."""
+        """Mark all pairs as missing, because other heads have other keys."""
         self.stamps_N.fill_(NOTHING)
 
     def renew(self) -> None:
-        """Its memory was thrown away: restore the initial state at the same addresses. Masked
+        """Restore the initial state at the same addresses, after the memory was thrown away. Masked
         values are multiplied by 0, so they must be finite.
         """
         self.kept_NR.zero_()
@@ -97,8 +97,8 @@ class PairRing:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where B requests are after a step: their slots, serial numbers, and the position of each
-    one's newest pair.
+    """Where B requests stand after a step: their slots, serial numbers, and the positions of their
+    newest pairs.
     """
 
     slots_B: torch.Tensor
@@ -136,8 +136,8 @@ class Arrived:
         spare: int,
         most: int,
     ) -> Arrived:
-        """Made from a step's own tensors, without reading anything on the host. Each request has as
-        many pairs as it sampled tokens, at most `most`.
+        """Build from a step's own tensors, without reading anything on the host. Each request has
+        as many pairs as it sampled tokens, at most `most`.
 
         Args:
             hidden_TD, ids_T: the model's inputs and outputs, the rows of all requests one after the
@@ -177,8 +177,8 @@ class Arrived:
         at: Standing,
         most: int,
     ) -> Arrived:
-        """For steps whose tokens are on the host: as many pairs of each request as it sampled
-        tokens, at most `most`.
+        """Build for steps whose tokens are on the host. Each request has as many pairs as it
+        sampled tokens, at most `most`.
 
         Args:
             hidden_TD: the states that verification read: one more than drafts for each request, so
@@ -192,7 +192,7 @@ class Arrived:
         row = 0
         alike = hidden_TD.shape[0] == len(sampled_token_ids)
         for request, (tokens, count) in enumerate(zip(sampled_token_ids, drafted, strict=True)):
-            # Oldest first, so that the last pair found is the request's newest.
+            # The oldest pair comes first, so that the last one found is the request's newest.
             ago = range(min(len(tokens), most) - 1, -1, -1)
             found += [
                 (row + len(tokens) - 1 - back, tokens[-1 - back], request, back) for back in ago
@@ -215,8 +215,8 @@ class Arrived:
         )
 
     def after(self, before: Sequence[Arrived], at: Standing, ring: PairRing) -> Arrived:
-        """These pairs together with those of earlier steps that were not needed then: of requests
-        that still have the same slots, and as many as fit into a context.
+        """These pairs together with those of earlier steps, which were not needed then: only those
+        of requests that still have the same slots, and no more than fit into a context.
         """
         if not before:
             return self
@@ -244,7 +244,7 @@ _Unread = tuple[torch.Tensor, Sequence[Sequence[int]], Sequence[int], Callable[[
 
 class UnreadSteps:
     """Steps after which nothing was drafted. Their pairs are not needed yet, so nothing is computed
-    from them: their tensors are only held until drafts are wanted again.
+    from them; their tensors are held until the engine drafts again.
     """
 
     def __init__(self, pairs: int) -> None:
@@ -268,7 +268,7 @@ class UnreadSteps:
         self._steps.append((hidden_TD, sampled_token_ids, drafted, at))
 
     def hold_pairs(self, arrived: Arrived) -> None:
-        """Hold a step whose tensors the next step overwrites, so its pairs were copied."""
+        """Hold a step's pairs, copied because the next step overwrites its tensors."""
         self._steps.append(arrived)
 
     def take(self) -> list[Arrived]:
@@ -298,7 +298,7 @@ class Seen:
         query_BD: query of each request's newest pair, for the first layer of the context.
         ids_B: token of that pair.
         kept_BnR, there_Bn: from `PairRing.read`; the newest pair is the last one, and never masked.
-        told_BKH: what heads that copy found in the text (`drafting.texts`); None: nothing.
+        told_BKH: what copying found in the text (`drafting.texts`); None: nothing.
     """
 
     query_BD: torch.Tensor
@@ -335,7 +335,7 @@ class ContextHeads:
         """
         Args:
             embed: the engine's own lookup, whatever shards the table.
-            pack: how a weight becomes a product; it chooses the dtype.
+            pack: turns a weight into the function that multiplies by it; it chooses the dtype.
         """
         assert embed is not None, "hydra heads read embeddings"
         self.config = heads.config
@@ -361,7 +361,7 @@ class ContextHeads:
         first_R2D = torch.cat([into[0][:D], *kept])
         asked = [weight_3D2D[:D] for weight_3D2D in into[1:]]
         self._into = self._pack(first_R2D[:, :D])
-        # `pack` chooses the dtype without reporting it; multiplying one row shows it.
+        # `pack` chooses the dtype but doesn't report it; multiplying one row shows it.
         self.dtype = self._into(first_R2D[:1, :D]).dtype
         self._ask = [self._pack(weight_D2D[:, :D]) for weight_D2D in asked]
         layers = range(self.config.context_layers)
@@ -438,7 +438,7 @@ class ContextHeads:
         )
 
     def seen(self, hidden_BnD: torch.Tensor, ids_Bn: torch.Tensor, there_Bn: torch.Tensor) -> Seen:
-        """Requests whose newest pair is the last of n pairs each."""
+        """What requests see if each one's newest pair is the last of its n pairs."""
         pairs_BnX = self.pairs(hidden_BnD.flatten(0, 1), ids_Bn.flatten()).view(*ids_Bn.shape, -1)
         D = self.config.hidden_size
         return Seen(pairs_BnX[:, -1, :D], ids_Bn[:, -1], pairs_BnX[:, :, D:], there_Bn)
@@ -455,7 +455,7 @@ class ContextHeads:
         return Seen(pairs_NX[own_B, :D], arrived.ids_N[own_B], kept_BnR, there_Bn)
 
     def alone(self, hidden_BD: torch.Tensor, ids_B: torch.Tensor) -> Seen:
-        """Each request sees only its newest pair."""
+        """What requests see if each sees only its newest pair."""
         return self.seen(
             hidden_BD.unsqueeze(1),
             ids_B.unsqueeze(1),

@@ -90,15 +90,15 @@ class DraftingCore:
             lm_head: the engine's product, rows `[N, D]` of any dtype -> logits `[N, V]`; used if
                 the heads share it.
             embed: the engine's lookup; kind hydra only.
-            pack: how our own weights become products.
-            never_copied: tokens that heads don't copy.
+            pack: turns our own weights into functions that multiply by them.
+            never_copied: tokens that copying never drafts.
         """
         self.config = heads.config
         self.heads = heads
         self.fused = (ContextHeads if heads.config.context else FusedHeads)(heads, embed, pack)
         self.copier: Copier | None = None
         if self.config.copies:
-            assert embed is not None, "heads that copy read embeddings"
+            assert embed is not None, "copying reads embeddings"
             self.copier = Copier(heads, embed, pack, never_copied)
         self.temperatures_K = torch.ones(self.config.num_heads, device=heads.blocks[0].device)
         self.use_temperature(1.0)
@@ -229,7 +229,7 @@ class DraftingCore:
 
 
 class _Drawing:
-    """Draws columns of logits; data shared by all heads is made once."""
+    """Draws columns of logits; data that all heads share is computed once."""
 
     def __init__(
         self,
@@ -292,9 +292,7 @@ class _Drawing:
         return column_B1.squeeze(1)
 
     def tell(self, k: int, ids_B: torch.Tensor, column_B: torch.Tensor) -> None:
-        """Report the draft drawn by the head with index k to everything that the next draft depends
-        on.
-        """
+        """Tell everything that the next draft depends on what the head with index k has drawn."""
         if self._recall is not None or self._ending is not None:
             q_B = self._places.scratch[1].gather(1, column_B.unsqueeze(1)).squeeze(1)
             if self._recall is not None:
@@ -309,15 +307,15 @@ class _Drawing:
 
 
 CUT_RANGE, CUT_STEPS = 32.0, 18
-"""Range of the search for a threshold, in nats below the most likely token, and number of halvings:
-accurate to 1e-4.
+"""Range in which a threshold is searched, in nats below the most likely token, and the number of
+halvings: they make it accurate to 1e-4.
 """
 
 
 def cut(
     logits_BW: torch.Tensor, top_k_B: torch.Tensor | None, top_p_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """-inf for what each row's top-k, then its top-p, exclude; ties are kept, and at least one
+    """Set to -inf what each row's top-k, then its top-p, exclude. Ties are kept, and at least one
     token.
 
     The threshold is found by bisection instead of sorting the vocabulary, so tokens within 1e-4 of
@@ -343,9 +341,7 @@ def cut(
 def _threshold(
     below_BW: torch.Tensor, enough: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The highest of some thresholds `[B, 1]` above which there are `enough`; -inf if there is
-    none.
-    """
+    """The highest threshold `[B, 1]` above which there is `enough`; -inf if there is none."""
     low_B1 = torch.full_like(below_BW[:, :1], -CUT_RANGE)
     high_B1 = torch.zeros_like(low_B1)
     for _ in range(CUT_STEPS):

@@ -42,28 +42,28 @@ TOPS = 6
 FADE = 0.9
 """Factor on a count's weight with each new version of the policy."""
 PLACES = 16_384
-"""Most tokens of a text that are searched; newer responses come first."""
+"""Maximum tokens of a text that are searched; newer responses come first."""
 EMPTY, MISSING = -1, -2
-"""Separator between responses of a text, and padding before the first token of a short one: neither
-equals a token, nor the other.
+"""The separator between responses of a text, and the padding before the first token of a short one.
+They differ from every token, and from each other.
 """
 # 128 bits, so that two prompts never get the same key by chance.
 KEY_BYTES = 16
 OVERHEAD = 256
 """Approximate bytes of a response besides its tokens."""
 SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)
-"""Possible values of w. Never 0 or 1: a source that never drafts can't be learned about."""
+"""Possible values of w. Without 0 and 1: a source that never drafts can't be learned about."""
 FIRST_SHARES = (0.6, 0.6, 0.5, 0.5, 0.3, 0.1)
 """Initial w, by bin of the heads' largest probability."""
 PRIOR, MOST_SEEN = 3.0, 2000.0
-"""Weight of the initial w in accepted drafts, and number of drafts after which older ones are
+"""Weight of the initial w, in accepted drafts, and the number of drafts after which older ones are
 forgotten.
 """
 MOST_OVER = 20.0
-"""Limit on the influence of one draft on another w."""
+"""Limit on how much one draft counts for a w other than its own."""
 UNIT = 1 << 30
-"""Sums in an undefined order (a GPU's atomic additions) use whole numbers of 1 / UNIT: with
-different rounding, the ranks of one engine would draw different tokens.
+"""Sums whose order is undefined (a GPU's atomic additions) use whole multiples of 1 / UNIT: with
+different rounding, the ranks of an engine would draw different tokens.
 """
 
 
@@ -138,14 +138,14 @@ class ResponseMemory:
     def take(self, rows: Iterable[Row]) -> None:
         """Add responses from another memory, or written by another engine."""
         for key, age, seed, tokens in rows:
-            # An age instead of a version, because each engine counts versions from its own start.
+            # Rows carry an age, not a version: each engine counts versions from its own start.
             self.remember(bytes.fromhex(key), tokens, self.version - age, seed)
 
     def rows(self) -> list[Row]:
         """Everything, in the order in which it would be dropped."""
         return [
             (key.hex(), self.version - one.version, one.seed, one.tokens.tolist())
-            # In this order, `take` restores which responses are dropped first.
+            # This order lets `take` restore which responses are dropped first.
             for key, said in self._said.items()
             for one in said
         ]
@@ -190,7 +190,7 @@ class ResponseMemory:
                     given=f"{name} {found.hex()[:16] or 'unknown'}",
                     expected=f"{name} {digest.hex()[:16]}, that of this run",
                     do=(
-                        f"Continue with the {name} that the run had, or without memory:"
+                        f"Continue with the {name} that the run had, or without the memory:"
                         " engine.memory_bytes=null --allow engine.memory_bytes."
                     ),
                 )
@@ -265,8 +265,8 @@ class ResponseMemory:
                 shown = response
                 tail_T = before
                 if len(before) + len(response) + 1 > room:
-                    # Only its last part: each of the following texts gets as much room, so that
-                    # none crowds out the others.
+                    # Only the last part of it. Each of the texts that follow gets as much room, so
+                    # that none crowds out the others.
                     length = room // (len(part) - number)
                     if length <= SUFFIX:
                         break
@@ -331,10 +331,10 @@ def vote(run_BP: torch.Tensor, weight_BP: torch.Tensor) -> Votes:
     """Weighted counts of what followed each suffix, by the suffix's length."""
     run_BP = run_BP * (weight_BP > 0)
     length_B = run_BP.amax(1)
-    # Relative to the longest: the shares are the same, and use all of float32's range.
+    # Weights relative to the longest suffix give the same shares and can't overflow.
     near_BP = (run_BP - length_B.unsqueeze(1)).float().mul_(math.log2(NEARER)).exp2_()
     voting_BP = near_BP.mul_(weight_BP).mul_(run_BP > 0)
-    # If nothing matches, the sum is 0, and the shares must be 0 too, not NaN.
+    # If nothing matches, the sum is 0; the shares must then be 0, not NaN.
     return Votes(voting_BP / voting_BP.sum(1, keepdim=True).clamp_min(1e-30), length_B.long())
 
 
@@ -395,7 +395,8 @@ class Trust:
             offered_N, taken_N: float32, 0 to 1: the probability that all earlier drafts are
                 accepted, and that this one is accepted too.
         """
-        # Weights of 0 instead of a selection, whose size would have to be known on the host.
+        # Drafts that don't count get weight 0: selecting the others would need their number on the
+        # host.
         there_N = (drawn.cells >= 0).float()
         cells_N = drawn.cells.clamp_min(0)
         q_NG = torch.lerp(drawn.heads.unsqueeze(1), drawn.memory.unsqueeze(1), self._shares_G)
@@ -413,7 +414,7 @@ class Trust:
         self._seen_C += both_C2[:, 0]
         self._offered_C += both_C2[:, 0]
         self._taken_C += both_C2[:, 1]
-        # Old sums shrink once there are enough: heads and policy have changed since.
+        # Old sums shrink once there are enough, because heads and policy change.
         fade_C = (MOST_SEEN / self._seen_C.clamp_min(MOST_SEEN)).clamp_max(1)
         self._seen_C *= fade_C
         self._accepted_CG *= fade_C.unsqueeze(1)

@@ -1,6 +1,6 @@
-"""The random numbers shared by drafting and verification, and how to draw a token with one of them.
+"""The random numbers of drafting and verification, and how to draw a token with one of them.
 
-They are counter-based, so they depend only on seed, position and purpose.
+They are counter-based: they depend only on seed, position and purpose.
 
 A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) started at its key: number
 n is mix(key + n * GOLDEN). A key is the seed, mixed once, so the streams of neighbouring seeds
@@ -70,7 +70,7 @@ def _mix(word: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(word: torch.Tensor, by: int) -> torch.Tensor:
-    """Shifts in zeros from the left, where torch's own shift extends the sign."""
+    """Shift in zeros from the left; torch's own shift extends the sign."""
     return (word >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -86,10 +86,10 @@ def uniforms(
     for the others.
 
     Args:
-            keys_B: int64; None if no request of the batch has a seed. The values of requests
-                without a seed are not read.
-            seeded_B: bool; None if every request has a seed.
-            generator: for requests without a seed; None: torch's own.
+        keys_B: int64; None if no request of the batch has a seed. The values of requests without a
+            seed are not read.
+        seeded_B: bool; None if every request has a seed.
+        generator: for requests without a seed; None: torch's own.
     """
     shape = (positions_B.shape[0], count)
     if keys_B is None:
@@ -143,7 +143,7 @@ def drawn_from(sums_BX: torch.Tensor) -> torch.Tensor:
 
 
 def write_drawn_from(sums_BX: torch.Tensor, out_BW: torch.Tensor) -> None:
-    """`drawn_from` without memory of its own: the sums are overwritten too."""
+    """`drawn_from` without temporary memory: the sums are overwritten, too."""
     sums_BX.clamp_max_(1)
     out_BW[:, 0] = sums_BX[:, 0]
     torch.sub(sums_BX[:, 1:], sums_BX[:, :-1], out=out_BW[:, 1:-1])

@@ -1,8 +1,8 @@
 """The matrix products of drafting: few for the heads, and one with lm_head's rows of the tokens
 that rollouts really use.
 
-`FusedHeads` is the arithmetic of `MedusaHeads`, prepared once per swap. Everything that reads h_t
-alone is one product for all heads. What a token adds to the following heads is one row of a
+`FusedHeads` does the arithmetic of `MedusaHeads`, prepared once per swap. Everything that reads h_t
+alone is one product for all heads. A token's contribution to the following heads is one row of a
 precomputed table if that is small, and otherwise one product for all of these heads. The first
 residual block multiplies the two parts of its input separately, W (h + out s) = W h + (W out) s, so
 it needs no product of its own. Sums are kept in float32.
@@ -31,9 +31,9 @@ from heads.modules import RMS_EPS, MedusaHeads, rms_normalise
 from medusa_ppo.drafting import sending
 
 LINEAR = Callable[[torch.Tensor], torch.Tensor]
-"""Rows `[N, in]` of any floating dtype -> `[N, out]` in the dtype that the product has chosen."""
+"""A product: rows `[N, in]` of any floating dtype -> `[N, out]`, in a dtype that it chooses."""
 PACK = Callable[[torch.Tensor], LINEAR]
-"""A weight `[out, in]` -> its product."""
+"""A weight `[out, in]` -> the product with it."""
 LM_HEAD = LINEAR
 FORGET = 0.5
 """Share of the counts kept at each refresh."""
@@ -44,8 +44,8 @@ LINEAR_TOLERANCE = 0.05
 logits.
 """
 MIN_TOKENS_PER_ENTRY = 2
-"""It becomes active when this many tokens per entry were counted; until then drafts use the whole
-vocabulary.
+"""A draft vocabulary becomes active when this many tokens per entry were counted; until then drafts
+come from the whole vocabulary.
 """
 # Unit vectors in one call of lm_head: with V = 128k their float32 logits are 125 MiB.
 ROWS_AT_ONCE = 256
@@ -54,16 +54,17 @@ ROWS_TRIED = 4
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Ids int64 `[B]` -> rows `[B, D]` of the actor's embedding table."""
 TABLE_ENTRIES = 1 << 24
-"""Most numbers in the tables of what tokens add: they cost memory, and time in every sync.
+"""Maximum size, in numbers, of the tables of tokens' contributions: they cost memory, and time in
+every sync.
 """
-# Ids looked up at once: with D = 4,096 their float32 embeddings are 64 MiB.
+# Ids that are looked up at once: with D = 4,096 their float32 embeddings are 64 MiB.
 TABLE_ROWS_AT_ONCE = 4096
 
 logger = logging.getLogger(__name__)
 
 
 def plain_linear(weight: torch.Tensor) -> LINEAR:
-    """Without packing: the reference, and used on GPUs."""
+    """The product without packing: the reference, and what GPUs use."""
     return lambda rows: F.linear(rows.to(weight.dtype), weight)
 
 
@@ -98,13 +99,13 @@ class DraftVocabulary:
     ) -> None:
         """
         Args:
-            size: W; 0, or `vocab_size` and more: always the whole vocabulary.
+            size: W; 0, or at least `vocab_size`: always the whole vocabulary.
             vocab_size: V.
-            pack: how the rows become a product.
+            pack: turns the rows into a product.
             whole: hold all rows if there are no ids and lm_head is small, because the engine's own
                 product may be slower than `pack`'s.
             stand_in: until enough was counted, draft from the first W tokens (tokenizers number
-                common pieces first) and not from all: what is held has its final size at once.
+                common pieces first), not from all, so that tensors have their final size at once.
         """
         self.size = size if 0 < size < vocab_size else 0
         self.ids_W: torch.Tensor | None = None
@@ -132,7 +133,7 @@ class DraftVocabulary:
         """Count those of `ids_N` where `there_N` is true, on the device of the counts.
 
         Args:
-            least: their number, as far as the host knows.
+            least: a lower bound on their number that the host knows.
         """
         if self.size:
             # Sums of ones are exact, so ranks that add them in different orders agree.
@@ -159,8 +160,8 @@ class DraftVocabulary:
         they are read through that product (of unit vectors), so that they are what the engine
         serves, however packed, scaled or sharded.
         """
-        # The ids are kept on the host too: the device's copy may be in memory that a deep sleep
-        # throws away, and the halved counts may be too few to choose again.
+        # The host keeps the ids, too: the device's copy may be in memory that a deep sleep throws
+        # away, and after halving the counts may be too few to choose again.
         if self.size:
             chosen_W = most_frequent(self._counts_V, self.size)
             self._chosen_W = self._chosen_W if chosen_W is None else chosen_W.cpu()
@@ -227,7 +228,7 @@ class DraftVocabulary:
         expected_NW = expected_NV if self.ids_W is None else expected_NV[:, self.ids_W]
         apart = (product(rows_ND).float() - expected_NW).square().mean().sqrt()
         expected = expected_NW.square().mean().sqrt()
-        # Compared this way round, so that NaN counts as a difference.
+        # Compared in this direction, so that NaN counts as a difference.
         agrees = bool(apart <= LINEAR_TOLERANCE * expected)
         return product if agrees else None
 
@@ -246,7 +247,7 @@ def spread(values_NW: torch.Tensor, ids_W: torch.Tensor, vocab_size: int) -> tor
 
 
 class FusedHeads:
-    """The features of all kinds (`heads.config`). Parameters of hydra heads become views of the
+    """The features of heads without a context. Parameters of hydra heads become views of the
     tensors that are multiplied here.
     """
 
@@ -254,7 +255,7 @@ class FusedHeads:
         """
         Args:
             embed: the engine's own lookup, which may be sharded; kind hydra only.
-            pack: how a weight becomes a product; it chooses the dtype, and does not change the
+            pack: turns a weight into a product; it chooses the dtype, and does not change the
                 weight.
         """
         self.config = heads.config
@@ -274,8 +275,8 @@ class FusedHeads:
         K = self.config.num_heads
         D = self.config.hidden_size
         self._H = H = D * self.config.mlp_ratio
-        # Zeros: head k reads only the first k + 2 parts, but the following parts are multiplied
-        # too.
+        # Filled with zeros: head k reads only the first k + 2 parts, but the product multiplies the
+        # following parts as well.
         self._in_RE = heads.mlp_out.new_zeros(K * H, D * (K + 1))
         self._out_KRH = heads.mlp_out.new_empty(K, 2 * D, H)
         for k, weight in enumerate(heads.mlp_in):
@@ -375,7 +376,7 @@ class FusedHeads:
         left = inner_BR.shape[1]
         if self._tables:
             added_BR = self._tables[k].index_select(0, last_ids_B)
-            # A table has all heads from k on; a call for fewer heads reads the first ones.
+            # A table holds all heads from k on; a call for fewer heads reads the first ones.
             inner_BR.add_(added_BR if added_BR.shape[1] == left else added_BR[:, :left])
         else:
             assert self._embed is not None, "hydra heads read embeddings"
@@ -428,11 +429,11 @@ def inverse_rms(rows_ND: torch.Tensor) -> torch.Tensor:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Skips torch if there is nothing to do, because a call costs as much as a small product."""
+    """Cast, but skip torch if there is nothing to do: a call costs as much as a small product."""
     return values if values.dtype == dtype else values.to(dtype)
 
 
 def _wide_product(left_KDD: torch.Tensor, right_KDH: torch.Tensor) -> torch.Tensor:
-    """At least float32, because its rounding would add to that of the weights."""
+    """The product in at least float32, because its rounding would add to that of the weights."""
     wide = torch.promote_types(left_KDD.dtype, torch.float32)
     return torch.bmm(left_KDD.to(wide), right_KDH.to(wide)).to(left_KDD.dtype)

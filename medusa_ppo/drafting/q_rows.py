@@ -1,5 +1,5 @@
-"""q of the drafts that a step verifies, as the logits that vLLM's V2 kernels read: a row of all
-tokens for each row of the step's logits, made for some requests at a time.
+"""q of the drafts that a step verifies, as the logits that vLLM's V2 kernels read: for each row of
+the step's logits a row over all tokens, computed for some requests at a time.
 
 V2 has a table `[S, K, V]` for this, by slot and draft: 2.5 GB at 1,024 sequences, four drafts and
 152k tokens. Its kernels find a row by `slot * stride + draft * stride`. Here the rows of a request
@@ -18,7 +18,7 @@ import torch
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 
 TABLE_BYTES = 256 * 1024**2
-"""Bytes of the rows that exist at a time, unless a single request has more."""
+"""Maximum bytes of the rows that exist at a time, unless a single request needs more."""
 
 
 def table_rows_at_once(vocab_size: int) -> int:
@@ -66,7 +66,7 @@ def table_of(
     # The last rows of the view reach beyond the last request's own.
     rows_NV = torch.empty(count + drafts - 1, vocab_size, device=requests_S.device)
     firsts_T = rows.firsts_T
-    # Who drafted, and at which position: that of the first row.
+    # The stamp says who drafted and at which position, which is that of the first row.
     stamps_T = stamps(requests_S[rows.slots_T], rows.positions_T[firsts_T].long())
     following_T = (firsts_T + rows.places_T + 1).clamp_max(count - 1)
     slots.write_logits(

@@ -33,8 +33,8 @@ REFRESH = 8
 
 @dataclass
 class _Met:
-    """A running request: vLLM's state of it, its prompt's key and last tokens, the version of the
-    policy that began it, and its seed.
+    """A running request: vLLM's state of it, its prompt's key and last tokens, its seed, and the
+    version of the policy when it began.
     """
 
     request: Any
@@ -77,8 +77,8 @@ class RunningMemory:
     ) -> None:
         """
         Args:
-            requests: most requests that run at a time.
-            places: most tokens of a text.
+            requests: maximum number of requests that run at a time.
+            places: maximum number of tokens in a text.
         """
         self.store = ResponseMemory(most_bytes)
         self.trust = Trust(device)
@@ -98,7 +98,7 @@ class RunningMemory:
         self._p_T: torch.Tensor | None = None
 
     def new_policy(self) -> None:
-        """All responses so far become one version older."""
+        """Make all responses so far one version older."""
         self.store.version += 1
 
     def judge(
@@ -142,7 +142,7 @@ class RunningMemory:
         Args:
             p_KB: the policy's probability of each draft; None: what `judge` found.
         """
-        # Taken once: a step without scores must not learn from the p of an earlier one.
+        # Removed when read: a step without scores must not learn from the p of an earlier one.
         p_T = self._p_T
         self._p_T = None
         rows = []
@@ -211,7 +211,8 @@ class RunningMemory:
         self._make_room(len(new), set(request_ids))
         self._slots |= {key: self._free.pop() for key in new}
         self._step += 1
-        # New requests at once; others only now and then, because a text is copied to the device.
+        # New requests get their text at once, others a newer one only now and then: it has to be
+        # copied to the device.
         self._lay_out(request_ids if self._step % REFRESH == 0 else new)
         slots = [self._slots[key] for key in request_ids]
         # The cost of the search is proportional to its width, which is that of the batch's longest

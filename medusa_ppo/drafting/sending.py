@@ -1,8 +1,8 @@
 """How the host sends data to the device between two steps, without waiting for it.
 
-A copy from ordinary memory waits until the device has finished everything queued before, above all
-the forward pass; verification is then launched late. A copy from pinned memory is queued, and the
-host continues.
+A copy from ordinary memory waits until the device has finished everything that was queued before,
+above all the forward pass, so verification would be launched late. A copy from pinned memory is
+queued, and the host continues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sent(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) ->
     if isinstance(values, torch.Tensor):
         host = values.to(dtype, copy=True)
     elif isinstance(values, np.ndarray) and dtype in NUMPY_TYPES:
-        # Takes a tenth of torch.tensor's time, and is needed in every step.
+        # Runs in every step, and takes a tenth of torch.tensor's time.
         host = torch.from_numpy(values.astype(NUMPY_TYPES[dtype]))
     else:
         host = torch.tensor(values, dtype=dtype)
@@ -33,7 +33,7 @@ def sent(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) ->
 
 
 class OnItsWay:
-    """A tensor that is copied to the host while the host goes on."""
+    """A tensor that is being copied to the host, while the host goes on."""
 
     def __init__(self, values: torch.Tensor) -> None:
         on_device = values.device.type == "cuda"

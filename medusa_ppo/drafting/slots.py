@@ -81,11 +81,11 @@ class _Seat:
 
 
 class Seating:
-    """Slots for `size` requests at a time. A waiting request (preempted, not scheduled) keeps its
-    slot until a running one needs it.
+    """Assigns slots to up to `size` requests at a time. A waiting request (preempted, not
+    scheduled) keeps its slot until a running one needs it.
 
-    A batch that equals the previous step's costs nothing; a new request costs a few numbers copied
-    to the device.
+    If the batch equals the previous step's, this costs nothing; a new request costs copying a few
+    numbers to the device.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class Seating:
     ) -> Seats:
         """
         Args:
-            traits: called once for each request.
+            traits: gives a request's traits; called once for each.
             live: running requests; the slots of all others are free.
         """
         # Most decode steps have the previous step's batch: no tensors are made for these.
@@ -222,8 +222,8 @@ class DraftSlots:
     """The sums that the last step's drafts were drawn with, by row of its batch, and their stamps;
     `rows_S` has the row of each slot.
 
-    A request that skips a step finds its row and stamp overwritten. There is one row and one slot
-    more than requests, to pad a batch.
+    If a request skips a step, its row and stamp are overwritten. There is one more row and one more
+    slot than there are requests, to pad a batch.
 
     Attributes:
         cumulative_KRX: float32, the W - 1 sums of `drafting.cumulate`, from which q follows.
@@ -257,7 +257,7 @@ class DraftSlots:
 
     def places(self, count: int, batch: int) -> Places:
         """The buffers in which `count` heads draw for a batch."""
-        # Making a view is one operation for each head and step, which costs as much as a small
+        # Views are cached: creating one for each head in each step would cost as much as a small
         # product.
         if (count, batch) not in self._views:
             columns = self.columns_KR[:count, :batch].unsqueeze(2).unbind(0)
@@ -269,8 +269,8 @@ class DraftSlots:
         return self._views[count, batch]
 
     def forget(self) -> None:
-        """All earlier drafts become one-hot (when the draft vocabulary changes; never depending on
-        what was drafted).
+        """Make all earlier drafts one-hot, because the draft vocabulary changes. This must never
+        depend on what was drafted.
         """
         self.stamps_R.fill_(NOTHING)
 
@@ -284,7 +284,7 @@ class DraftSlots:
         batch = slots_B.shape[0]
         self.rows_S.index_copy_(0, slots_B, self._numbers_R[:batch])
         self.stamps_R[:batch] = stamps_B
-        # An earlier, longer run may have left columns there.
+        # An earlier, longer run may have left columns behind.
         if count < self.drafts:
             self.columns_KR[count:, :batch].fill_(NOTHING)
 
@@ -292,7 +292,7 @@ class DraftSlots:
         """What is stored about the first `count` drafts of each request."""
         rows_B = self.rows_S.index_select(0, slots_B)
         columns_BK = self.columns_KR[:count].index_select(1, rows_B).t()
-        # NOTHING means no draft on both sides, and two of them do not match.
+        # NOTHING means no draft, on either side; two of them don't match.
         same_B = (self.stamps_R.index_select(0, rows_B) == stamps_B) & (stamps_B >= 0)
         sampled_BK = same_B.unsqueeze(1) & (columns_BK >= 0)
         drafts_K = self._numbers_R[:count]

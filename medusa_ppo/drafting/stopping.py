@@ -14,22 +14,22 @@ from __future__ import annotations
 import torch
 
 TOPS, PARTS = 16, 4
-"""Bins; for a draft's probability relative to the largest: the largest itself, more than a third,
+"""Bins of a draft's probability relative to the largest: the largest itself, more than a third,
 more than a tenth, less.
 """
 PRIOR, MOST_SEEN = 10.0, 2000.0
-"""Weight of the first estimate in drafts, and number of drafts after which older ones are
+"""Weight of the first estimate, in drafts, and the number of drafts after which older ones are
 forgotten.
 """
 EXPLORE = 32
-"""One in this many steps ends no run early, so that all chances continue to be measured."""
+"""One in this many steps ends no run early, so that all chances are still measured."""
 
 
 class Stopping:
     """Chances by bin, learned from verified drafts, and the bins of drafts not verified yet.
 
     Attributes:
-        least: a draft with a smaller chance is not made, nor any after it.
+        least: a run ends before a draft with a smaller chance.
     """
 
     def __init__(self, least: float, slots: int, drafts: int, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Stopping:
     ) -> None:
         """Learn from the drafts that the last step verified."""
         cells_KB = self._cells_KS[:, slots_B]
-        # The refused draft was verified too; later ones were not.
+        # The refused draft was verified, too; later ones were not.
         asked_KB = (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B) & (cells_KB >= 0)
         took_KB = asked_KB & (self._steps_K1 < accepted_B)
         places_N = cells_KB.clamp_min(0).flatten()
@@ -95,8 +95,8 @@ class Ending:
         self._goes_on_B = torch.ones_like(slots_B, dtype=torch.bool)
 
     def ask(self, q_BW: torch.Tensor, sampled_B1: torch.Tensor) -> None:
-        """Decide, before a draft is drawn from `q_BW`, whether it is made. Drafts that are not
-        sampled always are.
+        """Decide, before a draft is drawn from `q_BW`, whether the run goes on. Before a draft that
+        is not sampled it always does.
         """
         self._top_B = q_BW.amax(1)
         self._sampled_B = sampled_B1.squeeze(1)

@@ -1,5 +1,5 @@
-"""The texts searched by heads that copy: the last tokens of each request with their keys, by slot,
-and the arithmetic of `heads.copying` on them.
+"""The texts that copying searches: the last tokens of each request with their keys, by slot, and
+the arithmetic of `heads.copying` on them.
 
 A key depends on tokens alone. It is computed once, when its token arrives, and stays valid until
 heads or embedding change. Searching needs no hidden states, so a prompt from a prefix cache is
@@ -33,8 +33,7 @@ from medusa_ppo.drafting.products import (
 )
 
 ROUND_PLACES = 128
-"""If the longest text is known, the number of searched places is rounded up to a multiple of this.
-"""
+"""If the longest text's length is known, the number of searched places is a multiple of this."""
 
 
 class TextRing:
@@ -62,8 +61,8 @@ class TextRing:
         self._numbers_L = torch.arange(places, device=device)
 
     def renew(self) -> None:
-        """Its memory was thrown away: restore the empty state at the same addresses. Masked places
-        are looked up too, so they must hold valid tokens.
+        """Restore the empty state at the same addresses, after the memory was thrown away. Masked
+        places are looked up, too, so they must hold valid tokens.
         """
         self.ids_SL.zero_()
         self.keys_SALw.zero_()
@@ -82,13 +81,13 @@ class TextRing:
         return self.ids_SL[slots_N, positions_N % self.places]
 
     def begin(self, slot: int) -> None:
-        """Another request takes this slot."""
+        """Call this when another request takes the slot."""
         self.newest_S[slot] = -1
 
     def write_keys(
         self, slots_N: torch.Tensor, positions_N: torch.Tensor, keys_NAw: torch.Tensor
     ) -> None:
-        """Keys of tokens that were written."""
+        """Store the keys of tokens that were written."""
         self.keys_SALw[slots_N, :, positions_N % self.places] = keys_NAw
 
     def positions(self, newest_B: torch.Tensor, searched: int) -> torch.Tensor:
@@ -112,8 +111,8 @@ class WrittenTexts:
     def missing(
         self, slots_B: np.ndarray, serials_B: np.ndarray, counts_B: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Which requests of the batch, and which of their positions, must be written now; they
-        count as written afterwards.
+        """Which positions of which requests in the batch must be written now; afterwards they count
+        as written.
 
         Args:
             counts_B: number of tokens of each request.
@@ -130,8 +129,8 @@ class WrittenTexts:
 
 
 class Copier:
-    """What heads find in the texts of a `TextRing`. It holds copies of the heads' values from the
-    last call of `load`.
+    """Copying from the texts of a `TextRing`. It holds copies of the heads' values from the last
+    call of `load`.
     """
 
     def __init__(
@@ -143,9 +142,9 @@ class Copier:
     ) -> None:
         """
         Args:
-            heads: heads that copy.
+            heads: heads with copying.
             embed: the engine's own lookup.
-            pack: how a weight becomes a product.
+            pack: turns a weight into a product.
             never: tokens that are not copied, because they stand for images.
         """
         self._never = tuple(never)
@@ -259,7 +258,7 @@ class Copier:
 
         Args:
             newest_B: position of the newest token of each request.
-            longest: length of the longest text, if the host knows it: fewer places are then
+            longest: length of the longest text, if the host knows it, so that fewer places are
                 searched.
         """
         K = self.config.num_heads

@@ -1,5 +1,5 @@
-"""Lossless verification of draft tokens in plain torch: used on V1, where vLLM's kernels have no
-block verification (and sample wrongly on a CPU).
+"""Lossless verification of draft tokens in plain torch. It is used with vLLM's V1 runner, whose
+kernels have no block verification (and sample wrongly on a CPU).
 
 Shape letters: B requests, K most drafts of a request in this step, N rows of logits (for each
 request its drafts, then one more), C requests of B, T rows of drafts, V vocabulary.
@@ -24,8 +24,8 @@ with probability min(1, p(x_j) / q(x_j)), the excess of p(x) / q(x) over 1 is lo
 compensates for an earlier or later draft. For one-hot drafts, where q is 1, there is no excess, and
 both rules accept alike.
 
-Sampling inverts the cumulative sum in float64 with one uniform number per request: B x V work and
-no noise of size V.
+Sampling inverts the cumulative sum in float64, with one uniform number per request. That is B x V
+work, without noise of size V.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DraftRows:
         if min(counts) == width:
             ids_BK = draft_ids_T.to(torch.int64).view(len(counts), width)
         else:
-            # By lookup, because indexing with a mask would read its size on the host.
+            # Filled by lookup: indexing with a mask would read its size on the host.
             _, _, drafts_BK = _places(tuple(counts), 0, device)
             there_BK = torch.arange(width, device=device) < counts_B.unsqueeze(1)
             found_BK = draft_ids_T.to(torch.int64)[drafts_BK.clamp_max(len(draft_ids_T) - 1)]
@@ -115,8 +115,8 @@ def uniform_numbers(
     """
     numbers_BW = torch.rand((len(counts), width), dtype=torch.float64, device=device)
     for index, generator in generators.items():
-        # Not `width` numbers, because what a seeded request draws must not depend on its
-        # neighbours' drafts.
+        # Its own number of drafts decides, not `width`: what a seeded request draws must not depend
+        # on its neighbours' drafts.
         own = torch.rand(counts[index] + 1, dtype=torch.float64, generator=generator, device=device)
         numbers_BW[index, : counts[index]] = own[:-1]
         numbers_BW[index, -1] = own[-1]
@@ -165,7 +165,7 @@ class WholeRows:
     """q as vLLM passes it, `[B, K, V]`.
 
     Args:
-        requests_C: the requests of interest, if not all; the rows stay where they are.
+        requests_C: the requests to look at; None: all. The rows stay where they are.
     """
 
     def __init__(self, probs_BKV: torch.Tensor, requests_C: torch.Tensor | None = None) -> None:
@@ -192,8 +192,7 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class Proposed:
-    """What our own drafting passes to verification, instead of vLLM's tensor of draft
-    probabilities.
+    """What our drafting passes to verification in place of vLLM's tensor of draft probabilities.
 
     Attributes:
         q: q of the drafts; None if none was sampled.
@@ -208,9 +207,8 @@ class Run(NamedTuple):
     """What verification accepted.
 
     Attributes:
-        length_B: int64, drafts of each request.
-        weight_B: w of the module's docstring after them; the next token comes from p times this,
-            minus q.
+        length_B: int64, accepted drafts of each request.
+        weight_B: w after them, as in the module's docstring; the next token comes from w p - q.
     """
 
     length_B: torch.Tensor
@@ -222,8 +220,8 @@ class Run(NamedTuple):
 
 
 class TargetRows:
-    """Log-probs of the distribution to sample from, row by row. Given only logits, it normalises
-    only the requested rows: a second `[N, V]` tensor would take gigabytes with many sequences.
+    """Log-probs of the distribution to sample from, row by row. Given logits, it normalises only
+    the rows that are asked for: with many sequences a second `[N, V]` tensor would take gigabytes.
     """
 
     def __init__(self, logits_NV: torch.Tensor, logprobs_NV: torch.Tensor | None = None) -> None:
@@ -247,7 +245,7 @@ class TargetRows:
 
 
 ROW_BYTES = 64 * 1024**2
-"""Bytes of float64 that a residual may take at a time."""
+"""Maximum bytes of float64 that residuals take at a time."""
 
 
 def rows_at_once(vocab_size: int) -> int:
@@ -275,8 +273,8 @@ def accepted_run(
     q_BK = draft_q.of(ids_BK).double()
     # A draft that q could not have drawn shows that it came from another q: refuse it.
     ratio_BK = torch.where(q_BK > 0, logp_BK - q_BK.log(), -torch.inf)
-    # w_1 .. w_K of the module's docstring at once: how far the products of ratios have fallen below
-    # their maximum so far, or below 1. At the maximum that is 0, and w is 1 to the bit.
+    # All of w_1 .. w_K (module docstring) at once: w is how far the product of ratios has fallen
+    # below its maximum so far, or below 1. At the maximum, the log is 0 and w is 1 to the bit.
     product_BK = ratio_BK.cumsum(1)
     weight_BK = (product_BK - product_BK.cummax(1).values.clamp_min(0)).exp()
     # Nothing was drafted after a draft that must be refused.
@@ -296,7 +294,7 @@ def accepted_run(
 
 
 def waits_for(device: torch.device) -> bool:
-    """Whether the host must wait for a value that decides what is done next."""
+    """Whether the host would wait for the device if a value there decided what to do next."""
     return device.type != "cpu"
 
 
@@ -312,7 +310,7 @@ def _passes(
     nowhere.
     """
     if not waits_for(asked_BK.device):
-        # A pass over the vocabulary for a few runs instead of all.
+        # Only a few runs need a pass over the vocabulary.
         requests_C, columns_C = asked_BK.nonzero().unbind(1)
         if not len(requests_C):
             return None
@@ -323,7 +321,7 @@ def _passes(
         below_C = uniform_BK[requests_C, columns_C] * (left_C + 1 - weight_C) < left_C
         return torch.zeros_like(asked_BK).index_put_((requests_C, columns_C), below_C)
     found = torch.zeros_like(asked_BK)
-    # One after the other: vocabulary rows for all runs at once would take too much memory.
+    # Position after position: the vocabulary rows of all runs at once would take too much memory.
     for column in range(asked_BK.shape[1] - 1):
         weight_B = weight_BK[:, column]
         runs_B = torch.full_like(drafts.starts_B, column + 1)
@@ -369,8 +367,8 @@ def residual_sample(
     uniform_B: torch.Tensor,
     draft_q: DraftQ,
 ) -> torch.Tensor:
-    """The token that ends each run, int64 `[B]`. logprobs_BV: each request's row at the end of its
-    run.
+    """The token that ends each run, int64 `[B]`. `logprobs_BV` is each request's row at the end of
+    its run.
     """
     probs_BV = logprobs_BV.exp()
     width = drafts.draft_ids_BK.shape[1]
@@ -383,7 +381,7 @@ def residual_sample(
         )
         mass_BV = probs_BV * run.weight_B.unsqueeze(1).to(probs_BV.dtype)
         left_BV = draft_q.residual(mass_BV, at_B1, refused_B1)
-        # Also p if rounding leaves nothing of the residual.
+        # It also comes from p if rounding leaves nothing of the residual.
         probs_BV = torch.where(left_BV.sum(1, keepdim=True) > 0, left_BV, probs_BV)
     return draw(probs_BV, uniform_B.unsqueeze(1)).squeeze(1)
 

@@ -1,3 +1,3 @@
-"""What a loop talks to: vLLM in this process, in Ray actors, behind HTTP, attached, or several of
-them.
+"""The engines that a loop generates with: vLLM in this process, in Ray actors, behind HTTP,
+attached, or several of these.
 """

@@ -65,7 +65,7 @@ class BroadcastPool(EnginePool):
         """
         started = time.perf_counter()
         header = stream.header()
-        # First, so that an engine that refuses does so before the others have parts of it.
+        # Checked first, so that an engine that refuses does so before others have received a part.
         seats, devices = self._check(header)
         group = self._meet(seats, devices)
         checksum, answers = self._together(
@@ -99,7 +99,7 @@ class BroadcastPool(EnginePool):
     def sync_actor(
         self, path: str | Path, version: int, checked: Checked | None = None
     ) -> SwapReceipt:
-        # The pool keeps the file, so the stream need not be written again for late engines.
+        # The pool keeps this file for late engines, so no stream has to be written for them.
         receipt = super().sync_actor(path, version, checked)
         self._stream = None
         return receipt
@@ -119,8 +119,8 @@ class BroadcastPool(EnginePool):
         super()._catch_up(seat)
 
     def _write(self, stream: ActorStream) -> None:
-        """The last sent actor, as the file that a pool keeps. Raises RunError if it has changed
-        since.
+        """Write the actor that was sent last to the file that a pool keeps. Raises RunError if it
+        has changed since.
         """
         file = self._new_file(f"actor-{self.policy_version}")
         stream.write(file)
@@ -155,7 +155,7 @@ class BroadcastPool(EnginePool):
     def _meet(self, seats: list[Seat], devices: list[list[str]]) -> Group:
         """The group of these engines."""
         members = [seat.engine for seat in seats]
-        # The same engines: a restarted engine is a new one, without connections.
+        # The group is only reused for the very same engines: a restarted one has no connections.
         if self._group is not None and self._members == members:
             return self._group
         self._part()
@@ -266,7 +266,7 @@ class ActorSync:
             SwapError: the engine did not accept them.
         """
         stream = actor_stream(actor, self._dtype, self._bucket_bytes)
-        # By names and shapes: nothing has been gathered yet.
+        # Checked by names and shapes alone, because nothing has been gathered yet.
         self.nbytes = sum(
             dtype.itemsize * math.prod(shape) for dtype, shape in stream.entries.values()
         )
@@ -321,7 +321,7 @@ def actor_stream(
         entries = {name: (kind, tuple(shape)) for name, shape in actor.shapes().items()}
         tensors = partial(actor.tensors, kind)
     else:
-        assert isinstance(actor, PreTrainedModel), "an actor is one or the other"
+        assert isinstance(actor, PreTrainedModel), "an actor is a sharded one or a model"
         state = actor_state(actor)
         entries = {
             name: (dtype if dtype and t.is_floating_point() else t.dtype, tuple(t.shape))
@@ -352,7 +352,7 @@ def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
     if tower_of(actor) is None:
         return state
-    # Effectively private to save_pretrained, and needed only here.
+    # Imported here: in practice it is private to save_pretrained, and nothing else needs it.
     from transformers.core_model_loading import revert_weight_conversion
 
     # The names of these models in files differ from those in memory.

@@ -1,7 +1,7 @@
-"""Times an engine's steps at its start: each number of drafts at each batch size.
+"""Times an engine's steps when it starts: each number of drafts at each batch size.
 
-Choosing K needs these times. If the engine learned only in service, each batch size would start
-without drafts and try the other numbers one by one, again in every run.
+Choosing K needs these times. If the engine only learned them while serving, each batch size would
+start without drafts and try the other numbers one by one, again in every run.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 CALIBRATION_S = 10.0
-"""Longest calibration; starting vLLM takes longer anyway."""
+"""Maximum seconds of a calibration; starting vLLM takes longer anyway."""
 ROUNDS = 2
-"""Turns of each number of drafts, so that a machine that is slow for a while does not look like a
-slow number of drafts.
+"""Number of turns that each number of drafts gets, so that a machine that is slow for a while does
+not make a number of drafts look slow.
 """
 TIMED_STEPS = 4
 """Steps in each turn: `choice.LEAST_STEPS` of them, so that one turn is enough for a number to be
 chosen.
 """
 WARM_STEPS = 2
-"""Warm-up steps of a turn: the first still verifies drafts of the previous turn, and things made on
-first use (products, kernels, memory) are made then.
+"""Uncounted steps at the start of a turn: the first one still verifies the previous turn's drafts,
+and whatever is created on first use (products, kernels, memory) is created in them.
 """
 LEAST_GAP = 1.25
-"""A largest batch that is not a power of two is timed too if it is this much larger than the power
-below: the table is at powers of two, and extrapolating from two close points is useless.
+"""If the largest batch is not a power of two, it is timed as well, provided that it is this much
+larger than the power below: the table is at powers of two, and extrapolating from two close points
+is useless.
 """
 
 
@@ -46,12 +47,12 @@ class StepBench(ABC):
 
     @abstractmethod
     def begin(self, running: int) -> None:
-        """From now on a step has this many sequences."""
+        """Let every step have this many sequences from now on."""
 
     @abstractmethod
     def draft(self, drafts: int) -> list[Timed]:
-        """From the step after the next on, each has this many drafts; returns the times since the
-        last call.
+        """Let steps have this many drafts, from the step after the next on. Returns the times since
+        the last call.
         """
 
     @abstractmethod
@@ -99,7 +100,7 @@ def measure(
 
 
 def rows_of(steps: Iterable[Timed]) -> list[dict[str, float]]:
-    """The median of each kind of step, as rows of a `StepTable`, which has powers of two."""
+    """The median of each kind of step, as rows of a `StepTable`, whose sizes are powers of two."""
     seconds: dict[tuple[int, int], list[float]] = {}
     for step in steps:
         if step.seconds > 0:

@@ -43,10 +43,9 @@ logger = logging.getLogger(__name__)
 COUNTER = "vllm:spec_decode_num_"
 Call = Callable[[str, tuple[Any, ...]], list[Any]]
 PROMPT_TOKENS, LONGEST = 8, 256
-"""For the requests used in timing: tokens of their prompts, and most tokens of their responses.
-"""
+"""Requests for timing: tokens in their prompts, and maximum tokens in their responses."""
 DEEP_SLEEP = 2
-"""vLLM's sleep level from which weights are thrown away."""
+"""The sleep level of vLLM that throws weights away."""
 
 
 class ColocatedEngine(base.WorkerEngine):
@@ -67,7 +66,7 @@ class ColocatedEngine(base.WorkerEngine):
         start.
 
         Args:
-            plan: a start planned elsewhere, instead of by the other arguments.
+            plan: a start that was planned elsewhere; the other arguments are then not used.
         """
         self.plan = plan or plan_launch(model_path, heads_path, config, seed)
         self._llm: LLM | None = _start(self.plan)
@@ -99,7 +98,7 @@ class ColocatedEngine(base.WorkerEngine):
         logger.info("%s", self.note)
 
     def _calibrate(self, choices: Sequence[int]) -> list[Timed]:
-        """Time steps of dummy requests; nothing of them remains."""
+        """Time steps of dummy requests, which leave nothing behind."""
         llm = self._running()
         bench = _Bench(self, llm)
         before = self.counters()
@@ -139,9 +138,9 @@ class ColocatedEngine(base.WorkerEngine):
     def generate_in_steps(
         self, prompts: base.Prompts, sampling: Sampling
     ) -> Iterator[Ended | Rollouts]:
-        """The responses of each engine step in which some ended, and finally the whole. All
+        """Yield the responses that end in each engine step, and finally the whole result. All
         requests are in the engine from the first step on, as in `generate`, so every step is the
-        same; close the generator to skip the rest.
+        same as there. Close the generator to skip the rest.
         """
         from vllm.sampling_params import RequestOutputKind
 
@@ -154,10 +153,10 @@ class ColocatedEngine(base.WorkerEngine):
         with _engine_errors("generating"):
             try:
                 for place, settings in enumerate(params):
-                    # Otherwise every step would return everything a response has so far.
+                    # By default every step would return all of a response so far.
                     settings.output_kind = RequestOutputKind.FINAL_ONLY
                     request: Any = {
-                        # What vLLM itself makes from a prompt of ids, one layer above this call.
+                        # One layer above this call, vLLM makes the same from a prompt of ids.
                         "type": "token",
                         "prompt_token_ids": list(prompts[place // repeat]),
                     }
@@ -172,8 +171,8 @@ class ColocatedEngine(base.WorkerEngine):
                     if ended:
                         yield ended
             finally:
-                # The caller may leave at any yield; running requests would take slots from the next
-                # call.
+                # The caller may leave at any yield. Requests that still run would take slots from
+                # the next call.
                 if len(found) < len(params):
                     engine.abort_request(
                         [str(place) for place in range(len(params)) if place not in found]
@@ -314,7 +313,7 @@ class ColocatedEngine(base.WorkerEngine):
     def wake(self) -> None:
         if not self._asleep:
             return
-        # First, because `_running` refuses a sleeping engine.
+        # Cleared first, because `_running` refuses a sleeping engine.
         self._asleep = False
         with _engine_errors("waking up"):
             self._running().wake_up()
@@ -500,7 +499,7 @@ class AttachedEngine(base.WorkerEngine):
         receipt = super().swap_heads(path, version, checked)
         fresh = self._kept_state.with_suffix(".new")
         shutil.copyfile(path, fresh)
-        # By a rename: if interrupted here, the previous heads are still there.
+        # Kept by a rename: if this is interrupted, the previous heads are still there.
         fresh.replace(self._kept_state)
         self._kept_version = version
         return receipt
@@ -512,7 +511,7 @@ class AttachedEngine(base.WorkerEngine):
                 "The last installed heads are gone.",
                 given=str(self._kept_state),
                 expected="a state file",
-                do="Don't touch the run's folder while it is running.",
+                do="Leave the run's folder alone while it is running.",
             )
         return super().swap_heads(self._kept_state, self._kept_version)
 

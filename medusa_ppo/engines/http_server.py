@@ -47,9 +47,10 @@ LOG_TAIL_LINES = 25
 RAISED = re.compile(r"\b\w*(Error|Exception|Interrupt)(: |$)")
 CALL_TIMEOUT_S = 600.0
 TOKEN_S = 1.0
-"""A running engine that is slower than this per token of a sequence counts as hanging."""
+"""An engine that takes longer than this per token of a sequence counts as hanging."""
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-"""A connection per request: an answer sent twice would be taken for the next request's.
+"""A new connection for each request: on a kept one, an answer sent twice would be taken for the
+next request's.
 """
 CHUNK_BYTES = 1 << 20
 MOST_ANSWER_BYTES = 256 << 20
@@ -61,7 +62,7 @@ class ServerEngine(base.WorkerEngine):
     """An OpenAI-compatible vLLM server, asked with token ids."""
 
     _met = ""
-    """The worker's process that answered last; empty: none."""
+    """The worker process that answered last; empty: none yet."""
     _settings: Drafting
     """Its draft settings."""
 
@@ -84,7 +85,7 @@ class ServerEngine(base.WorkerEngine):
         self._devices = tuple(devices)
         self.plan = plan_launch(model_path, heads_path, config, seed)
         self._process: subprocess.Popen[bytes] | None = None
-        # None, if the server belongs to somebody else: no log.
+        # There is no log if the server belongs to somebody else.
         self._log = Path(os.devnull)
         # On a shared node loopback is no protection, so a server started here answers only with our
         # token.
@@ -160,7 +161,7 @@ class ServerEngine(base.WorkerEngine):
         try:
             return super().sync_actor(file, version, checked)
         finally:
-            # In any case, because a paused server answers no requests.
+            # Resumed even after an error, because a paused server answers no requests.
             self._post("/resume")
 
     def _receipt(
@@ -171,8 +172,8 @@ class ServerEngine(base.WorkerEngine):
 
     @contextlib.contextmanager
     def _seen_by_the_server(self, path: str) -> Iterator[str]:
-        """The file's name for the server: if it is on another node, that of a copy there, during
-        the block.
+        """The name under which the server can read the file. If the server is on another node, it
+        names a copy there, which exists during the block.
         """
         if self._client.base_url.host in LOOPBACK:
             yield path
@@ -202,7 +203,9 @@ class ServerEngine(base.WorkerEngine):
             self._sent("DELETE")
 
     def _sent(self, verb: str, **kwargs: Any) -> httpx.Response:
-        """An answer of `state_receiver`, whatever it is. Raises SwapError if there is none."""
+        """Send a request to `state_receiver` and return its answer, whatever that is. Raises
+        SwapError if there is none.
+        """
         try:
             return self._fetch(verb, STATE_ROUTE, CALL_TIMEOUT_S, **kwargs)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -277,7 +280,7 @@ class ServerEngine(base.WorkerEngine):
         if process is None:
             return
         atexit.unregister(self.close)
-        # SIGKILL in any case: the group's first process may have ended before its workers.
+        # Always SIGKILL in the end: the group's first process may have ended before its workers.
         for sign in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(process.pid, sign)

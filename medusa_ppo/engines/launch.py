@@ -169,7 +169,7 @@ def plan_launch(
         max_drafts = heads.num_heads
         if (config.most_drafts or 0) > max_drafts:
             raise ConfigError(
-                "More drafts than trained heads.",
+                "There are more drafts than trained heads.",
                 given=f"engine.num_drafts={config.num_drafts}",
                 expected=f"<= {max_drafts}, the heads in {heads_path}",
                 do="Draft fewer tokens or train more heads.",
@@ -197,7 +197,7 @@ def plan_launch(
             )
         else:
             args["enable_sleep_mode"] = True
-    # Last, so that the user's settings count; those that must not change were refused by name.
+    # Added last, so that the user's settings win; those that must not change were refused by name.
     args.update(config.extra)
     drafting = _drafting(config, heads)
     return LaunchPlan(
@@ -267,8 +267,8 @@ def _drafting(config: EngineConfig, heads: HeadsConfig | None) -> Drafting:
 
 
 def with_all_heads(config: EngineConfig, heads_path: str | Path) -> EngineConfig:
-    """One draft from each head in every step unless a number is set: for figures by position, since
-    choosing K would leave late positions without any.
+    """Draft with every head in every step, unless a number is set. Figures by position need this:
+    if the engine chose K, late positions would have none.
     """
     if config.num_drafts != AUTO or not heads_path:
         return config
@@ -320,7 +320,7 @@ def read_model_config(model_path: str | Path) -> dict[str, Any]:
             )
         return _read_json(path)
     name = str(model_path)
-    # Otherwise a mistyped path would be looked up on the hub, and the network blamed.
+    # Checked here: a mistyped path would be looked up on the hub, and the network would be blamed.
     if name.count("/") != 1 or name.startswith((".", "~", os.sep)):
         raise ModelError(
             "The model folder does not exist.",
@@ -470,7 +470,9 @@ def _refuse_quantising(method: object, model: dict[str, Any]) -> None:
 
 
 def _quantization(model: dict[str, Any]) -> dict[str, Any]:
-    """How a checkpoint is quantised, under either of the names that vLLM looks for; empty: not."""
+    """How a checkpoint is quantised, under either of the names that vLLM looks for; empty if it is
+    not.
+    """
     return model.get("quantization_config") or model.get("compression_config") or {}
 
 
@@ -492,7 +494,7 @@ def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, 
 
 
 def _model_json(model_path: str | Path, name: str) -> dict[str, Any]:
-    """A JSON file of a model's folder or hub name; empty if there is none."""
+    """Contents of a JSON file of the model, from its folder or the hub; empty if there is none."""
     folder = Path(model_path)
     path: Path | None = folder / name
     if not folder.is_dir():

@@ -17,13 +17,13 @@ from medusa_ppo.drafting.memory import ResponseMemory, Row, prompt_key
 Piece = tuple[int, ...]
 """Indices of some prompts of one generate call, assigned to an engine as a whole."""
 Finished = Callable[[int, Response], None]
-"""Called for a response that has ended: its place among the call's responses, and the response."""
+"""Called when a response has ended, with its place among the call's responses and the response."""
 Ended = dict[int, Response]
 """Finished responses, by their places."""
 ALIKE = 0.2
-"""Engines whose speeds are within this share of their mean count as equally fast."""
+"""Engines whose speeds differ from their mean by less than this share count as equally fast."""
 UNFINISHED = "unfinished"
-"""Reason of a response that has not ended (`Response.finish_reason`)."""
+"""`Response.finish_reason` of a response that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Partly:
     Attributes:
         begun: for each response of the call, its tokens so far; finished ones are not requested
             again.
-        enough: number of fully answered prompts with which the call ends.
+        enough: number of fully answered prompts after which the call ends.
         due: indices of prompts that it always waits for.
     """
 
@@ -50,7 +50,7 @@ class Partly:
 
 
 def tell(parts: Iterable[Ended | Rollouts], finished: Finished) -> Rollouts:
-    """The last item; `finished` is called for the ones before it."""
+    """Call `finished` for each response, and return the last item, the whole result."""
     found: Ended = {}
     for part in parts:
         if isinstance(part, Rollouts):
@@ -63,7 +63,7 @@ def tell(parts: Iterable[Ended | Rollouts], finished: Finished) -> Rollouts:
         for place, response in part.items():
             finished(place, response)
     raise EngineError(
-        "An engine broke off.",
+        "An engine stopped before its result was complete.",
         given=f"{len(found)} responses",
         expected="all of them",
         do="Read the engine's log.",
@@ -150,8 +150,8 @@ def in_call(finished: Finished, piece: Piece, repeat: int) -> Finished:
 
 
 def piece_seed(sampling: Sampling, index: int) -> int | None:
-    """Seed of an engine's part of a call: two parts may hold the same prompt, which must not get
-    the same answer.
+    """The seed of an engine's part of a call. Each part has its own: two parts may hold the same
+    prompt, which must not get the same answer.
     """
     return (
         None
@@ -200,7 +200,7 @@ class SharedMemory(ResponseMemory):
             self.take(rows)
 
     def news_for(self, engine: object) -> list[Row]:
-        """Rows that this engine has not written itself."""
+        """Rows written by other engines."""
         return [row for author, rows in self.news if author is not engine for row in rows]
 
     def rows(self, version: int | None = None) -> list[Row]:

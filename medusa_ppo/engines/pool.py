@@ -118,7 +118,7 @@ class EnginePool(base.RolloutEngine):
 
         Args:
             factory: starts the engine with a given index; called again for a lost one.
-            count: engines.
+            count: number of engines.
             on_close: called when all engines are closed.
         """
         self._factory = factory
@@ -132,7 +132,7 @@ class EnginePool(base.RolloutEngine):
         self.restarts = 0
         self._closing = False
         starts = [self._threads.submit(factory, index) for index in range(count)]
-        # All of them, even if one has failed: those that came up must be closed.
+        # Wait for all of them, even if one has failed: those that came up must be closed.
         wait(starts)
         self._seats = [
             Seat(index, None if start.exception() else start.result())
@@ -256,8 +256,8 @@ class EnginePool(base.RolloutEngine):
 
     @staticmethod
     def _left_by_a_lost_one(load: Load, sampling: Sampling) -> list[Load]:
-        """The loads that others get instead: with a seed the same load at once, for the same
-        responses; without one, piece by piece, so that many can take part.
+        """The loads that other engines get for that of a lost one. With a seed it stays whole, for
+        the same responses; without one it is given out piece by piece, so that many can help.
         """
         if sampling.seed is not None:
             return [replace(load, seat=None)]
@@ -323,7 +323,7 @@ class EnginePool(base.RolloutEngine):
         count = self._possible(settings)
         self._settings |= settings
         if settings.get("memory_bytes", self.memory.most_bytes) != self.memory.most_bytes:
-            # Only if the size changes: setting the same size again must not forget anything.
+            # Replaced only if the size changes: setting the same size must not forget anything.
             self.memory = SharedMemory(settings["memory_bytes"])
         self._everywhere(lambda engine: engine.configure(**settings))
         for seat in self._ready():
@@ -535,8 +535,8 @@ class EnginePool(base.RolloutEngine):
             self._kept.pop(what)[0].unlink(missing_ok=True)
 
     def _everywhere(self, call: Call) -> list[tuple[Seat, Any]]:
-        """Every engine's answer or error, asked at once. Lost engines are restarted; an invalid
-        request is raised.
+        """Call all engines at once; returns the answer or error of each. Lost engines are
+        restarted; an invalid request is raised.
         """
         return self._ask_all(self._seated(), call)
 
@@ -603,13 +603,13 @@ class EnginePool(base.RolloutEngine):
             seat.restarts += 1
             self.restarts += 1
             seat.starting = self._threads.submit(self._start_again, seat.index, engine)
-        # In the background, because it may hang.
+        # Closed in the background, because it may hang.
         elif engine is not None:
             self._threads.submit(engine.close)
 
     def _start_again(self, index: int, old: base.RolloutEngine | None) -> base.RolloutEngine:
         if old is not None:
-            # First, because the new one needs its memory.
+            # The old one is closed first, because the new one needs its memory.
             old.close()
         return self._factory(index)
 

@@ -50,14 +50,14 @@ CLOSE_TIMEOUT_S = 20.0
 STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version", "note")
 Answer = tuple[Any, dict[str, Any]]
 SentFiles = dict[str, list[Any]]
-"""Names of files, and a reference of each one's bytes; in a list, so that Ray fetches it only where
-it is read.
+"""Names of files, and a reference to each one's bytes; in a list, so that Ray fetches the bytes
+only where they are read.
 """
 
 
 class EngineHost:
-    """Runs in the Ray actor. Its answers are a value or one of our errors (returned, so that it
-    arrives unchanged), and the engine's numbers.
+    """Runs in the Ray actor. Each answer has a value or one of our errors (returned instead of
+    raised, so that it arrives unchanged), and the engine's numbers.
     """
 
     def __init__(self, *start: Any) -> None:
@@ -84,7 +84,7 @@ class EngineHost:
         return ray.get_runtime_context().get_node_id(), self._state()
 
     def _receive(self, sent: SentFiles) -> str:
-        """A folder of this process with the files."""
+        """Write the files into a folder of this process, and return it."""
         self._received = OwnedFolder("medusa-ppo-received-", shared_memory=True)
         folder = self._received.path / "heads"
         folder.mkdir()
@@ -190,8 +190,8 @@ class RayEngine(base.RolloutEngine):
 
         Args:
             plan: as for `ColocatedEngine`.
-            where: Ray options that place the actor (`runtime.processes.place`); None: Ray finds
-                one.
+            where: Ray options that place the actor (`runtime.processes.place`); None: Ray finds a
+                place.
         """
         # Planned here only to refuse before anything starts; the actor plans by its own node's
         # hardware.
@@ -322,7 +322,7 @@ class RayEngine(base.RolloutEngine):
         """Call a method that reads a file, wherever the engine is."""
         if not self.elsewhere:
             return self._call(method, path, version, checked)
-        # Part of the key, since a file of the same name may be newer.
+        # The time is part of the key, because a file with the same name may be newer.
         status = os.stat(path)
         # References end with their session of Ray.
         session = ray.get_runtime_context().get_job_id()
@@ -402,7 +402,7 @@ def make_engine(
             always does.
     """
     config = settled_engine(config)
-    # Before any of them starts, so that the first does not take another's place.
+    # Decided before any of them starts, so that the first does not take another's place.
     servers = gpu_places(config, visible_gpus()).servers
 
     def unplaced(index: int, section: EngineConfig, own_seed: int) -> base.RolloutEngine:

@@ -40,10 +40,10 @@ class RolloutEngine(ABC):
             itself (MEDUSA_PPO_FEED), heads_version is what it drafted with at the end of its last
             rollouts. A heads_version of -1: it has lost its heads, and drafts nothing until some
             are swapped in.
-        note: a message about its start for people; empty: none.
-        restarts: times that it was lost and restarted.
-        elsewhere: it runs on another node.
-        streams: it also accepts a broadcast actor (`stream_actor` of
+        note: a message for people about its start; empty: none.
+        restarts: how often it was lost and restarted.
+        elsewhere: whether it runs on another node.
+        streams: whether it also accepts a broadcast actor (`stream_actor` of
             `medusa_ppo.engines.actor_sync.BroadcastPool`).
     """
 
@@ -287,7 +287,7 @@ class WorkerEngine(RolloutEngine):
 
     def configure(self, **settings: Unpack[Drafting]) -> None:
         count = self._possible(settings)
-        # An engine without heads need not be told to draft nothing.
+        # An engine without heads drafts nothing anyway.
         if self.max_drafts or settings != {"num_drafts": 0}:
             self._call("medusa_configure", settings)
         self.num_drafts = count
@@ -377,8 +377,8 @@ class WorkerEngine(RolloutEngine):
             self._begin_to_choose()
 
     def _begin_to_choose(self) -> None:
-        """Load what is known about this machine for choosing drafts. If nothing was saved, it is
-        learned in service.
+        """Load the saved step times of this machine, by which the number of drafts is chosen. If
+        there are none, the engine learns them while it serves.
         """
         self._learn_kept_times()
 
@@ -422,7 +422,7 @@ def understood(take: Callable[[], Found], answer: object) -> Found:
         RecursionError,
     ) as error:
         raise EngineError(
-            "An engine's answer lacks what was asked for.",
+            "An engine's answer lacks the expected part.",
             given=f"{type(error).__name__} {str(error)[:100]} in {reprlib.repr(answer)}",
             expected="vLLM's answer, with our worker extension",
             do=(
@@ -435,7 +435,9 @@ def understood(take: Callable[[], Found], answer: object) -> Found:
 def check_request(
     prompts: Prompts, sampling: Sampling, max_model_len: int, vocab_size: int
 ) -> None:
-    """Refuse early what vLLM would only refuse half-way. Raises DataError or ConfigError."""
+    """Refuse requests that vLLM would refuse only half-way through the call, or misread. Raises
+    DataError or ConfigError.
+    """
     if not prompts:
         raise DataError(
             "There is no prompt.",

@@ -1,4 +1,4 @@
-"""A feed as readers and publishers see it, whatever its kind."""
+"""The interface of a feed, for readers and publishers, whatever its kind."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Feed(ABC):
 
     @abstractmethod
     def stream(self, file: str, size: int) -> Iterator[bytes]:
-        """A file's bytes, in parts. There may be more or fewer than `size`. Raises FeedError if it
-        is gone or can't be reached.
+        """A file's bytes, in parts; there may be more or fewer than `size`. Raises FeedError if the
+        file is gone or can't be reached.
         """
 
     @abstractmethod
     def publish(self, path: Path, release: Release) -> FeedVersion:
-        """Add a version, whose tensors are in a file of `heads.checkpoint.save_state`. Readers see
-        it once it is complete.
+        """Add a version, whose tensors are in a file written by `heads.checkpoint.save_state`.
+        Readers see it once it is complete.
 
         Raises:
             FeedError: the feed can't be reached, belongs to another actor, or refuses.
-            CheckpointError: the file has other tensors than the release says.
+            CheckpointError: the file's tensors are not those of the release.
         """
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Feed(ABC):
             most_bytes: limit on what is read and written, whatever the manifest says.
 
         Raises:
-            BadVersionError: the file is too large, cut short, or has other bytes.
+            BadVersionError: the file is too large, too short, or has other bytes.
             FeedError: it is gone, or the feed can't be reached.
         """
         if version.bytes > most_bytes:
@@ -96,7 +96,7 @@ class Feed(ABC):
                     file.write(part)
             if (count, digest.hexdigest()) != (version.bytes, version.digest):
                 raise BadVersionError(
-                    "A file of the feed is not the one that its manifest names.",
+                    "A file in the feed is not the one that its manifest describes.",
                     given=f"{self.address}: {version.file}, {count} bytes or more, SHA-256"
                     f" {digest.hexdigest()[:16]}",
                     expected=f"{version.bytes} bytes, SHA-256 {version.digest[:16]}",
@@ -109,8 +109,8 @@ class Feed(ABC):
 
 
 def check_heads_file(path: Path, actor: FeedActor, dtype: str) -> str:
-    """The checksum of a file's tensors, after comparing their names, shapes and dtype with those of
-    the actor's heads. Raises CheckpointError if they differ, or for NaN and infinity.
+    """The checksum of a file's tensors. Raises CheckpointError if their names, shapes or dtype are
+    not those of the actor's heads, or if there is NaN or infinity among them.
     """
     config = actor.config
     names = read_header(path, MAX_HEADS_HEADER_BYTES)
@@ -122,7 +122,7 @@ def verify(feed: Feed, version: FeedVersion, actor: FeedActor, folder: Path) -> 
     """Fetch a version into a folder and check it completely. Returns its file.
 
     Raises:
-        BadVersionError: as `fetch`; or its tensors are not those of the manifest.
+        BadVersionError: as `fetch`, or if the tensors are not those that the manifest describes.
         FeedError: as `fetch`.
     """
     path = folder / version.file

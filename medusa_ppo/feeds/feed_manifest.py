@@ -1,12 +1,12 @@
-"""A feed's manifest: the actor of its heads, and its versions with their digests and the results
-they were judged by.
+"""A feed's manifest: the actor of its heads, and its versions with their digests and how they were
+judged.
 
-    FEED/manifest.json                      this, replaced by a rename
+    FEED/manifest.json                      the manifest, replaced by a rename
     FEED/heads-000007-1a2b3c4d.safetensors  a version's tensors, named by version and digest; never
                                             written a second time
 
-Readers treat everything in it as hostile: it is small, no key is unknown or repeated, and a file's
-name is not a path.
+Readers treat a manifest as hostile. It must be small, without unknown or repeated keys, and a
+file's name must not be a path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 1 << 18
 FORMAT_VERSION: Literal[1] = 1
 KEPT_VERSIONS = 4
-"""Versions that a feed keeps: a reader that falls behind by this many reads the manifest again."""
+"""Number of versions that a feed keeps. A reader that falls further behind has to read the manifest
+again.
+"""
 FLOAT32_BYTES = 4
 Dtype = Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -66,7 +68,7 @@ class FeedActor(_Record):
 
     @classmethod
     def of(cls, config: HeadsConfig, lm_head_VD: torch.Tensor | None) -> FeedActor:
-        """For heads of these sizes, of the actor with this lm_head; None: unknown."""
+        """Describe an actor by its heads' sizes and by its lm_head (None: unknown)."""
         if lm_head_VD is None:
             return cls(heads=config.to_dict())
         rows_RD = lm_head_VD[sketch_rows(lm_head_VD.shape[0])]
@@ -91,15 +93,15 @@ class FeedActor(_Record):
     def require_same(self, other: FeedActor, address: str) -> None:
         """Raise FeedError if `other`, found at an address, is not this actor.
 
-        PPO moves weights, so sketches may differ a little. Two runs of one actor are not
-        distinguished: drafting stays lossless, and the gate of either is valid for both.
+        PPO moves weights, so sketches may differ a little. Two runs that start from the same actor
+        can't be told apart. That does no harm: drafting stays lossless, and both have a gate.
         """
         if self.config != other.config:
             given = f"{address}: {other.heads}"
             expected = f"{self.heads}"
         elif not alike(self.sketch, other.sketch):
             given = f"{address}: heads of an actor with another lm_head"
-            expected = "an lm_head with mostly the same signs"
+            expected = "an lm_head whose weights mostly have the same signs"
         else:
             return
         raise FeedError(
@@ -114,15 +116,15 @@ class FeedVersion(_Record):
     """One version of the heads.
 
     Attributes:
-        version: grows from one version of the feed to the next.
-        file: its name in the feed.
+        version: its number, which grows from one version of the feed to the next.
+        file: the file's name in the feed.
         bytes: length of the file.
         digest: SHA-256 of the file's bytes.
         checksum: `heads.tensorfile.checksum` of its tensors, which an engine reports.
         dtype: dtype of its tensors, e.g. `float32`.
         policy_version: version of the actor whose rollouts were trained on last.
-        judged: what let it through.
-        written_s: time of writing, in seconds since 1970.
+        judged: the result that let it through.
+        written_s: when it was written, in seconds since 1970.
     """
 
     version: Annotated[int, Field(ge=1, lt=1 << 53)]
@@ -205,7 +207,8 @@ def with_version(
     """The manifest with one more version, and without those that are too old."""
     before = found.versions if found is not None else []
     return FeedManifest(
-        # The newest sketch, so that an actor that moves far still matches step by step.
+        # The newest sketch is kept, so that an actor that moves far still matches from version to
+        # version.
         actor=release.actor,
         versions=[*before, version][-KEPT_VERSIONS:],
     )

@@ -28,8 +28,8 @@ FILES = "heads-*.safetensors"
 
 
 class FolderFeed(Feed):
-    """Files and a manifest, each of which appears by a rename. Publishers must take turns: two at
-    once may lose a version of one of them, but nothing else.
+    """Files and a manifest; each appears by a rename. Publishers must take turns: if two publish at
+    once, a version of one of them may be lost, but nothing else.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -85,7 +85,7 @@ class FolderFeed(Feed):
             with path.open("rb") as source, os.fdopen(handle, "wb") as copy:
                 shutil.copyfileobj(source, copy, CHUNK_BYTES)
                 copy.flush()
-                # Before the rename, which might otherwise reach the disk before the bytes.
+                # Synced before the rename, which might otherwise reach the disk before the bytes.
                 os.fsync(copy.fileno())
             with open(temporary, "rb") as copied:
                 digest = hashlib.file_digest(copied, "sha256").hexdigest()

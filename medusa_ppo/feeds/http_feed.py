@@ -1,4 +1,6 @@
-"""A feed behind HTTP, as served by `medusa-ppo feed serve`; and opening a feed by its address."""
+"""A feed behind HTTP, as served by `medusa-ppo feed serve`; and `open_feed`, which opens any kind
+of feed by its address.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,21 @@ from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.runtime.control_guard import LOOPBACK, token_header
 
 FEED_TOKEN = "MEDUSA_PPO_FEED_TOKEN"
-"""Environment variable of a feed's secret. It differs from that of an engine's control routes:
-readers of heads need not be able to replace an actor, and a server that we start has its own token.
+"""Environment variable with a feed's secret. It is not the one for an engine's control routes:
+whoever reads heads need not be able to replace an actor, and a server that we start has its own
+token.
 """
 RELEASE_HEADER = "X-Medusa-PPO-Release"
 RAY = "ray:"
 """Prefix of the address of a feed in a Ray actor."""
 VERSIONS = "versions"
-"""Route to which new versions are put."""
+"""Route for publishing new versions (PUT)."""
 ANSWER_S = 10.0
 """Seconds for a short answer, and for the next part of a file."""
 LEAST_BYTES_PER_S = 1 << 20
-"""A slower download is given up."""
-# A connection per request: an answer sent twice would be taken for the next one.
+"""Minimum speed of a download; a slower one is given up."""
+# A new connection for each request: on a kept one, an answer sent twice would be taken for the
+# next.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
@@ -68,11 +72,11 @@ def token_client(url: httpx.URL, token_name: str, timeout_s: float) -> httpx.Cli
     token = os.environ.get(token_name)
     return httpx.Client(
         base_url=url,
-        # Uncompressed: compressed data could expand to any size.
+        # Compressed data is refused, because it could expand to any size.
         headers={**(token_header(token) if token else {}), "Accept-Encoding": "identity"},
         timeout=timeout_s,
         limits=LIMITS,
-        # A proxy from the environment is not needed on loopback, and would learn the token.
+        # On loopback no proxy from the environment is needed, and it would learn the token.
         trust_env=url.host not in LOOPBACK,
     )
 

@@ -2,8 +2,8 @@
 with its bytes. Readers in the same Ray get these from their node's object store, which fetches an
 object once, however many engines read it.
 
-The actor is detached, so like a folder it stays when its publisher ends; it ends with the Ray, or
-by `forget`. Ray unpickles what it transports, so such a feed is only as safe as its Ray; the
+The actor is detached: like a folder, it stays when its publisher ends, until its Ray ends or
+`forget` is called. Ray unpickles what it transports, so such a feed is only as safe as its Ray. The
 contents are checked like those of any feed.
 """
 
@@ -32,7 +32,7 @@ from medusa_ppo.feeds.feed_manifest import (
 from medusa_ppo.feeds.http_feed import ANSWER_S, LEAST_BYTES_PER_S, RAY
 from medusa_ppo.runtime.named_actors import NAMESPACE, answer_of, join_ray, named_actor
 
-"""A slower object is given up."""
+"""Minimum speed for an object; a slower one is given up."""
 NAME = re.compile(r"[\w.-]{1,100}")
 
 
@@ -52,7 +52,7 @@ class _VersionHolder:
         number = next_number(self._manifest, told, self._address)
         digest = hashlib.sha256(data.data).hexdigest()
         version = described(number, data.size, digest, tensors, told)
-        # Put here, so that this actor owns it and it outlives its publisher.
+        # Put into the store by this actor, which then owns it, so that it outlives its publisher.
         self._objects[version.file] = ray.put(data)
         self._manifest = with_version(self._manifest, version, told)
         kept = {found.file for found in self._manifest.versions}
@@ -68,8 +68,8 @@ class _VersionHolder:
 
 
 class RayFeed(Feed):
-    """A feed in the Ray that this process is connected to; if it is not connected, that of
-    RAY_ADDRESS, or of its node.
+    """A feed in the Ray that this process is connected to; without a connection, in the Ray of
+    RAY_ADDRESS or of this node.
     """
 
     def __init__(self, address: str) -> None:
@@ -98,7 +98,7 @@ class RayFeed(Feed):
         if found is None:
             raise self._unreachable(f"{file} is gone")
         match found:
-            # Checked before it is fetched, because objects are fetched whole.
+            # The size is checked before the object is fetched, because objects are fetched whole.
             case int(nbytes), [ray.ObjectRef() as ref] if nbytes == size:
                 pass
             case _:
@@ -171,7 +171,7 @@ class RayFeed(Feed):
         except FeedError:
             raise
         except RunError as error:
-            # It was ended; another one may get its name.
+            # The actor has ended; another one may get its name.
             self._actor = None
             raise self._unreachable(f"{error.problem} {error.given}") from error
 

@@ -1,1 +1,1 @@
-"""Hooks for other loops (TRL, verl, OpenRLHF), and what they share."""
+"""Hooks for other loops (TRL, verl, OpenRLHF, SkyRL, NeMo-RL), and the code that they share."""

@@ -1,11 +1,11 @@
-"""Our parts in a loop of this process: heads, companion, plugin, tap, run folder. Imports no
-framework.
+"""Our parts in a loop that runs in this process: heads, companion, plugin, tap and run folder.
+Imports no framework.
 
 `Attachment` attaches to a foreign trainer that has its own vLLM. `DraftingEngine` replaces the
 engine of your own loop and calls the plugin's hooks itself:
 
-    generate       newer heads go into the engine first; tokens and behaviour log-probs go to the
-                   plugin afterwards
+    generate       first puts newer heads into the engine; afterwards gives tokens and behaviour
+                   log-probs to the plugin
     the actor      tapped by its hooks whenever the loop scores the last rollouts; rows are
                    recognised by their tokens
     sync_actor     tells the plugin that the actor has changed
@@ -53,10 +53,10 @@ from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import local_ray
 
 OURS = ("speculative_config", "worker_extension_cls", "disable_log_stats")
-"""The arguments of our own engines that a foreign engine needs too."""
+"""The arguments of our own engines that a foreign engine needs as well."""
 FINAL_HEADS = "heads-final"
 READ_ROWS = 8
-"""Responses of a warm-up that the actor scores at once."""
+"""Number of a warm-up's responses that the actor scores at once."""
 
 
 def as_config(
@@ -74,11 +74,11 @@ def as_config(
 
 
 class Attachment:
-    """One trainer's share: engine arguments before the engine is built, the plugin during training,
-    a run folder at the end.
+    """All that one trainer needs: engine arguments before the engine is built, the plugin during
+    training, a run folder at the end.
 
-    In a training of several processes each has one and makes every call. The first process has the
-    plugin; each has its engine (or part of one), its tap and its rows.
+    In a training of several processes each process has one and makes every call. Only the first
+    process has the plugin; each has its engine (or part of one), its tap and its rows.
 
     Attributes:
         folder: the run's folder, for `medusa-ppo report`.
@@ -137,8 +137,8 @@ class Attachment:
         """Attach to a `vllm.LLM` that was started with `engine_arguments`, one in each process.
 
         Args:
-            counts: add its counters. A tensor-parallel engine has the same counters in each of
-                several processes, so they are added only once.
+            counts: add up its counters. The processes of a tensor-parallel engine all have the same
+                ones, which must count once.
         """
         assert self._plan is not None, "engine_arguments() comes first"
         self._serve = functools.partial(serve_llm, llm, counts)
@@ -171,7 +171,7 @@ class Attachment:
             ConfigError: no heads are named; the server must have been started with the same heads.
             EngineError: the server does not answer, or does not draft with native heads.
         """
-        # The server chooses its heads when it starts; without a name we can't know them.
+        # The server got its heads when it started; without a name we can't know which.
         if not self.config.heads.path:
             raise ConfigError(
                 "A server is started before the trainer, so its heads must be named.",
@@ -194,8 +194,8 @@ class Attachment:
         """
         own: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
-            # Every process iterates to the end: all of them gather a sharded tensor when they reach
-            # it, and it is gone at the next step.
+            # Every process iterates to the end: a sharded tensor is gathered by all of them
+            # together, and freed at the next step of the iteration.
             if self.ranks.leads:
                 own[name] = tensor.detach().to("cpu", copy=True).contiguous()
         path = self._home.path / "actor.safetensors"
@@ -206,7 +206,7 @@ class Attachment:
             try:
                 self.engine.sync_actor(path, self._policy_version)
             finally:
-                # The file is in shared memory, and as large as the actor.
+                # It takes as much shared memory as the actor's weights.
                 path.unlink(missing_ok=True)
 
         self._led(carry)
@@ -219,8 +219,8 @@ class Attachment:
         """
 
         def tell() -> None:
-            # First, because what is reported about the new actor concerns the heads that are
-            # loaded.
+            # The heads first: what is reported about the new actor belongs to the heads that are
+            # then loaded.
             if isinstance(self.engine, AttachedEngine) and lost_heads:
                 self.engine.feed_again()
             if isinstance(self.engine, WorkerEngine):
@@ -234,7 +234,7 @@ class Attachment:
         to the plugin.
         """
         generated: list[Generated] = []
-        # Outside the training, as in an evaluation, nothing is learned from these.
+        # Nothing is learned from rollouts outside the training, e.g. in an evaluation.
         if self._tap is None:
             yield generated
             return
@@ -245,8 +245,7 @@ class Attachment:
         # Every process builds the same rollouts, to find its own rows among them.
         facts = self.ranks.share(self._led(lambda: self._facts(before or Counters(), seconds)))
         every = [Generated.join(own) for own in self.ranks.all(generated)]
-        # In an evaluation during the training, or with images in the prompts, the block has added
-        # nothing.
+        # The block adds nothing in an evaluation during the training, or with images in prompts.
         if not any(part.prompts for part in every) or facts is None:
             return
         # Responses are numbered over all processes, in their order, without the rows left out.
@@ -267,13 +266,13 @@ class Attachment:
 
     def _before_generation(self) -> Counters:
         assert self.engine is not None, "between begin() and end()"
-        # First, because this shows whether a server was restarted and so needs its heads.
+        # Asked first: it shows whether a server was restarted and therefore needs its heads again.
         counters = self.engine.counters()
         self.plugin.before_generation()
         return counters
 
     def _facts(self, before: Counters, seconds: float) -> dict[str, Any]:
-        """The part of the rollouts that only the first process knows."""
+        """The fields of the rollouts that only the first process knows."""
         engine = self.engine
         assert engine is not None, "the engine is attached when the trainer is built"
         versions = {
@@ -286,7 +285,9 @@ class Attachment:
     # ---- the trainer's events
 
     def begin(self, model: nn.Module) -> None:
-        """Training begins: Ray (if there is none), companion, plugin, tap, run folder."""
+        """Call this when training begins. Starts Ray (if there is none), the companion, the plugin,
+        the tap and the run folder.
+        """
         atexit.register(self._stack.close)  # A failed training never reaches end().
         self._actor = actor = self._view(model)
         plugin = self._led(lambda: self._start(actor))
@@ -311,7 +312,7 @@ class Attachment:
         return plugin
 
     def updated(self, version: int) -> None:
-        """The actor has made an optimizer step."""
+        """Call this after the actor's optimizer step."""
         self._policy_version = version
         if self._actor is None or self._tap is None:
             return
@@ -321,7 +322,7 @@ class Attachment:
         changed = actor.refresh()
         gathered = actor.gathered_bytes - before
         self._more[names.TABLE_BYTES] = self._more.get(names.TABLE_BYTES, 0) + gathered
-        # On every process too, and before `led`, in which the others only serve.
+        # On every process as well, and before `led`, in which all but the first only serve.
         parts = self.ranks.first_gets(self._share.take()) if self._share else []
         self._led(lambda: self._tell(actor if changed else None, version, parts or []))
 
@@ -358,12 +359,14 @@ class Attachment:
         return figures
 
     def end(self) -> None:
-        """Training is over: save the heads, write the report, and close what `begin` started."""
-        # `RemoteAttachment` has a writer and no tap; processes after the first have a tap and no
+        """Call this when training is over. Saves the heads, writes the report, and closes what
+        `begin` started.
+        """
+        # `RemoteAttachment` has a writer but no tap; processes after the first have a tap but no
         # writer.
         if self._tap is None and self._writer is None:
             return
-        # All continue with the first process's heads if there is another training.
+        # If there is another training, all processes continue with the first one's heads.
         heads = self.ranks.share(self._led(self._finish))
         self._stack.close()
         atexit.unregister(self._stack.close)
@@ -384,8 +387,8 @@ class Attachment:
 
     def _view(self, model: nn.Module) -> HFActor:
         """The actor with its tables gathered, if they are sharded."""
-        # The kind of a folder's heads is unknown before they are read; gathering a table in vain is
-        # cheaper than lacking it.
+        # A folder's heads have to be read before their kind is known. So the embedding is gathered
+        # even where it may not be needed.
         needs_embedding = self.config.heads.kind == "hydra" or bool(self.config.heads.path)
         actor = HFActor(model, reports=self.ranks.leads, with_embedding=needs_embedding)
         actor.refresh()
@@ -396,8 +399,8 @@ class Attachment:
 
 
 class DraftingEngine:
-    """Our engine, which calls the plugin in its own calls. Without drafts and companion it is the
-    plain engine.
+    """Our engine; its methods call the plugin's hooks. Without drafts and companion it is the plain
+    engine.
 
     Attributes:
         engine: the engine itself.
@@ -414,8 +417,8 @@ class DraftingEngine:
             actor: a transformers causal LM; the loop scores with `actor(input_ids=...,
                 attention_mask=...)`.
             model_path: the actor's folder, for vLLM.
-            run_dir: folder for what the plugin measures and publishes; the last heads are left in
-                its `heads-final`.
+            run_dir: folder for what the plugin measures and publishes; the last heads end up in its
+                `heads-final`.
 
         Raises:
             UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError,
@@ -427,8 +430,8 @@ class DraftingEngine:
         self._actor = actor
         self._folder = Path(run_dir)
         self._tap: ForwardTap | None = None
-        # If anything fails on the way, whatever was started before is ended; `pop_all` keeps
-        # everything once nothing has failed.
+        # If anything fails here, the stack ends what was started before; once nothing has failed,
+        # `pop_all` keeps it all.
         with contextlib.ExitStack() as stack:
             stack.enter_context(local_ray(queue_bytes=config.companion.queue_bytes))
             wanted = as_config(config) is not None
@@ -453,7 +456,7 @@ class DraftingEngine:
         first step drafts with them (`heads.warm_up_tokens`, `heads.warm_up_s`).
 
         Args:
-            prompts: those of the coming steps, in their order; without images.
+            prompts: the prompts of the coming steps, in their order; without images.
             sampling: the loop's own.
         """
         section = self._config.heads
@@ -469,7 +472,7 @@ class DraftingEngine:
         )
 
     def _read(self, rollouts: Rollouts) -> None:
-        """Run the actor over responses that the loop never sees."""
+        """Run the actor over a warm-up's responses, which the loop never sees."""
         trained = self._actor.training
         self._actor.eval()
         rows = [
@@ -532,7 +535,7 @@ class DraftingEngine:
 
     def close(self) -> None:
         """Save the heads, and end what was started here."""
-        # First, because the companion has the newest heads, and the stack ends it.
+        # Saved first: the companion has the newest heads, and the stack ends it.
         self.plugin.save_heads(self._folder / FINAL_HEADS)
         self.plugin = NoPlugin()  # close() may be called again.
         self._stack.close()

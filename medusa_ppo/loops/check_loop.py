@@ -1,9 +1,9 @@
 """Ten checks of an unknown loop: `medusa-ppo check-loop my_module:make_trainer`.
 
-`make_trainer(medusa)` returns an object with a `train()` of at least four rollout batches and the
-actor as `model`, a causal LM of transformers. `medusa` is a mapping of settings, or None for the
-unchanged loop. For the tenth check it must do the same in every call: greedy sampling (top_k=1),
-seeded data. The process that trains has the plugin.
+`make_trainer(medusa)` returns an object with a method `train()`, which trains on at least four
+rollout batches, and with the actor as `model`, a causal LM of transformers. `medusa` is a mapping
+of settings, or None for the unchanged loop. For the tenth check every call must do the same: sample
+greedily (top_k=1), from seeded data. The process that trains has the plugin.
 
 Each training runs in a separate process. MedusaPlugin's methods are observed but unchanged.
 """
@@ -69,10 +69,10 @@ class Watch:
     Attributes:
         calls: names of the called hooks.
         batches: a row for each rollout batch.
-        versions: reported policy versions.
+        versions: the policy versions that the loop reported.
         fits: for each batch that went to the companion, how well its states predict its tokens.
-        wrong_tables: times that the reported lm_head was not the model's own.
-        swapped: last installed version, its checksum and the engine's.
+        wrong_tables: how often the reported lm_head was not the model's own.
+        swapped: the version installed last, its checksum and the engine's.
     """
 
     calls: list[str] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Watch:
         before: Callable[..., Any] | None = None,
         after: Callable[..., Any] | None = None,
     ) -> None:
-        # Replaced on the class, because the loop may create its objects anywhere and at any time.
+        # The class's methods are replaced: the loop may create objects anywhere and at any time.
         whole = getattr(kind, name)
 
         @functools.wraps(whole)
@@ -128,8 +128,8 @@ class Watch:
 
     def _rollouts(self, plugin: Any, rollouts: Rollouts) -> None:
         self.calls.append("rollout_ready")
-        # A copy: the states that arrive later belong to this table, and the loop updates it in
-        # place.
+        # Copied, because the loop updates the table in place, while the states that arrive later
+        # belong to its present values.
         self._table = plugin._tables[0].detach().clone()
         counters = rollouts.counters
         responses = rollouts.responses
@@ -164,7 +164,7 @@ class Watch:
         else:
             logprobs_MV = (logits_MV / batch.temperature).log_softmax(-1)
             off_M = known_M - logprobs_MV.gather(1, ids_M[:, None])[:, 0]
-            # Behaviour log-probs are then higher than the whole distribution's.
+            # With top-k or top-p, behaviour log-probs are above those of the whole distribution.
             if batch.top_k > 0 or batch.top_p < 1:
                 off_M = off_M.clamp(max=0)
             good = float((off_M.abs() < NEAR_NATS).float().mean())
@@ -193,7 +193,7 @@ def run_arm(spec: str, medusa: Any, out: Path) -> None:
     watch._model = getattr(trainer, "model", None)
     trainer.train()
     digest = hashlib.sha256()
-    # As bytes, because numpy has no bfloat16.
+    # Hashed as bytes, because numpy has no bfloat16.
     for key, tensor in sorted(plain_model(trainer.model).state_dict().items()):
         flat = tensor.detach().cpu().contiguous().flatten()
         digest.update(key.encode() + flat.view(torch.uint8).numpy().tobytes())
@@ -219,7 +219,7 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
-        # Errors last, because only the end is shown.
+        # Errors come last, because only the end of the output is shown.
         end = (done.stdout + done.stderr)[-1500:]
     except subprocess.TimeoutExpired:
         end = f"no end within {TIMEOUT_S:.0f} s"
@@ -233,7 +233,7 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
                 "make_trainer(medusa).train() returns, and the trainer's `model` is a"
                 " transformers causal LM"
             ),
-            do="Run it alone first, without check-loop, until it trains to its end.",
+            do="First make it train to the end by itself, without check-loop.",
         )
     return json.loads(out.read_text(encoding="utf-8"))
 
@@ -242,14 +242,14 @@ def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
 
 
 def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
-    """Train with the plugin and without it, and report what was found.
+    """Train with and without the plugin, and report the findings.
 
     Args:
         spec: `module:function`.
         medusa: settings for the plugin; None: SETTINGS.
 
     Raises:
-            ConfigError: `spec` does not name a function, or a training fails.
+        ConfigError: `spec` does not name a function, or a training fails.
     """
     if spec.count(":") != 1:
         raise ConfigError(
@@ -262,8 +262,8 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
         seen = train_apart(spec, medusa or SETTINGS, Path(name))
         yield from judge(seen)
         without = train_apart(spec, None, Path(name))
-        # Only if the weights differ: a second run without the plugin shows whether the plugin is
-        # the reason.
+        # The weights differ. A second run without the plugin shows whether the plugin is the
+        # reason.
         again = (
             without
             if without["weights"] == seen["weights"]
@@ -276,7 +276,7 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
     elif steady:
         found = "the actor's weights differ with the plugin"
     else:
-        found = "the loop learns something different in each call, even without the plugin"
+        found = "even without the plugin, the loop learns something different in each call"
     do = "Look for hooks that change what the loop computes or samples."
     if not steady:
         do = "Sample greedily, and seed everything."
@@ -284,7 +284,7 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[LoopCheck]:
 
 
 def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
-    """The first nine checks, from one training with the plugin."""
+    """The first nine checks; they need one training with the plugin."""
     calls = seen["calls"]
     batches = seen["batches"]
     versions = seen["versions"]
@@ -293,10 +293,10 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
     ends = calls.count("close")
     yield LoopCheck(
         "one plugin",
-        # `close` may be called again; it does nothing then.
+        # `close` may be called more than once; further calls do nothing.
         starts == 1 <= ends,
         f"{starts} started, closed {ends} times",
-        "Make one per training, and close it at the end.",
+        "Create one plugin per training, and close it at the end.",
     )
     if not batches:
         yield LoopCheck(
@@ -307,7 +307,7 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
         )
         return
     hooks = [call for call in calls if call not in ("start", "close")]
-    # After policy_updated anything may follow: a loop may update more often than it generates.
+    # Any call may follow policy_updated, because a loop may update more often than it generates.
     after = {"before_generation": "rollout_ready", "rollout_ready": "policy_updated"}
     wrong = [f"{a}, {b}" for a, b in pairwise(hooks) if a in after and b != after[a]]
     yield LoopCheck(
@@ -324,7 +324,7 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
         "log-probs",
         known == 1.0,
         f"{known:.0%} of the responses have a log-prob of each token",
-        "Hand in the log-probs of the distribution that was sampled from.",
+        "Hand over log-probs of the distribution that the tokens were sampled from.",
     )
     came = sum(fit["responses"] for fit in fits) / sum(batch["responses"] for batch in batches)
     yield LoopCheck(
@@ -339,8 +339,8 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
         "states",
         good >= MOST,
         f"at least {good:.0%} of each batch's tokens have the log-prob that the states predict",
-        "The states are one token off, or another model's, or the engine has older weights than the"
-        " actor: compare positions and the sync.",
+        "The states are one token off, or another model's, or the engine's weights are older than"
+        " the actor's: check positions and the sync.",
     )
     yield _versions(batches, versions)
     yield LoopCheck(
@@ -348,7 +348,7 @@ def judge(seen: dict[str, Any]) -> Iterator[LoopCheck]:
         seen["wrong_tables"] == 0 and bool(versions),
         f"{seen['wrong_tables']} of {len(versions)} updates reported an lm_head other than the "
         "model's",
-        "Call policy_updated after the optimizer's step, with the model that was stepped.",
+        "Call policy_updated after the optimizer's step, with the model that it changed.",
     )
     yield from _drafts(batches, seen["swapped"])
 
@@ -359,7 +359,7 @@ def _versions(batches: list[dict[str, Any]], versions: list[int]) -> LoopCheck:
     ok = (
         rising
         and follow[-1] > follow[0]
-        # The engine's first version is its initial one, which was not reported.
+        # The engine starts with a version that was never reported.
         and set(follow[1:]) <= {*versions, follow[0]}
         and follow == sorted(follow)
     )
@@ -367,7 +367,7 @@ def _versions(batches: list[dict[str, Any]], versions: list[int]) -> LoopCheck:
         "versions",
         ok,
         f"reported {versions[:6]}, rollouts came from {follow[:6]}",
-        "Count the actor's updates, report each once, and sync the engine before the next "
+        "Count the actor's updates, report each of them once, and sync the engine before the next "
         "rollouts.",
     )
 
@@ -390,7 +390,7 @@ def _drafts(batches: list[dict[str, Any]], swapped: list[Any]) -> Iterator[LoopC
         # The first batch is drafted by heads that have not learned anything.
         drafts > 0 and max(lengths[1:], default=0) > lengths[0],
         f"{drafts} draft steps, tokens a step {lengths[:8]}",
-        "Start the engine with our arguments, and let its counters of each generate call reach the"
+        "Start the engine with our arguments, and pass its counters of each generate call on to the"
         " rollouts.",
     )
 

@@ -1,6 +1,6 @@
-"""The names in other people's loops that our hooks rely on. When a loop starts, names and
-signatures are looked up in the installed version. What this can't show (the order of calls, the
-contents of results) is in tests/contracts/.
+"""The names in other people's loops that our hooks rely on. When a loop starts, these names and
+their signatures are looked up in the installed version. What this can't show (the order of calls,
+the contents of results) is tested by tests/contracts/.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Seam:
 
     Attributes:
         place: `module:Name.attribute`.
-        parameters: its signature, without `self`. One that a decorator hides, as NeMo-RL's for
-            profiling does, fits.
-        how: `is`: ours replaces it, so there must be no other parameters; `begins`: ours passes
-            these by position; `takes`: ours passes these by name, among others.
+        parameters: its signature, without `self`. If a decorator hides it, as NeMo-RL's for
+            profiling does, it counts as fitting.
+        how: `is`: our function replaces it, so there must be no other parameters; `begins`: our
+            call passes these by position; `takes`: our call passes these by name, among others.
     """
 
     place: str
@@ -82,7 +82,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam("verl.workers.rollout.replica:RolloutReplicaRegistry.register"),
         _seam("verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn"),
     ),
-    # Its servers start here: it imports vLLM, which the driver doesn't need.
+    # Looked up only where its servers start, because this imports vLLM.
     "verl.server": (
         _seam("verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension"),
         _seam("verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer"),
@@ -132,8 +132,8 @@ NOT_THEIRS = ("self", "_ray_trace_ctx")
 it makes an actor of.
 """
 HIDDEN = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
-"""All that is seen of a function in a wrapper that does not say what it wraps: it takes whatever it
-is given, and says nothing about what is inside.
+"""The signature of a wrapper that does not say what it wraps: it accepts anything, and tells
+nothing about the function inside.
 """
 
 

@@ -25,18 +25,18 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "skyrl": ("0.4",),
     "nemo_rl": (),
 }
-"""Distribution (and its part) -> the minor versions whose classes and signatures tests/contracts/
-compares with what we rely on; empty: it could never be run.
+"""Distribution (and its part) -> the minor versions for which tests/contracts/ compares classes and
+signatures with what we rely on; empty: it could never be run.
 """
 _told: set[str] = set()
 
 
 def require_loop(name: str) -> str:
-    """The installed version of a loop. A version that was never run is reported once.
+    """The installed version of a loop. If it was never run with our hooks, the log says so once.
 
     Raises:
-        UnsupportedVersionError: it is missing, or a name that our hooks rely on is missing or has
-            another signature; the message says which.
+        UnsupportedVersionError: the loop is not installed, or a name that our hooks rely on is
+            missing or has a different signature; the message says which.
     """
     package = name.split(".")[0]
     checked = CHECKED[name]
@@ -61,8 +61,8 @@ def require_loop(name: str) -> str:
     if ".".join(version.split(".")[:2]) not in checked and name not in _told:
         _told.add(name)
         logger.warning(
-            "%s %s was never run with medusa-ppo (%s). All %d names that it hooks are there, and"
-            " called as they were.",
+            "%s %s was never run with medusa-ppo (%s). All %d names that it hooks are there, with"
+            " the known signatures.",
             name,
             version,
             f"tested: {expected}" if expected else "no version was",
@@ -73,8 +73,8 @@ def require_loop(name: str) -> str:
 
 @contextlib.contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a module's attribute during the block: some loops have no extension point where they
-    build their engine.
+    """Replace a module's attribute during the block, because some loops have no extension point
+    where they build their engine.
     """
     before = getattr(module, name)
     setattr(module, name, value)

@@ -33,13 +33,13 @@ WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWo
 
 
 class TappedWorker:
-    """Precedes NeMo-RL's policy worker in a class's bases; the tap is on its ranks."""
+    """Mix-in to put before NeMo-RL's policy worker in a class's bases; every rank has a tap."""
 
     _medusa_tap: CompanionTap | None = None
 
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **kwargs: Any) -> Any:
-        """Like NeMo-RL's. If one call has several global batches, the states of the later ones are
-        from an actor that is a few optimizer steps newer than the tables sent with them.
+        """Like NeMo-RL's. If a call has several global batches, the actor behind the states of the
+        later ones is a few optimizer steps newer than the tables sent with them.
         """
         if eval_mode:
             return super().train(data, loss_fn, eval_mode, **kwargs)  # type: ignore[misc]
@@ -89,8 +89,8 @@ def unsupported(cfg: Any) -> dict[str, bool]:
 
 
 def register() -> None:
-    """Tell NeMo-RL which of its environments our worker runs in: that of its own worker. Call this
-    once, before the policy is made.
+    """Tell NeMo-RL to run our worker in the environment of its own worker. Call this once, before
+    the policy is created.
     """
     from nemo_rl.distributed.ray_actor_environment_registry import (
         ACTOR_ENVIRONMENT_REGISTRY,
@@ -101,8 +101,8 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`TappedDTensorWorker`, when NeMo-RL looks for it in an environment of its workers."""
-    # Not a class of this file: it needs NeMo-RL's own class, which only a worker has.
+    """Create `TappedDTensorWorker` when NeMo-RL looks for it in its workers' environment."""
+    # It can't be a class of this file, since it needs NeMo-RL's own, which only a worker has.
     if name != NAME:
         raise AttributeError(name)
     import ray

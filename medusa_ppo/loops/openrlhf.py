@@ -5,7 +5,7 @@ OpenRLHF has no plugins and passes no arguments on to vLLM. So its command is ru
 replaced (OpenRLHF 0.11; tests/contracts/test_openrlhf.py compares all of it with the installed
 package):
 
-    vLLM's start     `create_vllm_engines`: the same call, of a Ray actor class that adds our
+    vLLM's start     `create_vllm_engines`: the same call, with a Ray actor class that adds our
                      arguments to the engine's
     log-prob pass    `PolicyModelActor.forward`, overridden: rank 0 taps its share of the rows
     rollouts         `RemoteExperienceMaker.make_experience_batch`, wrapped: what was tapped goes to
@@ -50,14 +50,15 @@ logger = logging.getLogger(__name__)
 WORKER_EXTENSION = "medusa_ppo.loops.openrlhf.MedusaOpenRLHFWorker"
 CLI = "openrlhf.cli.train_ppo_ray"
 FOLDER = "medusa"
-"""The run's folder, in OpenRLHF's own for checkpoints."""
+"""The run's folder, inside OpenRLHF's folder for checkpoints."""
 
 
 def __getattr__(name: str) -> type[Any]:
-    """`MedusaOpenRLHFWorker`, when vLLM's workers look for it: OpenRLHF's extension and ours in one
-    class, because vLLM takes only one.
+    """Create `MedusaOpenRLHFWorker` when vLLM's workers look for it: OpenRLHF's extension and ours
+    in one class, because vLLM accepts only one.
     """
-    # Not a class of this file: it needs OpenRLHF's extension and vLLM, which only a worker has.
+    # It can't be a class of this file: it needs OpenRLHF's extension and vLLM, which only a worker
+    # has.
     if name != "MedusaOpenRLHFWorker":
         raise AttributeError(name)
     from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
@@ -73,8 +74,8 @@ def __getattr__(name: str) -> type[Any]:
 
 def plain_class(actor_class: Any) -> type[Any]:
     """The class inside Ray's decorator, to inherit from."""
-    # Ray decorates a subclass that it makes; a class derived from that would count as already
-    # decorated.
+    # Ray wraps a class in a subclass that it marks as decorated, and whatever is derived from that
+    # subclass would inherit the mark.
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
@@ -89,7 +90,7 @@ def rollout_actor(arguments: dict[str, Any]) -> Any:
     from medusa_ppo.engines.colocated import process_counters
 
     class MedusaRolloutActor(plain_class(vllm_engine.RolloutRayActor)):  # type: ignore[misc]
-        # Ray awaits it.
+        # Async as in OpenRLHF's class; Ray awaits it.
         async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
             await super().__init__(*args, **{**kwargs, **arguments})
 
@@ -169,7 +170,8 @@ def trainer_actor() -> Any:
             make = self.experience_maker.make_experience_batch
 
             def make_and_take(rollout_samples: Any) -> Any:
-                # Before the passes: they come in pieces, and each gives its share of the sample.
+                # Announced before the passes: they come in pieces, and each contributes its share
+                # of the sample.
                 tokens = sum(int(sample.action_mask.sum()) for sample in rollout_samples)
                 ray.get(self.actor_model_group.async_run_method("medusa_expect", tokens))
                 experiences = make(rollout_samples)
@@ -182,13 +184,13 @@ def trainer_actor() -> Any:
                 )
                 return experiences
 
-            # On the object: OpenRLHF creates it in its constructor, and offers no way to use a
+            # Replaced on the object: OpenRLHF's constructor creates it, and offers no way to use a
             # different class.
             self.experience_maker.make_experience_batch = make_and_take
             self._medusa_version = 0
 
         def fit(self, global_step: int = 0) -> None:
-            # Not zero if a checkpoint is continued.
+            # Above zero when training continues from a checkpoint.
             self._medusa_version = global_step
             engines = self.vllm_engines
             with engines_awake(self.args, engines):
@@ -240,8 +242,8 @@ def engines_awake(args: Any, engines: list[Any]) -> Iterator[None]:
 def rows_of(
     sequences: Any, action_mask: Any, attention_mask: Any
 ) -> tuple[list[Row], list[tuple[int, int, int]]]:
-    """Prompt and response of the rows that the heads can learn from, and where their log-probs are:
-    (row, first, last).
+    """The prompts and responses of the rows that heads can learn from, and where each one's
+    log-probs are: (row, first, last).
 
     `action_mask[b, i]` belongs to token i + 1 of the row. Rows with more than one stretch of
     actions are left out.
@@ -292,7 +294,7 @@ def install(config: RunConfig) -> None:
         attachment = RemoteAttachment(
             config, pretrain, folder[0], several_nodes=len(ray.nodes()) > 1
         )
-        # The arguments name its folder, which is removed with it.
+        # Kept because the arguments name its folder, which disappears with it.
         kept.append(attachment)
         vllm_engine.RolloutRayActor = rollout_actor(
             {**attachment.arguments(WORKER_EXTENSION), "max_logprobs": 1}
@@ -301,7 +303,7 @@ def install(config: RunConfig) -> None:
 
     def strategy_with_heads(args: Any) -> Any:
         refuse("OpenRLHF", unsupported(args))
-        # The arguments reach every actor with the strategy, and the settings with them.
+        # The strategy carries the arguments to every actor, and our settings with them.
         args.medusa = config
         folder[0] = Path(args.ckpt.output_dir) / FOLDER
         return get_strategy(args)

@@ -1,9 +1,9 @@
-"""Rows of a foreign loop: its generations and its log-prob passes over them, tapped and packed for
-the companion.
+"""The rows of a foreign loop: what it generated, and the states that its log-prob passes compute,
+tapped and packed for the companion.
 
-`ForwardTap` is for actors in the plugin's process (or in each process of a training), `RowTap` for
-a worker's half of the plugin elsewhere. Shape letters: B rows, T tokens (padded), N tokens of rows
-packed one after the other, D hidden, M response tokens.
+`ForwardTap` is for an actor in the plugin's process (or in each process of a training), `RowTap`
+for an actor in another process than the plugin. Shape letters: B rows, T tokens (padded), N tokens
+of rows packed one after the other, D hidden, M response tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 
 @dataclass(frozen=True)
 class Generated:
-    """The result of one generate call of a foreign loop: a prompt, a completion and its behaviour
-    log-probs for each row.
+    """What one generate call of a foreign loop returned: for each row a prompt, a completion and
+    its behaviour log-probs.
     """
 
     prompts: list[list[int]]
@@ -44,7 +44,7 @@ class Generated:
 
     @property
     def known(self) -> int:
-        """Rows with a log-prob for each token; the others are left out of the rollouts."""
+        """Number of rows with a log-prob for each token; others are left out of the rollouts."""
         return sum(
             None not in logprobs and len(logprobs) == len(row)
             for row, logprobs in zip(self.completions, self.logprobs, strict=True)
@@ -52,7 +52,7 @@ class Generated:
 
     @classmethod
     def join(cls, parts: Sequence[Generated]) -> Generated:
-        """The rows of all, in order."""
+        """All rows of these parts, in order."""
         return cls(
             *(
                 list(itertools.chain.from_iterable(getattr(part, field.name) for part in parts))
@@ -66,15 +66,15 @@ def as_rollouts(part: Generated, sampling: Sampling) -> Rollouts:
     infinite log-prob are left out.
 
     Raises:
-        DataError: not as many prompts as completions and log-probs.
+        DataError: the numbers of prompts, completions and log-probs differ.
     """
     counts = len(part.prompts), len(part.completions), len(part.logprobs)
     if len(set(counts)) > 1:
         raise DataError(
             "A loop's rows do not fit together.",
             given=counts,
-            expected="as many of each",
-            do="Report this with its version.",
+            expected="the same number of each",
+            do="Report this, with the loop's version.",
         )
     # Trainers repeat a prompt for each of its responses; holdouts are chosen by prompt.
     prompts = list(dict.fromkeys(tuple(prompt) for prompt in part.prompts))
@@ -100,8 +100,7 @@ class RowFinder:
         for index, response in enumerate(rollouts.responses):
             if response.token_ids and (own is None or index in own):
                 row = (*rollouts.prompts[response.prompt_index], *response.token_ids)
-                # Equal responses to one prompt are not rare at low temperatures: each row takes one
-                # of them.
+                # At low temperatures a prompt often has equal responses, so each row takes one.
                 self._waiting.setdefault(row, deque()).append(index)
 
     @property
@@ -119,7 +118,7 @@ class RowFinder:
             ids_BT: prompt and response of each row, with any padding.
             attention_BT: true on prompt and response.
         """
-        # One copy of everything; row by row would wait for the device each time.
+        # Everything is copied at once; row by row, every copy would wait for the device.
         ids = ids_BT.to("cpu")
         attention = attention_BT.to("cpu", torch.bool)
         mask_BT = torch.zeros(ids.shape, dtype=torch.bool)
@@ -127,12 +126,12 @@ class RowFinder:
         for row in range(ids.shape[0]):
             index = self._take(tuple(ids[row][attention[row]].tolist()))
             if index is not None:
-                # Wherever the padding is, the response comes last.
+                # The response comes last, wherever the padding is.
                 response = attention[row].nonzero()[-self._lengths[index] :, 0]
                 if int(response[-1] - response[0]) + 1 == len(response):
                     mask_BT[row, response] = True
                 else:
-                    # A padding token was sampled in the middle, and the trainer has masked it.
+                    # The policy sampled a padding token in the middle, and the trainer masked it.
                     index = None
             found.append(index)
         return mask_BT, found
@@ -163,7 +162,7 @@ class ForwardTap:
         """
         self._model = model
         self._plugin = plugin
-        # The policy's adapters: those that are active when the training begins.
+        # The adapters that are active when training begins are the policy's.
         self._adapters = adapters_in_use(model)
         self._finder: RowFinder | None = None
         self._open: contextlib.AbstractContextManager[None] | None = None
@@ -173,7 +172,7 @@ class ForwardTap:
         ]
 
     def expect(self, rollouts: Rollouts, own: range | None = None) -> None:
-        """The next passes cover some or all of these; other processes score their own rows."""
+        """Expect the next passes to cover some or all of these; other processes score theirs."""
         self._finder = RowFinder(rollouts, own)
 
     def close(self) -> None:
@@ -185,7 +184,7 @@ class ForwardTap:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._drop_failed()
         if self._finder is None or self._finder.done or adapters_in_use(module) != self._adapters:
-            return  # With the adapter off, or another one, it is the reference policy's pass.
+            return  # With another adapter or none, this is a pass of the reference policy.
         ids = kwargs.get("input_ids")
         attention = kwargs.get("attention_mask")
         if (
@@ -212,14 +211,15 @@ class ForwardTap:
         opened = self._open
         self._open = None
         if opened is not None:
-            # It ends the context here, before states are taken, and is not reported.
+            # Raised inside the context, it ends the context before states are taken; the trainer
+            # has already seen the real error.
             error = GeneratorExit()
             opened.__exit__(GeneratorExit, error, None)
 
 
 class RowShare:
-    """Replaces the plugin on each of several processes: keeps the states of the rows scored here
-    until all processes deliver theirs.
+    """Stands in for the plugin in each of several processes. It keeps the states of the rows that
+    are scored here until all processes deliver theirs.
     """
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class RowShare:
         if self._collector is None:
             yield
             return
-        # The states are taken after the block, so a failed pass leaves nothing behind.
+        # States are taken only after the block, so that a failed pass leaves nothing behind.
         with as_view(model).tap() as tap:
             yield
         self._collector.add(tap.hidden_BTD, response_mask_BT, sequences)
@@ -256,11 +256,10 @@ Row = tuple[Sequence[int], Sequence[int]]
 
 
 class RowTap(ABC):
-    """Collects the states of the announced rows, from whatever micro-batches the loop makes of
-    them.
+    """Collects the states of the announced rows, in whatever micro-batches the loop scores them.
 
     Attributes:
-        reports: whether the rows are joined in this process.
+        reports: whether this process is the one that gets the whole rows.
     """
 
     reports = True
@@ -284,29 +283,29 @@ class RowTap(ABC):
         self._expected: int | None = None
         self._rows: int | None = None
         self._batches = 0
-        # Of this batch: passes so far, and rows of its sample that the next ones may still take.
+        # Counts for this batch: passes so far, and rows of the sample still open for the next ones.
         self._passes = 0
         self._owed = 0.0
         self._left_out = 0
 
     def expect(self, tokens: int, rows: int | None = None) -> None:
-        """The next passes, up to `take`, cover this many response tokens: each contributes its
-        share of the sample. Without this call a pass counts as the whole batch.
+        """Announce that the next passes, up to `take`, cover this many response tokens. Each pass
+        then contributes its share of the sample. Without this call a pass counts as a whole batch.
 
         Args:
-            rows: states of the sample; None: as many as `max_bytes` has room for.
+            rows: number of states in the sample; None: as many as fit into `max_bytes`.
         """
         self._expected = tokens
         self._rows = rows
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
-        """For the rows since the last `take`, by their numbers."""
+        """The prompts of the rows since the last `take`, by their numbers."""
         return tuple(self._prompts)
 
     @abstractmethod
     def _hooked(self) -> contextlib.AbstractContextManager[None]:
-        """While it is open, whole rows that go through the model are passed to `_see`."""
+        """While this context is open, `_see` gets the whole rows that go through the model."""
 
     @contextlib.contextmanager
     def watch(self, rows: Sequence[Row]) -> Iterator[None]:
@@ -316,8 +315,7 @@ class RowTap(ABC):
             ConfigError: tokens went through the model, but not whole rows: sequence parallelism
                 splits them.
         """
-        # Ranks without rows run the same passes, because states of sharded models are gathered from
-        # all ranks.
+        # Ranks without rows run the same passes: a sharded model's states are gathered from all.
         rows = rows if self.reports else ()
         responses = tuple(
             # The pass computes the log-probs; `add_logprobs` later replaces these zeros.
@@ -332,11 +330,11 @@ class RowTap(ABC):
             yield
         if rows and self._collector is None and any(answer for _, answer in rows):
             raise ConfigError(
-                "The rows of the log-prob pass did not go through the model as they are.",
+                "The log-prob pass did not send whole rows through the model.",
                 given="no row was recognised",
                 expected="whole rows, padded or packed",
                 do=(
-                    "Switch sequence parallelism and ring attention off, or train without draft"
+                    "Turn off sequence parallelism and ring attention, or train without draft"
                     " heads."
                 ),
             )
@@ -371,7 +369,7 @@ class RowTap(ABC):
         return replace(batch, policy_version=policy_version, left_out=batch.left_out + left_out)
 
     def _prompt(self, prompt: Sequence[int]) -> int:
-        """Number of a prompt; answers to equal prompts share it over all passes of a batch."""
+        """The number of a prompt; equal prompts have the same one in all passes of a batch."""
         return self._prompts.setdefault(tuple(prompt), len(self._prompts))
 
     @property
@@ -380,7 +378,7 @@ class RowTap(ABC):
         return self._finder is not None and not self._finder.done
 
     def _see(self, ids_T: torch.Tensor, hidden_TD: torch.Tensor) -> None:
-        """One row, prompt and response, without padding."""
+        """Take one row: prompt and response, without padding."""
         if self._finder is None or self._rollouts is None:
             return
         ids_BT = ids_T[None]
@@ -394,11 +392,11 @@ class RowTap(ABC):
         self._collector.add(hidden_TD[None], mask_BT, found)
 
     def _collector_of(self, rollouts: Rollouts, rows: int) -> BatchCollector:
-        """A collector for this pass's share of the sample, given how many rows of the whole batch
-        may be kept.
+        """A collector for this pass's share of the sample, if this many rows of the whole batch may
+        be kept.
 
-        The holdout is chosen once all passes are done: answers to one prompt may be in several of
-        them.
+        The holdout is chosen once all passes are done, because answers to one prompt may be in
+        several of them.
         """
         tokens = sum(len(response.token_ids) for response in rollouts.responses)
         first = not self._passes
@@ -410,8 +408,8 @@ class RowTap(ABC):
         if rows >= everything:
             return BatchCollector(rollouts)
         block = block_rows(rows, self._ahead)
-        # A pass's share may be less than a block; it then waits for the next passes. The initial
-        # debt is random, or the first passes would never contribute.
+        # A share that is less than a block is added to those of the next passes. A random debt at
+        # the start gives early passes a chance to contribute.
         if first and self._expected is not None:
             self._owed = random.Random(seed).uniform(0, block)
         self._owed += rows * tokens / everything
@@ -422,10 +420,9 @@ class RowTap(ABC):
 
 
 class PassTap(RowTap):
-    """Taps a transformers causal LM by a hook on it.
+    """Taps a transformers causal LM with a forward hook.
 
-    It supports padded rows (`attention_mask`) and packed ones (`position_ids` that restart with
-    each row).
+    Rows may be padded (`attention_mask`) or packed (`position_ids` that restart with each row).
     """
 
     def __init__(self, model: nn.Module, sampling: Sampling, max_bytes: int, ahead: int) -> None:
@@ -435,7 +432,8 @@ class PassTap(RowTap):
             sampling, max_bytes, ahead: as in RowTap.
         """
         super().__init__(sampling, max_bytes, ahead)
-        # Below lm_head: this output is the state that heads read, and logits may not exist.
+        # The hook is on the base model: its output is the state that heads read, and a pass may
+        # compute no logits.
         self._base: Any = plain_model(model).base_model
 
     @contextlib.contextmanager
@@ -472,7 +470,7 @@ def spans(ids: torch.Tensor, attention: Any, positions: Any) -> list[tuple[int, 
                 found.append((row, int(at[0]), int(at[-1]) + 1))
         return found
     if ids.shape[0] == 1 and isinstance(positions, torch.Tensor) and positions.shape == ids.shape:
-        # Only their positions show where packed rows begin.
+        # Packed rows can only be told apart by their positions.
         starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
         return [(0, first, last) for first, last in itertools.pairwise(starts)]
     return [(row, 0, ids.shape[1]) for row in range(ids.shape[0])]

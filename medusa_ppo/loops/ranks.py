@@ -1,7 +1,7 @@
 """The processes of one training (torch.distributed's): one of them has the plugin and the
 companion, all of them have engines and rows.
 
-Everything here happens at points that all of them reach: `agree` when their trainers are made,
+They communicate only at points that all of them reach: `agree` when their trainers are created,
 `led` inside the hooks. Between two such points no process waits. If a process dies, its connections
 close, and the others get an error at once.
 """
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 AGREE_S = 300.0
 """Time for all processes to make their trainers; a process without the plugin never arrives."""
 LED_S = 900.0
-"""Longest wait for the first process: it may start or drain a companion meanwhile."""
+"""Longest wait for the first process, which may be starting or draining a companion."""
 DONE = "done"
 Found = TypeVar("Found")
 Serve = Callable[[str, tuple[Any, ...]], list[Any]]
 
 
 class Ranks:
-    """One process's end; with a single process its calls need no communication.
+    """One process's end of the communication; a single process needs none.
 
     Attributes:
         rank, size: this process, and how many there are.
@@ -54,7 +54,7 @@ class Ranks:
                 expected=(
                     "one process, or a loop that medusa_ppo.loops.attachment.Attachment hangs on"
                 ),
-                do="Make it in the first process alone, or use Attachment in all (docs/hooks.md).",
+                do="Create it in the first process only, or use Attachment in all (docs/hooks.md).",
             )
 
     @classmethod
@@ -80,14 +80,14 @@ class Ranks:
         if self.size == 1:
             return
         try:
-            # A separate group, on the host: the trainer's may be NCCL's, with a timeout for its
-            # collectives.
+            # A separate group, on the host: the trainer's own may use NCCL, and has a timeout for
+            # its collectives.
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_S))
             found: list[Any] = [None] * self.size
             dist.all_gather_object(found, (what, socket.gethostname()), group=group)
         except RuntimeError as error:
             raise ConfigError(
-                "Not every process of the training has come to make its trainer with draft heads.",
+                "Not every process of the training has created its trainer with draft heads.",
                 given=(
                     f"process {self.rank} of {self.size} waited {AGREE_S:.0f} s:"
                     f" {str(error).splitlines()[0]}"
@@ -97,7 +97,7 @@ class Ranks:
                 ),
                 do="Run the same script in every process.",
             ) from error
-        # Compared as text: settings are nested mappings, which have no hash.
+        # Compared as text, because settings are nested mappings, which have no hash.
         for name, values in zip(("medusa settings", "node"), zip(*found, strict=True), strict=True):
             if len({repr(value) for value in values}) > 1:
                 raise ConfigError(
@@ -110,14 +110,14 @@ class Ranks:
                     ),
                     do="Give every process the same settings, and train on one node.",
                 )
-        # A group's timeout is set when the group is made.
+        # A new group, because a group's timeout is set when it is created.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LED_S))
 
     # ---- calls from the first process to all
 
     def led(self, action: Callable[[], Found], serve: Serve) -> Found | None:
-        """The first process acts, and may `call` meanwhile; the others serve until it is done, and
-        return None.
+        """The first process runs the action, which may `call` the others. The others serve its
+        calls until it is done, and return None.
 
         Raises:
             EngineError: on the others, if the first one's action failed; the first one raises the
@@ -131,7 +131,7 @@ class Ranks:
         problem = ""
         try:
             return action()
-        # Also for Ctrl-C, because the others would wait for the rest of LED_S.
+        # Also catches Ctrl-C, because the others would otherwise wait for the rest of LED_S.
         except BaseException as error:
             problem = f"{type(error).__name__}: {error}"
             raise
@@ -159,7 +159,7 @@ class Ranks:
                         do="Read its own message.",
                     )
                 return
-            # Errors are gathered like any answer; the first process raises them for all.
+            # Errors are gathered like answers; the first process raises them for all.
             found, problem = _tried(serve, method, arguments)
             self._gather((found, problem))
 
@@ -171,7 +171,7 @@ class Ranks:
             raise EngineError(
                 "An engine of the training failed.",
                 given="; ".join(problems),
-                expected="an answer of each",
+                expected="an answer from each",
                 do="Read that process's log.",
             )
         return [answers for answers, _ in every]
@@ -206,8 +206,8 @@ class Ranks:
 
 
 def _tried(serve: Serve, method: str, arguments: tuple[Any, ...]) -> tuple[list[Any], str]:
-    """The result, or a sentence about what went wrong: a process that raised would leave the others
-    waiting.
+    """The result, or a sentence on what went wrong. A process that raised an error here would leave
+    the others waiting.
     """
     try:
         return serve(method, arguments), ""
@@ -227,5 +227,5 @@ def serve_llm(llm: Any, counts: bool, method: str, arguments: tuple[Any, ...]) -
 
 
 def no_engine(method: str, arguments: tuple[Any, ...]) -> list[Any]:
-    """For a process whose engine is a server, which only the first process calls."""
+    """Serves a process whose engine is a server: only the first process calls that."""
     raise AssertionError(f"{method} is never called here")

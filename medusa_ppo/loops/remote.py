@@ -46,16 +46,17 @@ from medusa_ppo.runtime.state_receiver import RECEIVER
 logger = logging.getLogger(__name__)
 
 START = "heads-start"
-"""Folder of the run with the heads that engines on several nodes start with."""
+"""Folder within the run's, with the heads that engines on several nodes start with."""
 
 
 @dataclass(frozen=True)
 class SentFile:
-    """A file of the driver for engines that do not see it.
+    """A file on the driver's node, for engines that can't see it.
 
     Attributes:
         node: the driver's node in Ray.
-        content: reference of its bytes; in a list, so that Ray fetches it only where it is read.
+        content: reference to its bytes; in a list, so that Ray fetches them only where they are
+            read.
     """
 
     node: str
@@ -63,8 +64,8 @@ class SentFile:
 
 
 def call_all(engines: list[Any], method: str, args: tuple[Any, ...]) -> list[Any]:
-    """A worker method on every worker of every engine. A file that `args` begin with reaches
-    engines on other nodes too (`arrived`).
+    """Call a worker method on every worker of every engine. If the first argument is a file, it
+    also reaches engines on other nodes (`arrived`).
     """
     sent = _sent(args)
     calls = [engine.medusa_call.remote(method, args, sent) for engine in engines]
@@ -72,7 +73,7 @@ def call_all(engines: list[Any], method: str, args: tuple[Any, ...]) -> list[Any
 
 
 def _sent(args: tuple[Any, ...]) -> SentFile | None:
-    """None: the arguments name no file, or there is only this node."""
+    """The file that the arguments name; None if they name none, or if there is only this node."""
     path = args[0] if args else None
     if not isinstance(path, str) or not os.path.isfile(path):
         return None
@@ -84,8 +85,8 @@ def _sent(args: tuple[Any, ...]) -> SentFile | None:
 
 @contextlib.asynccontextmanager
 async def arrived(args: tuple[Any, ...], sent: SentFile | None) -> AsyncIterator[tuple[Any, ...]]:
-    """In an engine's process: the arguments of a call, naming a copy of the file in this node's
-    shared memory if the driver is on another node.
+    """In an engine's process: the arguments of a call. If the driver is on another node, they name
+    a copy of the file in this node's shared memory.
     """
     if sent is None or sent.node == ray.get_runtime_context().get_node_id():
         yield args
@@ -109,8 +110,8 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class RemoteAttachment(Attachment):
-    """Like `Attachment`, but only tables, packed batches, named calls and heads pass between
-    processes.
+    """An `Attachment` whose actor and engines are in other processes: only tables, packed batches,
+    named calls and heads pass between them.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class RemoteAttachment(Attachment):
         """Read the actor's tables from its files and write the heads that the engines start with.
 
         Args:
-            folder: of the run.
+            folder: the run's folder.
             several_nodes: engines may be on other nodes. They start with heads in this folder,
-                which all nodes have to see; later ones are sent to them.
+                which all nodes have to see; later heads are sent to them.
 
         Raises:
             UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError: as
@@ -129,14 +130,14 @@ class RemoteAttachment(Attachment):
         """
         super().__init__(config)
         self.folder = folder
-        # From files: the actor is in other processes, and none of them has started when the engines
-        # start.
+        # Tables are read from files: the actor is in other processes, which start only after the
+        # engines.
         self._tables = read_tables(model_path)
         self._heads = heads_for_table(config, self._tables[0])
         if several_nodes:
             logger.warning(
                 "Heads for engines on several nodes were never tried in this loop. All nodes have"
-                " to see %s; look whether acceptance rises in the first steps.",
+                " to see %s; watch whether acceptance rises in the first steps.",
                 folder,
             )
         start = (folder / START).resolve() if several_nodes else self._home.path / "heads"
@@ -154,7 +155,7 @@ class RemoteAttachment(Attachment):
         """The arguments of vLLM besides the loop's own.
 
         Args:
-            worker_extension: our worker extension joined with the loop's, by name.
+            worker_extension: name of a class that joins our worker extension with the loop's.
         """
         assert self._plan is not None, "planned in __init__"
         ours = {name: self._plan.engine_args[name] for name in (*OURS, "logprobs_mode")}
@@ -168,25 +169,26 @@ class RemoteAttachment(Attachment):
         )
 
     def start(self) -> None:
-        """Training begins: companion, plugin, run folder. The loop starts Ray."""
+        """Call this when training begins. Starts the companion, the plugin and the run folder; Ray
+        is started by the loop.
+        """
         assert self.engine is not None, "attach() comes first"
         self.plugin = MedusaPlugin.start_from_tables(
             self.config, self._heads, self._tables, self.engine, self.folder
         )
         self._stack.callback(self.plugin.close)
         self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
-        # Engines may have generated already (warm-up, validation); that is not a rollout of this
-        # training.
+        # What engines have generated so far (warm-up, validation) is no rollout of this training.
         self._before = self.engine.counters()
 
     def scored(self, batch: RolloutBatch | None, sampling: Sampling) -> None:
-        """A rollout batch was generated and scored; a worker tapped `batch`."""
+        """Call this when a rollout batch was generated and scored; a worker tapped `batch`."""
         engine = self.engine
         if engine is None:
             return
         now = engine.counters()
-        # Tokens stay with the workers that scored them; the driver knows only the counters of the
-        # generation.
+        # Tokens stay with the workers that scored them; the driver only knows the generation's
+        # counters.
         rollouts = Rollouts(
             (),
             (),
@@ -206,26 +208,26 @@ class RemoteAttachment(Attachment):
         self.plugin.batch_ready(batch)
 
     def tables_changed(self, tables: Tables | None, version: int) -> None:
-        """The actor was updated; None: its tables have not changed."""
+        """Call this when the actor was updated. `tables`: None if they have not changed."""
         self._policy_version = version
         self.plugin.tables_updated(tables, version)
         self._write_step()
 
     def synced(self, *, lost_heads: bool) -> None:
-        """The loop has put the actor's weights into its engines, which are awake and idle; newer
-        heads are installed, if there are any.
+        """Call this when the loop has put the actor's weights into its engines, which are awake and
+        idle. Installs newer heads, if there are any.
         """
         self.weights_synced(lost_heads=lost_heads)
         self.plugin.before_generation()
 
 
 class WorkerTables:
-    """A worker's end of sending the actor's two tables to the driver; every rank has one, and calls
-    it when the others do.
+    """Sends the actor's two tables from the workers to the driver. Every rank has one, and calls it
+    when the others do.
     """
 
     def __init__(self, model: nn.Module, *, reports: bool) -> None:
-        """`reports`: whether this rank gives them to the driver."""
+        """`reports`: whether this rank is the one that gives them to the driver."""
         self._actor = HFActor(model, reports=reports)
 
     def changed(self) -> Tables | None:
@@ -244,10 +246,11 @@ class WorkerTables:
 
 
 def read_tables(model_path: str) -> Tables:
-    """lm_head and embedding of an actor, by the model's own names, from the files of a folder or
-    hub name. The actor is loaded only if these are not safetensors. Raises as `load_actor`.
+    """An actor's lm_head and embedding, found by the model's own names in the files of a folder or
+    hub name. The actor is only loaded if these are not safetensors. Raises as `load_actor`.
     """
-    # These are two tensors of a checkpoint; loading the actor would take its whole size in memory.
+    # Only two tensors of the checkpoint are read; loading the actor would take its whole size in
+    # memory.
     names = table_names(model_path)
     found: dict[str, torch.Tensor] = {}
     for path in table_files(model_path, names):
@@ -276,7 +279,7 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
             expected=f"{TOKEN}, the same for the server and the trainer",
             do=f"export {TOKEN}=$(openssl rand -hex 32) for both, or leave --host out.",
         )
-    # Existing heads are served unchanged: a restart must not begin with fresh ones.
+    # Existing heads are served as they are: a restart must not begin with new ones.
     if not (Path(heads) / "config.json").is_file():
         lm_head_VD, _ = read_tables(model)
         save_heads(
@@ -285,8 +288,8 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
             lm_head_VD=lm_head_VD,
             metadata={"start": config.heads.path or "zero"},
         )
-    # The address that was checked comes last, because vLLM uses the last one, and accepts
-    # abbreviations.
+    # The address that was checked comes last: vLLM uses the last one given, and it accepts
+    # abbreviated options, so we can't find all that were given.
     flags = [
         *server_flags(model, str(Path(heads).resolve()), config),
         *(word for word in more if word != "--"),
@@ -300,7 +303,7 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
         for name, value in os.environ.items()
         if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
     }
-    # Replaces this process, so that signals and the exit code are vLLM's own.
+    # vLLM replaces this process, so that it gets the signals, and its exit code is ours.
     os.execvpe(
         sys.executable,
         [sys.executable, "-m", SERVER_MODULE, *flags],
@@ -314,7 +317,7 @@ def server_flags(model: str, heads: str, config: RunConfig) -> list[str]:
     return [
         "--model",
         model,
-        # vLLM calls the last one first.
+        # vLLM applies the last middleware first.
         *("--middleware", RECEIVER, "--middleware", GUARD),
         *engine_flags({name: arguments[name] for name in (*OURS, "logprobs_mode")}),
     ]

@@ -1,6 +1,6 @@
-"""A standalone companion: started from an actor's files and a configuration, fed by taps,
-publishing to a feed. It runs behind HTTP in a separate process (`medusa-ppo companion serve`), or
-as a named actor of the loop's Ray.
+"""A standalone companion: it starts from an actor's files and a configuration, gets its data from
+taps, and publishes to a feed. It runs behind HTTP in a separate process (`medusa-ppo companion
+serve`), or as a named actor in the loop's Ray.
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ from medusa_ppo.runtime.named_actors import NAMESPACE, join_ray
 logger = logging.getLogger(__name__)
 
 SAVED = "companion"
-"""Folder of the state within the run folder, named as by the service."""
+"""Folder of the state within the run folder; the service uses the same name."""
 NEWS_S = 1.0
 
 
 def _arguments(
     config: RunConfig, model: str, heads: Path, out: Path | None
 ) -> tuple[ServiceArguments, Tables]:
-    """What a companion of this actor is built from; writes initial heads for the engines if there
-    are none.
+    """The arguments of this actor's companion. Writes initial heads for the engines if there are
+    none.
 
     Raises:
-        ConfigError: there is no feed, or there are several workers, which a loop's own Ray has to
-            place.
+        ConfigError: no feed is given, or several workers are: only a run's own Ray can place them.
         FeedError: the feed belongs to another actor, or can't be reached.
         ModelError, CheckpointError: as `read_tables` and `load_heads`.
     """
@@ -92,7 +91,7 @@ def _arguments(
         config.seed,
         pack(initial.trainable_state()),
         str(out.resolve()) if out is not None else "",
-        # Threads of the process that trains; see `_desk`.
+        # The number of threads of the process that trains; see `_desk`.
         "",
         str((out / SAVED).resolve()) if out is not None and saved else "",
         draft_temperature=config.engine.draft_temperature,
@@ -103,7 +102,7 @@ def _arguments(
 
 
 class _Desk:
-    """A desk with the folder of its published versions; both are closed together."""
+    """A desk together with the folder of its published versions; they are closed together."""
 
     def __init__(self, arguments: ServiceArguments, tables: Tables) -> None:
         settle(arguments.companion)
@@ -126,14 +125,14 @@ def serve_companion(
     say: Callable[[str], None] = logger.info,
     started: Callable[[CompanionServer], None] = lambda server: None,
 ) -> None:
-    """Answer taps until a signal arrives; then save the state in `out`, if given, from which the
-    next start continues.
+    """Answer taps until a signal arrives. Then save the state in `out`, if given; the next start
+    continues from it.
 
     Args:
         config: only `heads`, `companion`, `engine` (how it drafts) and `seed` are read.
         model: folder or hub name of the actor.
         heads: folder of the heads that engines start with; created if it has none.
-        out: folder of the run; None: nothing is kept.
+        out: folder of the run; None: keep nothing.
         say: called with a line about each version.
         started: called with the server before it answers.
 
@@ -175,7 +174,7 @@ def _tell(desk: CompanionDesk, say: Callable[[str], None], over: threading.Event
 
 
 class _DeskActor:
-    """A desk in a Ray actor. Its methods carry what HTTP would: JSON and bytes."""
+    """A desk in a Ray actor. Its methods pass what HTTP would: JSON and bytes."""
 
     def __init__(self, config: CompanionConfig, first: list[Any]) -> None:
         arguments, tables = ray.get(first[0])
@@ -208,7 +207,7 @@ class _DeskActor:
 def companion_in_ray(
     name: str, config: RunConfig, model: str, heads: Path, *, out: Path | None = None
 ) -> Any:
-    """Start a companion as a named actor of the Ray that this process is in (or joins); taps reach
+    """Start a companion as a named actor in the Ray that this process is in (or joins). Taps reach
     it at `ray:NAME`. It ends when the handle is dropped.
 
     Args:

@@ -6,8 +6,8 @@
         trainer.override_entrypoint=medusa_ppo.loops.skyrl \\
         $spec.method=medusa $spec.model=HEADS $spec.num_speculative_tokens=3 ...
 
-Never run in a training. tests/contracts/test_skyrl.py compares the hooks with SkyRL 0.4, and runs
-its policy worker's own update on a CPU with the tap:
+This was never run in a training. tests/contracts/test_skyrl.py compares the hooks with SkyRL 0.4,
+and runs its policy worker's own update on a CPU with the tap:
 
     vLLM's start     `engine_init_kwargs`, SkyRL's own: they become vLLM's arguments. (Its
                      `speculative_config` accepts only `mtp`, because other drafters "go stale".
@@ -37,7 +37,7 @@ OURS = "MEDUSA_PPO_"
 
 
 class TappedPolicyWorker:
-    """Precedes SkyRL's policy worker in a class's bases; the tap is on its ranks."""
+    """Mix-in to put before SkyRL's policy worker in a class's bases; every rank has a tap."""
 
     _medusa_tap: CompanionTap | None = None
 
@@ -53,7 +53,7 @@ class TappedPolicyWorker:
         return norm
 
     def _own_tap(self) -> CompanionTap:
-        # Made at the first pass: the model is loaded by a separate call, after the constructor.
+        # Created at the first pass: a separate call loads the model, after the constructor.
         if self._medusa_tap is None:
             worker: Any = self
             self._medusa_tap = CompanionTap(
@@ -65,8 +65,8 @@ class TappedPolicyWorker:
 
 
 def rows_of(data: Any) -> Rows:
-    """Prompts and responses of SkyRL's batch: rows are padded on the left, so that responses end
-    together; the loss mask excludes what the policy has not written.
+    """Prompts and responses of SkyRL's batch. Rows are padded on the left, so that responses end
+    together; the loss mask excludes what the policy did not write.
     """
     ids_BT = data["sequences"]
     loss_mask_BR = data["loss_mask"].bool() & data["response_mask"].bool()
@@ -94,7 +94,7 @@ def tapped(worker: type[Any]) -> type[Any]:
 
 
 def _run(cfg: Any) -> None:
-    """Runs in SkyRL's own process for it, started by the driver."""
+    """The training, in the process that SkyRL's driver starts for it."""
     from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
     from skyrl.train.entrypoints.main_base import BasePPOExp
 

@@ -1,6 +1,6 @@
-"""A tap for any loop: around its own log-prob pass, on every rank, connected to a standalone
-companion (`medusa-ppo companion serve`, or in the loop's Ray). Engines load what it publishes from
-a feed, so a loop needs nothing else.
+"""A tap for any loop. It goes around the loop's own log-prob pass, on every rank, and sends to a
+standalone companion (`medusa-ppo companion serve`, or in the loop's Ray). Engines load from a feed
+what the companion publishes, so the loop needs nothing else.
 
     tap = CompanionTap(actor, "http://HOST:8461")
     for ...:
@@ -9,9 +9,9 @@ a feed, so a loop needs nothing else.
         ...                               # the update
         tap.updated()                     # on every rank
 
-The companion says how many states it wants. A sample of them leaves the device, and a thread sends
-it: the loop waits only for its own copies. An unreachable, slow or full companion costs the rows of
-a step, which are counted, and one line in the log.
+The companion says how many states it wants. A sample of that size leaves the device, and a thread
+sends it, so the loop only waits for the copies. If the companion is unreachable, slow or full, the
+rows of a step are lost and counted, and the log says so once.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 NO_BOUND = 1 << 62
-"""Used instead of the bytes by which `PassTap` samples, because here the companion sets the rows.
-"""
+"""Switches off `PassTap`'s own limit in bytes: here the companion decides the number of rows."""
 
 
 class CompanionTap:
@@ -60,9 +59,9 @@ class CompanionTap:
 
     Attributes:
         wish: what the companion last asked for.
-        sent, lost: steps whose rows it accepted, and steps whose rows it did not.
-        exposed_s: seconds of the loop so far.
-        problem: why it accepts nothing now; empty if it does.
+        sent, lost: numbers of steps whose rows the companion accepted, and did not accept.
+        exposed_s: seconds that the tap has taken from the loop so far.
+        problem: why the companion accepts nothing now; empty if it does.
     """
 
     def __init__(
@@ -84,9 +83,9 @@ class CompanionTap:
             address: `http://HOST:PORT` of `medusa-ppo companion serve`, with its
                 MEDUSA_PPO_COMPANION_TOKEN in the environment; or `ray:NAME`.
             temperature, top_p, top_k: how the responses are sampled.
-            rank, ranks: among the processes that have rows; None: torch.distributed's, and the
-                companion's answer to the first one holds for all of them.
-            version: version of the actor by the loop's count of updates.
+            rank, ranks: this process among those that have rows, and their number; None: as
+                torch.distributed says, and the companion's answer to the first one holds for all.
+            version: the actor's version, counted in the loop's updates.
 
         Raises:
             ConfigError: the address is invalid, or the sampling parameters are.
@@ -94,22 +93,22 @@ class CompanionTap:
             ModelError: it serves another actor.
         """
         several = dist.is_available() and dist.is_initialized()
-        # They meet at each call, where torch says which process this is.
+        # With torch.distributed, the processes agree at each call on what the companion wants.
         self._meets = several and rank is None and ranks is None and dist.get_world_size() > 1
         self._rank = (dist.get_rank() if several else 0) if rank is None else rank
         self._ranks = (dist.get_world_size() if several else 1) if ranks is None else ranks
         self._actor = HFActor(actor, reports=self._rank == 0)
         if not (0 < temperature <= MOST_TEMPERATURE and 0 < top_p <= 1):
             raise ConfigError(
-                "Heads can't learn from responses that are sampled like this.",
+                "Heads can't learn from responses that are sampled this way.",
                 given=f"temperature={temperature}, top_p={top_p}",
                 expected=f"0 < temperature <= {MOST_TEMPERATURE}, 0 < top_p <= 1",
-                do="Give the sampling of the loop's rollouts.",
+                do="Give the sampling parameters of the loop's rollouts.",
             )
         # vLLM's value for no top-k is -1.
         self._sampling = Sampling(temperature=temperature, top_p=top_p, top_k=max(0, top_k))
         self._link = open_link(address)
-        # Asked on every rank before any continues, so that all of them know.
+        # Checked on every rank before any continues, so that an error reaches all of them.
         wish = self._link.ask()
         # On every rank, because sharded tables are gathered.
         self._actor.refresh()
@@ -129,7 +128,7 @@ class CompanionTap:
                 "The companion trains heads of another actor.",
                 given=f"{address}: width {wish.hidden}, vocabulary {wish.vocab}",
                 expected=f"width {hidden}, vocabulary {vocab}",
-                do="Start `medusa-ppo companion serve` with --model of this actor.",
+                do="Start `medusa-ppo companion serve` with this actor as --model.",
             )
 
     # ---- called by the loop
@@ -151,7 +150,7 @@ class CompanionTap:
                 the companion computes them from the states.
 
         Raises:
-            DataError: not as many prompts as completions or log-probs.
+            DataError: the numbers of prompts, completions and log-probs differ.
             ConfigError: tokens went through the actor, but no whole row.
         """
         began = time.perf_counter()
@@ -163,7 +162,7 @@ class CompanionTap:
             self.exposed_s += time.perf_counter() - began
             yield
             return
-        # Before the pass, because the loop may update them at any time afterwards.
+        # Tables are copied before the pass, because the loop may update them right after it.
         tables = self._changed_tables()
         self._rows.expect(tokens, wanted)
         self.exposed_s += time.perf_counter() - began
@@ -192,10 +191,10 @@ class CompanionTap:
         self._open = stack
 
     def updated(self, version: int | None = None) -> None:
-        """The actor was updated; call this on every rank, at the same point of its work.
+        """Call this when the actor was updated: on every rank, at the same point of its work.
 
         Args:
-            version: version of the actor by the loop's count; None: one more than before.
+            version: the actor's version, by the loop's count; None: one more than before.
         """
         self._end_open()
         began = time.perf_counter()
@@ -206,7 +205,7 @@ class CompanionTap:
         self.exposed_s += time.perf_counter() - began
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything has been sent. False if the time is up first."""
+        """Wait until everything has been sent; False if the time runs out first."""
         return self._sender.drain(timeout_s)
 
     def close(self) -> None:
@@ -243,15 +242,15 @@ class CompanionTap:
         if stack is None:
             return
         if failed:
-            # Like a pass that raised: nothing of it is sent.
+            # As after a pass that raised, nothing is sent.
             stack.__exit__(GeneratorExit, GeneratorExit(), None)
             return
         stack.close()
 
     def _wanted(self) -> int:
         """Rows wanted from all processes together. Each process has its own answer, from a
-        different moment; if each went by its own, a step's parts would miss each other, or come
-        without their tables.
+        different moment. If each went by its own, the parts of a step would not belong together, or
+        would come without their tables.
         """
         rows = self._sender.wish.rows
         if not self._meets:
@@ -268,7 +267,7 @@ class CompanionTap:
         if self._rank:
             return None
         known = self._sender.wish.tables_version
-        # At least once, because an earlier loop may have reached the same number.
+        # Sent at least once, because an earlier loop may have reached the same version number.
         if self._sender.sent and known == self._tables_version:
             return None
         live_VD = self._actor.lm_head_VD.detach()
@@ -304,13 +303,13 @@ def _rows(
     completions: Sequence[Sequence[int]],
     logprobs: Sequence[torch.Tensor | Sequence[float]] | None,
 ) -> list[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
-    """Rows with a token: prompt, completion, log-probs (zeros if unknown)."""
+    """The rows that have a token: prompt, completion, log-probs (zeros if unknown)."""
     counts = len(prompts), len(completions), len(completions if logprobs is None else logprobs)
     if len(set(counts)) > 1:
         raise DataError(
             "A loop's rows do not fit together.",
             given=f"{counts[0]} prompts, {counts[1]} completions, {counts[2]} of log-probs",
-            expected="as many of each",
+            expected="the same number of each",
             do="Repeat each prompt for each of its completions.",
         )
     rows: list[tuple[Sequence[int], Sequence[int], torch.Tensor]] = []
@@ -325,21 +324,21 @@ def _rows(
                 "A completion needs a log-prob for each of its tokens.",
                 given=f"row {row}: {tuple(values.shape)} log-probs, {len(completion)} tokens",
                 expected="one for each token",
-                do="Give those of the response alone, or leave logprobs out.",
+                do="Give only those of the completion, or leave logprobs out.",
             )
         rows.append((tuple(prompt), tuple(completion), values))
     return rows
 
 
 class _PolicyTap(PassTap):
-    """Only passes of the actor itself: with the adapter off, or another one, they belong to the
+    """Taps only passes of the actor itself: a pass with another adapter or none is one of the
     reference policy.
     """
 
     def __init__(self, model: nn.Module, *args: Any) -> None:
         super().__init__(model, *args)
         self._model = model
-        # The policy's adapters: those that are active when the tap is made.
+        # The adapters that are active when the tap is created are the policy's.
         self._adapters = adapters_in_use(model)
 
     def _hook(
@@ -357,7 +356,7 @@ class _Parcel:
 
 
 class _Sender:
-    """The thread that sends parts. Of the waiting parts only the newest is kept.
+    """The thread that sends parts. If several parts wait, only the newest is kept.
 
     Attributes:
         wish: the wish in the last answer.
@@ -380,13 +379,13 @@ class _Sender:
     def send(self, parcel: _Parcel) -> None:
         """Returns at once."""
         with self._changed:
-            # Its tables are sent again with this one, because they were never confirmed.
+            # The tables of the part that is dropped go with this one: they were never confirmed.
             self.lost += self._waiting is not None
             self._waiting = parcel
             self._changed.notify_all()
 
     def pass_over(self, lost: bool) -> None:
-        """Skip a step whose rows are not wanted; the thread asks what is wanted now."""
+        """Skip a step whose rows are not wanted. The thread asks what is wanted next."""
         with self._changed:
             self.lost += lost
             self._asks = True
@@ -420,7 +419,7 @@ class _Sender:
                 self.wish = self._link.ask() if parcel is None else self._put(parcel)
                 self.sent += parcel is not None
                 self.problem = ""
-            # Catches everything, because the loop must continue.
+            # Everything is caught, because the loop must continue.
             except (MedusaError, OSError) as error:
                 self._failed(error, parcel)
 
@@ -434,7 +433,8 @@ class _Sender:
 
     def _failed(self, error: Exception, parcel: _Parcel | None) -> None:
         self.lost += parcel is not None
-        # Nothing is tapped until it answers again; it then has the tables that it started with.
+        # Nothing is tapped until the companion answers again. It counts as having no tables of ours
+        # until then, because it may have been restarted.
         self.wish = self.wish.model_copy(update={"rows": 0, "tables_version": None})
         text = str(error)
         if text != self.problem:

@@ -48,7 +48,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
     def __init__(
         self, attachment: Attachment, *, model: Any, mode: str = "colocate", **arguments: Any
     ) -> None:
-        # Before starting vLLM, which is slow.
+        # Checked before vLLM starts, which takes long.
         _refuse(arguments)
         self.attachment = attachment
         # vLLM's CPU build packs its weights; TRL's sync, one parameter at a time, can't refill
@@ -94,7 +94,8 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
     ) -> tuple[Any, ...]:
         """Like TRL's, but newer heads go in first, and training rollouts go to the plugin."""
         if self.mode == "colocate" and self._llm_weights_sleeping:
-            # TRL would do this a moment later, but loading heads needs awake weights.
+            # TRL would wake the engine a moment later, but its weights must be awake before heads
+            # can be loaded.
             self.sync_weights()
         training = bool(self.model.training)
         with self.attachment.generation(self.sampling(num_generations)) as generated:
@@ -124,7 +125,7 @@ class MedusaCallback(TrainerCallback):
         self.attachment = attachment
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Not earlier: before this event the model is not yet wrapped and distributed.
+        # Before this event the model is not yet wrapped and distributed.
         self.attachment.begin(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -177,7 +178,7 @@ class MedusaMixin:
         )
         with replaced(module, "VLLMGeneration", functools.partial(MedusaGeneration, attachment)):
             super().__init__(*args, **kwargs)
-        # Known only now: it is a field of the arguments, and TRL fills in the arguments itself.
+        # Checked only now: it is a field of the arguments, which TRL may create itself.
         if not getattr(self, "use_vllm", False):
             raise ConfigError(
                 "Draft heads need vLLM.",
@@ -214,7 +215,7 @@ def _refuse(arguments: dict[str, Any]) -> None:
 
 
 def _start(llm: Any, extra: dict[str, Any], **arguments: Any) -> Any:
-    # Ours last, because engine.extra overrides TRL's arguments.
+    # Ours come last, because engine.extra overrides TRL's arguments.
     return llm(**{**arguments, **extra})
 
 

@@ -4,7 +4,7 @@ with transformers, without drafts.
 What is hooked, and how (TRL 1.12; tests/contracts/test_trl_ppo.py compares all of it with the
 installed package):
 
-    rollouts         the module function `batch_generation`, replaced for the time of `train`
+    rollouts         the module function `batch_generation`, replaced during `train`
     log-prob pass    forward hooks on the policy, in the update's own passes; rows are known by
                      their tokens
     step, end        a TrainerCallback
@@ -74,7 +74,7 @@ class MedusaPPOTrainer(PPOTrainer):
             raise ConfigError(
                 "Heads can't be trained beside this PPOTrainer.",
                 given=f"peft_config={kwargs.get('peft_config')}",
-                expected="the whole model, which its own passes go through",
+                expected="the whole model, scored by the trainer's own passes",
                 do="Leave `medusa` out.",
             )
         self.medusa = Attachment(config, ranks)
@@ -88,7 +88,7 @@ class MedusaPPOTrainer(PPOTrainer):
         if self.medusa is None:
             super().train()
             return
-        # TRL calls it by this name in its module, and has no method to override.
+        # TRL calls a function of its module by this name; there is no method to override.
         with replaced(ppo_trainer, "batch_generation", self._generate_and_tell):
             super().train()
 
@@ -117,7 +117,7 @@ class MedusaPPOTrainer(PPOTrainer):
         return query_responses, logits
 
 
-# Saved before it is ever replaced, or ours would call itself.
+# Saved before it is replaced, or our function would call itself.
 _generate = ppo_trainer.batch_generation
 
 
@@ -127,13 +127,13 @@ def rows_of(
     logits_BRV: torch.Tensor,
     pad_token_id: int,
 ) -> Generated:
-    """TRL's padded generation as rows. The logits are those that were sampled from, with the
-    temperature applied.
+    """TRL's padded generation as rows. `logits` are those that the tokens were sampled from, with
+    the temperature applied.
     """
     width = queries_BQ.shape[1]
     responses_BR = query_responses_BT[:, width:]
     logprobs_BR = logits_BRV.float().log_softmax(-1).gather(2, responses_BR[..., None])[..., 0]
-    # The trainer masks every padding token, even one that was sampled in the middle.
+    # The trainer masks every padding token, even one that the policy sampled in the middle.
     kept_BR = responses_BR != pad_token_id
     return Generated(
         [row[row != pad_token_id].tolist() for row in queries_BQ],

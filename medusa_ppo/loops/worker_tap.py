@@ -1,8 +1,8 @@
-"""What policy workers of Ray loops (SkyRL, NeMo-RL) share when they tap their own training pass:
-the companion's address, and rows from padded batches.
+"""Shared by policy workers of Ray loops (SkyRL, NeMo-RL) that tap their own training pass: the
+companion's address, and rows from padded batches.
 
-The pass of the update is tapped, not that of the log-probs, because all their algorithms make it,
-and its batch marks the response's tokens. Every worker has a tap; the first one sends the tables.
+The update's pass is tapped, not the log-prob pass: every algorithm has the former, and its batch
+marks the response's tokens. Every worker has a tap; the first one sends the tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def companion_address() -> str:
     """The address from the environment. Raises ConfigError if it is not set."""
     if not (address := os.environ.get(COMPANION, "")):
         raise ConfigError(
-            "The policy's workers do not know where the companion is.",
+            "The policy's workers don't know where the companion is.",
             given=f"no {COMPANION}",
             expected="http://HOST:PORT of `medusa-ppo companion serve`, or ray:NAME",
             do=f"export {COMPANION} where the training is started (and before `ray start`, on"
@@ -33,8 +33,8 @@ def companion_address() -> str:
 
 
 def response_rows(ids_BT: torch.Tensor, real_BT: torch.Tensor, response_BT: torch.Tensor) -> Rows:
-    """Prompt and response of the rows that have a prompt and end in one unbroken response. Rows of
-    several turns, with tools' answers in between, and rows of padding are left out.
+    """The prompt and response of each row that has a prompt and ends in one unbroken response. Rows
+    with several turns (tools' answers in between) and rows of padding are left out.
 
     Args:
         ids_BT: token ids, padded anywhere.

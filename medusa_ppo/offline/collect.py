@@ -20,8 +20,8 @@ from medusa_ppo.reports.run_files import LOGPROBS, PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.runtime.console import Advance
 from medusa_ppo.runtime.data import Row
 
-# A round is one call of the engine and one file to resume from: large enough to keep the engine's
-# batch full, small enough that an interruption loses little.
+# A round is one call of the engine and one file to resume from. It is large enough to keep the
+# engine's batch full, and small enough that an interruption loses little.
 PROMPTS_PER_ROUND = 128
 ASSISTANT = "assistant"
 
@@ -35,10 +35,10 @@ class Sample:
 
     Attributes:
         ids: all tokens, including the given ones.
-        spans: (first, end) of each stretch of written tokens, in order; at least one token precedes
-            each.
+        spans: (first, end) of each stretch of written tokens, in order; each follows at least one
+            token.
         prompt: samples with the same number are much alike (answers to one prompt, windows of one
-            text) and are never split by a holdout.
+            text), so the holdout takes all of them or none.
         logprobs: behaviour log-probs of the written tokens; None: use the actor's own.
     """
 
@@ -73,8 +73,8 @@ def response_rounds(
     response tokens (0: each prompt once).
 
     Args:
-        sampling: the sampling; its seed is used for the first round, and each later round adds one.
-        rounds_done, tokens_done: what an earlier call has yielded; this one continues after it.
+        sampling: how to sample; the first round uses its seed, and each later round adds one to it.
+        rounds_done, tokens_done: what an earlier call yielded; this one continues after that.
     """
     number = rounds_done
     tokens = tokens_done
@@ -112,15 +112,15 @@ def samples_of(rounds: Iterable[Rollouts]) -> list[Sample]:
 def response_sample(
     prompt: tuple[int, ...], response: tuple[int, ...], logprobs: tuple[float, ...] | None
 ) -> Sample:
-    """A response after its prompt, not numbered yet."""
+    """A prompt and its response as one sample, not numbered yet."""
     return Sample(prompt + response, ((len(prompt), len(prompt) + len(response)),), 0, logprobs)
 
 
 def number_prompts(samples: Sequence[Sample]) -> list[Sample]:
-    """Give responses the same number for the same prompt, whatever round they come from."""
+    """Give all responses to the same prompt the same number, whatever round they come from."""
     numbers: dict[tuple[int, ...], int] = {}
     return [
-        # By their tokens, because rounds go through the prompts again and renumber them.
+        # Prompts are told apart by their tokens: rounds repeat prompts under other numbers.
         replace(sample, prompt=numbers.setdefault(sample.ids[: sample.spans[0][0]], len(numbers)))
         for sample in samples
     ]
@@ -138,7 +138,7 @@ def samples_from_texts(
     Raises:
         DataError: no text has at least two tokens.
     """
-    # One by one: `take_samples` stops when there is enough, and a stream is read no further.
+    # A generator: `take_samples` stops when it has enough, so that a stream is read no further.
     windows = (_windows(text, tokenizer, max_length, number) for number, text in enumerate(texts))
     nothing = {"expected": "at least two tokens each", "do": "Check --column."}
     return take_samples(
@@ -149,8 +149,8 @@ def samples_from_texts(
 def _windows(
     text: str, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int
 ) -> list[Sample]:
-    # Windows are cut below; `verbose` would warn about every text that is longer than the model's
-    # context.
+    # Not `verbose`, which would warn about every text that is longer than the model's context; long
+    # texts are cut into windows below.
     ids = tuple(tokenizer(text, truncation=False, verbose=False).input_ids)
     # The first token of a window is the last one of the previous window.
     windows = [ids[start : start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
@@ -166,8 +166,8 @@ def take_samples(
     expected: str,
     do: str,
 ) -> list[Sample]:
-    """The samples of one row after another, up to this many written tokens (0: all). Raises
-    DataError if there are none.
+    """Take the rows' samples in order, up to this many written tokens (0: all). Raises DataError if
+    there are none.
     """
     samples: list[Sample] = []
     tokens = seen = 0
@@ -198,7 +198,7 @@ def split_samples(
     if len(prompts) < 2:
         given = f"{len(samples)} responses, 1 prompt"
         raise DataError(
-            "Too few prompts to keep some out of training.",
+            "There are too few prompts to keep some out of training.",
             given=given,
             expected="2 prompts",
             do="Give more.",
@@ -277,9 +277,7 @@ def _conversation(
 
 
 def chat_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int) -> str:
-    """The conversation, without its last answer if it ends with one, ready for the model to
-    answer.
-    """
+    """The conversation as a prompt for the model. If it ends with an answer, that is left out."""
     asked = messages[:-1] if messages and messages[-1]["role"] == ASSISTANT else messages
     return _render(asked, tokenizer, number, answer=True)
 
@@ -308,10 +306,10 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def _written_turns(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int
 ) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Texts with the character ranges that the assistant wrote.
+    """Texts, each with the character ranges that the assistant wrote.
 
-    One text holds all turns, unless the template renders a turn differently when more messages
-    follow (some drop earlier reasoning): then the turn gets a separate text, as the model wrote it.
+    Usually one text holds all turns. Some templates render a turn differently when more messages
+    follow (they drop earlier reasoning); then the turn gets a separate text, as the model wrote it.
     """
     if not is_chat(messages):
         given = f"row {number}: {messages!r:.120}"
@@ -328,12 +326,12 @@ def _written_turns(
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        # A template doesn't report where its turns begin: a turn is what it adds to the previous
-        # text.
+        # A template doesn't report where its turns begin, so a turn is what it adds to the text
+        # before.
         before = _render(messages[:index], tokenizer, number, answer=True)
         after = _render(messages[: index + 1], tokenizer, number)
-        # A generation prompt can contain more than the final turn (an opening tag for reasoning):
-        # only the common part was given.
+        # A generation prompt can contain text that the final turn lacks (an opening tag for
+        # reasoning), so only the common part was given.
         turn = (_common_prefix(before, after), len(after))
         if whole.startswith(after):
             together.append(turn)
@@ -343,7 +341,7 @@ def _written_turns(
 
 
 def _common_prefix(left: str, right: str) -> int:
-    """Number of characters that both begin with."""
+    """Length of the longest text that both begin with."""
     # Not strict: the texts differ in length.
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
@@ -352,7 +350,7 @@ def _common_prefix(left: str, right: str) -> int:
 def _render(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int, *, answer: bool = False
 ) -> str:
-    # Templates read messages[0], which an empty list doesn't have.
+    # Templates read messages[0], which would fail for an empty list.
     if not messages:
         return ""
     try:
@@ -361,12 +359,12 @@ def _render(
                 list(messages), tokenize=False, add_generation_prompt=answer
             )
         )
-    # Templates raise their own errors, and whatever their code runs into.
+    # Templates are code: they raise errors of their own and can fail in any other way.
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise DataError(
             "The chat template rejects a conversation.",
             given=f"row {number}: {type(error).__name__}: {error}",
-            expected="messages as this model's template wants them",
+            expected="messages that this model's template accepts",
             do="Correct the row, or leave it out.",
         ) from error
 
@@ -378,7 +376,7 @@ def _chat_sample(
     max_length: int,
     number: int,
 ) -> Sample | None:
-    """Tokens of a text, and the stretches of them in the turns."""
+    """A text as a sample; the tokens within the turns count as written."""
     encoded = tokenizer(
         # The template has already written the special tokens into the text.
         text,
@@ -391,14 +389,13 @@ def _chat_sample(
     starts = [start for start, _ in encoded["offset_mapping"][:max_length]]
     spans = []
     for begin, end in turns:
-        # A token needs a predecessor, whose state predicts it, so the text's first token doesn't
-        # count.
+        # A text's first token can't count: no state before it predicts it.
         inside = [i for i, start in enumerate(starts) if begin <= start < end and i > 0]
         if not inside:
             continue
         first = inside[0]
         last = inside[-1]
-        # The model never writes what the template puts after the end token.
+        # What the template puts after the end token is never written by the model.
         ends = [i for i in inside if ids[i] == tokenizer.eos_token_id]
         spans.append((first, (ends[-1] if ends else last) + 1))
     return Sample(ids, tuple(spans), number) if spans else None
@@ -410,21 +407,21 @@ def _chat_sample(
 def samples_from_rollouts(
     rows: Iterable[Row], vocab_size: int, context: int, temperature: float, max_tokens: int
 ) -> list[Sample]:
-    """One sample per row, the last rows first: they come from the newest policy. Empty responses
-    teach nothing and are left out.
+    """One sample per row. The last rows come first, because the newest policy wrote them. Empty
+    responses teach nothing and are left out.
 
     Args:
         rows: with `prompt_ids` and `response_ids`; `logprobs` if known (otherwise the actor's own
             are used), and `temperature`, `top_p` and `top_k` unless it was plain sampling.
-        vocab_size: upper limit of ids.
-        context: most tokens of prompt and response together.
+        vocab_size: ids must be below this.
+        context: maximum tokens of prompt and response together.
         temperature: temperature that the heads are trained for.
         max_tokens: stop at this many response tokens.
 
     Raises:
         DataError: no usable row, invalid ids or log-probs, or a row sampled differently.
     """
-    # Numbered first, so that an error gives the row's number in the file.
+    # Rows are numbered before they are reversed, so that an error gives the number in the file.
     newest_first = reversed(list(enumerate(rows)))
     found = (
         _rollout(row, number, vocab_size, context, temperature) for number, row in newest_first
@@ -464,7 +461,7 @@ def _logprobs(row: Row, number: int, length: int) -> tuple[float, ...] | None:
     if (
         not isinstance(found, list)
         or len(found) != length
-        # NaN is not <= 0 either.
+        # This also refuses NaN, which is not <= 0.
         or not all(isinstance(p, float | int) and p <= 0 for p in found)
     ):
         raise _bad(row, LOGPROBS, number, f"{length} numbers, none above 0")
@@ -478,8 +475,8 @@ def _check_sampling(row: Row, number: int, temperature: float) -> None:
         "top_k": (0, "0: heads are trained for plain sampling"),
     }
     for name, (wanted, meaning) in plain.items():
-        # Log-probs of a truncated distribution differ from those of later sampling: heads would
-        # learn from, and be judged by, the wrong p.
+        # Log-probs of a truncated distribution are not those of the sampling that heads are for:
+        # heads would be trained and judged with the wrong p.
         if row.get(name) is not None and row[name] != wanted:
             raise _bad(row, name, number, f"{wanted} ({meaning})")
 

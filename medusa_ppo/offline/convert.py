@@ -1,8 +1,8 @@
 """`medusa-ppo convert`: heads from any Medusa format to any other that can hold them.
 
-`foreign` detects the source's format and reads it, `formats` says what each format can hold, and
-this file writes the target. Anything that contradicts the source's configuration becomes a note,
-and anything the target can't hold is refused: nothing is dropped silently.
+`foreign` detects the source's format and reads it, `formats` knows what each format can hold, and
+this file writes the target. Where the tensors contradict the source's configuration, the user gets
+a note; what the target can't hold is refused. Nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def open_base_model(name: str) -> BaseModel:
             do="Correct --model.",
         )
     lm_head_VD = base_lm_head(open_files(model_files(folder), is_output_table), config)
-    # Otherwise a model whose table is elsewhere would fail much later, with a message from torch.
+    # Checked now: a model whose table is elsewhere would fail much later, with torch's own message.
     if lm_head_VD is None:
         given = f"{name}: no lm_head.weight, and no embedding table that is tied to it"
-        do = "Load the model with transformers and save it again."
+        do = "Load the model with transformers and save it again with save_pretrained."
         raise ModelError(
             "The model's lm_head was not found.",
             given=given,
@@ -113,11 +113,11 @@ def write_full_model(
     changes: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> None:
-    """Copy the model into `out` with the heads as one more weight file and `changes` in its
+    """Copy the model into `out`, with the heads as one more weight file and with `changes` in its
     config.json; `say` receives a line per file.
 
     Raises:
-        ModelError: weights that are not safetensors, or already contain heads.
+        ModelError: the weights are not safetensors, or already contain heads.
     """
     shards = model_files(base.folder)
     if any(path.suffix != ".safetensors" for path in shards):
@@ -125,15 +125,15 @@ def write_full_model(
             "The model's weights are not safetensors.",
             given=shards[0].name,
             expected="*.safetensors",
-            do="Save the model again.",
+            do="Save the model again with save_pretrained.",
         )
-    # Weights are copied below under new names; an index would name the old ones.
+    # Weights and their index are left out here: the weights get new names below.
     for path in sorted(base.folder.iterdir()):
         if path.is_file() and not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
             # A link must not bring in a file from outside the folder.
             shutil.copyfile(file_inside(base.folder, path.name), out / path.name)
-    # transformers takes a lone model.safetensors for the whole model, so the shards are renumbered
-    # with the heads last.
+    # transformers would take a file model.safetensors for the whole model, so the shards are
+    # renumbered, with the heads last.
     names = [
         f"model-{number:05d}-of-{len(shards) + 1:05d}.safetensors"
         for number in range(1, len(shards) + 2)
@@ -165,7 +165,7 @@ class Conversion:
     Attributes:
         source, target: names of the formats.
         config: sizes of the heads.
-        notes: what differed from the source's configuration, was left out or added, in sentences.
+        notes: sentences on what differed from the source's configuration, was left out or added.
     """
 
     source: str
@@ -181,7 +181,7 @@ def convert(
     model: str = "",
     say: Callable[[str], None] = lambda text: None,
 ) -> Conversion:
-    """Read heads of any format, write them as another.
+    """Read heads of any format and write them in another.
 
     Args:
         source: a folder, or a file medusa_lm_head.pt.
@@ -192,7 +192,7 @@ def convert(
         say: receives messages about slow steps.
 
     Raises:
-        CheckpointError: the source is damaged, or its own reader would misread it.
+        CheckpointError: the source is damaged, or is one that the format's own reader misreads.
         ConfigError: the target can't hold these heads, or already exists.
         ModelError: the model folder can't be used.
     """
@@ -223,20 +223,20 @@ def convert(
     if to in FULL_MODELS.values() and base is None:
         do = "Give its folder with --model."
         raise ConfigError(
-            f"{to} holds the whole model with the heads.",
+            f"The format {to} holds the whole model with the heads.",
             given="no --model",
             expected="the base model",
             do=do,
         )
     refuse_unrepresentable(read.heads, to)
-    # Under another name until it is complete, so that an error leaves no partial folder behind.
+    # The folder has a temporary name until it is complete, so that an error leaves no partial one.
     with new_directory(target) as folder:
         notes = _write(read, folder, to, base, say)
     return Conversion(read.format, to, read.heads.config, (*read.notes, *notes))
 
 
 def _read(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
-    """Read the source in any format. A given base model is named in the target."""
+    """Read the source in any format. If a base model is given, the target names it."""
     if source.is_dir() and OWN_SECTION in read_config(source):
         found = _read_native(source, to, base)
     else:
@@ -265,11 +265,11 @@ def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
     notes: tuple[str, ...] = ()
     if base is not None:
         model_VD = base.lm_head_VD
-        # In the copy's own dtype, so that rounding is not a difference.
+        # Compared in the copy's dtype, so that rounding does not count as a difference.
         if lm_head_VD is not None and not torch.equal(lm_head_VD, model_VD.to(lm_head_VD.dtype)):
             notes = (
-                "The lm_head in the source is not the model's (has the policy moved on?); writing "
-                "the model's.",
+                "The lm_head in the source is not the model's (has the policy moved on?): the "
+                "model's is written.",
             )
         lm_head_VD = model_VD
     plain = PlainHeads(heads.config, heads.trainable_state(), lm_head_VD)
@@ -279,7 +279,7 @@ def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
 def _write(
     read: FoundHeads, folder: Path, to: str, base: BaseModel | None, say: Callable[[str], None]
 ) -> list[str]:
-    """Write the heads into an empty folder; returns what was left out or added, in sentences."""
+    """Write the heads into an empty folder. Returns sentences on what was left out or added."""
     if to == "native":
         return _write_native(read, folder)
     heads = read.heads
@@ -299,23 +299,23 @@ def _write(
     else:
         with (folder / HEADS_FILE).open("wb") as file:
             torch.save(tensors, file)
-            # On the disk before the folder gets its name; `save_state` does the same.
+            # The data must be on disk before the folder gets its name; `save_state` syncs, too.
             sync(file)
         sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        # FasterDecoding's loader finds the model by this key alone.
+        # FasterDecoding's loader finds the model only by this key.
         known = {"base_model_name_or_path": read.base_model} if read.base_model else {}
         write_json(folder / "config.json", {**_counts(config, to), **sizes, **known})
         if not known:
             notes.append(
-                "Write base_model_name_or_path into config.json: the format's loader asks for it,"
-                " and the source doesn't say."
+                "Write base_model_name_or_path into config.json: the format's loader needs it, and"
+                " the source doesn't have it."
             )
     if not heads.biased and to != "vllm":
-        notes.append("The format requires biases: zeros are written.")
+        notes.append("The format requires biases, so zeros are written.")
     if config.lm_head == "shared" and TABLES[to].lm_heads == "own":
         notes.append(
-            f"The format requires an lm_head per head: the model's is written {config.num_heads}"
-            " times."
+            "The format requires an lm_head for each head, so the model's is written"
+            f" {config.num_heads} times."
         )
     return notes
 
@@ -335,8 +335,8 @@ def _write_native(read: FoundHeads, folder: Path) -> list[str]:
     save_heads(folder, heads, lm_head_VD=read.heads.lm_head_VD, metadata=metadata, version=version)
     if read.heads.config.lm_head == "shared" and read.heads.lm_head_VD is None:
         return [
-            "There is no lm_head in the folder: our engine needs none, stock vLLM does (give"
-            " --model)."
+            "The folder has no lm_head. Our engine needs none; for stock vLLM, convert again with"
+            " --model."
         ]
     return []
 

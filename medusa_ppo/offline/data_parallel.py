@@ -1,7 +1,7 @@
 """Data-parallel training: workers in Ray processes, on one machine or a cluster, each on its own
 groups, with torch's DDP.
 
-    the command (no tensors of its own)
+    the command (holds no tensors)
       |  groups of the part            report, tokens
       +--> worker 0 --+  counts, gradients: summed in place
       +--> worker 1 --+  everything else is the same in all of them
@@ -40,21 +40,21 @@ from medusa_ppo.runtime.rendezvous import Meeting, Place
 
 State = dict[str, torch.Tensor]
 SHARED = ("loss", "learning_rate")
-"""Options that are settings of the companion's trainer; its other settings have their defaults."""
-# In optimizer steps; the share of the step size that is left at the end.
+"""Options that set the companion's trainer; its other settings keep their defaults."""
+# Length of the warm-up in optimizer steps, and the share of the step size left at the end.
 WARM_UP_STEPS = 20
 LAST_FACTOR = 0.01
 
 
 def cosine_schedule(steps: int) -> Callable[[int], float]:
-    """Factor of the step size by optimizer step: a linear warm-up, then a cosine down to
+    """The step size's factor at each optimizer step: a linear warm-up, then a cosine that falls to
     LAST_FACTOR at `steps`.
     """
 
     def factor(step: int) -> float:
         warm = min(1.0, (step + 1) / WARM_UP_STEPS)
-        # After `steps` the cosine would rise again. The last part may take steps beyond that,
-        # because each batch of a part rounds up its own.
+        # After `steps` the cosine would rise again. Training may take a few steps more than that,
+        # because each batch rounds up its number of steps.
         cosine = 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps)))
         return warm * max(LAST_FACTOR, cosine)
 
@@ -62,11 +62,11 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
 
 
 class TrainingWorker:
-    """Trains on groups of sequences; several of them, each with different groups, take every
+    """Trains on groups of sequences. Several workers, each with its own groups, take every
     optimizer step together.
 
     Attributes:
-        groups: number of groups of all sequences, including the other workers'.
+        groups: number of groups, including the other workers'.
         tokens: written tokens of all sequences.
         lm_head_VD: the actor's lm_head, float32 on the CPU, for the checkpoint.
     """
@@ -90,8 +90,8 @@ class TrainingWorker:
         self._rank = rank
         self._team = team
         model = on_device(load_actor(options.model, compute_dtype(options.dtype)))
-        # States keep the requested dtype even if products are float32: the option is there to halve
-        # the cache.
+        # States keep the requested dtype even if matrix products run in float32: the option is also
+        # there to halve the cache.
         reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
         # Only the first worker judges; the others save the memory.
         self._holdout = read_all(reader, held_out, lambda *_: None) if rank == 0 else None
@@ -136,10 +136,10 @@ class TrainingWorker:
             A report, and the written tokens of this worker's groups.
         """
         if self._team is not None:
-            # Only the first worker's state is saved: the others' order of positions must follow
-            # from the part alone.
+            # Only the first worker's state is saved, so the other workers' order of positions must
+            # depend on nothing but the part.
             self._trainer.generator.manual_seed(
-                # Primes keep neighbouring seeds, parts and ranks from colliding.
+                # Primes keep the values of neighbouring seeds, parts and ranks from colliding.
                 ((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63
             )
         batch = self._states.batch(dealt[self._rank])
@@ -147,14 +147,14 @@ class TrainingWorker:
         try:
             report = self._trainer.train_batch(batch)
         except BaseException:
-            # Stopped by a signal, maybe between two steps: the saved state must be that of the
-            # beginning of the part, where training will resume.
+            # A signal may have stopped it between two steps. Training will resume at the beginning
+            # of the part, so the state must be that of its beginning.
             self._trainer.load_state_dict(before)
             raise
         return report, int(batch.response_ids_M.numel())
 
     def judge(self) -> ReplayResult:
-        """Replay of the heads on the holdout, with the drafts that their loss aims at."""
+        """Replay the heads on the holdout, with the kind of drafts that their loss trains for."""
         assert self._holdout is not None, "only the first worker judges"
         return replay(
             self._trainer.heads,
@@ -165,9 +165,7 @@ class TrainingWorker:
         )
 
     def heads(self) -> MedusaHeads:
-        """A copy of the heads, on the CPU, with draft temperatures that are fitted to the
-        holdout.
-        """
+        """A copy of the heads on the CPU, with draft temperatures fitted to the holdout."""
         assert self._holdout is not None, "only the first worker judges"
         # A copy, because training continues with the current temperatures.
         heads = copy.deepcopy(self._trainer.heads)
@@ -192,10 +190,10 @@ class TrainingWorker:
 def deal_parts(
     groups: int, parts: int, workers: int, seed: int, epoch: int
 ) -> list[list[list[int]]]:
-    """The groups of each part of an epoch, by worker: a function of seed and epoch alone.
+    """The groups of each part of an epoch, by worker. They depend on seed and epoch alone.
 
-    A worker always has the same groups, so that its cache holds what it needs; each epoch has them
-    in a new order.
+    A worker always has the same groups, so that its cache holds what it needs; each epoch goes
+    through them in a new order.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     shares = []
@@ -223,7 +221,7 @@ def running_workers(
 
 
 class WorkerHost:
-    """Runs in a Ray process: meets the others, then acts as a worker."""
+    """A worker in a Ray process: it first meets the others."""
 
     def __init__(self, rank: int, size: int, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -239,7 +237,7 @@ class WorkerHost:
     def start(
         self, place: Place, options: TrainOptions, training: list[Sample], held_out: list[Sample]
     ) -> None:
-        # The first one has opened the place itself, in `meet_here`.
+        # The first worker has already opened the place, in `meet_here`.
         self._meeting = (self._meeting or Meeting(place.seen_by(self._rank))).join()
         self._worker = TrainingWorker(
             options, training, held_out, rank=self._rank, team=self._meeting
@@ -252,7 +250,7 @@ class WorkerHost:
 
 
 class TrainingWorkers:
-    """Several workers behind the interface of one; attributes as in `TrainingWorker`."""
+    """Several workers behind the interface of one; it has the attributes of `TrainingWorker`."""
 
     def __init__(
         self, options: TrainOptions, training: list[Sample], held_out: list[Sample]
@@ -265,7 +263,7 @@ class TrainingWorkers:
         self._hosts = [kind.remote(rank, size, threads) for rank in range(size)]
         place = self._get(self._hosts[0].meet_here.remote())
         shared = ray.put(training)
-        # All at once, because each waits in `start` until the others are there.
+        # Called on all at once, because each waits in `start` for the others.
         self._get(
             [
                 host.start.remote(place, options, shared, held_out if not rank else [])
@@ -275,11 +273,11 @@ class TrainingWorkers:
         self.groups, self.tokens, self.lm_head_VD = (
             self._first(name) for name in ("groups", "tokens", "lm_head_VD")
         )
-        # Known only now: groups are cut by the workers, from the lengths of all sequences.
+        # Checked only now, because the workers cut the groups, from the lengths of all sequences.
         if self.groups < size:
             expected = f"at most {self.groups}"
             raise ConfigError(
-                "There is too little text for that many workers.",
+                "There is too little text for this many workers.",
                 given=size,
                 expected=expected,
                 do="Use fewer --workers.",
@@ -303,7 +301,7 @@ class TrainingWorkers:
         return self._first("state_dict")
 
     def load_state_dict(self, state: State) -> None:
-        # Put once and read by all; as an argument it would be copied for each of them.
+        # Put into Ray's store once for all workers; as an argument it would be copied for each.
         self._all("load_state_dict", ray.put(state))
 
     def close(self) -> None:
@@ -323,9 +321,9 @@ class TrainingWorkers:
         # Ray also wraps what a worker raised itself.
         except RayError as error:
             raise RunError(
-                "A worker of the training failed.",
+                "A training worker failed.",
                 given=f"{type(error).__name__}: {error}",
-                expected="all workers up to the end",
+                expected="all workers run to the end",
                 do=(
                     "The same command continues from the last save; use fewer --workers if memory "
                     "was short."

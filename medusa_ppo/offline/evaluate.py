@@ -52,15 +52,16 @@ from medusa_ppo.runtime.console import OfflineProgress
 from medusa_ppo.runtime.data import require_column
 
 INTERVAL_GROUPS = 16
-"""Groups of prompts behind the interval of an engine's counters."""
+"""Number of prompt groups behind the interval of an engine's counters ..."""
 LEAST_GROUPS = 4
-"""Groups of a small category."""
-# More values are texts or numbers rather than categories, and would make an unreadable table.
+"""... and the minimum for a small category."""
+# A column with more values holds texts or numbers rather than categories; its table would be
+# unreadable.
 MAX_CATEGORIES = 50
 MEMORY_BYTES = 2**30
 """Size of the memory of earlier responses."""
 PLACE_BOUNDS, ENTROPY_BOUNDS = (0, 16, 64, 256, 1024), (0, 0.25, 0.5, 1, 2)
-"""Bounds of the groups that drafts are counted in."""
+"""Bounds of the ranges into which draft steps are sorted."""
 BY_SUFFIX = "By length of the suffix that the memory knew, drafts"
 ENTROPY_ROWS = 1024
 """Rows whose distribution is computed at once."""
@@ -81,8 +82,8 @@ class MeasuredHeads:
     """One set of heads at one temperature.
 
     Attributes:
-        result: counts of each observation of an interval: a prompt (replay) or a group of prompts
-            (an engine's counters).
+        result: counts of each observation behind an interval: a prompt (replay) or a group of
+            prompts (an engine's counters).
         categories: category of each observation.
         parts: more about where drafts are accepted, by replay: titles of tables, and their rows.
     """
@@ -96,8 +97,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     """Generate on-policy responses and measure acceptance.
 
     Returns:
-        The figures of DESIGN's command contract and the settings; with them those of each category
-        and temperature, and of the heads to compare with (`compare`, with the paired difference).
+        The figures and the settings. Added to them are the figures of each category and each
+        temperature, and those of the heads to compare with (`compare`, with the paired difference).
 
     Raises:
         ConfigError: a memory for one-hot drafts.
@@ -108,8 +109,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         problem = "One-hot drafts are not mixed with a memory."
         do = "Add --draft sampled."
         raise ConfigError(problem, given=given, expected="--draft sampled", do=do)
-    # Heads of another model are refused before the engine starts. A hub model's sizes are not known
-    # yet, and nothing is pulled just for them.
+    # Heads of another model are refused before the engine starts. For a model on the hub the sizes
+    # are not known yet, and nothing is pulled just to know them.
     model = AutoConfig.from_pretrained(options.model) if Path(options.model).exists() else None
     sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size} if model else {}
     folders = [Path(options.heads), *([options.compare] if options.compare else [])]
@@ -120,7 +121,7 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         earlier, rollouts = _generate(options, groups, "", progress)
         measured = _replayed(options, heads, groups, earlier, rollouts, progress)
     else:
-        # Counters cover what an engine drafted itself, so each set of heads gets its own engine.
+        # Counters only cover what an engine drafts itself, so each set of heads gets an engine.
         runs = [_generate(options, groups, str(folder), progress)[1] for folder in folders]
         measured = [[_counted(groups, rounds) for rounds in run] for run in runs]
         rollouts = runs[0]
@@ -160,8 +161,8 @@ def _read(options: EvalOptions) -> Scene:
 
 
 def _groups(options: EvalOptions, scene: Scene) -> list[PromptGroup]:
-    """The prompts, grouped into calls of the engine. It counts acceptance for a whole call, so
-    groups are small, and of one category each.
+    """The prompts, grouped into calls of the engine. The engine counts acceptance per call, so each
+    group is small and has one category.
     """
     rows = list(scene.rows)
     by_category: dict[str, list[tuple[int, ...]]] = {}
@@ -191,8 +192,8 @@ def _groups(options: EvalOptions, scene: Scene) -> list[PromptGroup]:
 def _generate(
     options: EvalOptions, groups: Sequence[PromptGroup], heads: str, progress: OfflineProgress
 ) -> tuple[list[list[Rollouts]], list[list[Rollouts]]]:
-    """Earlier responses of each group, and those to measure, for each temperature; with heads, the
-    engine drafts.
+    """For each temperature, the earlier responses of each group and those to measure. With heads,
+    the engine drafts.
     """
     progress.say(f"Starting the engine {'with ' + heads if heads else ''} ...")
     prompts = [prompt for group in groups for prompt in group.prompts]
@@ -202,18 +203,18 @@ def _generate(
         options.model, heads, engine_config(prompts, options.max_new_tokens), options.seed
     ) as engine:
         if heads:
-            # By default an engine samples drafts, so one-hot drafts must be requested too.
+            # Set in both cases, because an engine samples drafts by default.
             sampled = options.draft == "sampled"
             engine.configure(sampled=sampled, draft_temperature=options.draft_temperature)
         for temperature in options.every_temperature:
             sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens)
             if heads and options.earlier_responses:
-                # Responses at another temperature are forgotten.
+                # The memory forgets responses at another temperature.
                 engine.configure(memory_bytes=0)
                 engine.configure(memory_bytes=MEMORY_BYTES)
             before = replace(sampling, responses_per_prompt=options.earlier_responses)
-            # Seeds different from the measured responses: a memory of the same responses would know
-            # them all.
+            # Other seeds than for the measured responses: the memory would otherwise hold exactly
+            # the responses that are measured.
             own = options.seed + len(groups)
             ways = (
                 [("Earlier responses", earlier, before, own)] if options.earlier_responses else []
@@ -238,8 +239,8 @@ def _replayed(
     rollouts: Sequence[Sequence[Rollouts]],
     progress: OfflineProgress,
 ) -> list[list[MeasuredHeads]]:
-    """All heads on the same rollouts, at every temperature, with a memory of the earlier responses
-    if there are any.
+    """Replay all heads on the same rollouts, at every temperature, with a memory of the earlier
+    responses if there are any.
     """
     device = training_device()
     actor = on_device(load_actor(options.model))
@@ -254,7 +255,7 @@ def _replayed(
         prompts = {sample.prompt: sample.ids[: sample.spans[0][0]] for sample in samples}
         with progress.phase(f"Hidden states, temperature {temperature:g}", len(samples)) as advance:
             batch = read_all(HiddenReader(actor, temperature), samples, advance)
-        # The replay truncates q and p like the sampling; the reader does not know the sampling.
+        # The replay has to truncate q and p as the sampling did, which the reader doesn't know.
         batch = replace(batch, top_k=options.top_k, top_p=options.top_p)
         of_each = [
             group.category
@@ -262,14 +263,13 @@ def _replayed(
             for response in r.responses
             if response.token_ids
         ]
-        # Responses to one prompt are much alike, so an observation of the interval is a whole
-        # prompt within one category.
+        # Responses to one prompt are much alike. An observation for the interval is therefore a
+        # prompt with all its responses, within one category.
         units: dict[tuple[str, int], int] = {}
         pairs = zip(of_each, [sample.prompt for sample in samples], strict=True)
         unit_S = torch.tensor([units.setdefault(pair, len(units)) for pair in pairs])
         for one, found in zip(heads, measured, strict=True):
-            # Each set of heads has its own table of w, because trust in the memory depends on the
-            # heads.
+            # Each set of heads gets its own trust in the memory, which depends on the heads.
             recalled = Recalled(prompts, before) if before else None
             result = replay(
                 one.to(device),
@@ -290,8 +290,8 @@ def _replayed(
 def _parts(
     result: ReplayResult, batch: RolloutBatch, lm_head_VD: torch.Tensor
 ) -> dict[str, list[dict[str, Any]]]:
-    """Tokens per step by the draft's place in its response, and by the policy's entropy at the
-    first drafted token.
+    """Tokens per step, by the place of the drafts in their response and by the policy's entropy at
+    the first drafted token.
     """
     assert result.rows_M2 is not None, "a replay on one process knows its rows"
     here_M = segments_from_lengths(batch.lengths_S)
@@ -312,13 +312,11 @@ def _parts(
 def _by_value(
     values_M: torch.Tensor, bounds: Sequence[float], rows_M2: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Tokens per step of the rows between two bounds each; ranges in which nothing was drafted are
-    left out.
-    """
+    """Tokens per step of the rows in each range of values; ranges without drafts are left out."""
     found = []
     for low, high in pairwise((*bounds, math.inf)):
         drafts, accepted = rows_M2[(values_M >= low) & (values_M < high)].sum(0).tolist()
-        # Expected counts are not integers; with less than one draft a ratio means nothing.
+        # A replay's counts are expectations, not integers; below one draft a ratio means nothing.
         if drafts >= 1:
             name = f"{low:g} and more" if high == math.inf else f"{low:g} to {high:g}"
             found.append(
@@ -332,7 +330,7 @@ def _by_value(
 
 
 def _by_suffix(trust: Trust) -> list[dict[str, Any]]:
-    """Share of the verified drafts that were accepted, by the length of the suffix that the memory
+    """The share of verified drafts that were accepted, by the length of the suffix that the memory
     knew.
     """
     rows = [
@@ -345,10 +343,11 @@ def _by_suffix(trust: Trust) -> list[dict[str, Any]]:
 
 
 class Recalled:
-    """The memory in a replay: what the engine's memory would have known from earlier responses,
-    response by response.
+    """The engine's memory of earlier responses, in a replay: for each response, what the memory
+    would have drafted.
 
-    Trust in the memory is learned from previous responses, as an engine learns it from its steps.
+    Trust in the memory is learned from one response after the other, as an engine learns it from
+    its steps.
 
     Attributes:
         trust: the table of w.
@@ -357,8 +356,8 @@ class Recalled:
     def __init__(self, prompts: Mapping[int, tuple[int, ...]], earlier: Sequence[Rollouts]) -> None:
         """
         Args:
-            prompts: by their numbers in a batch.
-            earlier: the memory's content.
+            prompts: the prompts by their numbers in a batch.
+            earlier: the responses that the memory holds.
         """
         self._prompts = prompts
         self._memory = ResponseMemory(MEMORY_BYTES)
@@ -372,8 +371,8 @@ class Recalled:
     def __call__(
         self, batch: RolloutBatch, logprobs_MK: torch.Tensor, tops_MK: torch.Tensor
     ) -> torch.Tensor:
-        """log q of the mixture for the batch's tokens; `logprobs_MK` are those of the heads,
-        `tops_MK` the largest of each head's q.
+        """log q of the mixture for the batch's tokens. `logprobs_MK` is log q of the heads, and
+        `tops_MK` the log of each head's largest probability.
         """
         assert batch.prompts_S is not None, "samples know their prompts"
         lengths = batch.lengths_S.tolist()
@@ -400,8 +399,8 @@ class Recalled:
         heads_TK: torch.Tensor,
         tops_TK: torch.Tensor,
     ) -> torch.Tensor:
-        """q of a response's tokens `[T, K]`; w of the next responses follows from how many of these
-        would have been accepted.
+        """The mixture's q of a response's tokens `[T, K]`. How many of them would have been
+        accepted decides the memory's weight w in the next responses.
         """
         here_T = torch.zeros_like(ids_T)
         K = heads_TK.shape[1]
@@ -416,11 +415,11 @@ class Recalled:
         ratio_TK = torch.where(there_TK, q_TK / p_TK.clamp_min(1e-30), 0.0).double()
         product_TK = ratio_TK.cumprod(1)
         taken_TK = product_TK.cummin(1).values.clamp_max(1)
-        # A draft is offered if all earlier ones were accepted.
+        # A draft is only judged if all earlier ones were accepted.
         offered_TK, before_TK = (
             F.pad(part[:, :-1], (1, 0), value=1.0) * there_TK for part in (taken_TK, product_TK)
         )
-        # These tokens came from the policy itself, so the earlier drafts are weighted by q / p.
+        # The policy drew these tokens, not the mixture, so earlier drafts are weighted by q / p.
         drawn = Drawn(
             cells_TK,
             heads_TK,
@@ -436,7 +435,7 @@ class Recalled:
     def _look_up(
         self, prompt: tuple[int, ...], ids_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q_memory of each token of a response, and the length of the suffix before it that the
+        """The memory's q of each token of a response, and how long a suffix before the token the
         memory knows.
         """
         tokens, weights = self._memory.text(prompt_key(prompt), prompt[-SUFFIX:], (), PLACES)
@@ -462,8 +461,8 @@ class Recalled:
 
 
 def _counted(groups: Sequence[PromptGroup], rounds: Sequence[Rollouts]) -> MeasuredHeads:
-    """vLLM's counters; the observations are the calls, which are groups of prompts."""
-    # If K is chosen, calls differ in their number of positions.
+    """vLLM's counters. Each call, which answers one group of prompts, is an observation."""
+    # If the engine chooses K, calls can differ in their number of positions.
     accepted = list(zip_longest(*(r.counters.accepted_per_position for r in rounds), fillvalue=0))
     drafts = torch.tensor([r.counters.drafts for r in rounds], dtype=torch.float64)
     result = ReplayResult(
@@ -490,7 +489,7 @@ def _by_category(options: EvalOptions, found: Sequence[MeasuredHeads]) -> dict[s
 
 
 def _figures(found: Sequence[MeasuredHeads]) -> dict[str, Any]:
-    """Figures of the heads, and of the heads to compare with, paired with them."""
+    """The figures of the heads and, if there are heads to compare with, theirs, paired."""
     figures = {**_of_one(found[0].result), **({"parts": found[0].parts} if found[0].parts else {})}
     if len(found) == 1:
         return figures

@@ -1,5 +1,5 @@
-"""Reads heads and models of other formats from a folder or file: which format it is, and which file
-has which tensor.
+"""Reads heads and models of other formats from a folder or file: finds out which format it is, and
+which tensor is in which file.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from medusa_ppo.offline.formats import (
 )
 from medusa_ppo.offline.picklefile import read_pickle_header, read_pickle_tensors
 
-# Each one is opened; a hostile folder could have millions.
+# Every file is opened, and a hostile folder could have millions.
 MAX_FILES = 1000
 PATTERNS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
-"""Where a model's weights are, the first pattern with any file. Index files are not read: the
-files' own headers say more.
+"""Patterns of weight files; the first that matches any file counts. Index files are not read: the
+headers of the files say more.
 """
 EMBEDDINGS = (".embed_tokens.weight", ".wte.weight", ".embed_in.weight")
 HEADS_FILE = "medusa_lm_head.pt"
 TGI_FILE = "medusa_lm_head.safetensors"
 FULL_MODELS = {"medusa_head.": "medusa-1.0", "medusa_heads.": "modelopt"}
-"""Prefix of the heads' tensors -> format that has them inside the whole model."""
+"""Prefix of the heads' tensors -> the format that keeps them inside the whole model."""
 CLAIMS = {
     "vllm": ("num_heads", "num_hidden_layers"),
     "modelopt": ("num_medusa_heads", "num_medusa_layers"),
 }
 NUMBERED_CLAIMS = ("medusa_num_heads", "medusa_num_layers")
-"""The configuration's keys for K and L in all other formats."""
+"""The keys for K and L in the configurations of all other formats."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TensorFiles:
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Copies of these tensors, checked to be finite."""
-        # File by file, so that each is opened and checked only once.
+        # One file after the other, so that each is opened and checked only once.
         by_file: dict[Path, dict[str, str]] = {}
         for name in names:
             path, inside = self.places[name]
@@ -79,8 +79,8 @@ class TensorFiles:
 def open_files(
     paths: Iterable[Path], wanted: Callable[[str], bool] = lambda name: True
 ) -> TensorFiles:
-    """The tensors of these files whose names are wanted. Raises CheckpointError for a damaged file,
-    and for a name that is in two files.
+    """The tensors in these files whose names are wanted. Raises CheckpointError if a file is
+    damaged, or a name occurs in two files.
     """
     header: Header = {}
     places: dict[str, tuple[Path, str]] = {}
@@ -104,7 +104,7 @@ def open_files(
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files with a model's weights, as plain files inside the folder."""
+    """The files with a model's weights; they must be plain files inside the folder."""
     for pattern in PATTERNS:
         found = sorted(folder.glob(pattern))
         if len(found) > MAX_FILES:
@@ -143,13 +143,13 @@ def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor 
         names = [name for name in files.header if name.endswith(EMBEDDINGS)]
     if not names:
         return None
-    # A model with several parts may have a table in each. The shortest name is the outermost's.
+    # A model with several parts may have a table in each. The outermost has the shortest name.
     name = min(sorted(names), key=len)
     dtype, shape = files.header[name]
     if dtype not in FLOAT_DTYPES or len(shape) != 2:
         given = f"{name} {shape} {dtype}"
         raise CheckpointError(
-            "The lm_head is not a table of numbers.",
+            "The lm_head is not a matrix of floats.",
             given=given,
             expected="[V, D]",
             do="Check the model.",
@@ -158,7 +158,7 @@ def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor 
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    # Models with several parts keep the sizes of their language model there.
+    # A model with several parts keeps the sizes of its language model in this section.
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else {}
 
@@ -169,9 +169,9 @@ class FoundHeads:
 
     Attributes:
         format: one of `formats.FORMATS`.
-        base_model: name or path of the heads' model in the configuration, or empty.
-        notes: what differed from the configuration or was left out, in sentences.
-        native: further data of a native directory.
+        base_model: name or path of the heads' model, from the configuration; may be empty.
+        notes: sentences on what differed from the configuration or was left out.
+        native: metadata of a native directory; None for other formats.
     """
 
     format: str
@@ -206,8 +206,8 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
         lm_head_VD: the lm_head of the heads' model, if available.
 
     Raises:
-        CheckpointError: unknown or damaged, or something that the format's own reader would
-            misread.
+        CheckpointError: the format is unknown, the file is damaged, or the format's own reader
+            would misread it.
     """
     if not path.exists():
         raise CheckpointError(
@@ -229,7 +229,8 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
     if heads_file.suffix == ".safetensors":
         raise _tgi(f"{path}: heads in {heads_file.name}, where FasterDecoding has {HEADS_FILE}")
     files = open_files([file_inside(folder, heads_file.name)])
-    # In this format everything except residual layers is an lm_head; TGI's second format has none.
+    # In this format all tensors other than residual layers are lm_heads; TGI's second format has
+    # none of them.
     own = any(name.endswith(".weight") and ".linear." not in name for name in files.header)
     if not own:
         raise _tgi(f"{path}: {heads_file.name} without an lm_head for each head")
@@ -257,7 +258,8 @@ def _read_model(
     def wanted(name: str) -> bool:
         return _stock(config) or name.startswith(prefixes) or is_output_table(name)
 
-    # Names are chosen by the headers: of a model of many gigabytes only heads and tables are read.
+    # Tensors are chosen by their names in the headers, so that of a model of many gigabytes only
+    # heads and tables are read.
     files = open_files(model_files(folder), wanted)
     name = _full_format(files, config, folder)
     if name == "vllm":
@@ -278,11 +280,11 @@ def _read(
     where: str,
     notes: Sequence[str] = (),
 ) -> FoundHeads:
-    """Read heads whose format is known to be `name`; `notes` are the caller's so far."""
+    """Read heads whose format is `name`; `notes` are the caller's, and come first."""
     claims = _claims(name, config)
     layout = read_layout(files.header, TABLES[name], claims, where)
     rows = lm_head_VD.shape[0] if lm_head_VD is not None else None
-    # Tensors first: uploaded configurations are often wrong (docs/formats.md).
+    # Sizes come from the tensors: uploaded configurations are often wrong (docs/formats.md).
     vocab_size = layout.vocab_size or rows or claims.vocab_size
     if lm_head_VD is not None and (rows, lm_head_VD.shape[1]) != (vocab_size, layout.hidden_size):
         raise CheckpointError(
@@ -351,8 +353,8 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
 def _read_stock(
     files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str
 ) -> FoundHeads:
-    """vLLM's own directory. docs/formats.md lists its traps; each one that vLLM falls into silently
-    is reported in a note or refused here.
+    """vLLM's own directory. docs/formats.md lists its traps. Where vLLM would fall into one
+    silently, this adds a note or refuses the heads.
     """
     shared = config.get("original_lm_head") is True
     names = _vllm_names(files, shared, where)
@@ -361,20 +363,20 @@ def _read_stock(
         raise _refused(
             where,
             f"logit_scale {str(config['logit_scale'])[:20]}",
-            "our heads have none, and sampled drafts would differ",
+            "no logit_scale: our heads have none, and sampled drafts would differ",
         )
-    # vLLM reads any such key as its own; the last one wins.
+    # vLLM takes any key with such a name for its own, and the last one wins.
     clobbers = [key for key in config if "num" in key and "heads" in key and key != "num_heads"]
     if clobbers:
         notes.append(
-            f"vLLM would take {clobbers[0][:40]} for the number of heads; we count tensors."
+            f"vLLM would take {clobbers[0][:40]} for the number of heads; we count the tensors."
         )
     if "token_map" in names:
         if not shared:
             raise _refused(
                 where,
                 "token_map with one lm_head per head",
-                "vLLM itself can't load these (shape mismatch)",
+                "a shared lm_head: vLLM itself can't load these (shape mismatch)",
             )
         del names["token_map"]
         names.pop(SHARED, None)
@@ -391,11 +393,11 @@ def _read_stock(
         raise _refused(
             where,
             "one lm_head per head and original_lm_head true",
-            "vLLM would drop all but the first",
+            "one of the two: vLLM would drop all but the first lm_head",
         )
     if any(name.endswith(".bias") for name in names) and config.get("medusa_fc_bias") is not True:
         notes.append(
-            "The file has biases and medusa_fc_bias is not true: vLLM drops them silently. Here"
+            "The file has biases but medusa_fc_bias is not true: vLLM drops them silently. Here"
             " they count."
         )
     header = {name: files.header[source] for name, source in names.items()}
@@ -403,7 +405,7 @@ def _read_stock(
         raise _refused(
             where,
             "no lm_heads, and original_lm_head is not true",
-            "vLLM would not start: weights are missing",
+            "one of the two: vLLM would not start, because weights are missing",
         )
     view = TensorFiles(header, {name: files.places[source] for name, source in names.items()})
     return _read("vllm", view, config, lm_head_VD, where, notes)
@@ -413,7 +415,7 @@ def _vllm_names(files: TensorFiles, shared: bool, where: str) -> dict[str, str]:
     """Name as vLLM understands it -> name in the file."""
     names: dict[str, str] = {}
     for source in files.header:
-        # Like vLLM's own loader, wherever it is in the name.
+        # Replaced anywhere in the name, as vLLM's own loader does.
         name = source.replace("medusa_heads.", "")
         parts = name.split(".")
         if len(parts) >= 3 and parts[0].isdigit() and parts[1].isdigit():

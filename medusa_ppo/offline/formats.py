@@ -6,7 +6,6 @@ Shape letters: D hidden, V vocabulary. K heads, L residual layers; in names {k} 
 
 All formats compute the same for head k: f = h; f = f + SiLU(W_l f + b_l) for each layer l; logits =
 lm_head f. They differ in names, in whether there are biases, in whether each head has its own
-lm_head f. They differ in names, in whether there are biases, in whether each head has its own
 lm_head, and in whether the layers of a head are all the same.
 """
 
@@ -23,15 +22,16 @@ from heads.errors import CheckpointError, ConfigError
 from heads.heads_config import HeadsConfig
 from heads.tensorfile import FLOAT_DTYPES, Header
 
-# The format-independent names of heads: stock vLLM's, which are our native ones too.
+# Format-independent names of the heads' tensors: those of stock vLLM, which our native format
+# uses, too.
 BLOCK = "blocks.{k}.layers.{l}.weight"
 BIAS = "blocks.{k}.layers.{l}.bias"
 OWN = "lm_heads.{k}.weight"
 SHARED = "lm_head.weight"
 
 INDEX = "(0|[1-9][0-9]{0,2})"
-"""A number in a name, as a regular expression. At most three digits: a hostile file could otherwise
-ask for a head with a number of any length.
+"""A number in a name, as a regular expression. It has at most three digits, so that a hostile file
+can't ask for a head whose number has any length.
 """
 
 
@@ -45,8 +45,8 @@ class KeyTable:
         shared: name of the copy of the actor's lm_head, if the format has one.
         biases: `optional`, `always` (zeros are written if there are none) or `never`.
         lm_heads: `any`, or `own` (a shared one is written once for each head).
-        tied: the format's own loader builds one layer and repeats it, so different layers would be
-            lost.
+        tied: the format's own loader builds one layer and repeats it, so layers that differ would
+            be lost.
         needs_lm_head: whether the copy of a shared lm_head is required.
     """
 
@@ -77,15 +77,15 @@ TABLES: dict[str, KeyTable] = {
 }
 FORMATS = tuple(TABLES)
 TGI_FORMATS = ("tgi-v1", "tgi-v2")
-"""Formats of text-generation-inference, read and written until 0.3.0. Only their names are kept, so
-that a command or folder that still uses one gets advice instead of "unknown".
+"""Formats of text-generation-inference, which we read and wrote until 0.3.0. Their names are kept
+so that whoever still uses one gets advice instead of "unknown".
 """
 
 
 @dataclass(frozen=True)
 class Claims:
-    """What a configuration file says about the heads; None if nothing. Tensors are trusted more
-    than this.
+    """What a configuration file says about the heads; None where it says nothing. Where tensors say
+    something else, the tensors are right.
     """
 
     num_heads: int | None = None
@@ -96,16 +96,15 @@ class Claims:
 
 @dataclass(frozen=True)
 class Layout:
-    """Heads according to a file's header, checked; no tensor is read yet.
+    """Heads as a file's header describes them, checked before any tensor is read.
 
     Attributes:
-        names: name in the file -> format-independent name. Tied layers have several of the latter:
-            {name: (first, second)}.
+        names: name in the file -> format-independent names; several for tied layers.
         hidden_size, num_heads, num_layers: sizes of the tensors.
         vocab_size: rows of the lm_heads, or None if no tensor shows it.
         own: whether every head has its own lm_head.
         dtype: dtype of the heads' tensors.
-        notes: what differed from the configuration, in sentences for the reader.
+        notes: sentences for the user on what differed from the configuration.
     """
 
     names: dict[str, tuple[str, ...]]
@@ -165,8 +164,8 @@ def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> 
         raise _wrong(where, "no residual block", f"names like {table.block}")
     K = 1 + max(k for k, _ in blocks)
     present = 1 + max(layer for _, layer in blocks)
-    # If a head is a Sequential, the lm_head's number counts the layers before it. Of tied layers
-    # safetensors keeps only the first, so this number is the only record of how many there were.
+    # In a head that is a Sequential, the lm_head's number is the number of layers before it. Of
+    # tied layers safetensors keeps only the first, so nothing else tells how many there were.
     L = max(n for _, n in own) if own and "{n}" in table.own else present
     notes = _check_counts(K, L, present, claims, bool(own), where)
     names: dict[str, tuple[str, ...]] = {}
@@ -194,7 +193,7 @@ def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> 
         )
     if missing:
         raise _wrong(
-            where, f"{missing[0]} is missing", f"{K} heads of {L} layers, alike in all tensors"
+            where, f"{missing[0]} is missing", f"{K} heads of {L} layers with the same tensors"
         )
     return _sized(header, names, K, L, claims, notes, where)
 
@@ -207,7 +206,7 @@ def _indices(template: str, header: Header) -> list[tuple[int, int]]:
     pattern = re.compile(text)
     found = []
     for name in header:
-        # Names come from the file; none of ours is nearly as long.
+        # Names come from the file, so their length is bounded; ours are all far shorter.
         match = pattern.fullmatch(name) if len(name) < 100 else None
         if match:
             layer = int(match[2]) if pattern.groups > 1 else 0
@@ -227,10 +226,10 @@ def _check_counts(K: int, L: int, present: int, claims: Claims, own: bool, where
         raise _wrong(where, f"{present} layers, and lm_heads after layer {L}", expected)
     if L > 1 and present == 1:
         notes.append(
-            f"Only the first of {L} layers is in the file: they were one repeated layer (tied), and"
-            f" are written as {L} copies."
+            f"Only the first of {L} layers is in the file: one layer was repeated (tied). It is"
+            f" written {L} times."
         )
-    # Without an lm_head's number, one tied layer looks like a wrong configuration.
+    # Without an lm_head's number, tied layers can't be told from a wrong configuration.
     elif claims.num_layers not in (None, L) and present == 1 and not own:
         given = f"1 layer in the tensors, {claims.num_layers} in the configuration"
         raise _wrong(where, given, "the same number: tied layers look like this")
@@ -254,9 +253,9 @@ def _sized(
     notes: list[str],
     where: str,
 ) -> Layout:
-    """Compare all shapes and dtypes with each other and with the configuration's sizes."""
+    """Check all shapes and dtypes against each other and against the configuration."""
     by_target = {targets[0]: header[name] for name, targets in names.items()}
-    # All others must agree with the first head's first layer.
+    # The first head's first layer sets the sizes for all others.
     code, first = by_target[BLOCK.format(k=0, l=0)]
     D = first[0] if len(first) == 2 else 0
     tables = {target: shape for target, (_, shape) in by_target.items() if "lm_head" in target}
@@ -275,7 +274,7 @@ def _sized(
                 f"{target} has shape {shape}",
                 f"{expected}, as the others have, within {MAX_VOCAB} x {MAX_WIDTH}",
             )
-        # The actor's lm_head may have another dtype than the heads.
+        # The actor's lm_head may have a different dtype than the heads.
         if dtype not in FLOAT_DTYPES or (dtype != code and target != SHARED):
             raise _wrong(
                 where,
@@ -304,12 +303,12 @@ def plain_heads(
     vocab_size: int,
     where: str,
 ) -> tuple[PlainHeads, list[str]]:
-    """Format-independent heads from the tensors in a layout; if all own lm_heads equal the actor's,
-    they become a shared one.
+    """Format-independent heads from a layout's tensors. If all heads' own lm_heads equal the
+    actor's, they become one shared lm_head.
 
     Args:
         tensors: by their names in the file.
-        lm_head_VD: the actor's lm_head, if known from elsewhere.
+        lm_head_VD: the actor's lm_head, if it is known from elsewhere.
     """
     named = {target: tensors[name] for name, targets in layout.names.items() for target in targets}
     notes = list(layout.notes)
@@ -323,14 +322,15 @@ def plain_heads(
             "The lm_head in the file is not the model's (a policy that moved on?): the model's is"
             " used."
         )
-    # The model's own comes first: the file's may be older than the policy.
+    # The model's own lm_head is preferred: the file's may be older than the policy.
     lm_head_VD = inside if lm_head_VD is None else lm_head_VD
     biases = [name for name in named if name.endswith(".bias")]
     if biases and not any(named[name].count_nonzero() for name in biases):
-        notes.append("All biases are zero and left out.")
+        notes.append("All biases are zero, so they are left out.")
         named = {name: tensor for name, tensor in named.items() if name not in biases}
-    # Formats without a shared lm_head hold a copy of the model's for each head. Only the model
-    # proves that these are copies: heads trained with their own lm_heads may start out equal.
+    # Formats without a shared lm_head hold a copy of the model's for each head. Only a comparison
+    # with the model proves that they are copies: heads trained with their own lm_heads may have
+    # started out equal.
     own = [named[OWN.format(k=k)] for k in range(layout.num_heads)] if layout.own else []
     same = bool(own) and all(torch.equal(tensor, own[0]) for tensor in own[1:])
     if same and lm_head_VD is not None and torch.equal(own[0], lm_head_VD.to(layout.dtype)):
@@ -402,7 +402,7 @@ def _obstacle(plain: PlainHeads, target: str) -> str:
     table = TABLES[target]
     config = plain.config
     if plain.biased and table.biases == "never":
-        return "the residual blocks have biases, and ours have none"
+        return "the residual blocks have biases, and those of our format have none"
     if table.tied and config.num_layers > 1 and not plain.tied:
         return (
             f"the {config.num_layers} layers differ; the format's loader repeats one layer and "
@@ -418,9 +418,7 @@ def _obstacle(plain: PlainHeads, target: str) -> str:
 
 
 def to_keys(plain: PlainHeads, target: str) -> dict[str, torch.Tensor]:
-    """The tensors under a format's names, in the order head by head. Call `refuse_unrepresentable`
-    first.
-    """
+    """The tensors under a format's names, head by head. Call `refuse_unrepresentable` first."""
     table = TABLES[target]
     config = plain.config
     biased = plain.biased or table.biases == "always"
@@ -439,6 +437,6 @@ def to_keys(plain: PlainHeads, target: str) -> dict[str, torch.Tensor]:
             out[table.own.format(k=k, n=config.num_layers)] = plain.lm_head_VD.to(plain.dtype)
     if table.shared and config.lm_head == "shared" and plain.lm_head_VD is not None:
         out[table.shared] = plain.lm_head_VD.to(plain.dtype)
-    # Each name gets its own tensor: safetensors refuses names that share memory, like tied layers
-    # and a table written for each head.
+    # Each name gets its own copy: safetensors refuses tensors that share memory, as tied layers do
+    # and a table that is written for each head.
     return {name: tensor.clone().contiguous() for name, tensor in out.items()}

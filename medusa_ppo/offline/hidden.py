@@ -1,11 +1,11 @@
-"""Hidden states of samples: sequences packed into rows without padding, in fixed groups, cached up
-to a limit, otherwise computed again.
+"""Hidden states of samples. Sequences are packed into rows without padding, in fixed groups; groups
+are cached up to a limit, and otherwise computed again.
 
 Shape letters: B rows of a forward pass, T positions, D hidden, V vocabulary, M written tokens of
 all sequences.
 
-A group is always computed in the same shapes, so the training data is the same to the bit, whatever
-the cache holds and wherever an interrupted run resumes.
+A group is always computed in the same shapes. The training data is therefore the same to the bit,
+whatever the cache holds and wherever an interrupted training resumes.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from medusa_ppo.offline.collect import Sample
 from medusa_ppo.runtime.console import Advance
 
 GROUP_TOKENS = 8192
-"""Tokens of one group, and at most of one forward pass."""
-# Minimum even with little text: a single group could neither be split among workers nor reordered
-# in each epoch.
+"""Maximum tokens in a group, and in a forward pass."""
+# The minimum, even with little text: a single group could neither be split among workers nor
+# reordered in each epoch.
 LEAST_GROUPS = 16
 ROW_TOKENS = 256
-"""Minimum length of rows of packed sequences, so that little of a row stays empty."""
+"""Minimum length of a row with packed sequences, so that little of it stays empty."""
 LOGIT_ELEMENTS = 1 << 26
-"""Logits of one forward pass that needs them (256 MiB in float32)."""
-# Two different tokens, or a position could be confused with the same position of the other
-# sequence.
+"""Maximum number of logits in a forward pass that needs them (256 MiB in float32)."""
+# Lengths of the two sequences with which packing is tried out. They differ, so that no position of
+# one can be mistaken for the same position of the other.
 PROBE_LENGTHS = (7, 5)
 
 Row = list[tuple[int, int]]
-"""Consecutive sequences in one row of a forward pass: (sample, its first position).
-"""
+"""The sequences that follow each other in a row of a forward pass: (sample, its first position)."""
 
 
 def read_all(reader: HiddenReader, samples: Sequence[Sample], advance: Advance) -> RolloutBatch:
-    """All samples' states in one batch, in their order."""
-    # By length, so that a forward pass has little padding.
+    """The states of all samples in one batch, in the samples' order."""
+    # Read in order of length, so that a forward pass has little padding.
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].ids))
     found: dict[int, RolloutBatch] = {}
     for group in _cut([len(samples[i].ids) for i in order], GROUP_TOKENS):
@@ -53,13 +52,13 @@ def read_all(reader: HiddenReader, samples: Sequence[Sample], advance: Advance) 
 
 
 class HiddenStates:
-    """The samples of a training, split into groups once; each group's batch comes from the cache or
-    from a new forward pass.
+    """The samples of a training, split into groups once and for all. A group's batch comes from the
+    cache or from a new forward pass.
 
     Attributes:
         groups: indices of each group's samples.
         cached_bytes: bytes in the cache now.
-        forwards: groups computed so far.
+        forwards: number of groups computed so far.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class HiddenStates:
         """
         Args:
             reader: computes the states.
-            cache_bytes: most bytes of hidden states to keep; 0: none, every use is a forward pass.
+            cache_bytes: maximum bytes of hidden states to keep; 0: every use is a forward pass.
             seed: seed of the grouping.
         """
         self._reader = reader
@@ -91,7 +90,7 @@ class HiddenStates:
         return sum(sample.written for sample in self._samples)
 
     def batch(self, numbers: Sequence[int]) -> RolloutBatch:
-        """The batch of some groups, in that order."""
+        """The batch with these groups, in this order."""
         return RolloutBatch.join([self._group(number) for number in numbers])
 
     def _group(self, number: int) -> RolloutBatch:
@@ -101,8 +100,8 @@ class HiddenStates:
             self._reader.read([self._samples[i] for i in self.groups[number]])
         )
         self.forwards += 1
-        # Cached groups stay: every epoch uses each of them, and evicting the oldest would evict
-        # each one in turn.
+        # Cached groups are never evicted. Every epoch uses all groups, so evicting the oldest would
+        # evict each one just before it is needed.
         if self.cached_bytes + batch.nbytes <= self._room:
             self._kept[number] = batch
             self.cached_bytes += batch.nbytes
@@ -110,8 +109,8 @@ class HiddenStates:
 
 
 class HiddenReader:
-    """Reads hidden states from a model's own forward pass: in packed rows if the model keeps
-    sequences apart, otherwise in padded ones.
+    """Reads hidden states from a model's own forward pass: in packed rows if the model keeps packed
+    sequences apart, otherwise in padded rows.
     """
 
     def __init__(
@@ -120,15 +119,15 @@ class HiddenReader:
         """
         Args:
             model: the actor, on the device where it is to run.
-            temperature: temperature of the samples' behaviour log-probs, also of the actor's own
-                where a sample has none.
-            dtype: dtype of the stored states; None: as the model gives them.
+            temperature: the temperature of the samples' behaviour log-probs; where a sample has
+                none, they are computed at this temperature.
+            dtype: dtype of the stored states; None: the model's.
         """
         self._model = model
         self._dtype = dtype or model.dtype
         self._temperature = temperature
         self._sizes = model.config.get_text_config()
-        # Families differ in their arguments; an unknown argument is an error.
+        # Model families differ in their arguments, and an unknown argument is an error.
         self._accepts = set(inspect.signature(model.forward).parameters)
         self.packed = self._keeps_packed_apart()
 
@@ -140,7 +139,7 @@ class HiddenReader:
         most = GROUP_TOKENS
         if needs_logits:
             most = min(most, LOGIT_ELEMENTS // self._sizes.vocab_size)
-        # A single sequence may be longer than a pass should be; it then has its own pass.
+        # A sequence that is longer than a pass should be gets a pass of its own.
         limit = max(longest, most)
         context = getattr(self._sizes, "max_position_embeddings", None) or ROW_TOKENS
         width = max(longest, min(ROW_TOKENS, limit, context))
@@ -164,8 +163,8 @@ class HiddenReader:
     ) -> None:
         width = max(_width(row, samples) for row in rows)
         ids_BT = torch.zeros(len(rows), width, dtype=torch.int64)
-        # The empty end of a row consists of one-token sequences at position 0, which nothing
-        # attends to.
+        # The unused end of a row stays at position 0: transformers takes these tokens for sequences
+        # of length one, and nothing attends to them.
         positions_BT = torch.zeros_like(ids_BT)
         for b, row in enumerate(rows):
             for i, start in row:
@@ -182,7 +181,9 @@ class HiddenReader:
     def _sequence(
         self, sample: Sample, hidden_TD: torch.Tensor, logits_TV: torch.Tensor | None, start: int
     ) -> RolloutBatch:
-        """Cut a sample's written tokens out of its row; the state before a token predicts it."""
+        """Cut a sample's written tokens out of its row, each with the state that predicts it: that
+        of the token before.
+        """
         ids_M = torch.tensor(
             [token for first, end in sample.spans for token in sample.ids[first:end]],
             dtype=torch.int64,
@@ -198,7 +199,7 @@ class HiddenReader:
             logprobs_M = logp_MV.gather(1, ids_M.to(logp_MV.device)[:, None])[:, 0].cpu()
         lengths_S = torch.tensor([end - first for first, end in sample.spans], dtype=torch.int64)
         prompts_S = torch.full_like(lengths_S, sample.prompt)
-        # On the CPU: all of them together may be many times a GPU's memory.
+        # States go to the CPU: all of them together may be many times a GPU's memory.
         hidden_MD = hidden_TD[rows_M].to("cpu", self._dtype)
         return RolloutBatch(
             hidden_MD,
@@ -207,7 +208,7 @@ class HiddenReader:
             lengths_S,
             temperature=self._temperature,
             prompts_S=prompts_S,
-            # What heads that copy may search; each stretch has everything that precedes it.
+            # The text that copying may search: for each stretch, everything before it.
             before_ids_X=torch.tensor(
                 [token for first, _ in sample.spans for token in sample.ids[:first]],
                 dtype=torch.int32,
@@ -218,11 +219,11 @@ class HiddenReader:
     def _forward(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor | None, needs_logits: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # Without a cache: transformers detects packed sequences only without one.
+        # Without a KV cache: transformers detects packed sequences only then.
         options: dict[str, int] = {"use_cache": False} if "use_cache" in self._accepts else {}
         if not needs_logits and "logits_to_keep" in self._accepts:
-            # lm_head over all positions would be the largest product of the pass, and its result is
-            # not used.
+            # Nobody needs the logits, and lm_head at all positions would be the largest matrix
+            # product of the pass.
             options["logits_to_keep"] = 1
         positions = {}
         if positions_BT is not None and "position_ids" in self._accepts:
@@ -235,8 +236,8 @@ class HiddenReader:
 
     @torch.no_grad()
     def _keeps_packed_apart(self) -> bool:
-        """Measured, not assumed: a short sequence after another one must have the same states as
-        alone.
+        """Whether the model keeps packed sequences apart. This is tried out: a short sequence must
+        have the same states after another one as alone.
         """
         if "position_ids" not in self._accepts:
             return False
@@ -245,14 +246,14 @@ class HiddenReader:
         positions = torch.cat([torch.arange(one), torch.arange(two)])[None]
         together = self._forward(ids, positions, False)[0][0, one:].float()
         alone = self._forward(ids[:, one:], torch.arange(two)[None], False)[0][0].float()
-        # Different shapes round differently, but a sequence that saw its neighbour is much further
-        # off.
+        # Different shapes round differently, but attending to the other sequence would make a far
+        # larger difference.
         tolerance = 1e-3 if self._model.dtype == torch.float32 else 3e-2
         return bool((together - alone).norm() <= tolerance * alone.norm())
 
 
 def _pack(lengths: Sequence[int], width: int) -> list[Row]:
-    """Longest first, each into the first row with room."""
+    """Pack sequences into rows: the longest first, each into the first row with room."""
     rows: list[Row] = []
     ends: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -266,8 +267,8 @@ def _pack(lengths: Sequence[int], width: int) -> list[Row]:
 
 
 def _one_each(lengths: Sequence[int]) -> list[Row]:
-    """A row for each sequence, sorted by length so that neighbours need little padding (which a
-    causal mask hides from all tokens).
+    """A row for each sequence, sorted by length so that neighbours need little padding. A causal
+    mask hides the padding from all tokens.
     """
     return [[(i, 0)] for i in sorted(range(len(lengths)), key=lambda i: lengths[i])]
 
@@ -278,8 +279,8 @@ def _width(row: Row, samples: Sequence[Sample]) -> int:
 
 
 def _cut(sizes: Sequence[int], limit: int, *, padded: bool = False) -> list[list[int]]:
-    """Consecutive indices, cut so that no part is larger than `limit` (a single one may be): by
-    sum, or by its largest times its count.
+    """Cut the indices of `sizes` into consecutive parts of at most `limit`; an index that is larger
+    alone is a part by itself. A part's size is the sum, or, `padded`, the largest times the count.
     """
     ends = [0]
     for i in range(1, len(sizes)):

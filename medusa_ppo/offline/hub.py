@@ -1,5 +1,5 @@
-"""Heads on the model hub: pulled by name, and pushed with a card that says what was measured, with
-which settings, and how to use them.
+"""Heads on the model hub: pulls them by name, and pushes them with a card that says what was
+measured, with which settings, and how to use them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 CARD = Path(__file__).with_name("card.md.jinja")
 PREFIX = "hf://"
-# Names become cache paths and parts of an address, so only the hub's own characters are allowed.
+# Names become parts of cache paths and addresses, so only the hub's own characters are allowed.
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
-# Other formats' files too, since `convert` also takes heads from the hub.
+# Files of other formats, too, since `convert` also takes heads from the hub.
 PULLED = [
     "config.json",
     "model.safetensors",
@@ -60,8 +60,8 @@ SHOWN_SETTINGS = (
 
 
 def shareable(value: Any) -> Any:
-    """Metadata for publication: paths of this machine are cut to their last name, and tokens
-    removed.
+    """Metadata that may be published: paths on this machine are cut to their last part, and tokens
+    are removed.
     """
     if isinstance(value, Mapping):
         return {str(key): shareable(item) for key, item in value.items()}
@@ -87,11 +87,11 @@ def render_card(
     Raises:
         DataError: a file of figures is not what `medusa-ppo eval --json` writes.
     """
-    # A missing field must not become a blank in a card.
+    # StrictUndefined: a missing field must be an error, not a blank in the card.
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
-    # A bar or a line break would end the cell.
+    # A vertical bar or a line break would end the cell.
     environment.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", "\\n")
     base = shareable(base_model_of(metadata))
     numbers = sum(math.prod(shape) for shape in config.tensor_shapes().values())
@@ -113,7 +113,7 @@ def render_card(
         repo=repo,
         config=config,
         base=base,
-        # Only a hub name becomes a link; a folder's last name could lead to somebody else's model.
+        # Only a hub name becomes a link: a folder's name could lead to somebody else's model.
         base_on_hub=bool(NAME.fullmatch(base)),
         has_lm_head=config.lm_head == "own" or metadata.has_lm_head,
         heads=heads,
@@ -136,13 +136,13 @@ def _replayed(notes: Mapping[str, Any]) -> str:
 
 
 def _measured(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of `eval`, and how they were measured."""
+    """The figures of `eval` and how they were measured, as rows of the card."""
     (low, high), settings = figures["confidence_interval"], figures["settings"]
     return {
         "mean acceptance length": (
             f"**{figures['mean_acceptance_length']:.3f}** (95 % interval {low:.3f} to {high:.3f})"
         ),
-        "accepted per step, by position": ", ".join(
+        "acceptance by position": ", ".join(
             f"{value:.3f}" for value in figures["acceptance_per_position"]
         ),
         "measured by": (
@@ -220,11 +220,10 @@ class Hub(Protocol):
 
 
 def local_heads(name: str, hub: Hub | None = None) -> Path:
-    """A folder of heads as it is, or the local copy of `hf://owner/name` or
-    `hf://owner/name@revision`.
+    """The folder itself, or the local copy of `hf://owner/name` or `hf://owner/name@revision`.
 
     Raises:
-        ConfigError: what follows hf:// is not a repository.
+        ConfigError: what follows hf:// is not a repository, or what follows @ not a revision.
         HubError: the hub can't be reached, or has no such repository for this user.
     """
     if not name.startswith(PREFIX):
@@ -233,7 +232,7 @@ def local_heads(name: str, hub: Hub | None = None) -> Path:
     _check_repo(repo)
     if revision and (not REVISION.fullmatch(revision) or ".." in revision):
         raise ConfigError(
-            "This is not a revision.",
+            "This is not a revision of a repository.",
             given=revision[:80],
             expected="a branch, a tag or a commit",
             do="Correct what follows @.",
@@ -253,10 +252,10 @@ def push_heads(
     figures: Sequence[Path] = (),
     hub: Hub | None = None,
 ) -> str:
-    """Push a native heads directory, and nothing else in the folder.
+    """Push the native heads in a folder, and nothing else that is in it.
 
     Args:
-        private: for a repository created now; an existing one keeps its setting.
+        private: make the repository private if it is created now; an existing one stays as it is.
         figures: JSON files of `medusa-ppo eval --json` for the model card.
 
     Returns:
@@ -271,8 +270,8 @@ def push_heads(
     card = render_card(repo, module.config, metadata, figures)
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-push-") as scratch:
         folder = Path(scratch) / "heads"
-        # Rewritten rather than uploaded as it is: metadata contains paths of this machine, and
-        # other files in the folder stay here.
+        # Saved again rather than uploaded as it is: the metadata contains paths on this machine,
+        # and other files in the folder must stay here.
         shared = shareable(metadata.metadata)
         save_heads(
             folder,
@@ -320,7 +319,7 @@ def _check_repo(repo: str) -> None:
 def _open(hub: Hub | None) -> Hub:
     if hub is not None:
         return hub
-    # Slow to import, and only these two commands need it.
+    # Imported here because it is slow, and only pulling and pushing need it.
     from huggingface_hub import HfApi
 
     return HfApi()
@@ -328,18 +327,19 @@ def _open(hub: Hub | None) -> Hub:
 
 @contextmanager
 def _hub_errors(doing: str) -> Iterator[None]:
-    """Raise HubError without a cause: huggingface_hub's errors contain requests, and with them the
-    token, in a traceback.
+    """Turn any error into a HubError without a cause: errors of huggingface_hub contain the request
+    and with it the token, which a traceback would show.
     """
     problem = ""
     try:
         yield
     except Exception as error:
-        # OSError, ValueError and errors of two HTTP libraries, which all mean the same to the user.
+        # It may be an OSError, a ValueError or an error of two HTTP libraries; to the user they all
+        # mean the same.
         lines = str(error).strip().splitlines()
         message = lines[0] if lines else "no message"
         problem = f"{type(error).__name__}: {scrubbed(message, [_token()])[:300]}"
-    # Raised out here: inside `except` the first error would be its context.
+    # Raised out here: inside `except`, the first error would become its context.
     if problem:
         raise HubError(
             f"The hub request failed while {doing}.",

@@ -1,8 +1,8 @@
-"""Options of `medusa-ppo train` and `medusa-ppo eval`, read without torch.
+"""Options of `medusa-ppo train` and `medusa-ppo eval`; imports no torch.
 
 Each option is defined here once, with its default and `--help` text; the command line and Python
-callers use the same class. A setting that a PPO run also has takes its default from there. If a
-default differs from the run's, the docstring below it says why.
+callers use the same class. A setting that a PPO run also has takes its default from the run's
+configuration. Where a default differs from that, the docstring below it says why.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.config.sampling_section import SamplingConfig
 
 NOT_IN_THE_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
-"""Options that change when a training stops or how fast it is, not the heads after a given number
-of tokens.
+"""Options that change when a training stops or how fast it is, but not the heads that it has after
+a given number of tokens.
 """
-# A run's settings, at their defaults.
+# The sections of a run's configuration, at their defaults.
 HEADS = HeadsSection()
 COMPANION = CompanionConfig()
 SAMPLING = SamplingConfig()
 
 
 def line_breaks(text: str) -> str:
-    """Turn the two characters `\\n` into a line break: a shell passes them on as typed."""
+    """Turn the two characters `\\n` into a line break, because a shell passes them on as typed."""
     return text.replace("\\n", "\n")
 
 
@@ -40,7 +40,7 @@ Data = Annotated[
         help="JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name."
     ),
 ]
-Seed = Annotated[int, Option(help="Seed of everything random.")]
+Seed = Annotated[int, Option(help="Seed for everything random.")]
 Template = Annotated[
     str, Option(help="Prompt template with the row's fields in braces.", callback=line_breaks)
 ]
@@ -76,7 +76,9 @@ class TrainOptions:
     )
     feed_forward: Annotated[
         int,
-        Option(min=0, help="Width of the layer after each attention, in hidden sizes; 0: none."),
+        Option(
+            min=0, help="Width of the layer after each attention, in hidden sizes; 0: no layer."
+        ),
     ] = HEADS.feed_forward
     cell: Annotated[
         int, Option(min=1, help="Width of the state passed from draft to draft, in hidden sizes.")
@@ -112,7 +114,7 @@ class TrainOptions:
         ),
     ] = False
     streaming: Annotated[
-        bool, Option("--streaming", help="Read the data row by row, and only as much as is needed.")
+        bool, Option("--streaming", help="Read the data row by row, and no more than is needed.")
     ] = False
     max_train_tokens: Annotated[int, Option(min=1, help="Response tokens to train on.")] = 100_000
     max_minutes: Annotated[
@@ -122,15 +124,15 @@ class TrainOptions:
         float, Option(min=0, help="Stop at this mean acceptance length by replay; 0: never.")
     ] = 0.0
     epochs: Annotated[int, Option(min=1, help="Passes over the tokens.")] = 4
-    """More than the companion's: these tokens are all there are, while the companion gets new ones
-    with every step.
+    """More than the companion's default: there are only these tokens, while the companion gets new
+    ones with every step.
     """
     learning_rate: Annotated[
-        float, Option(help="Peak AdamW learning rate; it follows a cosine to the end.")
+        float, Option(help="Peak learning rate of AdamW; it falls along a cosine to the end.")
     ] = COMPANION.learning_rate
     batch_positions: Annotated[int, Option(min=1, help="Positions per micro-batch.")] = 512
-    """Fewer than the companion's: the cosine lets noisy small batches settle at the end. The
-    companion has no cosine, since its policy keeps moving.
+    """Smaller than the companion's default: small batches are noisy, and the cosine lets them
+    settle at the end. The companion has no cosine, because its policy keeps moving.
     """
     accumulate: Annotated[int, Option(min=1, help="Micro-batches per optimizer step.")] = 1
     workers: Annotated[
@@ -145,14 +147,14 @@ class TrainOptions:
         Option(help="Dtype of the model, its hidden states and all products."),
     ] = "float32"
     cache_bytes: Annotated[
-        int, Option(min=0, help="Most bytes of hidden states kept between epochs; 0: none.")
+        int, Option(min=0, help="Maximum bytes of hidden states kept between epochs; 0: none.")
     ] = 4 * 1024**3
     temperature: Annotated[float, Option(help="Sampling temperature of the responses.")] = (
         SAMPLING.temperature
     )
     max_new_tokens: NewTokens = 128
-    """More than a run's, which is sized for an engine with short contexts: here the engine is sized
-    to fit.
+    """More than a run's default, which is meant for an engine with short contexts: here the engine
+    is made large enough.
     """
     seed: Seed = 0
     fresh: Annotated[
@@ -178,7 +180,7 @@ class TrainOptions:
 
     @property
     def draft_temperature(self) -> float:
-        """Draft temperature for judging heads, matching their loss; 0: one-hot."""
+        """Draft temperature at which heads are judged, to match their loss; 0: one-hot drafts."""
         return 0.0 if self.loss == "ce" else 1.0
 
     def settings(self) -> dict[str, Any]:
@@ -209,18 +211,16 @@ class EvalOptions:
     draft: Annotated[Literal["one-hot", "sampled"], Option(help="How drafts are drawn.")] = (
         "sampled"
     )
-    """As in a run, whose requests are sampled."""
+    """As in a run, which samples its drafts."""
     draft_temperature: Annotated[float, Option(help="Temperature of sampled drafts.")] = 1.0
     temperature: Annotated[float, Option(help="Sampling temperature.")] = 1.0
     temperatures: Annotated[
         tuple[float, ...],
-        Option(help="Several sampling temperatures, e.g. 0.3,0.7,1.0; the first is the headline."),
+        Option(help="Several sampling temperatures, e.g. 0.3,0.7,1.0; the headline has the first."),
     ] = ()
     top_p: Annotated[float, Option(help="Nucleus mass; 1: off.")] = 1.0
     top_k: Annotated[int, Option(help="Sample from the k most likely tokens; 0: off.")] = 0
-    category: Annotated[str, Option(help="Column whose values the figures are also given for.")] = (
-        ""
-    )
+    category: Annotated[str, Option(help="Column: also give figures for each of its values.")] = ""
     compare: Annotated[
         Path | None,
         Option(help="Other heads, measured on the same rollouts (vllm: on the same prompts)."),
@@ -231,7 +231,7 @@ class EvalOptions:
             min=0,
             help=(
                 "Earlier responses per prompt in a memory; sampled drafts then come from the "
-                "heads and from it."
+                "heads and the memory."
             ),
         ),
     ] = 0

@@ -1,11 +1,11 @@
-"""Reads what a torch .pt file of tensors contains without executing it; only then is it given to
-torch.load(weights_only=True).
+"""Finds out what a torch .pt file of tensors contains without executing it. Only then does
+torch.load(weights_only=True) get the file.
 
 A .pt file is a zip with one pickle (data.pkl) that describes tensors, and one stored entry of bytes
-for each storage. Before torch sees it, the zip's directory is bounded and checked (no compression,
-no overlap, no entry twice), and our own small reader goes through the pickle: thirty instructions,
-eleven names, no calls. It accepts what `torch.save` writes for a flat dict of tensors, and nothing
-else.
+for each storage. Before torch sees the file, its zip directory is bounded and checked (no
+compression, no overlap, no entry twice), and our own small reader goes through the pickle: thirty
+instructions, eleven names, no calls. It accepts what `torch.save` writes for a flat dict of
+tensors, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import torch
 from heads.errors import CheckpointError
 from heads.tensorfile import Header, regular_size, require_finite
 
-# Heads are some dozens of tensors and need a thousandth of these limits.
+# Heads have a few dozen tensors and need a thousandth of these limits.
 MAX_PICKLE_BYTES, MAX_PICKLE_STEPS = 1 << 20, 200_000
-# An entry takes about a hundred bytes: room for thousands of tensors.
+# An entry takes about a hundred bytes, so there is room for thousands of tensors.
 MAX_DIRECTORY_BYTES = 512 << 10
 MAX_DIMENSIONS = 8
 END_RECORD, END64_LOCATOR, END64_RECORD = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
-# Fixed by the zip format.
+# Sizes and signatures that the zip format fixes.
 END_BYTES, LOCATOR_BYTES, LOCAL_HEADER_BYTES = 22, 20, 30
 
 BROKEN_ZIP = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OSError, EOFError)
-"""What zipfile raises for broken files."""
+"""The errors that zipfile raises for broken files."""
 
 STORAGES = {
     "torch FloatStorage": "F32",
@@ -56,7 +56,7 @@ NAMES = {*STORAGES, ORDERED_DICT, TENSOR, PARAMETER}
 
 @dataclass(frozen=True)
 class _Name:
-    """A name that the pickle mentions; never looked up."""
+    """A name that the pickle mentions; it is never looked up."""
 
     text: str
 
@@ -82,7 +82,7 @@ def read_pickle_header(path: Path) -> Header:
     flat dict of contiguous tensors.
     """
     entries = _checked_entries(path)
-    # torch puts everything below one folder, named after the file.
+    # torch puts everything into one folder, which is named after the file.
     records = {name.split("/", 1)[1]: info for name, info in entries.items()}
     description = records.get("data.pkl")
     if description is None or description.file_size > MAX_PICKLE_BYTES:
@@ -90,7 +90,7 @@ def read_pickle_header(path: Path) -> Header:
             "no data.pkl" if description is None else f"data.pkl of {description.file_size} bytes"
         )
         raise _damaged(path, given, f"a data.pkl of at most {MAX_PICKLE_BYTES} bytes")
-    # torch writes it since 2.1; older files are assumed to be little-endian.
+    # torch writes this entry since 2.1; older files are taken to be little-endian.
     order = records.get("byteorder")
     if order is not None and (order.file_size > 16 or _entry(path, order).strip() != b"little"):
         raise _damaged(path, "big-endian numbers", "little-endian numbers")
@@ -98,15 +98,15 @@ def read_pickle_header(path: Path) -> Header:
 
 
 def read_pickle_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    """Copies of some tensors of a file that `read_pickle_header` accepts; the rest of the file
-    stays on disk.
+    """Copies of some tensors in a file that `read_pickle_header` accepts; other tensors stay on
+    disk.
     """
     header = read_pickle_header(path)
     try:
-        # `mmap` leaves unused tensors on disk; the clones outlive the mapping.
+        # `mmap` leaves other tensors on disk; the clones below outlive the mapping.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         state = {name: loaded[name].detach().clone() for name in names}
-    # torch raises RuntimeError, UnpicklingError, KeyError, ... for what it can't read.
+    # For what it can't read, torch raises RuntimeError, UnpicklingError, KeyError and others.
     except Exception as error:
         raise _damaged(path, f"{type(error).__name__}", "a file written by torch.save") from error
     for name, tensor in state.items():
@@ -123,8 +123,8 @@ def read_pickle_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]
 
 
 def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Entries by name, after the directory's size and every entry's claims were compared with the
-    file.
+    """The entries by name. The directory's size and what each entry claims are first checked
+    against the file.
     """
     size = regular_size(path)
     _check_directory_size(path, size)
@@ -134,8 +134,7 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
             start = archive.start_dir
     except BROKEN_ZIP as error:
         raise _damaged(path, f"{error!s:.100}", "a file written by torch.save") from error
-    # Readers differ in which of two entries with the same name they use; torch might use the other
-    # one.
+    # Of two entries with the same name, torch might read the other one than we do.
     entries = {info.filename: info for info in infos}
     if len(entries) != len(infos):
         raise _damaged(path, "an entry twice in the zip", "each entry once")
@@ -159,8 +158,8 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
                 f"{name[:80]!r} is compressed or encrypted ({info.file_size} bytes unpacked)",
                 "stored entries only",
             )
-    # Without name and extra field, whose lengths are in each entry's own header: a lower bound, and
-    # enough to detect an overlap.
+    # A lower bound, which suffices to find an overlap: the lengths of name and extra field are left
+    # out, because only the entry's own header has them.
     spans = sorted(
         (info.header_offset, info.header_offset + LOCAL_HEADER_BYTES + info.file_size)
         for info in infos
@@ -177,7 +176,7 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
 
 
 def _entry(path: Path, info: zipfile.ZipInfo) -> bytes:
-    """The bytes of a small entry, compared with their checksum."""
+    """The bytes of a small entry, checked against their checksum."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.read(info)
@@ -202,12 +201,12 @@ def _check_directory_size(path: Path, size: int) -> None:
             )
         claims = [int.from_bytes(end[12:16], "little")]
         if locator[:4] == END64_LOCATOR:
-            # The position comes from the file, which may name any.
+            # The position comes from the file, so it may be anything.
             handle.seek(min(size, int.from_bytes(locator[8:16], "little")))
             record = handle.read(56)
             if record[:4] != END64_RECORD:
                 raise _damaged(path, "a broken zip64 end record", "a file written by torch.save")
-            # torch always writes zip64; if it is there, zipfile uses only that.
+            # torch always writes zip64, and if it is there zipfile uses only that.
             claims = [int.from_bytes(record[40:48], "little")]
     if max(claims) > min(MAX_DIRECTORY_BYTES, size):
         raise _damaged(
@@ -219,8 +218,8 @@ def _check_directory_size(path: Path, size: int) -> None:
 
 
 class _Description:
-    """Interprets a pickle with a stack of plain values. Nothing is imported or called, and none of
-    its numbers cause an allocation.
+    """Interprets a pickle with a stack of plain values. Nothing is imported or called, and no
+    number in the pickle makes us allocate memory.
     """
 
     def __init__(self, path: Path, records: dict[str, zipfile.ZipInfo]) -> None:
@@ -264,7 +263,7 @@ class _Description:
                 if action is None or step > MAX_PICKLE_STEPS:
                     raise self._refused(f"the pickle instruction {opcode.name} (step {step})")
                 action(argument)
-        # Whatever a damaged pickle causes in the few lines above and below.
+        # A damaged pickle can make our few lines fail in any way.
         except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
             raise self._refused(f"a damaged description ({type(error).__name__})") from error
         if len(self._stack) != 1 or not isinstance(self._stack[0], dict):
@@ -306,8 +305,8 @@ class _Description:
             or type(items) is not int
             or items < 0
             or record is None
-            # The bytes exist, so no number in the file can make torch allocate more than the file
-            # has.
+            # Storages must be in the file, so that no number can make torch allocate more than the
+            # file's size.
             or record.file_size != items * ITEM_BYTES[code]
         ):
             raise self._refused(f"a storage {str(key)[:20]!r} whose bytes are not in the file")
@@ -322,7 +321,8 @@ class _Description:
         elif name == PARAMETER and isinstance(arguments[0], _Tensor):
             self._stack.append(arguments[0])
         elif name == TENSOR:
-            # The rest (gradients, hooks, metadata) does not affect the size, and is not read.
+            # The other arguments (gradients, hooks, metadata) don't affect the size; they are not
+            # read.
             self._stack.append(self._tensor(*arguments[:4]))
         else:
             raise self._refused(f"a call of {name}")
@@ -346,7 +346,7 @@ class _Description:
         return _Tensor(storage.dtype, shape)
 
     def _build(self) -> None:
-        """The state of an OrderedDict: torch keeps modules' versions there; it is not read."""
+        """The state of an OrderedDict, where torch keeps the versions of modules: not read."""
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):
             raise self._refused("an object with a state")
@@ -354,7 +354,7 @@ class _Description:
     def _set(self, values: list[Any]) -> None:
         pairs = list(zip(values[::2], values[1::2], strict=True))
         for key, value in pairs:
-            # Python hashes nested tuples without a limit of depth.
+            # Only text: to hash a tuple, Python recurses into it without a limit of depth.
             if not isinstance(key, str):
                 raise self._refused("a key that is not text")
             if key in self._stack[-1]:

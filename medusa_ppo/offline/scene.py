@@ -1,5 +1,5 @@
-"""What `train` and `eval` share: model, prompts, and an engine that fits them. With `train
---dry-run` their sizes, memory and time, before anything is started or written.
+"""What `train` and `eval` share: the model, the prompts, and an engine that fits them. For `train
+--dry-run` also their sizes, memory and time, before anything is started or written.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from medusa_ppo.runtime.processes import local_ray
 from medusa_ppo.runtime.training_speed import matrix_rate, training_operations
 from medusa_ppo.runtime.wording import seconds
 
-# Longer prompts are left out, because the engine's context and its room for keys and values are
-# sized for the longest.
+# Longer prompts are left out, because the longest one decides the engine's context and the room for
+# keys and values.
 MAX_PROMPT_TOKENS = 1024
 MAX_TEXT_TOKENS = 2048
-"""Longer texts are cut into windows: a model's whole context would make its attention the largest
-part of a forward pass.
+"""Longer texts are cut into windows: in sequences as long as the model's context, attention would
+take most of a forward pass.
 """
-# For models whose configuration has no limit.
+# The context of models whose configuration has no limit.
 DEFAULT_CONTEXT = 2048
 MESSAGES, PROMPT = "messages", "prompt"
-"""Columns that are found by name if neither a template nor a column is given."""
+"""Names of columns that are looked for if neither a template nor a column is given."""
 
 STREAMED_SHARE = 16
-"""From a streamed data set, read as many prompts as are needed if responses have this many tokens;
-they are reused if necessary.
+"""From a streamed data set, as many prompts are read as are needed if a response has this many
+tokens. If responses turn out shorter, prompts are used again.
 """
 FLOAT_BYTES = 4
 ADAM_STATES = 2
@@ -69,14 +69,14 @@ def training_device() -> torch.device:
 
 def on_device(model: PreTrainedModel) -> PreTrainedModel:
     """Move the model to the device that heads are trained on."""
-    # transformers' wrapper of `to` hides torch's signature from the type checker.
+    # transformers wraps `to`, which hides torch's signature from the type checker.
     torch.nn.Module.to(model, training_device())
     return model
 
 
 def compute_dtype(dtype: str) -> torch.dtype:
-    """The requested dtype, or float32 if the machine can't multiply it fast. The same on every
-    call, so that runs are reproducible.
+    """The requested dtype, or float32 if bfloat16 is slow on this machine. Every call gives the
+    same answer, so that runs are reproducible.
     """
     wanted = DTYPES[dtype]
     if wanted == torch.float32 or torch.cuda.is_available() or cpu_has_bfloat16():
@@ -104,10 +104,10 @@ class Scene:
 
     Attributes:
         rows: an iterator if they are streamed.
-        prompts: for the source kind `prompts`; otherwise empty.
+        prompts: the prompts, if the source is of kind `prompts`; otherwise empty.
         kept: index of each prompt's row.
-        context: longest sequence, in tokens.
-        skipped: prompts left out because they are too long.
+        context: maximum length of a sequence, in tokens.
+        skipped: number of prompts left out because they are too long.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -120,7 +120,7 @@ class Scene:
 
     @property
     def texts(self) -> Iterator[Any]:
-        """The column of full texts or messages; empty fields are skipped."""
+        """The fields of the column with full texts or messages; empty ones are skipped."""
         return (row[self.source.column] for row in self.rows if row.get(self.source.column))
 
 
@@ -135,15 +135,16 @@ def read_scene(
     respond: bool = False,
     streamed_rows: int = 0,
 ) -> Scene:
-    """Load tokenizer and rows, find out what the rows contain, and tokenize them if they are
-    prompts.
+    """Load the tokenizer and the rows, find out what the rows contain, and tokenize them if they
+    are prompts.
 
     Args:
         limit: use only the first rows; 0: all.
-        column: the column with full texts or messages; columns named `messages` or `prompt` are
-            found without it.
-        respond: messages are prompts: the model replaces their last assistant's turn.
-        streamed_rows: read the rows one by one on demand, and this many prompts; 0: all at once.
+        column: the column with full texts or messages; not needed for columns named `messages` or
+            `prompt`.
+        respond: treat messages as prompts: the model replaces the assistant's last turn.
+        streamed_rows: read rows one by one as they are needed, and this many prompts; 0: all rows
+            at once.
 
     Raises:
         ModelError, DataError: see `load_tokenizer`, `load_rows` and `find_source`.
@@ -162,7 +163,7 @@ def read_scene(
             expected="at least one row",
             do="Check the file and the split.",
         )
-    # Looking at the first row has consumed it from the stream, so put it back.
+    # Looking at the first row took it from the stream, so it is put back.
     if streamed_rows:
         rows = chain([first], rows)
     source = find_source(first, template, column, respond)
@@ -179,7 +180,7 @@ def read_scene(
         given = f"--max-new-tokens {max_new_tokens}"
         expected = f"less than {context}"
         raise DataError(
-            "There is no room for a prompt.",
+            "The longest response leaves no room for a prompt.",
             given=given,
             expected=expected,
             do="Request fewer tokens.",
@@ -201,7 +202,7 @@ def read_scene(
 
 
 def find_source(row: Row, template: str, column: str, respond: bool = False) -> Source:
-    """What the rows contain, judged by the first one.
+    """What the rows contain; the first one decides.
 
     Raises:
         DataError: both a template and a column are given; neither is given and no column has a
@@ -221,8 +222,7 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
             do="Give one of them.",
         )
     require_column([row], found)
-    # A column named `prompt` is answered by the model; a column given with --column is read as
-    # text.
+    # The model answers a column named `prompt`, but a column given with --column is read as text.
     if not column and found == PROMPT:
         return Source("prompts", found)
     return Source("prompts" if respond else "chat" if is_chat(row[found]) else "texts", found)
@@ -233,7 +233,7 @@ def check_one_way(template: str, column: str) -> None:
     if template and column:
         given = f"--template {template!r}, --column {column!r}"
         raise DataError(
-            "Say where the text comes from, in one way.",
+            "Where the text comes from is said twice.",
             given=given,
             expected=WAYS,
             do="Give only one of the two.",
@@ -246,7 +246,7 @@ def _load(data: str, limit: int, said: bool) -> list[Row]:
     except DataError as error:
         if said:
             raise
-        # Both problems at once; otherwise a user who corrects the path would then meet the second.
+        # Name both problems, or a user who corrects the path would run into the second one.
         do = (
             f"{error.do} Then say where the text comes from: --template, --column, or a column"
             " named messages or prompt."
@@ -271,7 +271,7 @@ def _tokenized(
 def engine_config(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, sequences: int = 64
 ) -> EngineConfig:
-    """An engine just large enough for these prompts."""
+    """Settings for an engine that is just large enough for these prompts."""
     longest = max(len(ids) for ids in prompts) + max_new_tokens
     return EngineConfig(
         max_num_seqs=sequences,
@@ -285,21 +285,21 @@ def engine_config(
 def running_engine(
     model: str, heads_path: str, config: EngineConfig, seed: int
 ) -> Iterator[RolloutEngine]:
-    """An engine in an actor of a local Ray during the block. Both are always gone afterwards."""
+    """An engine in an actor of a local Ray, during the block. Afterwards both are always gone."""
     config = with_all_heads(config, heads_path)
     with local_ray(), make_engine(model, heads_path, config, seed) as engine:
         yield engine
 
 
 def out_folder(out: Path) -> Path:
-    """Make the output folder now, so that a path that can't be written fails before the work."""
+    """Create the output folder now, so that a path that can't be written fails before the work."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         given = f"{out}: {error.strerror}"
         do = "Choose another --out."
         raise DataError(
-            "The output folder can't be made.", given=given, expected="a writable folder", do=do
+            "The output folder can't be created.", given=given, expected="a writable folder", do=do
         ) from None
     return out
 
@@ -333,7 +333,7 @@ def train_scene(options: TrainOptions) -> Scene:
 
 
 def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
-    """The rows printed by `--dry-run`, from the configuration files and a moment of matrix
+    """The rows that `--dry-run` prints, from configuration files and a moment of timed matrix
     products.
     """
     options = replace(options, model=described_by(options.model))
@@ -399,8 +399,8 @@ def _estimate(
     kept: float,
     rate: float,
 ) -> tuple[float, float]:
-    """Seconds of the first forward pass and of the training: the unavoidable products, at the
-    measured rate.
+    """Seconds for the hidden states and for the training: the matrix products that neither can
+    avoid, at the measured rate.
     """
     tokens = options.max_train_tokens
     forward = 2.0 * actor

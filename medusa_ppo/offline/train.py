@@ -1,11 +1,11 @@
-"""`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an
-interrupted training resumes.
+"""`medusa-ppo train`: trains heads for any causal LM, on its own responses, on full texts or on
+chats. An interrupted training can be resumed.
 
 OUT/model/              the model in transformers' format, if it came as a distributed checkpoint
                         of Megatron
 
 OUT/resume/             every file in it is replaced atomically
-  settings.json         the options that the heads depend on; different ones are refused
+  settings.json         the options that the heads depend on; a command with others is refused
   round-0000.json       responses of one generation round, until all are written
   samples.json          all sequences that are trained and judged on
   trainer.safetensors   heads, optimizer, generator, counters, and how far the training is
@@ -71,16 +71,16 @@ from medusa_ppo.runtime.processes import StopSignals
 LOG_FILE, MODEL_FOLDER = "train.jsonl", "model"
 HOLDOUT_FRACTION = 0.1
 HOLDOUT_TOKENS = 16_384
-"""Most tokens that heads are judged on: enough for two digits of acceptance, and no more work than
-training itself.
+"""Maximum tokens that heads are judged on: enough for two digits of acceptance, and no more work
+than training itself.
 """
-# Minimum even with little text: the best heads are picked among these steps.
+# The minimum, even with little text: at these steps heads are judged, and the best are kept.
 LOG_STEPS_PER_EPOCH = 4
 PART_TOKENS = 32_768
-"""Most tokens between two log steps, and in memory at once besides the cache."""
-# Most seconds lost by an interruption that can't be caught, besides the part in training.
+"""Maximum tokens between two log steps, and in memory at once besides the cache."""
+# An interruption that can't be caught loses at most this many seconds and the part in training.
 SAVE_EVERY_S = 30.0
-# Compared like a setting: a folder with another release's format is refused.
+# Compared like a setting, so that a folder in another release's format is refused.
 RESUME_FORMAT = 2
 POSITION = "position"
 UNREADABLE, BEGIN_ANEW = "The interrupted training can't be read.", "Start over with --fresh."
@@ -102,12 +102,12 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
     resume = ResumeFolder(options.out, options)
     if resume.found:
         progress.say(f"Continuing the interrupted training in {options.out} (--fresh starts over)")
-    # After comparing the settings, which name the model as the user does.
+    # Only after the settings were compared: they name the model as the user does.
     options = replace(options, model=as_transformers(options.model, options.out / MODEL_FOLDER))
     samples = resume.samples()
     if samples is None:
         scene = train_scene(options)
-        # Before hours of work, because a path may not be writable.
+        # Created before hours of work, because the path may not be writable.
         out_folder(options.out)
         resume.begin()
         samples = gather_samples(options, scene, resume, progress)
@@ -125,11 +125,11 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         )
         run = _Run(options, worker, resume)
         try:
-            # Again, because Ray and vLLM have installed their own handlers, and SIGTERM would end
-            # the process unsaved.
+            # Ray and vLLM have installed their own handlers by now; with theirs, SIGTERM would end
+            # the process without a save.
             with StopSignals():
                 run.train(progress)
-        # Ctrl-C, a signal and an error alike.
+        # After Ctrl-C, a signal or an error.
         except BaseException:
             run.save()
             raise
@@ -139,7 +139,7 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
 def gather_samples(
     options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress
 ) -> list[Sample]:
-    """All samples; saved, so that an interrupted training resumes with the same ones."""
+    """All samples. They are saved, so that an interrupted training resumes with the same ones."""
     most = options.max_train_tokens
     context = min(scene.context, MAX_TEXT_TOKENS)
     if scene.source.kind == "prompts":
@@ -163,7 +163,7 @@ def _responses(
     options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress
 ) -> list[Sample]:
     if scene.skipped:
-        progress.say(f"{scene.skipped} prompts are too long and left out")
+        progress.say(f"{scene.skipped} prompts are too long and are left out")
     rounds = resume.rounds()
     tokens = sum(sample.written for part in rounds for sample in part)
     if rounds:
@@ -200,7 +200,7 @@ class _Run:
         wanted = max(
             LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers))
         )
-        # A part without a group would leave a worker with nothing to train on.
+        # At most as many parts as a worker has groups: every part needs a group on every worker.
         self._parts = min(worker.groups // options.workers, wanted)
         self._log = options.out / LOG_FILE
         self._saved_at = time.monotonic()
@@ -208,12 +208,11 @@ class _Run:
         self._lines: list[Line] = []
         saved = resume.trainer()
         if saved is not None:
-            # Sequences are read again from samples.json, so parts and groups are the same as
-            # before.
+            # The sequences come from samples.json, so parts and groups are the same as before.
             state, self.position = saved
             worker.load_state_dict(state)
             self._lines = _read_log(self._log, self.position.parts)
-        # Drop lines that were written after the last save: their parts are trained again.
+        # Lines from after the last save are dropped: their parts are trained again.
         self._log.write_text(
             "".join(json.dumps(line) + "\n" for line in self._lines), encoding="utf-8"
         )
@@ -235,12 +234,13 @@ class _Run:
                     self.save()
                     return
                 self._one_part(log, advance, progress)
-        # Only at the end of all epochs: after a target or a time limit the same command continues.
+        # Removed only after all epochs: a training that stopped at a target or a time limit can be
+        # continued.
         self._resume.remove()
 
     def save(self) -> None:
-        """Write the state, unless the trainer is ahead of the position: then the previous save
-        stands.
+        """Save the trainer's state, unless the trainer is ahead of the position; then the previous
+        save stays.
         """
         if self._worker.parts == self.position.parts > 0:
             self._resume.save_trainer(self._worker.state_dict(), self.position)
@@ -261,9 +261,9 @@ class _Run:
         line = _log_line(self.position.tokens + tokens, report, judged, wall_s, tokens / spent_s)
         self._lines.append(line)
         log.write(json.dumps(line) + "\n")
-        # People follow the log while this runs.
+        # Flushed because people follow the log during the training.
         log.flush()
-        # Of equal lines `max` takes the earliest, so equal heads are not written again.
+        # `max` takes the earliest of equal lines, so heads that are no better are not written.
         if line is self.best:
             _keep_best(
                 self._options.out,
@@ -296,11 +296,11 @@ class _Run:
 def _keep_best(
     out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]
 ) -> None:
-    """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and this one
+    """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and OUT also
     contains the log.
 
-    The weights come first; a reader between the two replacements finds the checksum in config.json
-    wrong, not a mixture.
+    The weights come first. Between the two replacements, a reader finds that the checksum in
+    config.json is wrong, and so never uses a mixture.
     """
     with tempfile.TemporaryDirectory(dir=out, prefix=".best-") as folder:
         save_heads(Path(folder) / "heads", heads, lm_head_VD=lm_head_VD, metadata=metadata)
@@ -309,7 +309,7 @@ def _keep_best(
 
 
 def _read_log(path: Path, count: int) -> list[Line]:
-    """The lines of the parts in the saved state; later ones will be written again."""
+    """The lines of the parts that the saved state covers; later ones will be written again."""
     lines = path.read_text(encoding="utf-8").splitlines()[:count] if path.is_file() else []
     try:
         found = [json.loads(line) for line in lines]
@@ -366,9 +366,9 @@ class TrainPosition(NamedTuple):
     """How far a training is.
 
     Attributes:
-        parts: parts trained so far; each has one line in train.jsonl.
-        tokens: response tokens trained so far, each counted in every epoch.
-        wall_s: seconds of training in all sessions.
+        parts: number of parts trained so far; each has one line in train.jsonl.
+        tokens: response tokens trained on so far, counted again in every epoch.
+        wall_s: seconds of training, interruptions not counted.
     """
 
     parts: int = 0
@@ -393,15 +393,16 @@ class ResumeFolder:
         self._samples = self._folder / "samples.json"
         self._trainer = self._folder / "trainer.safetensors"
         self._settings = {"format_version": RESUME_FORMAT, **options.settings()}
-        # Settings alone are nothing to resume, so they may differ.
+        # With only the settings there is nothing to resume, so they may differ.
         more_than_settings = len(list(self._folder.glob("*"))) > 1
         self.found = not options.fresh and more_than_settings
         if self.found:
             _check_settings(self._folder / "settings.json", self._settings)
 
     def begin(self) -> None:
-        """Create the folder, removing anything in it that will not be resumed."""
-        # A new training in an old folder must not find another training's rounds.
+        """Create the folder. If it is not resumed, remove what it contains: a new training must not
+        find another one's rounds.
+        """
         if not self.found:
             self.remove()
             write_atomic(
@@ -409,7 +410,7 @@ class ResumeFolder:
             )
 
     def rounds(self) -> list[list[Sample]]:
-        """Responses of the rounds that were written before the interruption."""
+        """The responses of the rounds that were complete before the interruption."""
         found: list[list[Sample]] = []
         while (path := self._round(len(found))).is_file():
             found.append(_read_samples(path))
@@ -419,12 +420,13 @@ class ResumeFolder:
         _write_samples(self._round(number), samples)
 
     def samples(self) -> list[Sample] | None:
-        """All samples, or None if they were not complete."""
+        """All samples, or None if they are not complete."""
         return _read_samples(self._samples) if self.found and self._samples.is_file() else None
 
     def save_samples(self, samples: Sequence[Sample]) -> None:
         _write_samples(self._samples, samples)
-        # Only now: until the samples are written, a resumed training needs the rounds.
+        # The rounds are removed only now: until the samples are written, a resumed training needs
+        # them.
         for path in self._folder.glob("round-*.json"):
             path.unlink()
 
@@ -440,7 +442,7 @@ class ResumeFolder:
         save_state(self._trainer, {**state, POSITION: torch.tensor(position, dtype=torch.float64)})
 
     def remove(self) -> None:
-        """Remove everything: the training is finished, or starts over."""
+        """Remove everything, because the training is finished or starts over."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _round(self, number: int) -> Path:
@@ -451,7 +453,7 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         changed = [key for key in {**saved, **settings} if saved.get(key) != settings.get(key)]
-    # Valid JSON may be a list, or a number.
+    # Valid JSON may also be a list or a number.
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             UNREADABLE, given=f"{path}: {error}", expected="JSON", do=BEGIN_ANEW

@@ -1,9 +1,9 @@
 """HeadsInstaller: which heads the engine drafts with, and what happens if they don't arrive, don't
 work, or are lost.
 
-install        newer heads go in; when they don't arrive as they were sent, those before go in again
-take_back      heads that the engine accepts next to nothing of make way for those before
-feed_again     an engine that lost its heads (a deep sleep, a failed swap) gets those that it
+install        send newer heads; if they don't arrive as sent, send the previous heads again
+take_back      go back to the previous heads if the engine accepts next to nothing of the new ones
+feed_again     send an engine that lost its heads (a deep sleep, a failed swap) the heads that it
                should have
 """
 

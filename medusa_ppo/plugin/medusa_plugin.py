@@ -110,8 +110,8 @@ class MedusaPlugin:
             on_error: `raise` or `disable`: what happens to the loop if heads don't reach the
                 engine.
             heads: the heads that the engine started with, for `save_heads`.
-            passes: the most over a batch, where training has a budget; None: what the companion
-                is configured for, over every batch.
+            passes: maximum passes over a batch if training has a budget; None: the companion's
+                configured number over every batch.
             share: share of the loop's seconds that training may then take.
             choices: the engine may choose the number of drafts, and is asked what it chose when the
                 rollouts are there.
@@ -396,8 +396,8 @@ class MedusaPlugin:
         return published
 
     def rollout_ready(self, rollouts: Rollouts) -> BatchCollector | None:
-        """Remember this batch's tokens and log-probs; its states arrive through `actor_forward`, in
-        what this returns. None: the batch is not wanted.
+        """Remember this batch's tokens and log-probs. Returns the collector that gets its states
+        through `actor_forward`, or None if the batch is not wanted.
         """
         with self._exposed():
             self._flush()
@@ -410,7 +410,7 @@ class MedusaPlugin:
             if self._companion is not None:
                 self._decision = self.budget.decide() if self.budget else Decision()
                 if self._wants_states:
-                    # Those that stayed here while nothing was trained.
+                    # Tables that were not sent while nothing was trained.
                     self._send_tables(rollouts.policy_version)
                     self._collector = self._companion.collector(rollouts)
                     self.empty_responses += self._collector.empty_responses
@@ -452,7 +452,7 @@ class MedusaPlugin:
                 self._flush()
 
     def batch_ready(self, batch: RolloutBatch) -> None:
-        """Instead of `actor_forward`: an actor in another process has tapped its own pass."""
+        """Call this instead of `actor_forward` if an actor in another process tapped its pass."""
         with self._exposed():
             self._collector = None
             if self._companion is not None and self._wants_states:
@@ -541,8 +541,8 @@ class MedusaPlugin:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For seconds that are not the loop's: the companion waits in them, if it shares cores or a
-        device with the loop.
+        """Inside, the companion waits if it shares cores or a device with the loop: its work would
+        slow down whatever is being timed.
         """
         if self._companion is not None:
             self._companion.give_way(True)
@@ -734,7 +734,9 @@ def _embedding(tables_VD: Tables, config: HeadsConfig) -> torch.Tensor | None:
 
 
 def _tables(model: Actor, config: HeadsConfig | None) -> Tables:
-    """The embedding only if it is needed: a Megatron actor collects it from its ranks."""
+    """The actor's tables. The embedding comes only if the heads need it, because a Megatron actor
+    must collect it from its ranks.
+    """
     view = as_view(model)
     return (
         view.lm_head_VD,

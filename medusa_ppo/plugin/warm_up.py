@@ -32,13 +32,13 @@ LEAST_PROMPTS = 18
 those held out for the gate.
 """
 MOST_ANSWERS = 8
-"""Most responses to one prompt; more of them teach almost nothing."""
+"""Maximum number of responses to one prompt; more would teach almost nothing."""
 SHORTEST = 64
 """Responses are cut so that a few long ones don't take all the tokens, but never below this many
 tokens.
 """
 WRITING_SHARE = 0.5
-"""Share of the seconds for writing; the rest is for training."""
+"""Share of the seconds for generating responses; the rest is for training."""
 BEGIN = "medusa-ppo warm-up 1"
 
 Advance = Callable[[float, float, str], None]

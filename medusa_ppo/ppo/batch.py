@@ -123,8 +123,8 @@ class PPOBatch:
         is padded to its longest.
 
         Args:
-            tokens: most tokens in one, padding included; a longer sequence is alone. None: any
-                number.
+            tokens: maximum tokens in one, padding included; a longer sequence is alone. None: no
+                limit.
         """
         rows: list[int] = []
         for s in sorted(sequences, key=lambda s: (self.total_lengths[s], s)):

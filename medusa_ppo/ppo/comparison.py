@@ -1,13 +1,14 @@
-"""Compares a run with and without the plugin: after its last step, rollouts and whole PPO steps
-with it and without it, in turn. "Without" is what a user would have without us: the same loop
-without the plugin, and a separate engine without speculation, compiled, otherwise at vLLM's
-defaults. It is started for the comparison and closed after it. Whole steps are timed on the same
-prompts, and the rollouts in them. During steps with the plugin the companion trains as in any other
-step, on the batch of the previous one; outside of them it waits, so that the next one finds it as
-the last one left it. (On a node of its own it goes on, and costs neither kind of step anything.) An
-untimed step comes first, because the companion has finished its work since the run's last step. The
-steps are real, and the policy keeps learning in all of them; what they learn is thrown away with
-the run's process.
+"""Compares a run with and without the plugin. After its last step, the run takes whole PPO steps on
+the same prompts, in turn with the plugin and without it; the steps are timed, and so are the
+rollouts in them. "Without" is what a user would have without us: the same loop without the plugin,
+and a separate engine without speculation, compiled, otherwise at vLLM's defaults. That engine is
+started for the comparison and closed afterwards.
+
+During steps with the plugin the companion trains as in any other step, on the previous step's
+batch. In between it waits, so that each of these steps finds it as the one before left it. (On a
+node of its own it goes on training, and costs neither kind of step anything.) An untimed step comes
+first, because the companion has run out of work since the run's last step. The steps are real, and
+the policy keeps learning in all of them; what it learns is thrown away with the run's process.
 
 The two steps of a pair draw their own responses, so one has more tokens than the other by chance.
 Generation and training both take time in proportion to tokens, so the seconds of both are scaled to
@@ -33,7 +34,7 @@ from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.summary import STEP_S
 
 WARM_UP_PROMPTS = 4
-"""Prompts that each engine answers before timing starts."""
+"""Number of prompts that each engine answers before timing starts."""
 TIMED = (names.GENERATE_S, names.SCORE_S, names.UPDATE_S, names.SYNC_S)
 
 
@@ -47,7 +48,7 @@ class TakenStep(NamedTuple):
     tokens: float
 
     def seconds_for(self, tokens: float) -> dict[str, float]:
-        """Seconds of such a step with this many tokens; `tokens` has its own number."""
+        """The seconds scaled to this many tokens; under `tokens`, how many the step really had."""
         scaled = {name: value * tokens / self.tokens for name, value in self.seconds.items()}
         return scaled | {"tokens": self.tokens}
 
@@ -72,7 +73,8 @@ class ComparedLoop(Protocol):
 def compare(
     loop: ComparedLoop, plain: Parts, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """`rollouts` and `steps` of `config.report.compare_pairs` pairs, for a run's loop at its end.
+    """Compare a run's loop, at its end, with plain PPO over `config.report.compare_pairs` pairs.
+    Returns the entries `rollouts` and `steps` of the summary.
 
     Args:
         plain: the run's parts without the plugin.
@@ -116,9 +118,9 @@ class Comparison:
         self._say = say
 
     def pairs(self, count: int) -> dict[str, list[Any]]:
-        """`steps`: seconds of whole steps, `with` and `without` the plugin, and of their phases, as
-        for the mean of their tokens; `rollouts`: tokens/s of the generation in these steps. Pairs
-        come in the order with, without, without, with.
+        """Take this many pairs of steps, in the order with, without, without, with. Returns
+        `steps`: seconds of whole steps and their phases, `with` and `without` the plugin, scaled to
+        the mean of their tokens; and `rollouts`: tokens/s of the generation in these steps.
         """
         self._warm_up()
         rollouts: list[dict[str, float]] = []
@@ -151,7 +153,7 @@ class Comparison:
         self._take(self._with, self._first)
 
     def _step(self, loop: ComparedLoop, step: int) -> TakenStep:
-        """One timed step, from the state that it would find if all steps were of its kind."""
+        """Time a step, from the state in which it would begin if all steps were of its kind."""
         with self._with.plugin.paused():
             if loop.engine.policy_version != self._version:
                 loop.sync(loop.learner.actor, self._version)

@@ -122,8 +122,8 @@ class PromptStream:
         needs_answer: bool = True,
         reader: ImageReader | None = None,
     ) -> PromptStream:
-        """The prompts of the evaluation. Raises DataError, also if they would be the training
-        prompts.
+        """The prompts of the evaluation. Raises DataError if they can't be read, or if they are the
+        training prompts.
         """
         path = config.eval_path or config.path
         if path == config.path and path != DEMO and Path(path).is_file():
@@ -226,8 +226,8 @@ def _lines(step: int, rollouts: Rollouts) -> Iterator[str]:
 
 
 def sampling_of(config: RunConfig, step: int) -> Sampling:
-    """How the responses of a step are sampled; the seed is a function of the run's seed and the
-    step; None if nothing has to be reproducible: the engine then samples all requests at once.
+    """How the responses of a step are sampled. The seed follows from the run's seed and the step;
+    it is None if nothing has to be reproducible, and the engine then samples all requests at once.
     """
     section = config.sampling
     return Sampling(
@@ -241,13 +241,13 @@ def sampling_of(config: RunConfig, step: int) -> Sampling:
 
 
 def num_drafts(config: RunConfig) -> int:
-    """Most draft tokens per step."""
+    """Maximum number of drafts per engine step."""
     most = config.engine.most_drafts
     return config.heads.num_heads if most is None else most
 
 
 class SpeedPairs:
-    """Every n-th step, generates the step's prompts twice: with drafting and without, in
+    """In every n-th step, answers the step's prompts twice: with drafting and without, in
     alternating order.
 
     PPO always trains on the rollouts with drafting; the others are timed and thrown away. The order
@@ -261,8 +261,8 @@ class SpeedPairs:
         self._drafts = num_drafts(config)
 
     def due(self, step: int) -> bool:
-        """The last of every n steps is paired, so that heads have time to learn before the first
-        pair.
+        """Whether this step is paired: the last of every n steps is, so that heads have time to
+        learn before the first pair.
         """
         return self._every > 0 and self._drafts > 0 and step % self._every == self._every - 1
 

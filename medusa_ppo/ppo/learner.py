@@ -53,8 +53,7 @@ from medusa_ppo.ppo.update_totals import UpdateTotals
 Done = TypeVar("Done")
 
 DISCOUNT = 1.0
-"""Discount of later rewards, per token: none, since an answer is as right at token 500 as at token
-5.
+"""Discount per token. There is none: a right answer is worth the same at token 500 as at token 5.
 """
 IMPORTANCE_BOUND = 2.0
 """Ratios of actor to engine above this are counted if ppo.importance_bound is not set."""
@@ -65,10 +64,10 @@ class PPOLearner(ABC):
     actor.
 
     Attributes:
-        actor: as `MedusaPlugin` and `ActorSync` take it.
+        actor: the actor in the form that `MedusaPlugin` and `ActorSync` accept.
         device: where batches are prepared.
-        features: features of the prompts' images; None: none.
-        has_critic: there is one, here or elsewhere.
+        features: features of the prompts' images; None: the prompts have none.
+        has_critic: whether there is a critic, here or elsewhere.
     """
 
     actor: Actor
@@ -83,7 +82,7 @@ class PPOLearner(ABC):
             critic: value network; None if the advantages need none.
             config: hyper-parameters.
             seed: seed of the minibatch order.
-            autocast: run products in bfloat16 (weights, optimizer and losses stay float32).
+            autocast: run matrix products in bfloat16; weights, optimizer and losses stay float32.
         """
         self.critic = critic
         self.has_critic = critic is not None
@@ -145,7 +144,7 @@ class PPOLearner(ABC):
 
     @torch.no_grad()
     def read(self, batch: PPOBatch, sampling: Sampling, tap: Tap) -> None:
-        """The actor's passes over a batch without learning from it, for whoever taps them."""
+        """Run the actor over a batch without learning from it, for whoever taps its passes."""
         self.begin_batch(sampling)
         self._begin_scoring(batch, sampling, tap, Timeline())()
 
@@ -264,7 +263,7 @@ class PPOLearner(ABC):
 
         Args:
             step: decides the order of the minibatches and the learning rates.
-            texts: also to train on, with ppo.ptx_coefficient.
+            texts: other texts to train on, with weight ppo.ptx_coefficient.
 
         Raises:
             RunError: no gradient of the actor or of the critic was finite; the weights are those
@@ -330,7 +329,7 @@ class PPOLearner(ABC):
         optimizer.zero_grad(set_to_none=True)
 
     def take_memory(self) -> dict[str, Any]:
-        """The step's figures of what the roles had on their devices, and what moved."""
+        """The step's figures: how much memory the roles had on their devices, and what moved."""
         return self.turns.take()
 
     def save(self, folder: Path) -> None:

@@ -78,7 +78,7 @@ class LongTail:
         Args:
             prompts_of: a step's own prompts.
             share: share of finished prompts at which the engine stops.
-            staleness: most updates between a token's version and the one that learns from it.
+            staleness: maximum updates between a token's version and the one that learns from it.
             last_step: nothing is carried beyond it.
             first_version: version of the actor that learns from step 0.
             carried: prompts carried into this step.
@@ -92,16 +92,16 @@ class LongTail:
         self._into = {carried[0]: tuple(carried[1])}
 
     def into(self, step: int) -> tuple[Carried, ...]:
-        """What is carried into a step, once the previous one has been written; known for steps up
-        to the staleness before the last written one.
+        """The prompts carried into a step. They are known once the previous step has been written,
+        and are kept for the last `staleness` steps.
         """
         return self._into.get(step, ())
 
     def write(
         self, step: int, prompts: list[Prompt], sampling: Sampling
     ) -> tuple[list[Prompt], Rollouts]:
-        """The prompts that are now answered, and their rollouts. The engine must have the right
-        actor.
+        """Write a step: returns the prompts that are now answered, and their rollouts. The engine
+        must already have the right actor.
 
         Raises:
             CheckpointError: what was carried over does not match this run's prompts and sampling.
@@ -159,7 +159,7 @@ class LongTail:
         )
 
     def _prompts_of_carried(self, step: int, sampling: Sampling) -> list[Prompt]:
-        """With their texts and rows."""
+        """The prompts carried into a step, with their texts and rows."""
         batches: dict[int, list[Prompt]] = {}
         for group in self.into(step):
             if group.step not in batches:

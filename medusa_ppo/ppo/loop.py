@@ -153,8 +153,8 @@ class PPOLoop:
     # ---- the modes
 
     def _serial(self, step: int) -> Metrics:
-        """One part after the other. With ppo.piece_prompts whole pieces are scored while the engine
-        writes the others.
+        """A step's parts, one after another. With ppo.piece_prompts, complete pieces are scored
+        while the engine writes the others.
         """
         with self._generating(step):
             self.plugin.before_generation()  # medusa
@@ -214,8 +214,8 @@ class PPOLoop:
         return self._report(values, self.maker.figures())
 
     def _ahead(self, step: int) -> Metrics:
-        """The engine writes for later steps, up to ppo.staleness ahead, while the loop learns from
-        this one; with ppo.carry_after it also carries prompts over.
+        """A step while the engine generates for later ones, up to ppo.staleness ahead. With
+        ppo.carry_after, unfinished prompts are carried over.
         """
         with self._generating(step):
             if not self.maker.has_begun(step):
@@ -334,7 +334,7 @@ class PPOLoop:
     # ---- rewards
 
     def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:
-        """Rewards of each response (S), or with steps of each token (S, R)."""
+        """A reward for each response (S) or, if steps are rewarded, for each token (S, R)."""
         asked = [prompts[r.prompt_index] for r in rollouts.responses]
         separator = self.config.ppo.step_separator
         texts = [p.text for p in asked]

@@ -72,7 +72,7 @@ class Ledger:
             self.peak = max(self.peak, sum(self.now.values()))
 
     def take(self) -> dict[str, Any]:
-        """The peak in total and of each role since the last call."""
+        """The total peak, and each role's own, since the last call."""
         with self._lock:
             found = {
                 names.LEDGER_PEAK: self.peak / GIB,

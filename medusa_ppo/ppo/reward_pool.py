@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     late: bool = False
 
     def take(self) -> float | list[float]:
-        """The value, or its error, as if the function had been called here."""
+        """Return the value or raise the error, as if the function had been called here."""
         if isinstance(self.error, MedusaError):
             raise self.error
         if self.error is not None:
@@ -79,9 +79,7 @@ class RewardWorker:
 
 
 class RewardPool:
-    """Processes that call a reward function. They start with the first call; a context manager is
-    not needed: call `close`.
-    """
+    """Processes that call a reward function: started by the first call, ended by `close`."""
 
     def __init__(self, name: str, processes: int, timeout_s: float | None = None) -> None:
         """
@@ -146,10 +144,8 @@ class RewardPool:
         if not worker.ready:
             self._workers.remove(worker)
             self.close()
-            given = (
-                f"{self._name}:"
-                f" {'no word in time' if outcome.late else f'exit code {worker.process.exitcode}'}"
-            )
+            ended = f"exit code {worker.process.exitcode}"
+            given = f"{self._name}: {'no answer in time' if outcome.late else ended}"
             do = "Import its module in a fresh Python; it fails there as it does here."
             raise RunError(
                 "A process for rewards did not start.",
@@ -186,7 +182,9 @@ def serve(name: str, pipe: Connection) -> None:
 
 
 def plain(given: Any) -> float | list[float]:
-    """A number, or several, of any type."""
+    """A reward as a float, or several as a list of floats: numpy's and torch's types become
+    Python's.
+    """
     try:
         return float(given)
     except TypeError:

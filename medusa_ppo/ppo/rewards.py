@@ -158,7 +158,7 @@ class CallableReward(RewardSource):
             )
             given = f"{self._name}: {len(found)} rewards for {''.join(steps)!r:.120}"
             raise RunError(
-                "There is a wrong number of step rewards.",
+                "The number of step rewards is wrong.",
                 given=given,
                 expected=f"{len(steps)} rewards",
                 do=do,
@@ -221,7 +221,7 @@ class ReadReward(RewardSource):
         Args:
             tokenizer: the model's own.
             config: the model's, of transformers.
-            rows: tokens that the model has.
+            rows: number of tokens that the model knows.
             cuts: a text of more tokens than the model reads loses its first ones; otherwise it is
                 an error.
 
@@ -249,8 +249,8 @@ class ReadReward(RewardSource):
         self._longest = self._most_tokens() - 1
 
     def _most_tokens(self) -> int:
-        """Most tokens that the model can read: its number of positions; if that is unlimited, its
-        tokenizer's limit. A tokenizer without a limit has a number beyond all texts.
+        """Maximum number of tokens that the model can read: its number of positions or, if that is
+        unlimited, its tokenizer's limit. (A tokenizer without a limit names a huge number.)
         """
         positions = int(getattr(self._config, "max_position_embeddings", 0) or 0)
         return positions if positions > 1 else int(self._tokenizer.model_max_length)
@@ -271,7 +271,8 @@ class ReadReward(RewardSource):
         long = [place for place, text in enumerate(ids) if len(text) > self._longest]
         if long:
             self._note_too_long([len(ids[place]) for place in long])
-            # Such models judge by the end of the text; special tokens stay.
+            # Cut at the front, because such models judge by the end of the text. The template's
+            # special tokens stay.
             self._tokenizer.truncation_side = "left"
             shorter = self._tokenizer(
                 [texts[place] for place in long], truncation=True, max_length=self._longest

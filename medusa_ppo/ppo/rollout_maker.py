@@ -70,8 +70,8 @@ class Piece:
 
 @dataclass
 class Step:
-    """What is made in one step. `news` is for the caller's thread: a complete piece, what failed,
-    or None when the engine is done.
+    """A step's work. The caller's thread reads `news`: a complete piece, an error, or None when the
+    engine is done.
     """
 
     prompts: list[Prompt]
@@ -277,7 +277,7 @@ class RolloutMaker:
         return _with_their_images(rollouts, prompts), figures
 
     def _fetch_images(self, prompts: Sequence[Prompt]) -> None:
-        """Begin with the features of the prompts' images."""
+        """Start computing the features of the prompts' images."""
         if _with_images(prompts) and self._learner.features is not None:
             self._learner.features.prefetch(prompt.token_ids for prompt in prompts)
 
@@ -289,8 +289,9 @@ class RolloutMaker:
         return [Piece(range(start, min(start + size, total))) for start in range(0, total, size)]
 
     def _ended(self, work: Step, place: int, response: Response) -> None:
-        """Runs in the engine's threads. A response that arrives again is too late for its piece;
-        `score` handles that.
+        """Take a finished response; this runs in the engine's threads. After a lost engine, a
+        response may come a second time, when its piece is already being scored; `score` handles
+        that.
         """
         piece = work.pieces[place // len(work.pieces[0].places)]
         with work.lock:
@@ -314,8 +315,8 @@ class RolloutMaker:
         return self._learner.measure(batch, work.sampling, tap, self.timeline)
 
     def _reward_whole(self, work: Step) -> None:
-        """Rewards of pieces as they become complete, until there is no more news. Failures
-        meanwhile are raised, and no further piece begins.
+        """Compute the rewards of each piece as soon as it is complete, until the engine is done. If
+        something fails meanwhile, raise that error and begin no further piece.
         """
         try:
             while (news := work.news.get()) is not None:
@@ -356,7 +357,7 @@ def _with_images(prompts: Sequence[Prompt]) -> bool:
 
 
 def _with_their_images(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
-    """Engines answer with plain token ids."""
+    """The rollouts with their prompts' images, which an engine's answer doesn't contain."""
     if not _with_images(prompts):
         return rollouts
     return replace(rollouts, prompts=tuple(prompt.token_ids for prompt in prompts))
@@ -394,17 +395,15 @@ class PastPass(ActorView):
 
 
 class HeldPasses:
-    """The actor's final states from passes that are tapped later, on the host, from the first that
-    predicts a response token.
+    """The actor's final states, kept on the host until their passes are tapped. Each row begins
+    with the first state that predicts a response token.
     """
 
     def __init__(self) -> None:
         self._passes: list[tuple[Tensor, Tensor, tuple[int, ...]]] = []
 
     def tap(self, first: int) -> Tap:
-        """Context around the passes over a piece whose first sequence is at this place of the
-        batch.
-        """
+        """Context around the passes over a piece; `first` is its first sequence's batch index."""
 
         @contextlib.contextmanager
         def held(

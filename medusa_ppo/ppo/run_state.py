@@ -77,8 +77,8 @@ FIXED_KEYS = (
     "seed",
     "ppo.prompts_per_step",
 )
-"""Keys of releases before 0.2 that --resume compares: their other keys had other forms. Today all
-keys are compared.
+"""The keys that --resume compares with a state of a release before 0.2: its other keys had other
+forms. With newer states it compares all keys.
 """
 PLACE_KEYS = ("name", "out")
 ACTOR_SIZES = (

@@ -57,8 +57,8 @@ HEADS_FOLDER = "heads-final"
 
 @dataclass
 class Parts:
-    """What the loop works with. If `plugin` is a NoPlugin, this is plain PPO; `evaluation` and
-    `texts` (to train on) may be None; `remembered` returns the engines' memory, to be saved.
+    """The parts that the loop works with. With a NoPlugin as `plugin` it is plain PPO. `evaluation`
+    and `texts` (to train on) may be None; `remembered` returns the engines' memory, to be saved.
     """
 
     prompts: PromptStream
@@ -314,7 +314,7 @@ class RunSession:
         return MegatronLearner(team, actor_path, critic, config)
 
     def _start_ray(self) -> None:
-        """Only once: the actor's ranks need it first, everything else later."""
+        """Start Ray, unless it is running: the actor's ranks need it first, the rest later."""
         if self._ray_started:
             return
         config = self._config

@@ -1,7 +1,7 @@
 """What a policy computes for response tokens: their log-probs and entropies, over the tokens that
 top-k and top-p left.
 
-Shape letters: B rows, T tokens (right-padded), D hidden, V vocabulary, X one of the two, M response
+Shape letters: B rows, T tokens (right-padded), D hidden, V vocabulary, X either D or V, M response
 tokens of a micro batch, packed row after row, C some of them.
 
 All networks stay in eval mode: dropout would make log-probs of unchanged weights differ, and the

@@ -33,8 +33,8 @@ class UpdateTotals:
     def over(cls, shares: Sequence[UpdateTotals]) -> UpdateTotals:
         """Combine replicas that took the same steps, each on its own sequences.
 
-        Sums are added, and each replica's part of a text loss; tokens and norms already cover all
-        replicas.
+        Sums are added, and so are the replicas' parts of a text loss. Tokens and norms already
+        cover all replicas.
         """
         total = cls()
         total.tokens = shares[0].tokens

@@ -6,7 +6,7 @@ from medusa_ppo.predict.prediction import Prediction
 
 
 def answer_lines(prediction: Prediction) -> list[str]:
-    """What is printed."""
+    """The lines that `medusa-ppo predict` prints."""
     asked = prediction.question
     best = max(range(len(asked.acceptance)), default=0) + 1
     header = ["running", "best K", "pays from", *(f"K = {k}" for k in range(1, best + 1))]
@@ -28,23 +28,24 @@ def answer_lines(prediction: Prediction) -> list[str]:
             f" {_duration(prediction.drafted_s)} with, {prediction.mean_drafts:.1f} drafts a step"
             f" on average; responses {asked.lengths.said}, {prediction.slots} at once"
             + (
-                f" ({prediction.drafted_slots} beside drafting's memory)"
+                f" ({prediction.drafted_slots} with drafting, which takes memory)"
                 if prediction.drafted_slots != prediction.slots
                 else ""
             )
         ),
         (
-            f"Long tail {100 * prediction.tail_share:.0f} % of it with fewer than half of them"
-            f" left, {prediction.tail_speedup:.2f} times as fast there"
+            f"Long tail {100 * prediction.tail_share:.0f} % of the rollout runs with fewer than"
+            f" half of these; there it is {prediction.tail_speedup:.2f} times as fast"
         ),
         f"Accepted  {', '.join(f'{share:.3g}' for share in asked.acceptance)}:"
         f" {asked.acceptance_said}",
     ]
     if prediction.step is not None and prediction.async_step is not None:
-        said = "given" if asked.loop.seconds is not None else "by arithmetic"
+        said = "given" if asked.loop.seconds is not None else "estimated"
         out.append(
-            f"Step      {prediction.step} with {_duration(prediction.other_s or 0.0)} beside"
-            f" rollouts ({said}); {prediction.async_step} if both run at once"
+            f"Step      {prediction.step} times as fast, with"
+            f" {_duration(prediction.other_s or 0.0)} outside rollouts ({said});"
+            f" {prediction.async_step} if both run at once"
         )
     out += [
         f"Seconds   {prediction.source}",

@@ -1,5 +1,5 @@
-"""Turns options and a run's settings into a question: missing options come from the run, and
-settings missing there have a default.
+"""Turns options and a run's settings into a question. An option that is not given comes from the
+run, and if the run does not have it either, from a default.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from medusa_ppo.runtime.hardware import ModelSizes
 RESPONSES, LENGTH_MEAN, PROMPT, SEQUENCES = 256, 1024.0, 512, 256
 """Defaults if neither options nor a run have a value."""
 DRAFT_VOCABULARY, LARGE_VOCABULARY = 8_192, 32_768
-"""An engine's own default: `engine.draft_vocab`."""
+"""The defaults of `engine.draft_vocab`: its size, and the vocabulary from which on it is used."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Accepted:
     """The acceptance, and where it comes from.
 
     Attributes:
-        shares: shares of draft runs that reach each position.
+        shares: share of draft steps in which each position is accepted.
         said: where they come from, in words.
-        error: half of the interval of the mean acceptance length; 0: given.
+        error: half the width of the mean acceptance length's interval; 0: the user gave shares.
     """
 
     shares: tuple[float, ...]
@@ -58,14 +58,14 @@ def question_of(
     run: RunConfig | None = None,
     trained: HeadsConfig | None = None,
 ) -> Question:
-    """The question made from options, a run's settings and trained heads.
+    """Build the question from options, a run's settings and trained heads.
 
     Args:
         raw: the model's config.json.
         trained: sizes of the heads with this acceptance; None: those of the run, or new ones.
 
     Raises:
-        UsageError, ModelError: they don't go together.
+        UsageError, ModelError: these don't fit together.
     """
     model, longest = read_sizes(raw)
     section = run.heads if run else HeadsSection(num_heads=max(1, len(accepted.shares)))
@@ -97,13 +97,13 @@ def question_of(
 
 
 def _lengths(options: PredictOptions, run: RunConfig | None, room: int | None) -> ResponseLengths:
-    """The lengths as given, from the run, or the default; `room` is the model's room for a
-    response.
+    """The lengths as given, from the run, or the default. `room` is the number of response tokens
+    for which the model has room.
     """
     if options.lengths is not None:
         if options.length_mean:
             raise UsageError(
-                "Lengths are given twice.",
+                "The lengths are given twice.",
                 given="--lengths and --length-mean",
                 expected="one of them",
                 do="Leave one out.",
@@ -127,7 +127,7 @@ def _lengths(options: PredictOptions, run: RunConfig | None, room: int | None) -
 
 
 def _width(engine: EngineConfig, model: ModelSizes, heads: HeadsConfig) -> int:
-    """Number of tokens that drafts come from, as an engine decides it."""
+    """Number of tokens that drafts come from, decided as an engine does."""
     if engine.draft_vocab is not None:
         return min(engine.draft_vocab or model.vocab, model.vocab)
     large = model.vocab >= LARGE_VOCABULARY and heads.lm_head == "shared"

@@ -1,4 +1,4 @@
-"""How to check a prediction on a GPU: the command lines, ready to be typed.
+"""How to check a prediction on a GPU: command lines, ready to run.
 
 Without heads of ours, the lines start vLLM's own Medusa with untrained weights and let it accept
 drafts at the given rates (`rejection_sample_method: synthetic`): the text means nothing, the speed
@@ -13,7 +13,7 @@ import shlex
 from medusa_ppo.predict.prediction import Prediction
 
 FOLDER = "any-heads"
-"""Folder for the configuration of heads without weights."""
+"""Folder for the configuration of untrained heads, which have no weight file."""
 
 
 def check_lines(prediction: Prediction, heads: str = "HEADS", on_gpu: bool = True) -> list[str]:

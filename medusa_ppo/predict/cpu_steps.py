@@ -1,8 +1,8 @@
-"""Steps on this machine's CPU, from microbenchmarks of a few seconds and without an engine: the
-actor's products, its samplers, our drafting call and verification, timed alone.
+"""Step times on this machine's CPU, from a few seconds of microbenchmarks and without an engine:
+the actor's matrix products, its samplers, our drafting call and verification, each timed alone.
 
-What cannot be timed alone is vLLM's own work on the host (scheduling, inputs, outputs). That is
-`HOST`, seconds measured once next to such a calibration, scaled by how long a fixed piece of Python
+vLLM's own work on the host (scheduling, inputs, outputs) cannot be timed alone. `HOST` holds its
+seconds as measured once on another machine; they are scaled by how long a fixed piece of Python
 takes here compared with there.
 
 Shape letters: B requests, N rows, T places of a cache, D hidden, V vocabulary, K drafts.
@@ -35,10 +35,10 @@ from medusa_ppo.predict.draft_work import layer_products
 from medusa_ppo.runtime.hardware import ModelSizes
 
 MOST_WEIGHTS = 1 << 30
-"""Most bytes of weights to create; for a larger actor only some of the layers are timed."""
+"""Maximum bytes of weights to create; for a larger actor only some of the layers are timed."""
 REPEATS, LEAST_REPEATS = 9, 3
 LONGEST_S = 0.25
-"""Slow operations are repeated less, since a calibration should take seconds."""
+"""After this time an operation is not repeated further: a calibration should take seconds."""
 WARM = 1
 PYTHON_REFERENCE_S = 0.0035
 """Result of `python_seconds` on the machine where `HOST` was measured."""
@@ -48,12 +48,12 @@ PYTHON_REFERENCE_S = 0.0035
 class HostCosts:
     """vLLM's work on the host in a step, in seconds on the machine of PYTHON_REFERENCE_S.
 
-    Fitted to an engine's own step times (0.32, `gsm8k-4m` in float32, 1 to 64 running), minus a
-    calibration of the same sizes. The fitted time per sequence of a drafted step is zero, so the
-    timed drafting calls already include it.
+    Fitted to an engine's own step times (vLLM 0.32, `gsm8k-4m` in float32, 1 to 64 running) minus
+    the microbenchmarks at the same sizes. For steps with drafts the fit gives zero per sequence:
+    the timed drafting calls already include that work.
 
     Attributes:
-        plain_s, plain_sequence_s: for vLLM's plain step, and for each running sequence.
+        plain_s, plain_sequence_s: vLLM's plain step: a constant, and for each running sequence.
         drafted_s, drafted_sequence_s: the same for steps with drafts.
     """
 
@@ -91,7 +91,7 @@ def _median(call: Callable[[], Any]) -> float:
 
 
 class CpuSteps:
-    """Steps on this machine.
+    """Step times on this machine.
 
     Attributes:
         source: where the seconds come from, in words.
@@ -111,10 +111,10 @@ class CpuSteps:
     ) -> None:
         """
         Args:
-            product: a weight of the actor to its product, as vLLM multiplies.
+            product: turns a weight of the actor into a function that multiplies by it as vLLM does.
             pack: the same for the heads.
-            sequences: most that run at once.
-            context: tokens in the cache of each while steps are timed.
+            sequences: maximum number that run at once.
+            context: tokens that each sequence has in the cache while steps are timed.
         """
         self._host = host
         self._context = context
@@ -188,7 +188,7 @@ class CpuSteps:
     def _of_drafts(
         self, cells: dict[tuple[int, int], float], sequences: float, drafts: int
     ) -> float:
-        """A cell by sequences and drafts; other numbers of drafts are interpolated linearly."""
+        """The value of `cells` (by sequences and drafts) at these sizes, interpolated linearly."""
         line = {
             count: _between({s: t for (s, k), t in cells.items() if k == count}, sequences)
             for count in {k for _, k in cells}
@@ -197,7 +197,7 @@ class CpuSteps:
 
 
 def _between(cells: dict[int, float], at: float) -> float:
-    """Linear between the two nearest sizes, and extrapolated beyond the last."""
+    """Interpolate linearly between the two nearest sizes; extrapolate beyond the last."""
     sizes = sorted(cells)
     if len(sizes) == 1:
         return cells[sizes[0]]
@@ -208,10 +208,10 @@ def _between(cells: dict[int, float], at: float) -> float:
 
 
 class _Actor:
-    """A stand-in with the actor's sizes and random weights, packed as vLLM packs them.
+    """A model of the actor's sizes with random weights, packed as vLLM packs them.
 
     Attributes:
-        scale: number of the actor's layers per created layer.
+        scale: how many of the actor's layers each created layer stands for.
     """
 
     def __init__(
@@ -231,12 +231,12 @@ class _Actor:
         self._lm_head = weight(model.hidden, model.vocab)
         self._norm = torch.ones(model.hidden, dtype=dtype)
         shape = (most, model.kv_heads, max(1, context), model.head_dim)
-        # In float32 for all: torch's kernel for one 16-bit row is far slower than vLLM's.
+        # Always float32: torch's kernel for a single 16-bit row is far slower than vLLM's.
         self._keys, self._values = torch.randn(shape), torch.randn(shape)
         self._logits: dict[int, torch.Tensor] = {}
 
     def layers(self, rows: int) -> None:
-        """All layers' products and the operations between them."""
+        """The matrix products of all layers, and the operations between them."""
         model = self._model
         hidden_ND = torch.ones(rows, model.hidden, dtype=self._dtype)
         width = model.heads * model.head_dim
@@ -250,12 +250,12 @@ class _Actor:
             hidden_ND = hidden_ND + down(wide).to(self._dtype)
 
     def logits(self, rows: int) -> None:
-        """lm_head's product."""
+        """The matrix product with lm_head."""
         self._lm_head(torch.ones(rows, self._model.hidden, dtype=self._dtype))
 
     def attention(self, sequences: int, queries: int) -> None:
-        """All layers' attention of new rows on the cache; rows with the same keys share one
-        product, so that keys are read once, as in vLLM's kernel.
+        """The attention of new rows on the cache, in all layers. Rows with the same keys share one
+        matrix product, so that keys are read once, as in vLLM's kernel.
         """
         model = self._model
         rows = queries * model.heads // model.kv_heads
@@ -270,7 +270,7 @@ class _Actor:
         return self._logits[rows]
 
     def sample(self, sequences: int) -> None:
-        """vLLM's sampler: one fused draw, and the log-probs with their ranks, which PPO asks
+        """The work of vLLM's sampler: one fused draw, and the log-probs and ranks that PPO asks
         for.
         """
         self._score(self._rows(sequences).div(1.0).argmax(-1), sequences)

@@ -1,8 +1,9 @@
-"""What drafting does on the device, counted from sizes: products, passes over memory, launches.
+"""What drafting does on the device, counted from sizes: matrix products, passes over memory, and
+kernel launches.
 
-Of our heads that is the drafting call of `medusa_ppo/drafting/core.py`; a test compares these
-formulas with what that code dispatches. Drafters that run pass by pass (EAGLE, MTP) are included
-for the published measurements that validate the prediction.
+For our heads this is the drafting call of `medusa_ppo/drafting/core.py`; a test compares these
+formulas with the operations that it dispatches. Drafters that run pass by pass (EAGLE, MTP) are
+here because the published measurements that validate the prediction use them.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from heads.heads_config import HeadsConfig
 from medusa_ppo.runtime.hardware import BFLOAT16, FLOAT32, ModelSizes
 
 LAUNCHES = {"medusa": (15, 4), "hydra": (19, 14)}
-"""Operations per call and per head, by kind: products, norms, the draw."""
+"""Operations per call and per head, by kind: matrix products, norms, the draw."""
 CONTEXT_LAUNCHES = (11, 3)
-"""The same for the first attention over the last pairs and the cell after it."""
+"""The same for the first attention over the context, and for the cell that reads it."""
 LAYER_LAUNCHES, FEED_LAUNCHES = 13, 9
-"""Launches of each further attention, and of the layer after it."""
+"""For each further attention, and for the feed-forward layer after an attention."""
 RING_LAUNCHES = 26
-"""For storing the last pairs and reading them back, which an engine does outside the call."""
+"""For storing the context's pairs and reading them back, which an engine does outside the call."""
 COPY_LAUNCHES, COPIED_LAUNCHES = 45, 3
-"""For searching what followed the last tokens, and for using it in each head."""
+"""For finding what to copy, once per call, and for using it in each head."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class HeadsDrafter:
 
     Attributes:
         config: kind and sizes.
-        width: tokens that drafts come from (the draft vocabulary, or all).
+        width: number of tokens that drafts come from: the draft vocabulary, or all.
     """
 
     config: HeadsConfig
@@ -43,12 +44,12 @@ class HeadsDrafter:
 
     @property
     def parameters(self) -> int:
-        """Weights read in a call; lm_head is the actor's."""
+        """Number of the heads' own parameters; lm_head belongs to the actor."""
         return sum(_size(shape) for shape in self.config.tensor_shapes().values())
 
     def kept_bytes(self, sequences: int) -> float:
-        """Device memory that drafting takes from the KV cache: heads, running sums of each draft,
-        keys and values of the last pairs, tokens to copy from.
+        """Device memory that drafting takes from the KV cache: the heads, each draft's running
+        sums, and the keys and values of the context.
         """
         config = self.config
         sums = FLOAT32 * (config.num_heads + 2) * self.width * sequences
@@ -56,7 +57,7 @@ class HeadsDrafter:
         return BFLOAT16 * self.parameters + sums + pairs * config.context_layers
 
     def products(self, sequences: float, drafts: int) -> Iterator[tuple[float, int, int]]:
-        """(rows, inputs, outputs) of each product of a call."""
+        """(rows, inputs, outputs) of each matrix product of a call."""
         config = self.config
         for name, shape in config.tensor_shapes().items():
             if len(shape) < 2:
@@ -65,9 +66,9 @@ class HeadsDrafter:
             part, _, rest = name.partition(".")
             index = rest.partition(".")[0]
             if index.isdigit() and part != "context" and int(index) >= drafts:
-                # Heads that are not used.
+                # This head doesn't draft.
                 continue
-            # The cell's own products run once per head, its start once per call.
+            # The cell's products run once per head, except its start: once per call.
             times = drafts if name.startswith(("cell.", "copy.out")) else 1
             if name == "cell.start.weight":
                 times = 1
@@ -76,7 +77,7 @@ class HeadsDrafter:
         if config.lm_head == "own":
             return
         if config.kind == "medusa":
-            # No head waits for the one before it: one product for all rows.
+            # Heads of this kind don't wait for each other, so one matrix product does all rows.
             yield sequences * drafts, config.hidden_size, self.width
         else:
             for _ in range(drafts):
@@ -87,7 +88,7 @@ class HeadsDrafter:
         return sequences * drafts
 
     def launches(self, drafts: int) -> int:
-        """Number of operations that a call dispatches; it does not grow with the sequences."""
+        """Number of operations that a call dispatches, however many sequences there are."""
         config = self.config
         once, head = LAUNCHES[config.kind]
         if config.context:
@@ -97,7 +98,7 @@ class HeadsDrafter:
         return once + self.beside(drafts) + drafts * head
 
     def beside(self, drafts: int) -> int:
-        """Operations that an engine dispatches around the call: for rings and copying."""
+        """Operations that an engine dispatches around the call: for the context and for copying."""
         config = self.config
         copied = (COPY_LAUNCHES + COPIED_LAUNCHES * drafts) * config.copies
         return RING_LAUNCHES * bool(config.context) + copied
@@ -108,8 +109,8 @@ class LayeredDrafter:
     """A drafter of whole layers: EAGLE and MTP (one pass a draft), DFlash (one pass for all).
 
     Attributes:
-        model: sizes of the actor, whose layers it has.
-        layers: how many.
+        model: sizes of the actor; the drafter's layers have the same.
+        layers: number of layers.
         width: rows of its lm_head.
         one_pass: all drafts come from one pass over drafts + 1 places.
     """
@@ -127,7 +128,7 @@ class LayeredDrafter:
         return sequences * (drafts + 1 if self.one_pass else 1)
 
     def products(self, sequences: float, drafts: int) -> Iterator[tuple[float, int, int]]:
-        """(rows, inputs, outputs) of each product of one pass."""
+        """(rows, inputs, outputs) of each matrix product of one pass."""
         model = self.model
         rows = self.rows(sequences, drafts)
         yield rows, 2 * model.hidden, model.hidden
@@ -137,7 +138,7 @@ class LayeredDrafter:
 
 
 def layer_products(model: ModelSizes, rows: float, ranks: int) -> Iterator[tuple[float, int, int]]:
-    """(rows, inputs, outputs) of the products of one of the actor's layers on one rank."""
+    """(rows, inputs, outputs) of each matrix product of one of the actor's layers on one rank."""
     inner = model.intermediate // ranks
     attended = model.heads * model.head_dim // ranks
     key_value = 2 * max(1, model.kv_heads // ranks) * model.head_dim

@@ -9,11 +9,11 @@ from heads.errors import UsageError
 
 @dataclass(frozen=True)
 class GpuFigures:
-    """A vendor's figures of one GPU.
+    """The vendor's figures for one GPU.
 
     Attributes:
         name: what `--gpu` calls it.
-        flops: dense bf16 products per second.
+        flops: dense bf16 FLOP/s.
         memory_bytes_per_s: speed of its own memory.
         memory_bytes: size of its own memory.
         link_bytes_per_s: speed to the other GPUs of its node, one direction.
@@ -55,7 +55,7 @@ def find_gpu(name: str) -> GpuFigures:
             given=f"--gpu {name}",
             expected=" | ".join([*GPUS, CPU]),
             do=(
-                "Choose the most similar one and take the ratio as a guess, or measure yours:"
+                "Choose the most similar one and treat the result as a guess, or measure yours:"
                 " `medusa-ppo bench rollout`."
             ),
         )

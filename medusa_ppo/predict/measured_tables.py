@@ -1,9 +1,10 @@
 """Measured times of vLLM's operators on real GPUs: aiconfigurator-core's tables (Apache-2.0), read
 from the installed package's Parquet files.
 
-The package measures products by rows and both widths, attention by sequences and context, and
-all-reduces by bytes, on grids. Between grid points seconds follow a power law, which is exact if an
-operation is bound by memory or by arithmetic, and log-linear where the two meet.
+The package measures matrix products by rows, inputs and outputs, attention by sequences and
+context, and all-reduces by bytes, each on a grid of sizes. Between grid points times are
+interpolated as a power law. That is exact where an operation is bound by memory or by arithmetic
+alone, and an approximation where the two meet.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PACKAGE = "aiconfigurator_core"
 
 
 def tables_folder(gpu: GpuFigures) -> Path | None:
-    """Where the installed package keeps this GPU's tables; None where it is not installed."""
+    """Folder of this GPU's tables in the installed package; None if it has none or is missing."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -63,8 +64,8 @@ class TableTimes(RooflineTimes):
         )
         if found is None:
             return super().attention(model, ranks, sequences, queries, context)
-        # The tables have one new row per sequence. More rows read the same keys and values, so only
-        # their products can take longer.
+        # The tables have one new row per sequence. Further rows read the same keys and values, so
+        # they cost time only where arithmetic is the limit.
         flops = attention_flops(model, sequences, queries, context) / ranks
         return max(found.seconds(sequences, context), self.bounded(0.0, flops))
 
@@ -76,12 +77,12 @@ class TableTimes(RooflineTimes):
 
 
 class _Grid:
-    """Seconds on a grid of sizes, a power law between its points and beyond them."""
+    """Times on a grid of sizes, with a power law between its points and beyond the largest."""
 
     def __init__(self, axes: list[list[float]], values: np.ndarray) -> None:
         self._axes = [np.log(axis) for axis in axes]
         self._values = np.log(values)
-        # A prediction needs the same products at both ends of each uncertain cost.
+        # Cached: a prediction asks for the same sizes again for every cost that it varies.
         self._known: dict[tuple[float, ...], float] = {}
 
     def seconds(self, *sizes: float) -> float:
@@ -98,14 +99,14 @@ class _Grid:
             at = np.log(max(size, 1e-9))
             above = min(max(bisect_left(axis, at), 1), len(axis) - 1)
             share = (at - axis[above - 1]) / (axis[above] - axis[above - 1])
-            # Below the smallest size an operation takes as long as its launch.
+            # Below the smallest size the launch dominates, so the time stays the same.
             share = max(share, 0.0)
             found = found[above - 1] + share * (found[above] - found[above - 1])
         return float(np.exp(found)) / 1e3
 
 
 def _newest(folder: Path, kind: str, name: str) -> Path | None:
-    """The file of this name of the newest vLLM."""
+    """The file of this name for the newest vLLM."""
     found = sorted(
         folder.glob(f"{kind}/vllm/*/{name}.parquet"),
         key=lambda path: [int(part) for part in path.parent.name.split(".") if part.isdigit()],
@@ -114,7 +115,9 @@ def _newest(folder: Path, kind: str, name: str) -> Path | None:
 
 
 def _columns(path: Path, names: list[str], wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Columns of the rows with these values. Columns that older tables lack are ignored."""
+    """The named columns, of the rows with the wanted values. Wanted values of columns that an older
+    table lacks are ignored.
+    """
     # Slow to load, and only needed with tables.
     from pyarrow import parquet
 
@@ -125,7 +128,7 @@ def _columns(path: Path, names: list[str], wanted: Mapping[str, Any]) -> dict[st
 
 
 def _filled(values: np.ndarray) -> np.ndarray:
-    """A grid's missing points along each axis from their neighbours, in logarithms."""
+    """Fill a grid's missing points: interpolate their logarithms along each axis in turn."""
     logs = np.log(values)
     for axis in range(logs.ndim):
         moved = np.moveaxis(logs, axis, -1)
@@ -139,8 +142,8 @@ def _filled(values: np.ndarray) -> np.ndarray:
 
 
 def _gridded(columns: dict[str, np.ndarray], names: list[str]) -> _Grid:
-    """Rows of a table as a grid; if a point was measured several times the fastest counts, as vLLM
-    picks among kernels.
+    """Rows of a table as a grid. Of several measurements of one point the fastest counts, because
+    vLLM picks the fastest kernel.
     """
     axes = [np.unique(columns[name]) for name in names]
     values = np.full([len(axis) for axis in axes], np.nan)
@@ -154,7 +157,7 @@ def _gridded(columns: dict[str, np.ndarray], names: list[str]) -> _Grid:
 @cache
 def _products(folder: Path) -> tuple[str, _Grid]:
     path = _newest(folder, "gemm", "gemm_perf")
-    assert path is not None, f"no products in {folder}"
+    assert path is not None, f"no matrix products in {folder}"
     columns = _columns(path, ["m", "n", "k", "latency"], {"gemm_dtype": "bfloat16"})
     return path.parent.name, _gridded(columns, ["m", "n", "k"])
 

@@ -1,7 +1,8 @@
-"""Seconds of one operation on a GPU: a product, an attention, a pass over memory, an all-reduce.
+"""How long one operation takes on a GPU: a matrix product, an attention, a pass over memory, an
+all-reduce.
 
-`RooflineTimes` uses shares of the vendor's figures. `TableTimes` (`measured_tables.py`) has
-measured times of vLLM's operators.
+`RooflineTimes` calculates it from shares of the vendor's figures. `TableTimes`
+(`measured_tables.py`) looks up measured times of vLLM's operators.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from medusa_ppo.runtime.hardware import BFLOAT16, FLOAT32, ModelSizes
 
 
 def attention_flops(model: ModelSizes, sequences: float, queries: int, context: float) -> float:
-    """Products of one layer's attention."""
+    """Floating-point operations of one layer's attention."""
     return 4.0 * model.heads * model.head_dim * context * sequences * queries
 
 
 class RooflineTimes:
-    """The longer of reading and multiplying, at shares of the vendor's figures.
+    """Time to read or time to multiply, whichever is longer, at shares of the vendor's figures.
 
     Attributes:
         source: where the seconds come from, in words.
@@ -26,7 +27,7 @@ class RooflineTimes:
     def __init__(self, gpu: GpuFigures, costs: StepCosts) -> None:
         self.gpu = gpu
         self.costs = costs
-        self.source = f"a roofline of the {gpu.name}from its vendor's figures"
+        self.source = f"a roofline of the {gpu.name}, from its vendor's figures"
 
     def product(self, rows: float, inputs: int, outputs: int) -> float:
         """Seconds for rows `[N, in]` times a bf16 weight `[out, in]`."""
@@ -43,7 +44,7 @@ class RooflineTimes:
         )
 
     def bounded(self, nbytes: float, flops: float) -> float:
-        """Seconds for a large operation with this many bytes and products."""
+        """Seconds for a large operation that reads this many bytes and takes this many FLOPs."""
         return max(
             nbytes / (self.gpu.memory_bytes_per_s * self.costs.memory_share),
             flops / (self.gpu.flops * self.costs.flops_share),

@@ -15,7 +15,7 @@ LENGTH_SPREAD = 0.6
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """Options of `medusa-ppo predict`. 0 means: from the run, or the default."""
+    """Options of `medusa-ppo predict`. 0 means: take it from the run, or use the default."""
 
     model: Annotated[
         str,
@@ -25,34 +25,34 @@ class PredictOptions:
         str,
         Option(metavar=f"{'|'.join([*GPUS, CPU])}", help="GPU of the engines; cpu: this machine."),
     ] = "h100"
-    tp: Annotated[int, Option(min=0, help="GPUs of an engine (tensor parallel).")] = 0
+    tp: Annotated[int, Option(min=0, help="GPUs per engine (tensor parallel).")] = 0
     acceptance: Annotated[
         tuple[float, ...],
-        Option(min=0, help="Shares of runs that reach positions 1, 2, ..., e.g. 0.6,0.4,0.3,0.2."),
+        Option(min=0, help="Acceptance at positions 1, 2, ..., e.g. 0.6,0.4,0.3,0.2."),
     ] = ()
     heads: Annotated[
-        str, Option(help="Native heads directory; with --data their acceptance is measured.")
+        str, Option(help="Native heads directory; with --data, its acceptance is measured.")
     ] = ""
     data: Annotated[str, Option(help="With --heads: prompts for the replay.")] = ""
     template: Annotated[
         str, Option(help="With --data: prompt template with the row's fields in braces.")
     ] = ""
     lengths: Annotated[
-        Path | None, Option(help="File with the tokens of a response on each line.")
+        Path | None, Option(help="File with one response length, in tokens, on each line.")
     ] = None
-    length_mean: Annotated[float, Option(min=0, help="Mean tokens of a response.")] = 0.0
+    length_mean: Annotated[float, Option(min=0, help="Mean response length in tokens.")] = 0.0
     length_spread: Annotated[
         float, Option(min=0, help="Standard deviation of the lengths' logarithm.")
     ] = LENGTH_SPREAD
     longest: Annotated[int, Option(min=0, help="Longest response in tokens; 0: no limit.")] = 0
-    responses: Annotated[int, Option(min=0, help="Responses of one engine in a rollout.")] = 0
-    sequences: Annotated[int, Option(min=0, help="Most sequences that run at once.")] = 0
-    prompt: Annotated[int, Option(min=0, help="Tokens of a prompt.")] = 0
+    responses: Annotated[int, Option(min=0, help="Responses per engine in a rollout.")] = 0
+    sequences: Annotated[int, Option(min=0, help="Maximum sequences running at once.")] = 0
+    prompt: Annotated[int, Option(min=0, help="Prompt length in tokens.")] = 0
     drafts: Annotated[
-        int, Option(min=-1, help="Drafts in every step; -1: as many as pay best.")
+        int, Option(min=-1, help="Drafts in every step; -1: the number that pays best.")
     ] = -1
     other_seconds: Annotated[
-        float, Option(min=-1, help="Seconds of a step without its rollouts; -1: estimate them.")
+        float, Option(min=-1, help="Seconds of a step outside its rollouts; -1: estimate them.")
     ] = -1.0
     config: Annotated[
         Path | None, Option(help="YAML file of a run: its model, heads, engines and lengths.")

@@ -1,5 +1,5 @@
-"""What drafting would gain: predicted rollouts and steps, the best number of drafts by running
-sequences, the acceptance from which it pays, and how certain all that is.
+"""What drafting would gain: the time of rollouts and steps, the best number of drafts by running
+sequences, the acceptance above which it pays, and how certain all that is.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from medusa_ppo.predict.step_model import GpuSteps, Steps
 from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes
 
 MODEL_ERROR = 0.10
-"""Mean absolute error of speed-ups on published cases held out from the fit (`python
-benchmarks/predict_published.py`); a part of every interval.
+"""Mean absolute error of predicted speed-ups, on published cases that the fit did not see (`python
+benchmarks/predict_published.py`); it is part of every interval.
 """
 MEMORY_SHARE = 0.9
 """Share of a GPU for weights and KV cache: vLLM's default."""
 OTHER_BYTES = 4 * 2**30
-"""Bytes of a GPU for CUDA, graphs and activations."""
+"""Bytes of a GPU's memory that CUDA, graphs and activations take."""
 TRAIN_SHARE = 0.4
-"""Share of a GPU's products per second that scoring and updates reach."""
+"""Share of a GPU's FLOP/s that scoring and updates reach."""
 SWAP_S = 0.3
-"""Seconds of a swap besides moving the heads: checks, tables, a pause between two steps."""
+"""Seconds that a swap takes besides moving the heads: checks, tables, a pause between two steps."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -53,10 +53,10 @@ class LoopWork:
     """What a step does besides its rollouts.
 
     Attributes:
-        seconds: measured or given; None: estimated by arithmetic.
+        seconds: measured or given; None: estimated from its FLOPs.
         forwards: passes that score a batch (actor, reference, critic).
         updates: models that learn from it.
-        epochs: passes of the update.
+        epochs: passes over the batch in an update.
     """
 
     seconds: float | None = None
@@ -73,19 +73,20 @@ class Question:
         name: the model's name as given.
         model: its sizes.
         heads: the heads' sizes.
-        acceptance: share of draft runs that reach each position, falling.
+        acceptance: acceptance at each position, falling.
         acceptance_said: where it comes from, in words.
-        acceptance_error: half of the interval of the mean acceptance length; 0: given.
+        acceptance_error: half the width of the mean acceptance length's interval; 0: the user gave
+            the acceptance.
         lengths: lengths of one engine's responses.
-        sequences: most that run at once (vLLM's max_num_seqs).
+        sequences: maximum number that run at once (vLLM's max_num_seqs).
         prompt: tokens of a prompt.
         alike: responses per prompt, which is prefilled once for all of them.
         ranks: GPUs of an engine (tensor parallel).
         engines: number of equal engines, each with such lengths.
-        drafts: in every step; None: as many as pay best at each number of running sequences.
-        width: tokens that drafts come from; 0: all.
+        drafts: drafts in every step; None: the best number for however many sequences run.
+        width: number of tokens that drafts come from; 0: all.
         loop: the rest of a step.
-        longest: tokens that the model can hold; None: not known.
+        longest: tokens that fit in the model's context; None: unknown.
     """
 
     name: str
@@ -117,27 +118,27 @@ class Question:
             )
         if self.model.heads % self.ranks or self.ranks < 1:
             raise UsageError(
-                "The attention can't be split that way.",
-                given=f"--tp {self.ranks}, {self.model.heads} heads",
-                expected="a number that divides them",
+                "The attention can't be split among that many GPUs.",
+                given=f"--tp {self.ranks}, {self.model.heads} attention heads",
+                expected="a number of GPUs that divides the number of attention heads",
                 do="Correct --tp.",
             )
         if self.drafts is not None and not 0 <= self.drafts <= len(self.acceptance):
             raise UsageError(
-                "There is no acceptance for that many drafts.",
-                given=f"--drafts {self.drafts}, {len(self.acceptance)} positions of acceptance",
+                "The acceptance does not cover that many drafts.",
+                given=f"--drafts {self.drafts}, acceptance at {len(self.acceptance)} positions",
                 expected=f"0 to {len(self.acceptance)}",
                 do="Give one share for each draft.",
             )
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a step when every head drafts, MAL."""
+        """Mean acceptance length when every head drafts."""
         return 1.0 + sum(self.acceptance)
 
 
 def check_acceptance(shares: Sequence[float], heads: int) -> None:
-    """Shares of draft runs that reach each position.
+    """Check the acceptance at each position.
 
     Raises:
         UsageError: one is not a share, they rise, or there are more of them than heads.
@@ -146,21 +147,20 @@ def check_acceptance(shares: Sequence[float], heads: int) -> None:
     if shares and falling and all(0 <= share <= 1 for share in shares) and len(shares) <= heads:
         return
     problem = (
-        "There are more positions than heads."
+        "There is acceptance at more positions than there are heads."
         if len(shares) > heads
-        else "Shares of draft runs that reach each position must be between 0 and 1 and must "
-        "not rise."
+        else "The acceptance at each position must be between 0 and 1 and must not rise."
     )
     raise UsageError(
         problem,
         given=f"acceptance {','.join(f'{share:g}' for share in shares) or 'of nothing'}",
         expected=f"at most {heads} falling shares, like 0.6,0.4,0.3,0.2",
-        do="Take them from `medusa-ppo eval` (positions 1, 2, ... of runs).",
+        do="Take them from `medusa-ppo eval` (`acceptance per position`).",
     )
 
 
 def read_sizes(raw: Mapping[str, Any]) -> tuple[ModelSizes, int | None]:
-    """The model's sizes, and the tokens that it can hold.
+    """The model's sizes, and the tokens that fit in its context.
 
     Raises:
         ModelError: a size is missing, or the model is a mixture of experts.
@@ -168,7 +168,7 @@ def read_sizes(raw: Mapping[str, Any]) -> tuple[ModelSizes, int | None]:
     text = {**raw, **(raw.get("text_config") or {})}
     if any(text.get(key) for key in EXPERTS):
         raise ModelError(
-            "Mixtures of experts can't be predicted: the cost of verification depends on which "
+            "Mixtures of experts can't be predicted: the cost of verification depends on how many "
             "experts the rows of a step share, and no table has that.",
             given=f"{text.get('model_type')}: {_mixture(text)}",
             expected="a dense model",
@@ -201,10 +201,10 @@ class SizeRow:
     """What each number of drafts gains at this many running sequences.
 
     Attributes:
-        sequences: running.
+        sequences: how many run.
         speedups: tokens/s over vLLM's plain step, with 1, 2, ... drafts.
         best: number of drafts that gains most; 0: none is faster than vLLM's plain step.
-        pays_from: mean acceptance length from which `best` (or one draft) is faster.
+        pays_from: mean acceptance length above which the fastest number of drafts pays.
     """
 
     sequences: int
@@ -215,16 +215,16 @@ class SizeRow:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer. Seconds are of one engine's rollout and of a whole step.
+    """The answer. Times are those of one engine's rollout and of a whole step.
 
     Attributes:
         speedup: time of rollouts without drafts / with drafts.
         plain_s, drafted_s: seconds of a rollout, including prompts.
-        tail_share: share of the plain rollout with fewer than half of the slots in use.
+        tail_share: share of the plain rollout's time with fewer than half of the slots in use.
         tail_speedup: speed-up in that part.
-        pays_from: mean acceptance length from which rollouts are faster; None: never.
-        step, async_step: time of a step without drafts / with drafts, with consecutive phases, or
-            with rollouts beside the rest; None: the rest is unknown.
+        pays_from: mean acceptance length above which rollouts are faster; None: never.
+        step, async_step: time of a step without drafts / with drafts, if rollouts and the rest
+            follow each other, and if they run at the same time; None: the rest is unknown.
         other_s: the rest of a step.
         slots, drafted_slots: sequences that fit at once, without and with drafting.
         rows: by running sequences.
@@ -259,12 +259,12 @@ class Prediction:
         pays = (
             f"it pays from {self.pays_from:.2f} on"
             if self.pays_from is not None
-            else "it pays at no acceptance"
+            else "it never pays"
         )
         return (
             f"With {asked.name} on {self.machine}, {len(asked.lengths.tokens)} responses of"
-            f" {asked.lengths.mean:,.0f} tokens: {faster}{step}, if"
-            f" {asked.acceptance_length:.2f} tokens a step are accepted; {pays}."
+            f" {asked.lengths.mean:,.0f} tokens: {faster}{step}, at"
+            f" {asked.acceptance_length:.2f} tokens per engine step; {pays}."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -326,7 +326,7 @@ def predict_on_gpu(
 def predict_on(
     question: Question, machine: str, steps: Steps, measured: Mapping[str, Any], error: float
 ) -> Prediction:
-    """The prediction from measured steps of this machine."""
+    """The prediction from step times measured on this machine."""
     slots = (question.sequences, question.sequences)
     assumptions = {"measured": dict(measured), "model_error": error}
     other = question.loop.seconds
@@ -360,8 +360,8 @@ def _answer(
     drafted = model.drafted(question.acceptance, question.drafts)
     plain_s, drafted_s = plain.seconds + prefill, drafted.seconds + prefill
     speedup = plain_s / drafted_s
-    # Each cost is varied by itself to both ends, plus the model's error: they are independent, so
-    # squares add.
+    # Each cost is moved to both ends of its range, one at a time. These errors and the model's own
+    # are independent, so their squares add.
     downs, ups = [assumptions["model_error"] ** 2], [assumptions["model_error"] ** 2]
     pairs = [
         (
@@ -428,7 +428,7 @@ def _size_rows(model: RolloutModel, acceptance: Sequence[float]) -> Iterator[Siz
 
 
 def _scaled(acceptance: Sequence[float], factor: float) -> tuple[float, ...]:
-    """Shares scaled so that their sum is this many times as large, still falling."""
+    """Bend the shares until their sum is this many times as large; they stay falling."""
     wanted = factor * sum(acceptance)
     low, high = 0.0, 50.0
     for _ in range(50):
@@ -441,15 +441,15 @@ def _scaled(acceptance: Sequence[float], factor: float) -> tuple[float, ...]:
 
 
 def _bent(acceptance: Sequence[float], power: float) -> tuple[float, ...]:
-    """Shares raised to a power: better (power below 1) or worse heads with a similar profile."""
-    # A share of 0 or 1 would not change with any power.
+    """Shares raised to a power: heads with a similar profile that are better (below 1) or worse."""
+    # No power changes a share of 0 or 1.
     return tuple(min(max(share, 1e-4), 1 - 1e-4) ** power for share in acceptance)
 
 
 def _pays_from(
     speedup: Callable[[Sequence[float]], float], acceptance: Sequence[float]
 ) -> float | None:
-    """The mean acceptance length from which rollouts are faster than vLLM's own."""
+    """The mean acceptance length above which rollouts are faster than vLLM without drafts."""
     low, high = 0.0, 50.0
     if speedup(_bent(acceptance, low)) <= 1:
         return None
@@ -465,7 +465,8 @@ def _pays_from(
 
 
 def sequences_that_fit(question: Question, gpu: GpuFigures, drafting_bytes: float) -> int:
-    """Sequences whose prompts and mean responses fit into the KV cache, at most as many as asked.
+    """How many sequences fit into the KV cache, with prompts and responses of mean length; at most
+    as many as asked for.
 
     Raises:
         ConfigError: the weights alone are too large.
@@ -482,14 +483,14 @@ def sequences_that_fit(question: Question, gpu: GpuFigures, drafting_bytes: floa
                 f"{model.parameters / 1e9:.1f} B parameters on {question.ranks} x {gpu.name},"
                 f" responses of {question.lengths.mean:,.0f} tokens"
             ),
-            expected="weights and the cache of one sequence in the GPU's memory",
-            do="Give more GPUs (--tp) or shorter responses.",
+            expected="room in the GPU's memory for the weights and one sequence's cache",
+            do="Use more GPUs (--tp) or shorter responses.",
         )
     return min(question.sequences, fits)
 
 
 def _arithmetic_seconds(question: Question, flops: float) -> float:
-    """Scoring and update of a step's tokens at a share of the GPUs' arithmetic."""
+    """Seconds to score a step's tokens and learn from them, at this rate."""
     loop = question.loop
     tokens = question.engines * sum(question.prompt + length for length in question.lengths.tokens)
     passes = 2 * loop.forwards + 6 * loop.updates * loop.epochs

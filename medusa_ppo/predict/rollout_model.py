@@ -1,9 +1,10 @@
-"""Rollouts with their long tail: responses of unequal lengths on an engine's slots, with drafts and
-without.
+"""Simulates rollouts with their long tail: responses of unequal lengths on an engine's slots, with
+drafts and without.
 
-Responses take free slots in order, each running one gains as many tokens a step as are accepted,
-and when one ends the next begins. Towards the end few are left and steps are short: there drafts
-pay most. Nothing changes between two ends, so the simulation jumps from end to end.
+Responses take free slots in order. In each step every running response grows by the accepted
+tokens, and when one ends, the next begins. Towards the end few are left and steps are short; there
+drafts pay most. Nothing changes while no response ends, so the simulation jumps from one end to the
+next.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from heads.errors import DataError, UsageError
 from medusa_ppo.predict.step_model import Steps
 
 TOKEN_STEPS = 64
-"""Intervals between two ends are split, because contexts grow meanwhile."""
+"""Longest jump in engine steps; longer ones are split, because contexts grow meanwhile."""
 CONTEXT_FACTOR = 8
-"""Between contexts this far apart a step's time is linear: only attention depends on them."""
+"""Ratio of neighbouring contexts in a StepTable. In between, a step's time is taken as linear: only
+attention depends on the context.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class ResponseLengths:
     def log_normal(
         cls, count: int, mean: float, spread: float, longest: int | None = None, seed: int = 0
     ) -> ResponseLengths:
-        """Roughly like responses of reasoning models: log-normal, where `spread` is the standard
-        deviation of the logarithm. Longer ones are cut at `longest`; `mean` is the mean after
+        """Log-normal lengths, roughly like those of reasoning models. `spread` is the standard
+        deviation of the logarithm. Longer responses are cut at `longest`; `mean` is the mean after
         cutting.
         """
         if mean < 1 or spread < 0 or count < 1:
@@ -61,8 +64,7 @@ class ResponseLengths:
                 expected="a mean below the longest response",
                 do="Correct --length-mean or --longest.",
             )
-        # Quantiles in shuffled order: the most even sample possible, so that even a small one has a
-        # tail.
+        # Evenly spaced quantiles in shuffled order, so that even a small sample has a tail.
         normal = NormalDist()
         factors = [math.exp(spread * normal.inv_cdf((n + 0.5) / count)) for n in range(count)]
         most = longest or math.inf
@@ -82,7 +84,7 @@ class ResponseLengths:
 
     @classmethod
     def read(cls, path: Path) -> ResponseLengths:
-        """One number a line, in the order in which the responses started.
+        """Read one length per line, in the order in which the responses started.
 
         Raises:
             DataError: the file is missing, or a line is not a whole number above 0.
@@ -99,7 +101,7 @@ class ResponseLengths:
         bad = [line for line in lines if not line.isdecimal() or int(line) < 1]
         if bad or not lines:
             raise DataError(
-                "The file of lengths has a line that is not a length.",
+                "The file of lengths is empty or has a line that is not a length.",
                 given=f"{path}: {bad[0] if bad else 'nothing'}",
                 expected="a whole number above 0 on each line",
                 do="Correct the line.",
@@ -119,7 +121,7 @@ class RolloutTime:
         seconds: until the last response ends.
         tail_s: seconds of these with fewer than half of the slots in use.
         steps: engine steps.
-        drafts: mean number of drafts a step, by time.
+        drafts: mean number of drafts per step, weighted by time.
     """
 
     seconds: float
@@ -140,7 +142,7 @@ class StepTable:
         self._cells: dict[tuple[int, int], float] = {}
 
     def seconds(self, sequences: int, context: float) -> float:
-        """Of one step."""
+        """Time of one step."""
         high = min(max(bisect_left(self._sizes, sequences), 1), len(self._sizes) - 1)
         far = min(max(bisect_left(self._contexts, context), 1), len(self._contexts) - 1)
         first, second = self._sizes[high - 1], self._sizes[high]
@@ -177,7 +179,7 @@ class RolloutModel:
     ) -> None:
         """
         Args:
-            slots: most sequences that run at once.
+            slots: maximum number of sequences that run at once.
             prompt: tokens of a prompt, in the cache of each sequence from its start.
             drafted_slots: the same with drafting, which takes memory from the KV cache.
         """
@@ -223,8 +225,9 @@ class RolloutModel:
         return max(found, key=lambda step: step[1] / step[0])
 
     def price(self, sequences: int, drafts: int) -> float:
-        """Time of a step with this many drafts over a plain one, at this many running sequences and
-        half-way through a response of mean length. It pays if more tokens are accepted.
+        """How many times as long as a plain step one with this many drafts takes, with this many
+        running sequences, each half-way through a response of mean length. Drafting pays if the
+        mean acceptance length is higher.
         """
         context = self.prompt + self.lengths.mean / 2
         plain = self._plain.seconds(sequences, context)
@@ -233,7 +236,7 @@ class RolloutModel:
     def _run(
         self, slots: int, step: Callable[[int, float], tuple[float, float, int]]
     ) -> RolloutTime:
-        """Advance from the end of one response to the next."""
+        """Simulate a rollout, jumping from the end of one response to the next."""
         waiting = list(reversed(self.lengths.tokens))
         # All running responses progress equally, so each is identified by the progress at which it
         # ends.
@@ -246,7 +249,7 @@ class RolloutModel:
                 begun += progress
             count = len(running)
             while running[0][0] > progress:
-                # The sum of their progress is known without visiting each of them.
+                # `begun` is the sum of their starting points, so their mean context needs no loop.
                 context = self.prompt + progress - begun / count
                 one_s, tokens, drafts = step(count, context)
                 ahead = min(running[0][0] - progress, TOKEN_STEPS * tokens)

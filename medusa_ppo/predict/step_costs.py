@@ -1,4 +1,4 @@
-"""Assumptions of a prediction besides a GPU's tables, each with its unit, reason and range."""
+"""What a prediction assumes besides a GPU's tables: each cost with its unit, reason and range."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ class StepCosts:
 
     `plain_host_s`, `draft_host_s` and `pass_host_s` are fitted to the first half of
     benchmarks/published_cases.json by `python benchmarks/predict_published.py`; a test compares
-    them with what it finds.
+    them with the result of that script.
 
     Attributes:
-        flops_share: share of the vendor's FLOP/s that large products reach. Without tables.
-        memory_share: share of the vendor's memory speed that large reads reach. Without tables.
-        small_share: share of the memory's speed that passes of samplers and norms reach.
-        layer_passes: reads and writes of a layer's rows between its products (norms, rotations,
-            gate), in widths of the hidden state.
-        layer_launches: kernels of a layer other than products.
+        flops_share: share of the vendor's FLOP/s that large matrix products reach. Used without
+            tables.
+        memory_share: share of the vendor's memory speed that large reads reach. Used without
+            tables.
+        small_share: share of the vendor's memory speed that passes of samplers and norms reach.
+        layer_passes: reads and writes of a layer's rows between its matrix products (norms,
+            rotations, gate), in widths of the hidden state.
+        layer_launches: kernels of a layer other than matrix products.
         launch_s: time from one kernel to the next inside a CUDA graph.
         eager_s: the host's time to launch one operation outside a graph.
-        reduce_s: an all-reduce of a few rows between tensor-parallel ranks; two a layer. Without
-            tables.
+        reduce_s: an all-reduce of a few rows between tensor-parallel ranks; each layer has two.
+            Used without tables.
         sampler_reads: float32 passes over the logits of a row in vLLM's samplers.
-        draw_reads: float32 passes over the logits of a draft in our drawing: scale, softmax,
-            running sums, search.
-        plain_host_s: host time of a plain step that the device waits for.
-        draft_host_s: what being configured for speculation adds to each step, drafts or not.
-        draft_sequence_s: the same for each running sequence: drafts, positions and accepted tokens
-            are kept by request on the host. From vllm 49548: K = 0 costs 0.95 ms at 2 sequences and
+        draw_reads: float32 passes over a draft's logits when we draw it: scale, softmax, running
+            sums, search.
+        plain_host_s: host time in a plain step while the device waits.
+        draft_host_s: what being configured for speculation adds to that, with drafts or without.
+        draft_sequence_s: what it adds per running sequence: the host keeps drafts, positions and
+            accepted tokens by request. From vllm#49548: K = 0 costs 0.95 ms at 2 sequences and
             16.6 ms at 189 (V1 runner).
         pass_host_s: the host's time for one pass of a drafter that runs pass by pass. The device
             works meanwhile, so the longer of the two counts.
@@ -66,8 +68,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "draft_host_s": (0.0002, 0.002),
     "draft_sequence_s": (10e-6, 100e-6),
 }
-"""Ranges of costs: a prediction's interval is what it becomes at both ends. Costs not listed here
-change no prediction by a percent.
+"""Ranges of uncertain costs; a prediction's interval shows what it would be at their ends. Costs
+that are not listed change no prediction by as much as a percent.
 """
 
 

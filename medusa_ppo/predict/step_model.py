@@ -1,4 +1,4 @@
-"""Seconds of one engine step: the actor's pass over all rows, its samplers, drafting, the host.
+"""How long one engine step takes: the actor's pass over all rows, samplers, drafting, the host.
 
 A step with K drafts for S sequences passes S (K + 1) rows through the actor, verifies them, and
 drafts again. It is compared with vLLM's own plain step: asynchronous, in CUDA graphs, not
@@ -17,7 +17,7 @@ from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes
 
 Drafter = HeadsDrafter | LayeredDrafter
 PREFILL_ROWS = 2048
-"""Rows of a pass that reads prompts."""
+"""Rows in each pass that prefills prompts."""
 
 
 class Steps(Protocol):
@@ -34,16 +34,16 @@ class Steps(Protocol):
         ...
 
     def drafted(self, sequences: float, drafts: int, context: float) -> float:
-        """A step of an engine with heads and this many drafts per sequence; 0: none."""
+        """A step of an engine with heads and this many drafts per sequence, which may be 0."""
         ...
 
     def prefill(self, tokens: float) -> float:
-        """Prefilling this many prompt tokens."""
+        """The prefill of this many prompt tokens."""
         ...
 
 
 class GpuSteps:
-    """Steps on GPUs, from the times of operations."""
+    """Step times on GPUs, added up from their operations."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""The figures of `medusa-ppo eval` for people: lines for the terminal, a report in Markdown, and a
-page.
+"""Shows the figures of `medusa-ppo eval`: as text in the terminal, as a Markdown report, and as an
+HTML page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Figures = Mapping[str, Any]
 HEADINGS = ("tokens a step", "95 % interval", "accepted at position 1, 2, ...", "draft steps")
 STEP_HEADINGS = ("tokens a step", "draft steps")
 COMPARED = ("the others", "difference", "its interval")
-# Pixels: height of a row, above the first one, and below the last for the axis.
+# Pixels: the height of a row, the margin above the first row, and the room for the axis below the
+# last one.
 ROW, TOP, BOTTOM = 34, 8, 26
 POSITIONS_HEIGHT = 180
 TONES = ("serving", "candidate")
@@ -52,10 +53,10 @@ def lines(result: Figures) -> list[str]:
 
 
 def breakdowns(result: Figures) -> list[tuple[str, list[list[str]]]]:
-    """Where drafts are accepted: titles, and tables with a header."""
+    """Tables that show where drafts are accepted: each one's title and rows, header first."""
     found = []
     for title, parts in result.get("parts", {}).items():
-        # A memory is counted per draft, everything else per step.
+        # Drafts from a memory are counted one by one, everything else per step.
         by_draft = bool(parts) and "accepted_share" in parts[0]
         header = ["", "accepted", "drafts verified"] if by_draft else ["", *STEP_HEADINGS]
         rows = [header]
@@ -74,7 +75,7 @@ def verdict(result: Figures) -> str:
     """The comparison in one sentence."""
     other = result["compare"]
     low, high = other["difference_interval"]
-    sure = "better" if low > 0 else "worse" if high < 0 else "not surely different"
+    sure = "better" if low > 0 else "worse" if high < 0 else "not significantly different"
     return (
         f"{other['difference']:+.3f} tokens a step (95 % interval {low:+.3f} to {high:+.3f},"
         f" paired): {sure}"
@@ -163,11 +164,11 @@ def method(result: Figures) -> str:
     """How the figures were measured."""
     if result["settings"]["engine"] == "vllm":
         return (
-            "Acceptance is vLLM's own count; intervals are Student's over groups of prompts, each "
-            "answered in its own call."
+            "Acceptance is vLLM's own count. Intervals are Student's t over groups of prompts, "
+            "each answered in its own call."
         )
     return (
-        "Acceptance is the replay estimate on the model's own responses; intervals are Student's"
+        "Acceptance is the replay estimate on the model's own responses. Intervals are Student's t"
         " over prompts."
     )
 
@@ -246,12 +247,10 @@ def render_eval_page(result: Figures) -> str:
 
 
 def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures]) -> str:
-    """A dot with its interval for each row; when two sets of heads are compared, the second one's
-    is below.
-    """
+    """A dot with its interval for each row; a second set of heads goes below the first."""
     rows = [[row, *([row["compare"]] if "compare" in row else [])] for row in figures]
     ends = [end for row in rows for one in row for end in one["confidence_interval"]]
-    # An engine without drafts makes 1, so 1 is always on the axis.
+    # The axis always includes 1, the length without drafts.
     ticks = nice_ticks(min(1.0, *ends), max(*ends, 1.0 + 1e-6))
     height = TOP + ROW * len(rows)
     shapes = []
@@ -334,7 +333,7 @@ def _tiles(result: Figures) -> list[tuple[str, str, str]]:
         low, high = other["difference_interval"]
         tiles.append(
             (
-                "Against the others",
+                "Against the other heads",
                 f"{other['difference']:+.3f}",
                 f"95 % interval {low:+.3f} to {high:+.3f}, paired",
             )

@@ -33,7 +33,7 @@ def expected_speed(run: Run, acceptance: list[float] | None) -> Prediction | Non
     lengths = [length for length in run.column(m.RESPONSE_LENGTH) if length]
     if raw is None or not lengths:
         return None
-    # Measured shares are noisy, and may rise slightly.
+    # A prediction requires falling shares; measured ones are noisy and may rise slightly.
     falling = tuple(
         max(LEAST_SHARE, min(acceptance[: place + 1])) for place in range(len(acceptance))
     )

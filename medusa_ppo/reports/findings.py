@@ -1,4 +1,4 @@
-"""Findings: what a reader of a run should be warned about, and what to do next."""
+"""Findings: warnings about a run, each with what to do next."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from medusa_ppo.reports.summary import first_last, window_steps
 from medusa_ppo.runtime import wording as w
 
 STALE_UPDATES = 5
-"""Serving heads this many policy updates old are called stale."""
+"""Serving heads count as stale from this many policy updates on ..."""
 KEPT_SHARE = 0.95
-"""... if less than this share of the best stretch's extra accepted tokens is left."""
+"""... if they have lost acceptance: less than this share of the extra tokens per step that they
+gained at their best.
+"""
 LOGPROB_GAP_NATS = 0.05
 """float32 against float32 is near 0.0001, bfloat16 near 0.01: above this the engine and the actor
 are not the same policy.
@@ -39,26 +41,26 @@ NEVER_PAID_SHARE = 0.95
 set up for drafts.
 """
 ENOUGH_STEPS = 1000
-"""Engine steps needed to say so."""
+"""Engine steps that this claim takes."""
 CURVE_STEPS = 10
-"""No curve is judged with fewer steps."""
+"""Shorter curves are not judged."""
 JUMP = 8
-"""A change of the mean reward within a step counts as a jump from this many times the median
-change: by chance alone one in ten million does. With few changes the median itself is random, so n
-changes require 1 + 10 / n times as much.
+"""From one step to the next, a change of the mean reward counts as a jump if it is more than this
+many times the median change: by chance alone, one change in ten million is. With few changes the
+median itself is random, so n changes require 1 + 10 / n times as much.
 """
 JUMP_ALONE = 2
-"""... and if it is this many times the neighbouring changes, which a quick rise is not."""
+"""... and more than this many times its neighbours: in a quick but steady rise, all are large."""
 CRITIC_STEPS = 20
-"""A critic has this many steps to learn something."""
+"""Steps that a critic gets to learn something before it is judged."""
 VALUE_LOSS_KEPT = 0.9
-"""A value loss with this share left has not fallen."""
+"""A value loss has not fallen if it is still above this share of what it was at first."""
 EXPLAINED_SHARE = 0.1
-"""A critic that explains less of the returns' variance knows next to nothing."""
+"""A critic that explains less than this share of the returns' variance knows next to nothing."""
 STILL_REWARD = 0.2
 """Mean rewards this close to each other, relative to the larger, count as equal."""
 FLAT_KL_NATS = 1e-6
-"""Nats a token: a policy that moved less has not moved, since rounding makes as much."""
+"""Nats a token: a policy that moved less counts as unmoved, since rounding alone makes as much."""
 FAR_KL_NATS = 0.5
 """Nats a token above which a policy is far from its reference, however it got there."""
 RUNAWAY_KL_NATS = 0.15
@@ -108,13 +110,13 @@ def _of_the_run(run: Run, _: Summary) -> Iterator[Finding]:
         )
     elif run.status == "interrupted":
         yield Finding(
-            "interrupted", f"The run was stopped early; {finished}", "Resume it to go on."
+            "interrupted", f"The run was stopped early; {finished}", "Resume it to continue."
         )
     elif run.status == KILLED:
         yield Finding(
             "killed",
             f"The run's process is gone without a final status; {finished}",
-            "Resume it to go on.",
+            "Resume it to continue.",
         )
     if run.unreadable_lines:
         text = (
@@ -153,7 +155,7 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
             continue
         swapped = old_version != new_version
         drafted = number(before.get(m.DRAFTS)) and number(after.get(m.DRAFTS))
-        # Heads that were hardly ever right before can't lose much by a swap.
+        # Heads whose drafts were hardly ever accepted before can't lose much by a swap.
         if swapped and drafted and old > 1.1 and new - 1 < SWAP_LOSS_SHARE * (old - 1):
             swap = (
                 f"after heads version {new_version:.0f} came in (step {after[m.STEP]}: {old:.2f} to"
@@ -165,8 +167,8 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
         alarms = number(step.get(m.SWAP_ALARMS)) or 0.0
         if alarms > seen:
             swap = (
-                f"New heads were hardly ever accepted in step {step[m.STEP]}, though replay had "
-                "predicted more"
+                f"Drafts of new heads were hardly ever accepted in step {step[m.STEP]}, though "
+                "replay had predicted more"
             )
             do = (
                 "Compare engine and companion: dtype, lm_head after the last sync, and `medusa-ppo"
@@ -239,7 +241,7 @@ def _of_the_prediction(run: Run, summary: Summary) -> Iterator[Finding]:
             "slower_than_predicted",
             text,
             "Look for other programs on the GPU, or eager engines (engine.enforce_eager); "
-            "`medusa-ppo predict` prints commands to measure its part.",
+            "`medusa-ppo predict` prints commands that measure rollouts alone.",
         )
 
 
@@ -288,15 +290,16 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
 
 def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
     trained = run.column(m.COMPANION_TRAINED_TOKENS)
-    # The counter does not move from here on: nothing was trained since.
+    # The first step with the counter's final value: nothing was trained after it.
     final = next((value for value in reversed(trained) if value is not None), None)
     since = trained.index(final) if final else len(trained)
-    # In a step with zero passes it got nothing, because there was nothing to gain.
+    # Steps with zero passes don't count: the companion was sent nothing, as there was nothing to
+    # gain.
     rests = sum(step.get(m.COMPANION_PASSES) == 0 for step in run.steps[since:])
     # One step without a trained batch is normal overlap; a quarter of the run means that the
     # companion stopped.
     if len(trained) - 1 - since - rests > max(3, window_steps(len(trained))):
-        text = f"The companion trained nothing after step {run.steps[since][m.STEP]}."
+        text = f"The companion has not trained since step {run.steps[since][m.STEP]}."
         yield Finding(
             "companion_stopped",
             text,
@@ -408,7 +411,7 @@ def _reward_jumps(run: Run) -> Iterator[Finding]:
     found = []
     for place, change in enumerate(changes):
         beside = changes[max(0, place - 1) : place] + changes[place + 1 : place + 2]
-        # The fall after a spike is as large as the rise.
+        # Only neighbours in the same direction count: a spike is followed by a fall of equal size.
         alike = max((abs(other) for other in beside if other * change > 0), default=0.0)
         if abs(change) > max(least, JUMP_ALONE * alike) and change:
             found.append(place)
@@ -514,7 +517,7 @@ def _sound_events(found: object) -> list[dict[str, Any]]:
 
 
 class Events(logging.Handler):
-    """Warnings of our own code during a run, kept in run.json.
+    """Warnings that our own code logs during a run, kept in run.json.
 
     Attributes:
         fresh: there was a warning since this was last set to False.
@@ -530,9 +533,9 @@ class Events(logging.Handler):
         """Listen until `close`.
 
         Args:
-            next_step: as the attribute.
-            before: the events of the run until now, as in its file.
-            clean: removes from a text what no file may contain.
+            next_step: see the attribute.
+            before: the events that run.json already holds.
+            clean: removes secrets from a text.
         """
         super().__init__(logging.WARNING)
         self.next_step = next_step

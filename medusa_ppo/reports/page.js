@@ -5,7 +5,7 @@
   const tip = document.getElementById("tip");
   const grid = page.grid;
 
-  // Storage may be refused, e.g. for a page opened from disk: the page works without it.
+  // A browser may refuse storage, e.g. for a page opened from disk; the page works without it.
   const remember = (store, key, value) => { try { store().setItem(key, value); } catch { return; } };
   const recall = (store, key) => { try { return store().getItem(key); } catch { return null; } };
   const local = () => window.localStorage, session = () => window.sessionStorage;
@@ -105,7 +105,7 @@
     });
   }
 
-  // Tables that sort by a click on a column's name; cells without a value stay at the end.
+  // A click on a column's name sorts its table; cells without a value stay at the end.
   const sortBy = (table, index, ascending) => {
     const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
     heads.forEach((head, at) => at === index ? head.setAttribute("aria-sort", ascending ? "ascending" : "descending") : head.removeAttribute("aria-sort"));
@@ -125,7 +125,7 @@
     }));
   }
 
-  // While the run goes on the page loads itself again, and comes back as it was left.
+  // While the run is going on, the page reloads itself; what was unfolded and sorted stays so.
   const refresh = Number(document.body.dataset.refresh);
   const details = [...document.querySelectorAll("details[id]")];
   if (refresh) {

@@ -40,7 +40,7 @@ def render_page(
 
     Args:
         run: the run, finished or not, even without a single step.
-        summary: its build_summary.
+        summary: what build_summary returns for it.
         other: a second run to compare with.
         refresh_s: the page reloads itself after this many seconds; 0: never.
     """
@@ -139,7 +139,9 @@ def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
-    """What users notice most, if it was measured."""
+    """The time of a whole PPO step, which users notice most; tokens per second if it was not
+    measured.
+    """
     speed = summary["tokens_per_s"]
     spark = _spark(run, m.TOKENS_PER_S, "rollouts")
     if summary["step_ratio"] is not None:
@@ -305,10 +307,10 @@ def follow(
     seen: object = None
     try:
         while True:
-            # Before reading the run: anything written in between is seen next time.
+            # Taken before the run is read, so that anything written in between is seen next time.
             mark = _fingerprint(path)
             run = read_run(path)
-            # It is written once more below, without the refresh.
+            # The final page is written below, without the refresh.
             if run.status != "running":
                 break
             if mark != seen:
@@ -320,7 +322,7 @@ def follow(
                 if on_refresh:
                     on_refresh(target)
             wait(poll_s)
-    # This is how following ends: the final page is written below, without the refresh.
+    # Ctrl-C is the usual way to stop following.
     except KeyboardInterrupt:
         logger.info("Stopped following %s; the run itself continues", path)
     write_report(path, html_path, compare)

@@ -309,7 +309,7 @@ class Panels:
         title = "Seconds of each step"
         hint = (
             "Above the line are the loop's own phases, below it the companion: green ran in "
-            "parallel to PPO, orange is what the loop waited for."
+            "parallel with PPO, orange is what the loop waited for."
         )
         drawing = (
             svg.draw_bars("phases", title, up, down, self.grid, height=WIDE_HEIGHT)
@@ -319,7 +319,7 @@ class Panels:
         return self._figure("phases", title, hint, drawing, [*up, *down])
 
     def timelines(self) -> list[Figure]:
-        """Who worked when, in the last step that recorded it, for the run and an overlaid run."""
+        """Who worked when in the last step that recorded it; a second run has its own chart."""
         found = []
         for index, run in enumerate(run for run in (self.run, self.other) if run is not None):
             # A run that was stopped may have a last line without spans.

@@ -1,5 +1,5 @@
-"""Pictures as separate SVG files, in light and dark: curves over running sequences or steps, bars
-that are stacked, and the parts for a drawing of boxes and arrows.
+"""Pictures as separate SVG files, in light and dark: curves over running sequences or steps,
+stacked bars, and the parts for a drawing of boxes and arrows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def draw_steps(
 
 
 def draw_stacks(title: str, bars: Mapping[str, Mapping[str, float]], unit: str) -> str:
-    """One horizontal bar for each name, made of parts that follow each other.
+    """One horizontal bar for each name, stacked from its parts.
 
     Args:
         bars: name -> part -> size; all bars have the same parts in the same order.
@@ -77,8 +77,8 @@ def draw_stacks(title: str, bars: Mapping[str, Mapping[str, float]], unit: str) 
 
 
 def frame(title: str, width: float, height: float, shapes: Iterable[str]) -> str:
-    """A whole file: its title, its colours in light and dark, and its shapes on a ground of its
-    own. The ground is drawn because a page may be dark where the reader's system is light.
+    """A whole file: its title, its colours in light and dark, and its shapes on a background. The
+    background is drawn because a page may be dark where the reader's system is light.
     """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}"'

@@ -134,7 +134,7 @@ def _no_run(path: Path) -> UsageError:
     """The error for a folder without a run, naming the runs nearby."""
     place = path if path.is_dir() else path.parent
     runs = place.glob(f"*/{METRICS_FILE}") if place.is_dir() else ()
-    # Usually the folder of all runs was given, and one of these was meant.
+    # Usually somebody gave the folder that holds all runs, and meant one of them.
     near = sorted(str(found.parent) for found in runs)[:8]
     expected = f"a folder with {METRICS_FILE}"
     if near:
@@ -178,7 +178,7 @@ def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
     # A resumed run may have rewritten a step before its old line was cut.
     by_step = {int(record[metrics.STEP]): record for record in records if record is not None}
     bad = records.count(None)
-    # A line that is being written now, or was when the process was killed.
+    # The last line may be incomplete: it is being written now, or was when the process was killed.
     if last.strip() and records[-1] is None:
         logger.info("%s ends in a torn line; it is left out", path)
         bad -= 1

@@ -61,7 +61,7 @@ PACKAGES = (*NEEDED, "megatron-core", "trl", "verl", "openrlhf")
 GIB = 1024**3
 # nvidia-smi hangs if a driver has died, and git if a disk has; a run starts anyway.
 TOOL_TIMEOUT_S = 10.0
-# Formats of services' tokens, so that tokens are recognised even without a key.
+# Formats of services' tokens, so that a token is recognised even if its key does not say so.
 SECRETS = re.compile(
     r"hf_[A-Za-z0-9]{6,}|\bgh[oprsu]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}"
     r"|\bsk-[\w-]{20,}|\bAKIA[A-Z0-9]{12,}"
@@ -313,7 +313,7 @@ class RunWriter:
         """
         if status not in STATUSES:
             raise UsageError(
-                "Unknown status of a run.",
+                "The status is unknown.",
                 given=status,
                 expected=" | ".join(STATUSES),
                 do="Use one of these.",

@@ -52,8 +52,8 @@ SUMMARY_KEYS: dict[str, str] = {
     "wall_s": "Seconds since the start at the end of the last step.",
     "steps": "PPO steps with a line in metrics.jsonl.",
     "window_steps": (
-        "How many steps `last` figures are taken over (and as many for `first`): a quarter of the"
-        " run, at least 1, at most 20."
+        "Number of steps that `last` figures are taken over (`first` figures as well): a quarter of"
+        " the run, at least 1, at most 20."
     ),
     "mean_acceptance_length.serving": (
         "Tokens per engine step from vLLM's counters over the last window: 1 + accepted / draft"
@@ -111,10 +111,12 @@ SUMMARY_KEYS: dict[str, str] = {
     "step_pairs.count": "Number of pairs.",
     "step_pairs.min": "Smallest ratio.",
     "step_pairs.max": "Largest ratio.",
-    "step_pairs.with_s": "Seconds of a step with the plugin, in that middle pair, so scaled.",
-    "step_pairs.without_s": "Seconds of a step without it, in that middle pair, so scaled.",
-    "step_pairs.generate_with_s": "Of the first, seconds of generation.",
-    "step_pairs.generate_without_s": "Of the second, seconds of generation.",
+    "step_pairs.with_s": (
+        "Seconds of a step with the plugin, in the median pair, scaled as for step_ratio."
+    ),
+    "step_pairs.without_s": "Seconds of a step without it, in the same pair, scaled alike.",
+    "step_pairs.generate_with_s": "Seconds of generation within `step_pairs.with_s`.",
+    "step_pairs.generate_without_s": "Seconds of generation within `step_pairs.without_s`.",
     "actor_note": (
         "A note on the actor that belongs next to any figure, e.g. that it was grown by "
         "zero-gated neurons; null: none."
@@ -184,13 +186,13 @@ SUMMARY_KEYS: dict[str, str] = {
     "memory_peak_gib.update": "The same during the update.",
     "memory_peak_gib.sync": "The same during the sync.",
     "ledger.peak_gib": (
-        "Most memory that all roles had on devices at once: weights, gradients, moments, keys and"
+        "Peak memory of all roles on devices together: weights, gradients, moments, keys and"
         " values."
     ),
-    **{f"ledger.{role}_gib": f"The most that the {role} had." for role in LEDGER},
+    **{f"ledger.{role}_gib": f"Peak memory of the {role}." for role in LEDGER},
     "ledger.offload_s": (
-        "Seconds of carrying roles to host memory and back in a step, mean over the last window"
-        " (ppo.placement other than separate)."
+        "Seconds spent moving roles to host memory and back in a step, mean over the last window"
+        " (unless ppo.placement is separate)."
     ),
     "ledger.offload_bytes": "Bytes copied for that, mean over the last window.",
     "ledger.wake_s": (
@@ -311,7 +313,7 @@ def ledger_rows(ledger: dict[str, Any] | None) -> list[tuple[str, str]]:
     )
     rows = [
         (
-            "Most that all roles had on devices at once, and each, GiB",
+            "Peak memory of all roles on devices, and of each role, GiB",
             f"{w.plain(ledger['peak_gib'])}; {roles}",
         )
     ]

@@ -130,7 +130,7 @@ MARK_NAME_PERCENT = 8.0
 
 @dataclass(frozen=True)
 class Series:
-    """One thing that is drawn.
+    """One line, bar or row of a chart.
 
     Attributes:
         name: as in legend and tooltip.
@@ -455,7 +455,7 @@ def _frame(
 def _svg(
     key: str, title: str, description: str, height: int, inner: str, *, still: bool = False
 ) -> str:
-    """`still`: its columns are not steps, so the pointer has nothing to show."""
+    """`still`: the chart's columns are not steps, so there is nothing to show under the pointer."""
     kind = "plot still" if still else "plot"
     return (
         f'<svg class="{kind}" height="{height}" role="img" tabindex="0" data-chart="{escape(key)}"'
@@ -523,7 +523,7 @@ def _line(item: Series, grid: Grid, scale: Scale) -> str:
 
 
 def _dots(values: Binned, grid: Grid, scale: Scale) -> str:
-    """Lines of length zero: with round caps and a fixed stroke width they are round dots however
+    """Dots as lines of length zero: round caps and a fixed stroke width keep them round however
     the chart stretches.
     """
     return "".join(f"M{point}h0" for point in chain(*_points(values.mean, grid, scale)))

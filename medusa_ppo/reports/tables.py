@@ -123,7 +123,9 @@ def _warm_up_rows(warm_up: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What users notice most; nothing if no step was taken without the plugin."""
+    """The time of a whole PPO step, which users notice most; no rows if no step was taken without
+    the plugin.
+    """
     ratio = summary["step_ratio"]
     pairs = summary["step_pairs"]
     note = [("Measured on", summary["actor_note"])] if summary["actor_note"] else []
@@ -150,7 +152,7 @@ def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _generate_score_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Nothing for runs that don't record who worked when."""
+    """How long engine and scoring worked and idled; no rows for runs that don't record it."""
     if found is None or found["seconds"] is None:
         return []
     figure = f"{w.seconds(found['seconds'])}, {w.percent(found['idle_frac'])} idle"
@@ -158,13 +160,15 @@ def _generate_score_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _memory_rows(peaks: dict[str, float | None]) -> list[tuple[str, str]]:
-    """Nothing for runs that don't record it."""
+    """Peak memory by phase; no rows for runs that don't record it."""
     known = [f"{phase} {w.plain(gib)}" for phase, gib in peaks.items() if gib is not None]
     return [("Peak memory of the loop's process by phase, GiB", ", ".join(known))] if known else []
 
 
 def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Nothing if the loop does not report the size of the actor's weights."""
+    """The actor's weights on their way to the engines; no rows if the loop does not report their
+    size.
+    """
     if sync is None or sync["bytes"] is None:
         return []
     figure = (
@@ -339,7 +343,7 @@ VERSION_COLUMNS: tuple[tuple[str, Callable[[Any], str], str], ...] = (
     (
         "staleness",
         w.whole,
-        "Most policy updates since their last training batch while they served",
+        "Maximum policy updates since their last training batch while they served",
     ),
     ("engine", w.length, "Tokens per engine step, counted by vLLM while they served"),
     ("replay", w.length, "Tokens per engine step by replay while they served"),
@@ -602,7 +606,7 @@ def comparison_rows(summary: dict[str, Any], other: dict[str, Any]) -> list[tupl
 
 
 def config_differences(run: Run, other: Run) -> list[tuple[str, str, str]]:
-    """Configuration keys in which two runs differ: (key, this run, the other run); names and
+    """Configuration keys on which two runs differ: (key, this run, the other run); names and
     folders are ignored.
     """
     here = flatten(run.config)

@@ -1,4 +1,4 @@
-"""Trackers: where a run's figures are shown live; checked before anything starts, started once Ray
+"""Trackers show a run's figures live. They are checked before anything starts, and started once Ray
 is up.
 """
 
@@ -26,7 +26,8 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"
 """Name in the configuration -> the package that it needs."""
 
 MOST_WAITING, CLOSE_S = 256, 30.0
-"""Most steps that wait for a tracker, and seconds that the end of a run waits for all trackers."""
+"""Maximum steps that wait for a tracker, and seconds for which a run's end waits for all trackers.
+"""
 Figures = tuple[int, dict[str, float]]
 
 logger = logging.getLogger(__name__)
@@ -60,10 +61,10 @@ class RayTracker:
 
 
 class TensorBoardTracker:
-    """Event files in a folder of the run; look with `tensorboard --logdir runs`."""
+    """Event files in a folder of the run; view them with `tensorboard --logdir runs`."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """Points from `first_step` on, left by a stopped run, are hidden."""
+        """Hide the points from `first_step` on that an earlier, stopped run left."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
@@ -91,7 +92,7 @@ class ServiceTracker:
 
 
 class WandbTracker(ServiceTracker):
-    """A Weights & Biases run. A resumed run is a new one in the same group: its name."""
+    """A Weights & Biases run in a group named after ours; a resumed run starts a new one there."""
 
     def __init__(self, project: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
@@ -163,7 +164,7 @@ class TrackerGroup:
         when called again.
         """
         lines = self._lines
-        # After this, a second call or late figures have nowhere to go.
+        # From here on, late figures and a second call of `close` find no queues.
         self._lines = {}
         for name, line in lines.items():
             self._put(name, None, line)

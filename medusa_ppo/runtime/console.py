@@ -43,8 +43,8 @@ LINE_WIDTH = 100
 """Columns of a line in a log or a terminal."""
 FAILED = 1
 INTERRUPTED = 130
-# Disk errors can come from any write, as bare OSErrors without our advice, and the user has to
-# solve them: they are not something to report to us.
+# Disk errors can come from any write, as bare OSErrors without our advice. The user has to solve
+# them, and need not report them to us.
 NO_SPACE = "make room on the disk; a run continues with --resume."
 NO_WRITING = "give the folder to this user, or choose another with out=FOLDER."
 DISK: dict[int | None, str] = {
@@ -77,8 +77,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             errors.print("Stopped. Everything finished is on disk.", style="yellow")
             raise typer.Exit(INTERRUPTED) from None
-        # To Python both are RuntimeErrors, so `except Exception` below would report a wanted exit
-        # as a fault.
+        # Both are RuntimeErrors in Python, so that `except Exception` below would report an
+        # intended exit as a fault.
         except (typer.Exit, typer.Abort):
             raise
         except MedusaError as error:
@@ -96,7 +96,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def say(text: object) -> None:
-    """Print a line as it is: no markup, no coloured numbers, and the terminal wraps it."""
+    """Print a line as it is, without markup or coloured numbers; the terminal wraps it."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

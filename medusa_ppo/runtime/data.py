@@ -48,7 +48,7 @@ def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int 
     rows = found.to_list()
     if not rows:
         raise DataError(
-            "The data holds no rows.",
+            "The data has no rows.",
             given=name,
             expected="at least one row",
             do="Check the file, the split and the limit.",
@@ -188,8 +188,8 @@ def require_column(rows: Sequence[Row], column: str) -> None:
 
 
 def _is_file_like(name: str) -> bool:
-    """A hub name is `name` or `owner/name`; anything that exists as a file, is written as a path or
-    ends like a file is treated as a file.
+    """Whether this names a file: it exists, is written as a path, or ends like a file's name.
+    Anything else is a hub name: `name` or `owner/name`.
     """
     path = Path(name)
     return (
@@ -257,8 +257,8 @@ def _refuse_null_lines(path: Path) -> None:
                 before -= 1
             # A byte order mark may precede the first line.
             if before < 0 or data[before] in b"\n" or (before == 2 and data[:3] == codecs.BOM_UTF8):
-                # Counted only for the error message; a valid file, gigabytes or not, is searched
-                # just once.
+                # The line is counted only for the error message; a valid file, which may have
+                # gigabytes, is only searched once.
                 line = data[:place].count(b"\n") + 1
                 raise DataError(
                     "A row of the data is null.",

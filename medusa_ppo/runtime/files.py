@@ -25,8 +25,8 @@ def write_atomic(path: Path, text: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
             stream.flush()
-            # A rename can reach the disk before the text: after a power cut the new name would
-            # refer to an empty file.
+            # Synced, because a rename can reach the disk before the text: after a power cut the new
+            # name would refer to an empty file.
             os.fsync(stream.fileno())
         # mkstemp makes the file private; a report should be as readable as any other new file.
         # A process can't read its umask, only replace it.
@@ -34,7 +34,7 @@ def write_atomic(path: Path, text: str) -> None:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
-    # Also for Ctrl-C: otherwise the temporary file would stay.
+    # Also catches Ctrl-C, after which the temporary file would otherwise stay.
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -24,11 +24,11 @@ BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 QUERY = ("nvidia-smi", "--query-gpu=compute_cap,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 SHARED_MEMORY, OWN_MEMORY = 0.35, 0.9
-"""Shares of a GPU for an engine: next to PPO's update, which needs more than half, and on a GPU of
-its own.
+"""An engine's share of a GPU's memory: next to PPO's update, which needs more than half, and on a
+GPU of its own.
 """
 TURNS_MEMORY = 0.8
-"""The same if PPO leaves the GPU while the engine writes; its context and torch keep some memory.
+"""The same if PPO leaves the GPU while the engine writes; CUDA and torch keep some memory there.
 """
 CPU_MEMORY = 0.1
 MODEL_LEN = 512
@@ -213,7 +213,7 @@ def settled_engine(engine: EngineConfig, hardware: Hardware | None = None) -> En
 
 
 def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choice]:
-    # Nothing is open, so nothing needs checking: nvidia-smi may take many seconds.
+    # If all settings are given, the hardware is not looked up: nvidia-smi may take many seconds.
     if None not in (
         engine.dtype,
         engine.max_model_len,

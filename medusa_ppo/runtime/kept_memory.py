@@ -13,8 +13,8 @@ import os
 import sys
 
 KEPT_BYTES = 1024**3
-"""Most free bytes kept at the end of the heap, and the block size from which memory is returned at
-once.
+"""Maximum free bytes that are kept at the end of the heap, and the size from which a freed block is
+returned at once.
 """
 AHEAD_BYTES = 64 * 1024**2  # Extra bytes that the heap requests when it grows.
 ENVIRONMENT = {

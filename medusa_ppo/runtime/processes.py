@@ -40,7 +40,7 @@ RAY_ENVIRONMENT = {
     "RAY_free_objects_period_milliseconds": "100",
 }
 OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
-    # Otherwise Ray's server keeps the last 100,000 calls for a dashboard that was never started.
+    # By default Ray's server keeps the last 100,000 calls, for a dashboard that is never started.
     "RAY_task_events_report_interval_ms": "0",
     # Ray's own 15 and the companion's 5 add up to 19: beside a busy loop it would get almost
     # nothing.
@@ -68,7 +68,7 @@ def local_ray(
 
     Args:
         cpus: CPUs that the processes of the block request; the machine's number if that is larger.
-        queue_bytes: most bytes in transit to the companion.
+        queue_bytes: maximum bytes in transit to the companion.
         gpus: GPUs that our Ray offers, as CUDA_VISIBLE_DEVICES names them; None: all that this
             process sees. Any other Ray offers what it was started with.
     """
@@ -96,7 +96,7 @@ def local_ray(
         with _offering(gpus) as offered:
             _start(folder.path, max(os.cpu_count() or 1, cpus, 2), store_bytes, offered)
         yield
-    # Not for an interrupt: a run stopped by hand has no fault to look for in Ray's logs.
+    # After an interrupt the logs are not kept: a run stopped by hand has no fault to look for.
     except Exception:
         keep = True
         raise
@@ -243,7 +243,8 @@ def ray_errors(kind: type[MedusaError], who: str, do: str) -> Iterator[None]:
         if isinstance(error, RayTaskError):
             given = repr(error.cause)
         else:
-            # Ray starts with paragraphs about the process and where to look; the reason comes last.
+            # Ray's message begins with paragraphs about the process and where to look; the reason
+            # comes last.
             given = (str(error).strip().splitlines() or [repr(error)])[-1]
         raise kind(f"{who} {what}.", given=given, expected="a running process", do=do) from error
 
@@ -299,7 +300,7 @@ def reserve(
 
 
 def release(group: PlacementGroup | None) -> None:
-    """Give the room back; whatever runs in it is ended."""
+    """Give the room back, and end whatever runs in it."""
     # A group ends with its Ray; asking a Ray that has ended would start a new one.
     if group is not None and ray.is_initialized():
         remove_placement_group(group)

@@ -44,7 +44,7 @@ class PeerLostError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where `size` processes meet, and which one this is. `rank` 0 has opened it."""
+    """Where `size` processes meet, and which of them this one is. `rank` 0 has opened it."""
 
     host: str
     port: int
@@ -63,8 +63,8 @@ class Place:
 
 
 class Meeting:
-    """One process's end. Rank 0 makes it with `open`, the others from its `place`; after `join` all
-    are there.
+    """One process's end. Rank 0 creates it with `open`, the others from its `place`; after `join`
+    all are there.
 
     Attributes:
         place: the meeting place, and this process's rank.
@@ -102,8 +102,8 @@ class Meeting:
         """Rank 0's end, at this address only. Raises PeerLostError if it can't be opened."""
         place = Place(host, 0, size, 0, backend, timeout_s)
         try:
-            # A store that opens its own port listens on every address of the machine, but it also
-            # accepts a listening socket.
+            # The store gets a listening socket: one that it opened itself would listen on every
+            # address of the machine.
             listening = socket.create_server((host, 0))
         except OSError as error:
             raise cls.lost(place, "The processes can't be met here.", error) from error
@@ -238,7 +238,7 @@ def _nccl(store: dist.Store, place: Place) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = place.timeout
     before = os.environ.get(BLOCKING_WAIT)
-    os.environ[BLOCKING_WAIT] = "1"  # Read when the group is made.
+    os.environ[BLOCKING_WAIT] = "1"  # torch reads it when the group is created.
     try:
         return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
     finally:

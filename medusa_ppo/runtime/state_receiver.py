@@ -49,7 +49,7 @@ class StateReceiver:
     async def _take(self, scope: dict[str, Any], receive: Receive) -> tuple[int, dict[str, str]]:
         given = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
         size = int(given) if given.isdigit() else 0
-        # The one before, first: there may not be room for two.
+        # The previous file is removed first, because there may not be room for two.
         self._forget()
         self._folder = OwnedFolder("medusa-ppo-received-", shared_memory=True)
         free = shutil.disk_usage(self._folder.path).free
@@ -68,7 +68,7 @@ class StateReceiver:
                 more = message["type"] == "http.request" and message.get("more_body", False)
         if count != size:
             self._forget()
-            return 400, {"error": f"{count} bytes came, and Content-Length is {size}"}
+            return 400, {"error": f"{count} bytes arrived, but Content-Length is {size}"}
         return 200, {"path": str(path)}
 
     def _forget(self) -> None:

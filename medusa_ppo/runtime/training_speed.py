@@ -1,5 +1,5 @@
-"""What training heads costs at least, for estimates made before it starts: the operations of its
-matrix products, and how many this machine does in a second.
+"""The least that training heads costs, for estimates before it starts: the operations of its matrix
+products, and how many operations this machine does per second.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def span(low: float | None, high: float | None) -> str:
 def percent(value: float | None) -> str:
     if value is None:
         return NONE
-    # From there on, one digit would give 10.0 %.
+    # From 0.0995 on, one decimal would give 10.0 %.
     digits = 1 if abs(value) < 0.0995 and value else 0
     return f"{100 * value:.{digits}f} %"
 
@@ -77,7 +77,7 @@ def seconds(value: float | None) -> str:
 
 
 def exact_seconds(value: float | None) -> str:
-    """Seconds next to others that hardly differ."""
+    """Seconds with a decimal, for values that are compared and hardly differ."""
     return NONE if value is None else f"{value:.1f} s"
 
 

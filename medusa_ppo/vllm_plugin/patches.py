@@ -141,7 +141,7 @@ def verified_in_torch(
 
 
 def verification_in_one_pass(original: Replaced) -> Replaced:
-    """Not a failure, but faster: the same distribution with one softmax for verification and
+    """Fixes no failure, but is faster: the same distribution with one softmax for verification and
     log-probs, and random numbers for B rows only.
     """
 

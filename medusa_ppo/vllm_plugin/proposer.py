@@ -140,11 +140,11 @@ class MedusaProposer(Drafter):
         config = self.vllm_config.model_config
         sizes = {"hidden_size": config.get_hidden_size(), "vocab_size": config.get_vocab_size()}
         heads, metadata = together("loading the heads", lambda: load_heads(folder, **sizes))
-        # A digest of the file's own numbers, as after a swap: from before they are rounded.
+        # The digest is of the file's own numbers, before they are rounded, as it is after a swap.
         self.heads_checksum = checksum(heads.trainable_state())
         if self.num_speculative_tokens > heads.config.num_heads:
             raise ConfigError(
-                "More drafts than trained heads.",
+                "There are more drafts than trained heads.",
                 given=f"num_speculative_tokens={self.num_speculative_tokens}",
                 expected=f"<= {heads.config.num_heads}, the heads in {folder}",
                 do="Draft fewer tokens or train more heads.",
@@ -308,7 +308,7 @@ class MedusaProposer(Drafter):
         seen: Seen | None,
     ) -> Drafted:
         """Sampled drafts; their q is kept until verification."""
-        assert self._slots is not None, "who samples drafts has room for them"
+        assert self._slots is not None, "sampled drafts need slots"
         seats = self._seats
         sm = sampling_metadata
         temperature_B = sm.temperature if seats.drawn_B is None else sm.temperature * seats.drawn_B
@@ -418,7 +418,7 @@ class MedusaProposer(Drafter):
         self._came = hidden_TD, sampled_token_ids, drafted
 
     def _hold(self) -> None:
-        """For a step without drafts, which must cost almost nothing: only keep what arrived."""
+        """Only keep what arrived in a step without drafts, since that must cost almost nothing."""
         if self._unread is not None and self._came is not None and self.drafting:
             # Copied, because vLLM overwrites the numbers of tokens.
             at = partial(self._standing, self._seats, self._tokens_B.copy())
@@ -485,8 +485,8 @@ class MedusaProposer(Drafter):
         scheduled_tokens: int,
         seconds: float | None,
     ) -> None:
-        """Learn from a step: how many tokens each request sampled, of how many drafts, and how long
-        it took.
+        """Learn from a step: how many drafts each request had, how many tokens it sampled, and how
+        long the step took.
         """
         calibrating = self._calibrating
         if calibrating is None and any(drafted):
@@ -743,7 +743,7 @@ class MedusaProposer(Drafter):
             raise SwapError(
                 "The engine does not draft with the heads that were swapped in; it drafts nothing"
                 " now.",
-                given=fault or "what another rank says",
+                given=fault or "a fault on another rank",
                 expected="the file's values, and the drafts that they make",
                 do="Swap again; should that fail too, restart the engine.",
             )

@@ -1,6 +1,6 @@
-"""The running requests of vLLM's V2 runner, as a memory of earlier responses reads them: V2 has
-what they sampled on the device alone. The host gets it one step later; what a step's own drafts
-need stays on the device.
+"""The running requests of vLLM's V2 runner, as a memory of earlier responses reads them. V2 keeps
+sampled tokens on the device only. The host gets them one step later; what a step's own drafts need
+stays on the device.
 
 Shape letters: B requests, S slots, K drafts of a step, n last tokens or tokens of a step, T rows of
 logits, V vocabulary.
@@ -73,7 +73,7 @@ class RunningRequests:
         texts, int32.
 
         Args:
-            ids_Bn: these tokens, the newest first; beyond their number anything.
+            ids_Bn: these tokens, the newest first; entries beyond their number are ignored.
         """
         self.take()
         most = ids_Bn.shape[1]
@@ -90,8 +90,8 @@ class RunningRequests:
         return tails_Bn
 
     def take(self) -> None:
-        """Add what the last step sampled to its requests. Nothing waits for that: the scheduler has
-        had these tokens before it began another step.
+        """Add what the last step sampled to its requests. This waits for nothing: the scheduler had
+        these tokens before it began this step.
         """
         if self._coming is None:
             return
@@ -118,5 +118,5 @@ class RunningRequests:
         self._p_SK.index_put_((rows.slots_T, rows.places_T.clamp_max(self._drafts)), p_T)
 
     def scores(self, slots_B: torch.Tensor) -> torch.Tensor:
-        """These probabilities, `[K, B]`; meaningless where a step verified no draft."""
+        """What `score` noted, `[K, B]`; meaningless where a step verified no draft."""
         return self._p_SK[slots_B, : self._drafts].t()

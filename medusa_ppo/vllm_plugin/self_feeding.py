@@ -120,7 +120,7 @@ class EngineFeeder:
             watch.took(before, self._given(core, before))
 
     def _given(self, core: Any, fetched: Fetched) -> Exception | None:
-        """Why not all ranks have loaded it; None: they have."""
+        """Load heads into all ranks. Returns the error if not all ranks have them, else None."""
         arguments = (str(fetched.path), fetched.version, [fetched.checksum])
         try:
             answers = core.collective_rpc("medusa_feed_heads", args=arguments)

@@ -26,7 +26,7 @@ def speculation(
     """Engine arguments that make the installed version of vLLM draft with the heads of a folder.
 
     Args:
-        drafts: most drafts in a step.
+        drafts: maximum drafts in a step.
         sampled: drafts will be sampled, so vLLM should profile the memory of their q.
         block: vLLM's own kernels verify drafts as a block (`drafting.verify`). Only V2 has this; on
             V1 our verification does it anyway, and no argument is set.

@@ -5,8 +5,8 @@ drafts were drawn from, before temperature. Ours are log q times the temperature
 sees whatever shaped q (draft temperatures, top-k, top-p). They are made when they are read, for
 some requests at a time, from what the drafts were drawn with (`drafting.q_rows`). A row that is
 -inf except at the draft itself is a one-hot draft, which is valid for any draft. Requests with a
-grammar get such rows (vLLM truncates them by their own values), and so does whoever has not drafted
-in the step before.
+grammar get such rows (vLLM truncates them by their own values), and so do requests that did not
+draft in the step before.
 
 Imported only if V2 is used. Shape letters: B requests, T rows of a step, S slots, K drafts,
 D hidden, V vocabulary.
@@ -144,13 +144,13 @@ class HeldHeads(MedusaProposer):
             self._refresh_vocabulary()
 
     def recall(self) -> Recall | None:
-        """The memory's part in the drafts after the step that was observed last."""
+        """What the memory suggests for the drafts that follow the step observed last."""
         if self.memory is None or self._last_tokens is None:
             return None
         return self.memory.recall(*self._last_tokens)
 
     def verifying(self, logits_TV: torch.Tensor, rows: VerifiedRows) -> None:
-        """Drafts are verified against these logits now."""
+        """Called when drafts are about to be verified against these logits."""
         if self.memory is not None:
             self.running.score(logits_TV, rows)
 
@@ -375,7 +375,7 @@ class MedusaSpeculator(DraftModelSpeculator):
                 self.draft_logits.rehearse(batch * (count + 1))
             else:
                 self.lengths_B = drafts.lengths_B
-                # The tokens that were sampled last are verified from: one after these positions.
+                # Verification starts at the tokens sampled last, one position after these.
                 stamps_B = stamps(self._requests_S[slots_B], positions_B + 1)
                 stamps_B = torch.where(temperature_B > 0, stamps_B, NOTHING)
                 drafter.slots.stamp(slots_B, stamps_B, count)
@@ -417,7 +417,7 @@ class DraftsToVerify:
         self._drafter.verifying(logits_TV, rows)
 
     def rehearse(self, rows: int) -> None:
-        """Make a table as large as that of a step with so many rows."""
+        """Make a table as large as that of a step with this many rows."""
         nothing_T = self._requests_S.new_zeros(min(rows, self.rows_at_once))
         some = VerifiedRows(nothing_T, nothing_T, nothing_T, nothing_T)
         self.table(some, torch.ones_like(self._requests_S, dtype=torch.float32))
@@ -497,8 +497,9 @@ def with_as_many_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_q_as_it_is_read(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`rejection_sample`: verifies against a table of these rows of logits alone. Everything that
-    the kernels look up by slot is given to them by row, so that they find it by a request's first.
+    """`rejection_sample`: verifies against a table of only these rows of logits. What the kernels
+    look up by a request's slot is passed by row instead; they look it up by the request's first
+    row.
     """
 
     @functools.wraps(original)
@@ -548,8 +549,8 @@ def with_q_as_it_is_read(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_parts_of_our_size(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`RejectionSampler._verify_in_chunks`: V2 verifies as many requests at a time as a gigabyte of
-    logits has; the table of these would be another.
+    """`RejectionSampler._verify_in_chunks`: V2 verifies so many requests at a time that their
+    logits take a gigabyte; our table of them would take another.
     """
 
     @functools.wraps(original)

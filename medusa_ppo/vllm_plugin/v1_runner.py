@@ -411,8 +411,8 @@ def with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_new_weights_noticed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's own ways to new weights, of either runner: some write into parameters without
-    `load_weights`, by which the drafter notices all others.
+    """For the methods by which vLLM's runners get new weights. Some write into parameters directly;
+    the drafter notices only calls of `load_weights`, so it has to be told.
     """
 
     @functools.wraps(original)

@@ -30,8 +30,8 @@ LAST_MEDUSA = (0, 32)
 (`speculation`).
 """
 FIRST_V2 = (0, 29)
-"""The first release with whose V2 model runner our speculator ran, on Triton's interpreter: 0.29,
-0.32, and 0.33's Python code.
+"""The first release with a V2 model runner that our speculator ran in. On Triton's interpreter it
+ran in those of 0.29, of 0.32, and of 0.33's Python code.
 """
 FIRST_BLOCK = (0, 32)
 """The first release whose V2 kernels we let verify drafts as a block. The option may be older
@@ -106,8 +106,8 @@ def require_vllm() -> str:
         )
     if not is_tested(version):
         logger.warning(
-            "vLLM %s was not tested with medusa-ppo (%s); its inner names are checked, what they do"
-            " is not.",
+            "vLLM %s was not tested with medusa-ppo (%s). The inner names that we use are checked,"
+            " but not what they do.",
             version,
             _EXPECTED,
         )

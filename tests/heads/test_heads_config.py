@@ -23,7 +23,7 @@ def test_round_trip() -> None:
         ({"kind": "hydra", "context": 4, "copy_parts": True}, "copy_parts"),
         ({"kind": "hydra", "copy_parts": 4}, "context"),
         ({"kind": "hydra", "feed_forward": 2}, "context"),
-        ({"kind": "markov"}, "gone since 0.4.0"),
+        ({"kind": "markov"}, "removed in 0.4.0"),
         ({"num_layers": 1.0}, "num_layers"),
         ({"kind": "hydra", "context": -1}, "context"),
         ({"kind": "hydra", "context": True}, "context"),

@@ -34,7 +34,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != self._module:
             return None
-        # Once is enough, and the search below would find this finder again.
+        # Removed now: once is enough, and the search below would find this finder again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
@@ -54,8 +54,8 @@ def _bring_ours() -> None:
     try:
         importlib.import_module(OURS)
     except ImportError as error:
-        # Users who don't ask for our trainer need no warning; for those who do, verl reports it as
-        # unknown, and this says why.
+        # Not a warning: most users don't ask for our trainer. For those who do, verl reports it as
+        # unknown, and this line says why.
         logger.error(
             "medusa-ppo's trainer `medusa_sync` is not available: a name in verl that it relies on"
             " has moved (made for verl 0.9, docs/hooks.md): %s",

@@ -1,4 +1,4 @@
-"""The code that runs in verl's vLLM: its server with two more methods, and its worker extension
+"""Our code inside verl's vLLM: verl's server with two more methods, and verl's worker extension
 joined with ours.
 """
 
@@ -17,7 +17,7 @@ from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
 
 class MedusaHttpServer(vLLMHttpServer):
-    """The server's own `collective_rpc` drops the workers' answers."""
+    """verl's server with two more methods, because its `collective_rpc` drops workers' answers."""
 
     async def medusa_call(
         self, method: str, args: tuple[Any, ...], sent: SentFile | None = None

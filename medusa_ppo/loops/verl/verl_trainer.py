@@ -9,7 +9,7 @@ installed package):
     vLLM's start     `actor_rollout_ref.rollout.engine_kwargs.vllm`, which verl spreads last over
                      its own arguments
     calls into vLLM  our server class, through RolloutReplicaRegistry; verl's own `collective_rpc`
-    gives no answers back
+                     gives no answers back
     log-prob pass    `ActorRolloutRefWorker.compute_log_prob`, overridden: the first data-parallel
                      replica taps its share of the rows
     update           `_update_actor`, overridden: lm_head and embedding are gathered for the
@@ -79,7 +79,7 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
         # One replica's rows are enough for heads; gathering all would cost the loop bandwidth.
         if self.actor.engine.get_data_parallel_rank() != 0:
             return super().compute_log_prob(data)
-        # Made at the first pass: the engine is built by a separate call, after the constructor.
+        # Created at the first pass: a separate call builds the engine, after the constructor.
         if self._medusa_tap is None:
             self._medusa_tap = engine_tap(self.actor.engine, self.config)
         rows, kept = rows_of(data)
@@ -102,7 +102,7 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
         reports.
         """
         if self.config.actor.strategy == MEGATRON:
-            # Other replicas have none: nothing is sent between replicas.
+            # Only the tapped replica has a tap; nothing is sent between replicas.
             tap: Any = self._medusa_tap
             return tap.tables() if tap is not None else None
         engine = self.actor.engine
@@ -114,7 +114,7 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
 @contextlib.contextmanager
 def on_device(engine: Any) -> Iterator[None]:
-    """Weights that verl keeps off the GPU are on it in this block."""
+    """During the block, weights that verl keeps off the GPU are on it."""
     if engine.is_param_offload_enabled:
         engine.to(get_device_name(), model=True, optimizer=False, grad=False)
     yield
@@ -133,7 +133,7 @@ def engine_tap(engine: Any, config: Any) -> RowTap:
 
 
 class MegatronEngineTap(RowTap):
-    """A tap of verl's Megatron engine: whole rows and tables of one model replica are joined on the
+    """A tap for verl's Megatron engine. It joins whole rows and tables of one model replica on the
     rank where verl's own outputs are.
 
     The engine may use tensor, pipeline (also virtual stages), sequence and context parallelism.
@@ -151,8 +151,8 @@ class MegatronEngineTap(RowTap):
             sampling, max_bytes, ahead: as in RowTap.
 
         Raises:
-            ModelError: not a GPTModel (for example one with an image tower).
-            ConfigError: the tap doesn't know how these rows are split for context parallelism.
+            ModelError: the model is not a GPTModel (for example, it has an image tower).
+            ConfigError: the tap doesn't know how context parallelism splits these rows.
         """
         # Megatron is only installed where it is used.
         from medusa_ppo.actors.megatron import MegatronActor
@@ -192,7 +192,7 @@ class MegatronEngineTap(RowTap):
                 for ids_T, hidden_TD in zip(
                     micro_batch["input_ids"].unbind(), tap.hidden_BTD, strict=True
                 ):
-                    # Megatron pads rows so that they can be split; the padding comes last.
+                    # Megatron pads rows at their end so that they can be split.
                     self._see(ids_T, hidden_TD[: ids_T.numel()])
             return answer
 
@@ -221,13 +221,13 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
     """verl's trainer, with the heads' companion beside it."""
 
     def __init__(self, config: Any) -> None:
-        # Here rather than at import, because verl always imports this module.
+        # Checked here rather than at import, because verl always imports this module.
         require_loop("verl")
         medusa = as_config(
             OmegaConf.to_container(config.get("medusa") or OmegaConf.create({}), resolve=True)
         )
         with open_dict(config):
-            # verl compares this name in many places; ours is the same mode.
+            # verl compares the mode's name in many places; ours is this mode.
             config.trainer.v1.trainer_mode = "sync"
         self.medusa: RemoteAttachment | None = None
         if medusa is not None:
@@ -271,7 +271,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
         if self.medusa is not None:
             sampling = sampling_of(self.config.actor_rollout_ref.rollout)
             self.medusa.scored(
-                # verl counts steps from 1, and a step's rollouts are written before its update.
+                # verl counts steps from 1, and a step's rollouts come before its update.
                 _first(self.actor_rollout_wg.medusa_take(self.global_steps - 1)),
                 sampling,
             )
@@ -364,8 +364,8 @@ def configure(config: Any, medusa: RemoteAttachment) -> None:
 
 
 def rows_of(data: Any) -> tuple[list[Row], list[int]]:
-    """Prompt and response of the rows of verl's nested batch that the heads can learn from, and
-    which rows these are.
+    """The prompts and responses in verl's nested batch that heads can learn from, and the indices
+    of their rows.
 
     Rows with tokens between the response's own (tools' answers) are left out.
     """
@@ -393,7 +393,7 @@ def response_logprobs(log_probs: torch.Tensor, response_mask: torch.Tensor) -> l
 
 
 def _load_replica() -> type[Any]:
-    # It imports vLLM, which the driver only needs when it starts servers.
+    # Imported here because it imports vLLM, which the driver only needs when it starts servers.
     require_loop("verl.server")
     from medusa_ppo.loops.verl.verl_server import MedusaReplica
 

@@ -123,7 +123,7 @@ class RankTeam:
                             # Ray sets this to 1 in a process that requested less than a core, and
                             # torch obeys it.
                             "OMP_NUM_THREADS": str(config.ppo.threads),
-                            # Without this, each rank warns when it imports Megatron that
+                            # Without this, each rank that imports Megatron warns that
                             # TransformerEngine and Apex are missing.
                             "PYTHONWARNINGS": "ignore",
                         }
@@ -194,7 +194,7 @@ class RankTeam:
 
 def _rank_errors() -> AbstractContextManager[None]:
     return ray_errors(
-        RunError, "A rank of the actor", "Read the log of Ray's worker, and go on with --resume."
+        RunError, "A rank of the actor", "Read the log of Ray's worker, and continue with --resume."
     )
 
 
@@ -230,7 +230,7 @@ class RankedActor(SpreadActor):
         return embedding_VD
 
     def changed(self) -> None:
-        """The ranks have new weights."""
+        """Call this when the ranks have new weights."""
         self._tables = None
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -2,13 +2,13 @@
 critic and reward model if actor.roles says so, and does its share of every PPO pass.
 
 The roles keep their memory or take turns with it (ppo.placement), like those in the loop's process.
-Every rank gets the same calls, so all ranks take the same turns.
 
-Every rank gets the same calls in the same order. Sequences are dealt to data-parallel replicas; the
-ranks of a replica run the same micro batches. The loss is divided by the number of tokens of the
-whole minibatch, and gradients are summed over replicas, so the number of replicas changes the
-result by rounding only. Trained weights, moments and losses are float32, as in the loop's own
-learner; with model.dtype=bfloat16 the model itself is a bfloat16 copy.
+Every rank gets the same calls in the same order, so all of them also take the same turns. Sequences
+are dealt to data-parallel replicas; the ranks of a replica run the same micro batches. The loss is
+divided by the number of tokens of the whole minibatch, and gradients are summed over replicas, so
+the number of replicas changes the result by rounding only. Trained weights, moments and losses are
+float32, as in the loop's own learner; with model.dtype=bfloat16 the model itself is a bfloat16
+copy.
 
 Shape letters: S sequences, R response positions, B sequences of this replica, T tokens, P tokens
 and predictions of one context-parallel rank, D hidden, M response tokens, V vocabulary.
@@ -214,8 +214,8 @@ class ActorRank:
         tapped: bool,
         wanted: tuple[Tensor, ...] | None = None,
     ) -> RankScores | None:
-        """Passes of actor and reference over this replica's sequences; the reporting rank returns
-        the answer.
+        """Run actor and reference over this replica's sequences; the reporting rank returns what
+        they compute.
 
         Args:
             rollouts: the batch, or a piece of it.
@@ -281,7 +281,7 @@ class ActorRank:
         A step whose gradient is not finite is skipped on all ranks.
 
         Args:
-            texts: also to train on, with ppo.ptx_coefficient.
+            texts: other texts to train on, with weight ppo.ptx_coefficient.
         """
         batch = PPOBatch(rollouts, self._actor.device, pad_id)
         beside = None if texts is None else PPOBatch(texts, self._actor.device, pad_id)

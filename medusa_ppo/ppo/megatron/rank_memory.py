@@ -3,8 +3,8 @@
 
 Megatron keeps views of all these in many places (buckets, shards, groups of its optimizers). So the
 storages themselves give up their memory and get it back, and every view stays valid. The next role
-can borrow the parameters' memory: the reference's weights then stand in the actor's memory, and the
-reward model's in the critic's, in place.
+can borrow the parameters' memory: the reference's weights are then in the actor's memory, and the
+reward model's in the critic's.
 """
 
 from __future__ import annotations

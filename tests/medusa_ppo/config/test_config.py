@@ -356,7 +356,7 @@ def test_a_section_by_itself_keeps_its_own_rules(build: Callable[[], Section], w
         (["ppo.advantages=grpo", "model.critic_path=demo"], "use no critic"),
         (
             ["ppo.side_by_side=true", "actor.backend=megatron"],
-            "already work in parallel to the critic",
+            "already work in parallel with the critic",
         ),
         (["ppo.side_by_side=true", "ppo.placement=shared"], "can't work in parallel"),
         (["ppo.placement=shared"], "stays awake"),

@@ -179,7 +179,7 @@ def test_missing_and_foreign_heads(model: Path, tmp_path: Path) -> None:
 
 
 def test_more_drafts_than_heads(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="More drafts"):
+    with pytest.raises(ConfigError, match="more drafts"):
         plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(num_drafts=4), 0)
 
 

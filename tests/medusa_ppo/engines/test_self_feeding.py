@@ -284,11 +284,14 @@ def damaged(publisher: Publisher) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Publisher], None], str]] = {
-    "half-written": (half_written, "not the one that its manifest names"),
-    "a forged digest": (forged, "not the one that its manifest names"),
+    "half-written": (half_written, "not the one that its manifest describes"),
+    "a forged digest": (forged, "not the one that its manifest describes"),
     "a pickle": (pickled, "does not hold heads"),
     "100 GB": (huge, "larger than any heads"),
-    "100 GB that say they are less": (longer_than_it_says, "not the one that its manifest names"),
+    "100 GB that say they are less": (
+        longer_than_it_says,
+        "not the one that its manifest describes",
+    ),
     "another actor": (of_another_actor, "another actor"),
     "backwards": (backwards, "goes backwards"),
     "empty": (empty, "is empty"),

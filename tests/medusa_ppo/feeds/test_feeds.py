@@ -115,7 +115,7 @@ def test_a_forged_digest_a_short_and_a_long_file_are_refused(place: Place, tmp_p
     }
     for data in damages.values():
         stored.write_bytes(data)
-        with pytest.raises(FeedError, match="not the one that its manifest names"):
+        with pytest.raises(FeedError, match="not the one that its manifest describes"):
             verify(place.feed, version, manifest.actor, tmp_path)
     forged = version.model_copy(update={"checksum": "0" * 64})
     stored.write_bytes(whole)

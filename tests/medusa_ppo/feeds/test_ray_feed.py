@@ -151,8 +151,8 @@ def test_what_is_forged_is_refused_before_it_is_used(feed: RayFeed, tmp_path: Pa
     good = manifest.model_dump_json().encode()
     huge = good.replace(b'"bytes":%d' % version.bytes, b'"bytes":100000000000')
     damages: dict[str, tuple[bytes, int, object, str]] = {
-        "other bytes": (good, whole.size, other, "not the one that its manifest names"),
-        "shorter": (good, whole.size, whole[:-8], "not the one that its manifest names"),
+        "other bytes": (good, whole.size, other, "not the one that its manifest describes"),
+        "shorter": (good, whole.size, whole[:-8], "not the one that its manifest describes"),
         "another length": (good, whole.size + 1, whole, "does not have the"),
         "no bytes": (good, whole.size, ["a list"], "not an array of bytes"),
         "100 GB": (huge, 100 * 10**9, whole, "larger than any heads"),
@@ -195,7 +195,7 @@ def test_people_list_and_forget_it(feed: RayFeed, tmp_path: Path) -> None:
     feed.publish(heads_file(tmp_path / "state", 1), release(1))
     assert "2 heads of kind medusa" in run("list", feed.address)
     assert "ended" in run("forget", feed.address)
-    assert "there is none" in run("forget", feed.address)
+    assert "no such feed" in run("forget", feed.address)
     result = CliRunner().invoke(app, ["feed", "forget", str(tmp_path)])
     assert result.exit_code == 2 and "Remove the folder" in result.output
 

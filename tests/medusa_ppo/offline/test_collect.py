@@ -63,5 +63,5 @@ def test_a_hold_out_takes_whole_prompts_and_not_too_many_tokens() -> None:
         == held
         != split_samples(samples, 0.1, 10_000, seed=1)[1]
     )
-    with pytest.raises(DataError, match="Too few prompts"):
+    with pytest.raises(DataError, match="too few prompts"):
         split_samples(samples[:3], 0.1, 100, seed=0)

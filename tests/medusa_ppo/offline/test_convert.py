@@ -381,7 +381,7 @@ def test_trap_zero_biases_are_no_biases(tmp_path: Path) -> None:
     for head in module:
         torch.nn.init.zeros_(head[0].linear.bias)
     done = convert(fasterdecoding(tmp_path / "a", module), tmp_path / "b", "native")
-    assert "All biases are zero and left out." in done.notes
+    assert "All biases are zero, so they are left out." in done.notes
     assert torch.equal(load_heads(tmp_path / "b")[0].lm_heads[4], module[4][1].weight)
 
 

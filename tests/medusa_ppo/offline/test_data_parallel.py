@@ -138,5 +138,5 @@ def test_a_worker_that_fails_is_one_sentence(
     model = tmp_path / "gone"
     shutil.copytree(chain_actor, model)
     (model / "model.safetensors").unlink()
-    with pytest.raises(RunError, match="A worker of the training failed"):
+    with pytest.raises(RunError, match="A training worker failed"):
         train_heads(options, OfflineProgress(quiet=True))

@@ -134,7 +134,7 @@ def test_the_ledger_has_the_roles_and_shared_needs_less(runs):
         and found[-1][names.OFFLOAD_BYTES] > 0
     )
     rows = dict(summary_rows(build_summary(read_run(shared.config.run_dir))))
-    assert "actor" in rows["Most that all roles had on devices at once, and each, GiB"]
+    assert "actor" in rows["Peak memory of all roles on devices, and of each role, GiB"]
     assert "MiB" in rows["Roles to host memory and back, in each step"]
 
 

@@ -207,7 +207,7 @@ def test_each_step_has_its_reward_at_its_last_token():
 
 def test_process_rewards_of_another_number_of_steps_are_refused():
     source = CallableReward(lambda prompt, response, row: [1.0, 2.0], "two")
-    with pytest.raises(RunError, match="wrong number of step rewards"):
+    with pytest.raises(RunError, match="number of step rewards is wrong"):
         earned_by_steps(source, [["a"]], [""], [{}], "|")
     with pytest.raises(RunError, match="reward function failed"):
         earned_by_steps(CallableReward(lambda *_: 1.0, "one"), [["a"]], [""], [{}], "|")

@@ -71,7 +71,11 @@ def test_the_sentence_comes_first_and_says_what_was_found(answer: Prediction) ->
     lines = answer_lines(answer)
     assert lines[0] == answer.sentence
     assert answer.sentence.startswith("With 8B on one H100, 128 responses of 1,000 tokens: ")
-    for said in (f"{answer.speedup.value:.2f}", f"{answer.pays_from:.2f}", "2.40 tokens a step"):
+    for said in (
+        f"{answer.speedup.value:.2f}",
+        f"{answer.pays_from:.2f}",
+        "2.40 tokens per engine step",
+    ):
         assert said in answer.sentence
 
 

@@ -78,7 +78,7 @@ def test_markdown_holds_every_table() -> None:
     assert text.count("\n## ") == 5 and "| algebra | 1.600 | 1.550 to 1.650 |" in text
     assert (
         "+0.350 tokens a step (95 % interval +0.330 to +0.370, paired): better" in text
-        and "Student's over prompts" in text
+        and "Student's t over prompts" in text
     )
     for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
         assert len({line.count("|") for line in table.splitlines()}) == 1, "a cell breaks the table"
