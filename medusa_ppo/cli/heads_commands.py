@@ -42,7 +42,8 @@ def train(
     with offline_progress() as progress:
         result = train_heads(options, progress)
     length = result["replay_mean_acceptance_length"]
-    say(f"\nThe heads learned from {w.whole(result['tokens'])} response tokens.")
+    trained = w.whole(result["tokens"])
+    say(f"\nThe heads were trained on {trained} response tokens, counted again in each epoch.")
     say("Next: medusa-ppo eval --engine vllm, with the same --model, --data and --template.")
     say(
         f"The heads in {options.out} give {length:.3f} tokens per engine step on held-out"
