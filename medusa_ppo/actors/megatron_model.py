@@ -88,14 +88,16 @@ def host_group(timeout_s: float) -> dist.ProcessGroup:
     """A new group of this replica's ranks, for tensors on the host. Nobody else communicates in it,
     so that a thread may, whatever the rank's other threads do.
     """
-    ranks = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    return dist.new_group(
-        ranks,
-        timedelta(seconds=timeout_s),
-        backend="gloo",
-        # The ranks of other replicas form their own.
-        use_local_synchronization=True,
-    )
+    own = tuple(dist.get_process_group_ranks(parallel_state.get_model_parallel_group()))
+    replicas: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(replicas, own)
+    # Every rank has to take part in forming every group, in the same order: torch names groups that
+    # only their members form by how many groups a rank has, which pipeline stages differ in.
+    groups = {
+        ranks: dist.new_group(ranks, timedelta(seconds=timeout_s), backend="gloo")
+        for ranks in sorted(set(replicas))
+    }
+    return groups[own]
 
 
 def stop_parallel() -> None:

@@ -5,6 +5,7 @@ with the same actor in one process does, and its tower's work is shared.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from heads.checkpoint import load_state
 from medusa_ppo.actors.hf import HFActor, load_actor, load_tokenizer
+from medusa_ppo.actors.megatron_layout import SEEING_FAMILIES
 from medusa_ppo.actors.vision import FeatureStore, ImageReader, load_tower, tower_of
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
@@ -95,6 +97,22 @@ class Seeing:
         return PPOBatch(Rollouts(prompts, responses, Counters(), 1.0, SAMPLING))
 
 
+def rough(folder: Path, tmp_path: Path) -> Path:
+    """The same actor with norms away from 1 and weights large enough that mistakes show. AdamW
+    makes whole steps of gradients that are nothing but rounding, and there are many beside weights
+    near zero.
+    """
+    found = shutil.copytree(folder, tmp_path / "rough")
+    actor = load_actor(folder)
+    # transformers never trains the embedding of a padding token, but prompts have this one.
+    actor.config.get_text_config().pad_token_id = None
+    torch.manual_seed(0)
+    for parameter in actor.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    actor.save_pretrained(found)
+    return found
+
+
 @contextlib.contextmanager
 def seeing(folder: Path, tmp_path: Path, notes: Path, **actor: Any) -> Iterator[Seeing]:
     for path in notes.iterdir():
@@ -159,9 +177,8 @@ def check_steps(pair: Seeing, batch: PPOBatch, steps: int = 2) -> None:
         assert ranked_report == pytest.approx(plain_report, rel=1e-3, abs=1e-5)
         expected_update = pair.plain.update(batch, plain, SAMPLING, step)
         update = pair.ranked.update(batch, ranked, SAMPLING, step)
-        times = {names.TOWER_S: update[names.TOWER_S]}  # In the first step alone.
-        assert (times[names.TOWER_S] > 0) == (step == 0)
-        assert update == pytest.approx(expected_update | times, rel=5e-3, abs=2e-4)
+        times = {names.TOWER_S: update[names.TOWER_S]}
+        assert update == pytest.approx(expected_update | times, rel=5e-3, abs=1e-5)
         assert (update[names.IMAGES], update[names.TOWER_RUNS]) == (IMAGES, 0 if step else IMAGES)
 
 
@@ -195,7 +212,7 @@ def test_two_ranks_see_what_one_process_sees(
     """Actor, reference and critic, with tensor and sequence parallelism; then the weights on their
     way to an engine, to a folder, and into a run's checkpoint and back.
     """
-    folder = vision_actor(groups=2)
+    folder = rough(vision_actor(groups=2), tmp_path)
     with seeing(folder, tmp_path, ranks, tensor_parallel=2, sequence_parallel=True) as pair:
         batch = pair.batch(picture)
         pair.ranked.prefetch_images(batch.rollouts.prompts)
@@ -245,7 +262,7 @@ def check_resumed(pair: Seeing, batch: PPOBatch, held: dict[str, torch.Tensor]) 
     for name, tensor in pair.ranked.actor.tensors(torch.float32):
         assert torch.equal(held[name], tensor), name
     assert pair.ranked.update(batch, scores, SAMPLING, 7) == pytest.approx(first, rel=1e-6)
-    assert pair.plain.update(batch, scores, SAMPLING, 7) == pytest.approx(first, rel=5e-3, abs=2e-4)
+    assert pair.plain.update(batch, scores, SAMPLING, 7) == pytest.approx(first, rel=5e-3, abs=1e-5)
     save_checkpoint(run_dir, pair.plain, RunPosition(3, 3, 1.0), pair.config)
     pair.ranked.load(saved_folder(run_dir))
     expected = actor_state(pair.plain.actor)
@@ -275,7 +292,8 @@ def test_other_cuts_and_families(
     cuts: dict[str, Any],
     replicas: int,
 ) -> None:
-    with seeing(vision_actor(family, groups=2), tmp_path, ranks, **cuts) as pair:
+    folder = rough(vision_actor(family, groups=2), tmp_path)
+    with seeing(folder, tmp_path, ranks, **cuts) as pair:
         batch = pair.batch(picture)
         pair.ranked.prefetch_images(batch.rollouts.prompts)
         check_states(pair, batch)
@@ -284,7 +302,7 @@ def test_other_cuts_and_families(
         check_weights(pair)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
 def test_a_tower_alone_computes_what_it_computes_in_its_actor(
     vision_actor: Callable[..., Path], picture: Callable[..., bytes], family: str
 ) -> None:
