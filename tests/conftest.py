@@ -157,21 +157,22 @@ CHAT = (
 
 @pytest.fixture(scope="session")
 def vision_actor(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """vision_actor(family="qwen2_5_vl") -> folder of a tiny vision-language actor with its
-    processor; its next token mostly follows from the last one, as `chain_actor`'s. An image token
-    is a word that it may write.
+    """vision_actor(family="qwen2_5_vl", groups=1) -> folder of a tiny vision-language actor with
+    its processor; its next token mostly follows from the last one, as `chain_actor`'s. An image
+    token is a word that it may write. `groups`: of queries, with a key and a value each.
     """
-    made: dict[str, Path] = {}
+    made: dict[tuple[str, int], Path] = {}
 
-    def folder(family: str = "qwen2_5_vl") -> Path:
-        if family not in made:
-            made[family] = _save_vision_actor(tmp_path_factory.mktemp(family), family)
-        return made[family]
+    def folder(family: str = "qwen2_5_vl", groups: int = 1) -> Path:
+        key = (family, groups)
+        if key not in made:
+            made[key] = _save_vision_actor(tmp_path_factory.mktemp(family), family, groups)
+        return made[key]
 
     return folder
 
 
-def _save_vision_actor(folder: Path, family: str) -> Path:
+def _save_vision_actor(folder: Path, family: str, groups: int) -> Path:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
@@ -199,7 +200,7 @@ def _save_vision_actor(folder: Path, family: str) -> Path:
         "intermediate_size": 2 * CHAIN_WIDTH,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_key_value_heads": groups,
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
         "bos_token_id": None,

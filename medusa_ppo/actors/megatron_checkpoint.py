@@ -128,6 +128,12 @@ def as_transformers(path: str, out: Path) -> str:
     if note.is_file() and note.read_text(encoding="utf-8") == source:
         return str(out)
     sizes = LlamaSizes.read(home)
+    if sizes.mrope_section:
+        raise _unusable(
+            f"{home}: a vision-language model",
+            "a language model, because the tower's tensors have other names in each trainer",
+            "Save it as a transformers folder.",
+        )
     stored = Stored(folder)
     out.mkdir(parents=True, exist_ok=True)
     # Until everything is written, the files there belong to no checkpoint.

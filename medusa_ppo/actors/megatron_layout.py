@@ -15,14 +15,26 @@ import torch.nn.functional as F
 from transformers import AutoConfig
 
 from heads.errors import ConfigError, DataError, ModelError
+from medusa_ppo.actors.vision import TOWER
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SEEING_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""Vision-language models: a language model of the kind of qwen2, beside a vision tower that is not
+part of this layout. Qwen3-VL's tower adds features to several layers, which Megatron's stages have
+no place for.
+"""
+INNER = "language_model."
+"""Stands before the names of a vision-language model's language model in memory, and in a run's
+checkpoint, but not in the files of such a model.
+"""
 LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 """The values that megatron-core has built in for rope_type llama3."""
+MROPE_SECTION = (16, 24, 24)
+"""What a configuration means that does not say it."""
 ROWS_MULTIPLE = 8
 """A rank's rows of the vocabulary are a multiple of this, for fast products on GPUs."""
 How = Literal["qkv", "gate_up", "columns", "vocabulary", "whole"]
@@ -64,7 +76,8 @@ SCORE = Top("model.", "score")
 @dataclass(frozen=True)
 class LlamaSizes:
     """The sizes in a checkpoint's configuration that the table and the model need. `rope_factor` 0:
-    plain rotary positions.
+    plain rotary positions. `mrope_section`: how many of a head's numbers turn with the positions in
+    time, height and width, in a vision-language model; empty: a token has one position.
     """
 
     layers: int
@@ -81,6 +94,7 @@ class LlamaSizes:
     tied: bool
     qkv_bias: bool
     qk_norm: bool
+    mrope_section: tuple[int, ...] = ()
 
     @classmethod
     def read(
@@ -94,13 +108,19 @@ class LlamaSizes:
         Raises:
             ModelError: the table does not know its architecture.
         """
-        config: Any = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        faults = _unknown(config)
+        whole: Any = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        family = whole.model_type
+        # Models with several parts keep the sizes of their language model in a subsection.
+        config: Any = whole.get_text_config()
+        faults = _unknown(family, config)
         if faults:
             raise ModelError(
                 f"This {who} can't be computed by Megatron here.",
                 given=f"{path}: {'; '.join(faults)}",
-                expected=f"a model of {', '.join(FAMILIES)} with full attention and SiLU",
+                expected=(
+                    f"a model of {', '.join((*FAMILIES, *SEEING_FAMILIES))} with full attention"
+                    " and SiLU"
+                ),
                 do=do,
             )
         rope = config.rope_parameters
@@ -117,9 +137,12 @@ class LlamaSizes:
             rope_theta=float(rope["rope_theta"]),
             rope_factor=float(rope["factor"]) if rope["rope_type"] == "llama3" else 0.0,
             max_positions=config.max_position_embeddings,
-            tied=bool(config.tie_word_embeddings),
-            qkv_bias=config.model_type == "qwen2",
-            qk_norm=config.model_type == "qwen3",
+            tied=bool(whole.tie_word_embeddings),
+            qkv_bias=family in ("qwen2", *SEEING_FAMILIES),
+            qk_norm=family == "qwen3",
+            mrope_section=(
+                tuple(rope.get("mrope_section", MROPE_SECTION)) if family in SEEING_FAMILIES else ()
+            ),
         )
 
     def check_cut(self, tensor_parallel: int, pipeline_parallel: int, who: str = "actor") -> None:
@@ -151,10 +174,10 @@ def checkpoint_dtype(path: str | Path) -> str:
     return "bfloat16" if config.dtype == torch.bfloat16 else "float32"
 
 
-def _unknown(config: Any) -> list[str]:
-    """The parts of a configuration that the table does not support."""
-    if config.model_type not in FAMILIES:
-        return [f"model_type {config.model_type}"]
+def _unknown(family: str, config: Any) -> list[str]:
+    """The parts of a language model's configuration that the table does not support."""
+    if family not in (*FAMILIES, *SEEING_FAMILIES):
+        return [f"model_type {family}"]
     faults = [
         f"{key} is on"
         for key in ("attention_bias", "mlp_bias", "use_sliding_window")
@@ -162,7 +185,7 @@ def _unknown(config: Any) -> list[str]:
     ]
     if config.hidden_act != "silu":
         faults.append(f"hidden_act {config.hidden_act}")
-    if config.model_type == "mistral" and config.sliding_window:
+    if family == "mistral" and config.sliding_window:
         faults.append(f"sliding_window {config.sliding_window}")
     rope = config.rope_parameters
     llama3 = rope["rope_type"] == "llama3" and all(
@@ -250,6 +273,16 @@ def checkpoint_shapes(sizes: LlamaSizes, top: Top = LOGITS) -> dict[str, tuple[i
         for entry in key_table(sizes, top).values()
         for name, shape in zip(entry.sources, entry.shapes, strict=True)
     }
+
+
+def saved_name(name: str, sizes: LlamaSizes, top: Top) -> str:
+    """The name in a run's checkpoint, where models have transformers' names in memory, of a tensor
+    in the checkpoint that it began with.
+    """
+    if name.startswith(TOWER):
+        return top.body + name
+    inside = bool(sizes.mrope_section) and name.startswith(top.body)
+    return f"{top.body}{INNER}{name.removeprefix(top.body)}" if inside else name
 
 
 @dataclass(frozen=True)

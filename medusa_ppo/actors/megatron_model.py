@@ -1,17 +1,19 @@
 """One rank's part of a Llama-type actor as a GPTModel of megatron-core: built, filled from a
-checkpoint, run, and joined again.
+checkpoint, run, and joined again. Of a vision-language actor it is the language model, which takes
+features of images in the place of embeddings.
 
 Layers are those that megatron-core has without TransformerEngine: they run wherever torch runs. Two
 are our own, because megatron-core's need TransformerEngine or store a score for every pair of
 tokens: the norm (for sequence parallelism) and the attention, which is torch's. Shape letters: B
 batch rows, T tokens, P tokens of one context-parallel rank, V vocabulary, D hidden, N heads, W
-width of a head, M rows.
+width of a head, M rows, I features of images, one after the other.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,9 @@ from medusa_ppo.actors.megatron_layout import (
     Top,
     context_positions,
     key_table,
+    saved_name,
 )
+from medusa_ppo.actors.vision import ImageFeatures
 from medusa_ppo.config.actor_section import ActorConfig
 from medusa_ppo.config.ppo_section import ATTENTION
 from medusa_ppo.runtime.rendezvous import Meeting
@@ -52,8 +56,11 @@ from medusa_ppo.runtime.rendezvous import Meeting
 QUERY_BLOCK = 512
 """Queries that attend at a time with context parallelism: their mask is this times all tokens."""
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-Inputs = Mapping[str, torch.Tensor | None]
-"""A micro-batch as `forward` of a GPTModel takes it: input_ids, position_ids, attention_mask."""
+SEEN = "seen"
+Inputs = Mapping[str, Any]
+"""A micro-batch as `forward` of a GPTModel takes it: input_ids, position_ids, attention_mask; and
+under `SEEN` the images that belong to it, if it has any.
+"""
 OnOutput = Callable[[int, torch.Tensor], torch.Tensor | None]
 """What the last stage does with a micro-batch's logits `BTV` (this rank's columns), or the scores
 `BT1` of a model with one output: returns a loss for the backward pass, or None.
@@ -75,6 +82,22 @@ def start_parallel(meeting: Meeting, section: ActorConfig) -> None:
         section.pipeline_parallel,
         context_parallel_size=section.context_parallel,
     )
+
+
+def host_group(timeout_s: float) -> dist.ProcessGroup:
+    """A new group of this replica's ranks, for tensors on the host. Nobody else communicates in it,
+    so that a thread may, whatever the rank's other threads do.
+    """
+    own = tuple(dist.get_process_group_ranks(parallel_state.get_model_parallel_group()))
+    replicas: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(replicas, own)
+    # Every rank has to take part in forming every group, in the same order: torch names groups that
+    # only their members form by how many groups a rank has, which pipeline stages differ in.
+    groups = {
+        ranks: dist.new_group(ranks, timedelta(seconds=timeout_s), backend="gloo")
+        for ranks in sorted(set(replicas))
+    }
+    return groups[own]
 
 
 def stop_parallel() -> None:
@@ -173,11 +196,16 @@ class RankModel:
                 parameters[name].copy_(shard)
 
     def load(self, path: str | Path) -> None:
-        """Fill the parameters from a folder with safetensors, or from one such file."""
+        """Fill the parameters from what a run has saved."""
         parameters = self.parameters()
-        for name, shard in self.read_shards(path, list(parameters)):
+        for name, shard in self.read_saved(path):
             with torch.no_grad():
                 parameters[name].copy_(shard)
+
+    def read_saved(self, path: str | Path, suffix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's shards of all parameters, from what a run has saved."""
+        body = saved_name(self.top.body, self.sizes, self.top)
+        yield from self.read_shards(path, list(self.parameters()), suffix, body)
 
     def first_shards(self, path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's shards of the checkpoint that the model starts from, which may lack its last
@@ -280,17 +308,40 @@ class RankModel:
             dist.get_rank(self._context), dist.get_world_size(self._context), padded
         ).to(self.device)
 
-    def inputs(self, input_ids_BT: torch.Tensor) -> Inputs:
-        """This rank's part of a micro-batch, padded on the right, as a GPTModel takes it: plain
-        positions, and no mask, since `CausalAttention` knows which tokens a token sees.
+    def inputs(self, input_ids_BT: torch.Tensor, seen: ImageFeatures | None = None) -> Inputs:
+        """This rank's part of a micro-batch, padded on the right, as a GPTModel takes it: positions
+        (plain without images), and no mask, since `CausalAttention` knows which tokens a token
+        sees.
         """
         (rows, width), columns_P = input_ids_BT.shape, self.columns(input_ids_BT.shape[1])
         padded_BT = F.pad(input_ids_BT, (0, max(0, int(columns_P.max()) + 1 - width), 0, 0))
+        positions = columns_P.expand(rows, -1)
+        if self.sizes.mrope_section:
+            # In time, height and width; without images all three are the same.
+            positions = columns_P.expand(3, rows, -1)
+            if seen is not None:
+                positions = seen.positions(padded_BT).to(self.device)
         return {
             "input_ids": padded_BT[:, columns_P],
-            "position_ids": columns_P.expand(rows, -1).contiguous(),
+            "position_ids": positions.contiguous(),
             "attention_mask": None,
+            SEEN: seen,
         }
+
+    def _embedded(self, given: Inputs, seen: ImageFeatures) -> torch.Tensor:
+        """The first stage's input: embeddings of this rank's tokens (T, B, D; with sequence
+        parallelism its part of T), and features where images are.
+        """
+        embedded_TBD = self.model.embedding(given["input_ids"], given["position_ids"])
+        row_I, column_I = seen.placed_BT.nonzero(as_tuple=True)
+        features_ID = torch.cat([part.rows_NX for part in seen.features]).to(embedded_TBD)
+        if self.model.config.sequence_parallel:
+            held = embedded_TBD.shape[0]
+            column_I = column_I - held * dist.get_rank(self._group)
+            own_I = (column_I >= 0) & (column_I < held)
+            row_I, column_I, features_ID = row_I[own_I], column_I[own_I], features_ID[own_I]
+        # Not in place: the embeddings that they replace get no gradient.
+        return embedded_TBD.index_put((column_I, row_I), features_ID)
 
     def of_all_columns(
         self, values_P: torch.Tensor, places_P: torch.Tensor, total: int
@@ -315,6 +366,10 @@ class RankModel:
             numbers: Iterator[int], model: Any
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
             number = next(numbers)
+            given = dict(micros[number])
+            seen = given.pop(SEEN, None)
+            if seen is not None and self.model.pre_process:
+                given["decoder_input"] = self._embedded(given, seen)
 
             def finish(logits_BTV: torch.Tensor, non_loss_data: bool = False) -> Any:
                 loss = on_output(number, logits_BTV)
@@ -323,11 +378,9 @@ class RankModel:
                     None if loss is None else (loss, torch.ones_like(loss, dtype=torch.int), None)
                 )
 
-            return model(**micros[number]), finish
+            return model(**given), finish
 
-        input_ids_BP = micros[0]["input_ids"]
-        assert input_ids_BP is not None, "`inputs` made them"
-        rows, width = input_ids_BP.shape
+        rows, width = micros[0]["input_ids"].shape
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(range(len(micros))),
@@ -428,6 +481,7 @@ def _settings(
         # Losses are already divided by the tokens of the whole minibatch: sums, never means of
         # means.
         calculate_per_token_loss=True,
+        mrope_section=list(sizes.mrope_section) or None,
         **again,
     )
 
@@ -450,7 +504,7 @@ def _build(
         max_sequence_length=sizes.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
+        position_embedding_type="mrope" if sizes.mrope_section else "rope",
         rotary_base=sizes.rope_theta,
         rope_scaling=bool(sizes.rope_factor),
         rope_scaling_factor=sizes.rope_factor or 1.0,

@@ -3,7 +3,9 @@ features, computed once per image.
 
 The tower is the actor's own, and PPO keeps it frozen. So its features of an image never change:
 actor, critic and reference all read features that are computed once (`FeatureStore`), and only the
-actor has a tower. The engine is a separate program and computes its own.
+actor has a tower. The engine is a separate program and computes its own. Each rank of a Megatron
+actor has the tower without the rest of the actor (`load_tower`), and computes its share of the
+images.
 
 Shape letters: B rows, T tokens, I images, N features of an image (as many as it has tokens), D
 hidden, L further levels of features that some families add to their first layers, X = D times (1 +
@@ -23,7 +25,7 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +36,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from PIL import Image
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.processing_utils import ProcessorMixin
 
 from heads.errors import DataError, ModelError, RunError
@@ -48,6 +56,8 @@ TORCHVISION_MODULE = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 PILLOW_MODULE = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 FEATURES_KEY = "mm_encoder_outputs"
 """transformers' argument for features that a forward pass takes instead of pixels."""
+TOWER = "visual."
+"""Prefix of the tower's names in a checkpoint."""
 FEATURE_BYTES = 2 * 1024**3
 """Bytes of features kept on the host; beyond that the least recently used image is dropped.
 """
@@ -73,6 +83,53 @@ def copy_without_tower(model: PreTrainedModel, part: nn.Module) -> Any:
     tower = tower_of(model)
     # deepcopy treats entries in its memo as already copied.
     return copy.deepcopy(part, {} if tower is None else {id(tower): nn.Identity()})
+
+
+def load_tower(path: str | os.PathLike[str], device: torch.device) -> PreTrainedModel:
+    """The actor of a folder with its frozen vision tower alone, in float32: the language model has
+    names and shapes, but no memory.
+
+    Raises:
+        ModelError: the folder has no such tower.
+    """
+    with torch.device("meta"):
+        actor = AutoModelForImageTextToText.from_config(actor_config(path), dtype=torch.float32)
+    # Made anew, because some of its buffers are computed and in no file.
+    tower = type(tower_of(actor))._from_config(tower_of(actor).config, dtype=torch.float32)
+    found = {name.removeprefix(TOWER): tensor for name, tensor in tower_tensors(path)}
+    shapes = {name: tensor.shape for name, tensor in tower.state_dict().items()}
+    unlike = {
+        name for name, shape in shapes.items() if getattr(found.get(name), "shape", 0) != shape
+    }
+    unlike |= found.keys() - shapes.keys()
+    if unlike:
+        raise ModelError(
+            "The vision tower in the checkpoint does not fit its configuration.",
+            given=f"{os.fspath(path)}: {', '.join(sorted(unlike)[:3])}",
+            expected=f"{len(shapes)} tensors whose names begin with {TOWER}",
+            do="Save the whole actor with save_pretrained.",
+        )
+    tower.load_state_dict(found)
+    cast(Any, actor.base_model).visual = tower.to(device).eval().requires_grad_(False)
+    return actor
+
+
+def tower_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    """The tower's tensors in a folder, by their names in the checkpoint."""
+    return {name: tuple(part.get_shape()) for name, part in _tower_slices(path)}
+
+
+def tower_tensors(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
+    """The same, one after the other, in the checkpoint's own kind of numbers."""
+    return ((name, part[:]) for name, part in _tower_slices(path))
+
+
+def _tower_slices(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as handle:
+            for name in handle.keys():  # noqa: SIM118
+                if name.startswith(TOWER):
+                    yield name, handle.get_slice(name)
 
 
 class _ImageProcessor:
@@ -403,6 +460,7 @@ class FeatureStore:
             token_BT & (columns_T < prompt_B1),
             token_BT & (columns_T >= prompt_B1),
             other_id,
+            cast(Any, self._actor.base_model).get_rope_index,
         )
 
     def figures(self) -> dict[str, float]:
@@ -442,7 +500,8 @@ class FeatureStore:
 
     def _compute(self, images: Sequence[bytes]) -> Iterable[Features]:
         compute = functools.partial(features_of, self._actor, self.reader)
-        if self._group is None:
+        # All ranks keep the same images, so none of them has anything to compute.
+        if self._group is None or not images:
             return map(compute, images)
         return spread(images, [self.reader.count(image) for image in images], compute, self._group)
 
@@ -469,12 +528,25 @@ class ImageFeatures:
         written_BT: bool, places where the actor has written the image token itself, like any other
             token: no feature belongs there.
         other_id: any other token.
+        rope_index: the family's own way from token ids and the grids of images to positions.
     """
 
     features: list[Features]
     placed_BT: Tensor
     written_BT: Tensor
     other_id: int
+    rope_index: Callable[..., tuple[Tensor, Tensor]]
+
+    def positions(self, input_ids_BT: Tensor) -> Tensor:
+        """Each token's positions in time, height and width (3, B, T), on the host. The rows may
+        have more padding on the right than the micro batch.
+        """
+        more = input_ids_BT.shape[1] - self.placed_BT.shape[1]
+        placed_BT = nn.functional.pad(self.placed_BT.cpu(), (0, more), value=False)
+        grids_I3 = torch.stack([part.grid_3 for part in self.features])
+        return self.rope_index(
+            input_ids_BT.cpu(), mm_token_type_ids=placed_BT.int(), image_grid_thw=grids_I3
+        )[0]
 
     def arguments(self, embedding_VD: Tensor) -> dict[str, Any]:
         """Arguments of the pass of a model with these token embeddings, instead of pixels."""

@@ -310,8 +310,18 @@ def _of_images(config: RunConfig) -> Iterator[Contradiction]:
     """Settings that can't be combined with images."""
     if config.data.images is None:
         return
+    if (
+        config.actor.backend == "megatron"
+        and config.ppo.advantages == "gae"
+        and not config.critic_on_ranks
+    ):
+        yield Contradiction(
+            "The vision tower is on the ranks of the Megatron actor, and the critic is not.",
+            ("data.images", "actor.backend", "actor.roles"),
+            "actor.roles=critic",
+            "Set actor.roles=critic, or ppo.advantages=rloo.",
+        )
     beside = (
-        ("actor.backend", "transformers", "The ranks of a Megatron actor have no vision tower."),
         ("engine.backend", COLOCATED, "Only colocated engines can receive images."),
         (
             "engine.runner",

@@ -12,13 +12,13 @@ needed, and the positions are 0, 1, 2, ... for every row, in training as in the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from heads.errors import DataError
-from medusa_ppo.actors.vision import ImageFeatures
+from medusa_ppo.actors.vision import FeatureStore, ImageFeatures
 from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 
@@ -136,6 +136,18 @@ class PPOBatch:
             rows.append(s)
         if rows:
             yield self._micro(tuple(rows))
+
+    def seen_micros(
+        self, sequences: list[int], size: int, tokens: int | None, features: FeatureStore | None
+    ) -> list[MicroBatch]:
+        """The same with the images of their prompts. `features`: None: prompts have none."""
+        micros = list(self.micro_batches(sequences, size, tokens))
+        if features is None:
+            return micros
+        return [
+            replace(micro, seen=features.look(self.prompts_of(micro), micro.input_ids_BT))
+            for micro in micros
+        ]
 
     def _micro(self, sequences: tuple[int, ...]) -> MicroBatch:
         width = max(self.total_lengths[s] for s in sequences)

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,7 +65,7 @@ class PPOLearner(ABC):
     Attributes:
         actor: the actor in the form that `MedusaPlugin` and `ActorSync` accept.
         device: where batches are prepared.
-        features: features of the prompts' images; None: the prompts have none.
+        features: features of the prompts' images; None: there are none, or they are elsewhere.
         has_critic: whether there is a critic, here or elsewhere.
     """
 
@@ -113,14 +112,16 @@ class PPOLearner(ABC):
     def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
         config = self.config
         size = config.micro_batch_size or config.minibatch_size
-        micros = list(batch.micro_batches(list(sequences), size, config.micro_batch_tokens))
-        features = self.features
-        if features is None:
-            return micros
-        return [
-            replace(micro, seen=features.look(batch.prompts_of(micro), micro.input_ids_BT))
-            for micro in micros
-        ]
+        return batch.seen_micros(list(sequences), size, config.micro_batch_tokens, self.features)
+
+    def prefetch_images(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Start computing the features of the prompts' images, wherever the tower is."""
+        if self.features is not None:
+            self.features.prefetch(prompts)
+
+    def _image_figures(self, batch: PPOBatch) -> dict[str, float]:
+        """The step's figures of the images, whose prompts are in the batch."""
+        return {} if self.features is None else self.features.figures()
 
     @torch.no_grad()
     def score(
@@ -279,9 +280,7 @@ class PPOLearner(ABC):
         if values is not None:
             report |= values.report()
             report[names.STEPS_SKIPPED] += values.norms.skipped
-        if self.features is not None:
-            report |= self.features.figures()
-        return report
+        return report | self._image_figures(batch)
 
     def _trained_critic(self) -> tuple[Critic, torch.optim.AdamW]:
         assert self.critic is not None and self.critic_optimizer is not None, (

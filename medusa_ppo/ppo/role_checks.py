@@ -90,6 +90,13 @@ def _sizes(config: RunConfig, who: str, key: str, path: str, aside: str) -> Llam
         )
     found = LlamaSizes.read(path, who, f"Set {aside}.")
     found.check_cut(config.actor.tensor_parallel, config.actor.pipeline_parallel, who)
+    if found.mrope_section and config.actor.context_parallel > 1:
+        raise ConfigError(
+            f"A vision-language {who}'s sequences can't be split.",
+            given=f"{key}={path}, actor.context_parallel={config.actor.context_parallel}",
+            expected="actor.context_parallel=1",
+            do="Set actor.tensor_parallel and actor.sequence_parallel instead.",
+        )
     return found
 
 

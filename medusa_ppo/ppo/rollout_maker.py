@@ -278,8 +278,8 @@ class RolloutMaker:
 
     def _fetch_images(self, prompts: Sequence[Prompt]) -> None:
         """Start computing the features of the prompts' images."""
-        if _with_images(prompts) and self._learner.features is not None:
-            self._learner.features.prefetch(prompt.token_ids for prompt in prompts)
+        if _with_images(prompts):
+            self._learner.prefetch_images([prompt.token_ids for prompt in prompts])
 
     def _cut(self, prompts: int, sampling: Sampling) -> list[Piece]:
         if self._piece_prompts is None:

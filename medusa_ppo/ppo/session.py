@@ -311,7 +311,7 @@ class RunSession:
             self._stack.callback(team.close)
         if isinstance(reward, RankedReward):
             reward.attach(team)
-        return MegatronLearner(team, actor_path, critic, config)
+        return MegatronLearner(team, actor_path, critic, config, reader)
 
     def _start_ray(self) -> None:
         """Start Ray, unless it is running: the actor's ranks need it first, the rest later."""

@@ -39,8 +39,13 @@ def packs_8_bit(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def onednn_product(weight: torch.Tensor) -> LINEAR:
-    """The product in the weight's own dtype, on the CPU."""
-    handler = custom_ops.create_onednn_mm(weight.contiguous().t(), PRIMITIVES)
+    """The product in the weight's own dtype on the CPU, as vLLM's own linear layers make it: by
+    torch where oneDNN has none (16 bits on a CPU with AVX2 only).
+    """
+    try:
+        handler = custom_ops.create_onednn_mm(weight.contiguous().t(), PRIMITIVES)
+    except RuntimeError:
+        return plain_linear(weight)
     return lambda rows: custom_ops.onednn_mm(handler, rows.to(weight.dtype), None)
 
 

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,21 @@ from heads.errors import RunError
 from heads.tensorfile import StateWriter
 from medusa_ppo.actors.actor_view import SpreadActor
 from medusa_ppo.actors.hf import load_tokenizer
-from medusa_ppo.actors.megatron_layout import VALUE, checkpoint_shapes
+from medusa_ppo.actors.megatron_layout import (
+    LOGITS,
+    VALUE,
+    LlamaSizes,
+    Top,
+    checkpoint_shapes,
+    saved_name,
+)
+from medusa_ppo.actors.vision import (
+    ImageReader,
+    by_content,
+    images_of,
+    tower_shapes,
+    tower_tensors,
+)
 from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
@@ -201,8 +215,15 @@ def _rank_errors() -> AbstractContextManager[None]:
 class RankedActor(SpreadActor):
     """The actor on the ranks, as plugin and sync see it."""
 
-    def __init__(self, team: RankTeam) -> None:
+    def __init__(self, team: RankTeam, path: str) -> None:
+        """
+        Args:
+            path: folder of the actor's checkpoint. A vision tower is read from there whenever it is
+                needed: it is frozen.
+        """
         self._team = team
+        self._path = path
+        self._tower = tower_shapes(path) if team.sizes.mrope_section else {}
         self._tables: tuple[Tensor, Tensor | None] | None = None
         self._hidden_BTD: Tensor | None = None
 
@@ -234,10 +255,12 @@ class RankedActor(SpreadActor):
         self._tables = None
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return checkpoint_shapes(self._team.sizes)
+        return checkpoint_shapes(self._team.sizes) | self._tower
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        return self._team.stream(ACTOR, WEIGHTS, dtype)
+        yield from self._team.stream(ACTOR, WEIGHTS, dtype)
+        for name, tensor in tower_tensors(self._path) if self._tower else ():
+            yield name, tensor.to(dtype)
 
     def _whole_tables(self) -> tuple[Tensor, Tensor | None]:
         if self._tables is None:
@@ -250,7 +273,14 @@ class MegatronLearner(PPOLearner):
 
     actor: RankedActor
 
-    def __init__(self, team: RankTeam, path: str, critic: Critic | None, config: RunConfig) -> None:
+    def __init__(
+        self,
+        team: RankTeam,
+        path: str,
+        critic: Critic | None,
+        config: RunConfig,
+        reader: ImageReader | None = None,
+    ) -> None:
         """
         Args:
             team: started ranks; the caller closes it.
@@ -258,6 +288,7 @@ class MegatronLearner(PPOLearner):
             critic: the value network, if it is in this process; None: there is no critic, or it is
                 on the ranks.
             config: the run's configuration, the same that the ranks have.
+            reader: reads the prompts' images, if there are any.
         """
         super().__init__(critic, config.ppo, seed=config.seed)
         self._team = team
@@ -267,7 +298,8 @@ class MegatronLearner(PPOLearner):
         # The last batch and its reference in Ray's store: scoring and update read the same
         # rollouts.
         self._handed: tuple[PPOBatch, Any] | None = None
-        self.actor = RankedActor(team)
+        self.actor = RankedActor(team, path)
+        self._reader = reader
         self.device = torch.device("cpu") if critic is None else next(critic.parameters()).device
 
     def begin_batch(self, sampling: Sampling) -> None:
@@ -348,6 +380,21 @@ class MegatronLearner(PPOLearner):
             self._team.call("update_critic", self._hand(batch), batch.pad_id, ray.put(scores), step)
         )
 
+    def prefetch_images(self, prompts: Iterable[Sequence[int]]) -> None:
+        # Nobody waits for it: each rank has a thread for its tower.
+        self._team.begin("prefetch_images", ray.put(list(prompts)))
+
+    def _image_figures(self, batch: PPOBatch) -> dict[str, float]:
+        if self._reader is None:
+            return {}
+        shares = self._team.call("image_figures")
+        return {
+            # Replicas may see the same image, and each of them computes it.
+            names.IMAGES: len(by_content(images_of(batch.rollouts.prompts))),
+            names.TOWER_RUNS: sum(share[names.TOWER_RUNS] for share in shares),
+            names.TOWER_S: max(share[names.TOWER_S] for share in shares),
+        }
+
     def take_memory(self) -> dict[str, Any]:
         return super().take_memory() | _of_one_rank(self._team.call("memory"))
 
@@ -360,27 +407,40 @@ class MegatronLearner(PPOLearner):
     def save_actor(self, folder: Path) -> None:
         config = AutoConfig.from_pretrained(self._path, trust_remote_code=False)
         # The weights are written in float32, whatever dtype the checkpoint started in.
-        config.dtype = torch.float32
+        for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+            part.dtype = torch.float32
         config.save_pretrained(folder)
         with contextlib.suppress(OSError):  # Not every checkpoint has one.
             GenerationConfig.from_pretrained(self._path).save_pretrained(folder)
         actor_stream(self.actor).write(folder / "model.safetensors")
+        if self._reader is not None:
+            self._reader.save(folder)
 
     def _save_policy(self, folder: Path) -> None:
-        self._save_role(ACTOR, self.actor.shapes(), folder)
+        self._save_role(ACTOR, self._team.sizes, LOGITS, folder)
 
     def _save_critic(self, folder: Path) -> None:
         if self._team.critic_sizes is None:
             super()._save_critic(folder)
         else:
-            self._save_role(CRITIC, checkpoint_shapes(self._team.critic_sizes, VALUE), folder)
+            self._save_role(CRITIC, self._team.critic_sizes, VALUE, folder)
 
-    def _save_role(self, role: str, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    def _save_role(self, role: str, sizes: LlamaSizes, top: Top, folder: Path) -> None:
         """Write `ROLE.safetensors` and `ROLE_optimizer.safetensors`, in float32."""
-        weights = {name: (torch.float32, shape) for name, shape in shapes.items()}
+
+        def named(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+            return {saved_name(name, sizes, top): shape for name, shape in shapes.items()}
+
+        shapes = named(checkpoint_shapes(sizes, top))
+        if role == ACTOR:
+            # The actor's tower as well: never trained, but a learner on transformers expects it.
+            whole, tensors = named(self.actor.shapes()), self.actor.tensors(torch.float32)
+        else:
+            whole, tensors = shapes, self._team.stream(role, WEIGHTS, torch.float32)
+        weights = {name: (torch.float32, shape) for name, shape in whole.items()}
         with StateWriter(folder / f"{role}.safetensors", weights) as writer:
-            for name, tensor in self._team.stream(role, WEIGHTS, torch.float32):
-                writer.put(name, tensor)
+            for name, tensor in tensors:
+                writer.put(saved_name(name, sizes, top), tensor)
         # AdamW has no moments before its first step. A learner on transformers writes none then
         # either, so each can resume from what the other saved.
         steps = max(self._team.call("steps", role))
@@ -396,7 +456,7 @@ class MegatronLearner(PPOLearner):
                 writer.put(f"{name}/step", torch.tensor(steps))
             for moment in MOMENTS if steps else ():
                 for name, tensor in self._team.stream(role, moment, torch.float32):
-                    writer.put(f"{name}/{moment}", tensor)
+                    writer.put(f"{saved_name(name, sizes, top)}/{moment}", tensor)
 
     def _load_policy(self, folder: Path) -> None:
         # Ranks on other nodes have another working directory.

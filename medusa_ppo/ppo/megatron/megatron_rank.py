@@ -31,10 +31,16 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 from torch import Tensor
 
-from medusa_ppo.actors.hf import DTYPES
+from medusa_ppo.actors.hf import DTYPES, load_tokenizer
 from medusa_ppo.actors.megatron import MegatronActor
 from medusa_ppo.actors.megatron_layout import SCORE, VALUE, LlamaSizes, checkpoint_dtype
-from medusa_ppo.actors.megatron_model import RankModel, start_parallel, stop_parallel
+from medusa_ppo.actors.megatron_model import (
+    RankModel,
+    host_group,
+    start_parallel,
+    stop_parallel,
+)
+from medusa_ppo.actors.vision import FeatureStore, ImageReader, load_tower
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
@@ -138,7 +144,8 @@ class ActorRank:
         self._place(ACTOR, RankResident(self._actor, self._optimizer))
         self._reference = build(sizes, self._path, trained=False, dtype=reference_dtype)
         self._place(REFERENCE, Resident(self._reference.model))
-        self._share = RankShare(self._actor, ppo)
+        self._features = self._feature_store(device) if self._config.data.images else None
+        self._share = RankShare(self._actor, ppo, self._features)
         self._view = MegatronActor(
             self._actor.model, sizes.vocab, with_embedding=self._with_embedding
         )
@@ -161,7 +168,7 @@ class ActorRank:
             optimizer = self._optimizer_of(
                 model, self._critic_path, ppo.critic_learning_rate, dtype
             )
-            self._critic = RankCritic(model, optimizer, ppo)
+            self._critic = RankCritic(model, optimizer, ppo, self._features)
             self._learning[CRITIC] = (model, optimizer)
             self._place(CRITIC, RankResident(model, optimizer))
         self._reward: RankReward | None = None
@@ -175,6 +182,11 @@ class ActorRank:
             )
             self._reward = RankReward(judge)
             self._place(REWARD, Resident(judge.model))
+
+    def _feature_store(self, device: torch.device) -> FeatureStore:
+        """The actor's tower, whole on each rank; the ranks of a replica share its images."""
+        reader = ImageReader.load(self._path, load_tokenizer(self._path))
+        return FeatureStore(load_tower(self._path, device), reader, group=host_group(TIMEOUT_S))
 
     def _place(self, role: str, resident: Resident) -> None:
         """Register a role. If all roles take turns, it frees memory for the next one."""
@@ -198,6 +210,17 @@ class ActorRank:
         return found
 
     # ---- passes
+
+    def prefetch_images(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Start computing the features of the images of these prompts."""
+        assert self._features is not None, "called only with images"
+        self._features.prefetch(prompts)
+
+    def image_figures(self) -> dict[str, float] | None:
+        """The reporting rank's figures of the images that its replica saw since the last call."""
+        assert self._features is not None, "called only with images"
+        figures = self._features.figures()
+        return figures if self._view.reports else None
 
     def begin_batch(self, sampling: Sampling) -> None:
         """Start a new batch of rollouts: forget what was kept from the previous one."""
@@ -227,7 +250,7 @@ class ActorRank:
         found = PolicyScores.zeros(batch)
         micros = self._share.micros(batch, self._share.dealt(batch, range(len(batch))))
         self._scored |= {place for micro in micros for place in micro.places}
-        inputs = [self._actor.inputs(micro.input_ids_BT) for micro in micros]
+        inputs = self._share.inputs(micros)
 
         def pick(n: int, hidden_BTD: Tensor) -> Tensor:
             # Picked after each pass: all states together would fill the GPU, and most are never
@@ -315,9 +338,7 @@ class ActorRank:
                 return totals.policy_loss_of(batch, scores, micros[n], stats, config) / tokens
 
             self._actor.clear_gradients()
-            self._actor.run(
-                [self._actor.inputs(micro.input_ids_BT) for micro in micros], loss, backward=True
-            )
+            self._actor.run(self._share.inputs(micros), loss, backward=True)
             totals.tokens += tokens
             if self._moved_enough(totals.kl - kl_before, tokens):
                 break
@@ -344,9 +365,7 @@ class ActorRank:
             total += mean.item()
             return (self._config.ppo.ptx_coefficient or 0.0) * mean
 
-        self._actor.run(
-            [self._actor.inputs(micro.input_ids_BT) for micro in micros], loss, backward=True
-        )
+        self._actor.run(self._share.inputs(micros), loss, backward=True)
         return total
 
     def _moved_enough(self, kl: float, tokens: int) -> bool:
@@ -492,9 +511,7 @@ class ActorRank:
 def _read(model: RankModel, optimizer: RankOptimizer, path: Path, what: str) -> None:
     """Fill an optimizer's weights, or one of its moments, from a file or folder."""
     parameters = model.parameters()
-    for name, shard in model.read_shards(
-        path, list(parameters), "" if what == WEIGHTS else f"/{what}"
-    ):
+    for name, shard in model.read_saved(path, "" if what == WEIGHTS else f"/{what}"):
         optimizer.put(what, parameters[name], shard)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_ppo.actors.megatron_model import RankModel
+from medusa_ppo.actors.vision import FeatureStore
 from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.ppo import arithmetic
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch, minibatches
@@ -26,11 +27,17 @@ class RankCritic:
     Every rank calls each method in the same order.
     """
 
-    def __init__(self, model: RankModel, optimizer: RankOptimizer, config: PPOConfig) -> None:
+    def __init__(
+        self,
+        model: RankModel,
+        optimizer: RankOptimizer,
+        config: PPOConfig,
+        features: FeatureStore | None = None,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._config = config
-        self._share = RankShare(model, config)
+        self._share = RankShare(model, config, features)
 
     @torch.no_grad()
     def values(self, batch: PPOBatch) -> Tensor:
@@ -38,7 +45,7 @@ class RankCritic:
         found_SR = torch.zeros(batch.mask_SR.shape)
         micros = self._share.micros(batch, self._share.dealt(batch, range(len(batch))))
         self.model.run(
-            [self.model.inputs(micro.input_ids_BT) for micro in micros],
+            self._share.inputs(micros),
             lambda n, out_BP1: batch.unpack(self._packed(micros[n], out_BP1), micros[n], found_SR),
         )
         return found_SR
@@ -69,9 +76,7 @@ class RankCritic:
                 return summed / (2 * tokens)
 
             self.model.clear_gradients()
-            self.model.run(
-                [self.model.inputs(micro.input_ids_BT) for micro in micros], loss, backward=True
-            )
+            self.model.run(self._share.inputs(micros), loss, backward=True)
             self.model.gather_gradients()
             totals.tokens += tokens
             self.optimizer.step(rate, config.clip_norm, totals.norms)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from medusa_ppo.actors.megatron_model import RankModel
+from medusa_ppo.actors.megatron_model import Inputs, RankModel
+from medusa_ppo.actors.vision import FeatureStore
 from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
 
@@ -19,9 +20,16 @@ from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
 class RankShare:
     """This rank's part of a batch. It is the same for each role, because all are sharded alike."""
 
-    def __init__(self, model: RankModel, config: PPOConfig) -> None:
+    def __init__(
+        self, model: RankModel, config: PPOConfig, features: FeatureStore | None = None
+    ) -> None:
+        """
+        Args:
+            features: if prompts may have images, the tower's features of them.
+        """
         self._model = model
         self._config = config
+        self._features = features
 
     def dealt(self, batch: PPOBatch, sequences: Sequence[int]) -> list[int]:
         """This replica's sequences: every n-th by length, so that replicas have similar work."""
@@ -32,13 +40,12 @@ class RankShare:
     def micros(self, batch: PPOBatch, sequences: list[int]) -> list[MicroBatch]:
         """The micro batches in which a model runs these sequences."""
         config = self._config
-        return list(
-            batch.micro_batches(
-                sequences,
-                config.micro_batch_size or config.minibatch_size,
-                config.micro_batch_tokens,
-            )
-        )
+        size = config.micro_batch_size or config.minibatch_size
+        return batch.seen_micros(sequences, size, config.micro_batch_tokens, self._features)
+
+    def inputs(self, micros: Sequence[MicroBatch]) -> list[Inputs]:
+        """The same as the model takes them."""
+        return [self._model.inputs(micro.input_ids_BT, micro.seen) for micro in micros]
 
     def own_predictions(self, micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
         """The micro batch restricted to the columns of this rank's outputs, each with the token

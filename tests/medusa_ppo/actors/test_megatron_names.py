@@ -6,14 +6,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from heads.errors import ConfigError, ModelError
-from medusa_ppo.actors.megatron_layout import Cutter, LlamaSizes, checkpoint_shapes, key_table
+from medusa_ppo.actors.megatron_layout import (
+    LOGITS,
+    SEEING_FAMILIES,
+    VALUE,
+    Cutter,
+    LlamaSizes,
+    checkpoint_shapes,
+    key_table,
+    saved_name,
+)
+from medusa_ppo.actors.vision import tower_shapes
+from medusa_ppo.engines.actor_sync import actor_state
+from medusa_ppo.ppo.critic import Critic
 
 SMALL = {
     "vocab_size": 50,
@@ -33,6 +46,33 @@ def configured(folder: Path, family: str = "llama", **settings: object) -> Path:
     )
     config.save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_a_vision_language_actors_names_are_those_of_its_files_and_of_a_runs_checkpoint(
+    vision_actor: Callable[..., Path], tmp_path: Path, family: str, tied: bool
+) -> None:
+    config = AutoConfig.from_pretrained(vision_actor(family))
+    config.tie_word_embeddings = tied
+    config.save_pretrained(tmp_path)
+    sizes = LlamaSizes.read(tmp_path)
+    assert (sizes.mrope_section, sizes.tied, sizes.qkv_bias) == ((4, 6, 6), tied, True)
+    model = AutoModelForImageTextToText.from_config(config)
+    shapes = checkpoint_shapes(sizes)
+    whole = shapes | tower_shapes(vision_actor(family))
+    assert whole == {name: tuple(tensor.shape) for name, tensor in actor_state(model).items()}
+    memory = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {saved_name(name, sizes, LOGITS): shape for name, shape in whole.items()} == memory
+    critic = {saved_name(name, sizes, VALUE) for name in checkpoint_shapes(sizes, VALUE)}
+    assert critic == {name for name, _ in Critic(model).named_parameters()}
+
+
+def test_a_tower_with_features_for_several_layers_is_refused(
+    vision_actor: Callable[..., Path],
+) -> None:
+    with pytest.raises(ModelError, match=r"(?s)model_type qwen3_vl.*qwen2_5_vl.*transformers"):
+        LlamaSizes.read(vision_actor("qwen3_vl"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -235,7 +235,6 @@ def test_options_of_the_update_that_contradict_each_other(pairs: list[str], word
 @pytest.mark.parametrize(
     "other",
     [
-        "actor.backend=megatron",
         "engine.backend=server",
         "engine.runner=v2",
         "model.critic_path=some/folder",

@@ -107,6 +107,18 @@ def test_a_model_of_another_family_is_refused_with_a_way_around(folder: Folders,
     assert do == f"Set actor.{ways.get(role, 'roles=critic')}."
 
 
+def test_a_vision_language_actors_sequences_are_not_split(
+    vision_actor: Callable[..., Path],
+) -> None:
+    actor = str(vision_actor(groups=2))
+    check_roles(run_of(actor, "critic"))
+    text, given, expected, do = refused(
+        run_of(actor, "critic", actor={"context_parallel": 2}), ConfigError
+    )
+    assert "vision-language actor" in text and "actor.context_parallel=2" in given
+    assert expected == "actor.context_parallel=1" and "sequence_parallel" in do
+
+
 @pytest.mark.parametrize("role", ["actor", "critic", "reward model"])
 def test_a_model_that_can_not_be_cut_as_the_actor_is(folder: Folders, role: str) -> None:
     odd = {"num_key_value_heads": 1}
@@ -227,8 +239,8 @@ def test_a_reward_model_that_does_not_fit_the_critics_memory(
         ),
         ({"ppo": {"placement": "in_turn", "side_by_side": True}}, "can't work in parallel"),
         (
-            {"actor": {"backend": "megatron", "roles": "all"}, "data": {"images": "image"}},
-            "no vision tower",
+            {"actor": {"backend": "megatron"}, "data": {"images": "image"}},
+            "and the critic is not",
         ),
     ],
 )

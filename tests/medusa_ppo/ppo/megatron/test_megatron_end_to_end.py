@@ -4,7 +4,9 @@ engines.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from heads.tensorfile import checksum
+from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.engines.actor_sync import actor_state
 from medusa_ppo.engines.pool import EnginePool
-from medusa_ppo.ppo.loop import PPOLoop
+from medusa_ppo.ppo.loop import PPOLoop, run_ppo
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.session import RunSession
 from medusa_ppo.reports.store import read_run
@@ -114,3 +118,50 @@ def test_heads_learn_beside_a_megatron_actor(
     for name, parameter in trained.named_parameters():
         assert torch.equal(parameter, held[name]), name
     assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)
+
+
+def test_a_vision_language_actor_on_ranks_runs_the_whole_loop_with_heads(
+    vision_actor: Callable[..., Path],
+    picture: Callable[..., bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM computes its own features, the ranks those of each image once; their log-probs agree
+    after each sync, heads learn, and what is saved is the whole actor.
+    """
+    (tmp_path / "even_reward.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", SHIM, prepend=os.pathsep)
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(picture(number, 60, 60 + 30 * number))
+    rows = [
+        {"prompt": f"{n}?", "answer": "", "image": [f"{n % 4}.png", "0.png"][: n % 3]}
+        for n in range(12)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = vision_actor(groups=2)
+    plain = settings(folder, tmp_path, steps=4)
+    values = plain.model_dump(mode="json")
+    values["data"] |= {"path": "rows.jsonl", "split": "train", "images": "image"}
+    values["actor"] |= {"roles": "critic", "sequence_parallel": True}
+    values["engine"] |= {"replicas": 1}
+    values["heads"] |= {"warm_up_tokens": 0}
+    values["companion"] |= {"workers": 1}
+    values["report"] |= {"speed_every": None}
+    config = build_config(values)
+
+    summary = run_ppo(config)
+
+    steps = read_run(config.run_dir).steps
+    assert summary["status"] == "finished" and len(steps) == 4
+    assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3
+    assert sum(s[names.TOWER_RUNS] for s in steps) == 4 and max(s[names.IMAGES] for s in steps) == 4
+    assert (
+        steps[-1][names.HEADS_VERSION] >= 1
+        and steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
+    )
+    saved, first = (actor_state(load_actor(path)) for path in (config.run_dir / "actor", folder))
+    assert saved.keys() == first.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, first[name]) == name.startswith("visual."), name
+    assert (config.run_dir / "actor" / "preprocessor_config.json").is_file()
