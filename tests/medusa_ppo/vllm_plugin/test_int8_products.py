@@ -7,7 +7,8 @@ import gc
 import pytest
 import torch
 
-from medusa_ppo.vllm_plugin.int8_products import packed_linear, packs_8_bit
+from medusa_ppo.vllm_plugin import int8_products
+from medusa_ppo.vllm_plugin.int8_products import onednn_product, packed_linear, packs_8_bit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,3 +29,22 @@ def test_packed_products_are_close_to_plain_ones(dtype: torch.dtype, rows: int) 
         product(rows_ND).float() - expected_NW
     ).square().mean().sqrt() < limit * expected_NW.std()
     assert len(junk) == 100
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_product_is_made_where_onednn_has_none(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it has none in bfloat16 on a CPU with AVX2 only, where vLLM's layers go to torch, too."""
+    if not known:
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("could not create a primitive descriptor for the matmul primitive")
+
+        monkeypatch.setattr(int8_products.custom_ops, "create_onednn_mm", refuse)
+    torch.manual_seed(0)
+    weight = torch.randn(96, 64).bfloat16()
+    rows_ND = torch.randn(3, 64).bfloat16()
+    expected_NW = rows_ND.float() @ weight.float().T
+    product_NW = onednn_product(weight)(rows_ND).float()
+    torch.testing.assert_close(product_NW, expected_NW, rtol=0.02, atol=0.1)
