@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,14 +34,17 @@ from medusa_ppo.drafting.verify import DraftRows, Proposed, Rule, verify_rows
 from medusa_ppo.predict.draft_work import layer_products
 from medusa_ppo.runtime.hardware import ModelSizes
 
+Operation = tuple[str | int, ...]
+"""A name, and the sizes that it is timed at."""
 MOST_WEIGHTS = 1 << 30
 """Maximum bytes of weights to create; for a larger actor only some of the layers are timed."""
-REPEATS, LEAST_REPEATS = 9, 3
-LONGEST_S = 0.25
-"""After this time an operation is not repeated further: a calibration should take seconds."""
-WARM = 1
+ROUNDS, REPEATS = 3, 5
+LONGEST_S = 0.08
+"""After this time an operation is not repeated further in a round: a calibration should take
+seconds.
+"""
 PYTHON_REFERENCE_S = 0.0035
-"""Result of `python_seconds` on the machine where `HOST` was measured."""
+"""Seconds of `python_work` on the machine where `HOST` was measured."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +69,32 @@ class HostCosts:
 HOST = HostCosts()
 
 
-def python_seconds() -> float:
-    """Time a fixed piece of Python, of the kind found in a scheduler."""
+def python_work() -> None:
+    """A fixed piece of Python, of the kind found in a scheduler."""
+    table: dict[int, list[int]] = {}
+    for number in range(40_000):
+        table.setdefault(number % 97, []).append(number)
+    sum(len(found) for found in table.values())
 
-    def once() -> None:
-        table: dict[int, list[int]] = {}
-        for number in range(40_000):
-            table.setdefault(number % 97, []).append(number)
-        sum(len(found) for found in table.values())
 
-    return _median(once)
+def seconds_of(calls: Mapping[Operation, Callable[[], Any]]) -> dict[Operation, float]:
+    """How long each operation takes: the lowest median of several rounds through all of them.
+
+    Another program that takes a core for a moment makes operations on several threads up to a
+    hundred times as slow. In rounds it meets an operation once, and not in all repetitions.
+    """
+    for call in calls.values():
+        call()  # Whatever an operation does only the first time.
+    rounds = [{name: _median(call) for name, call in calls.items()} for _ in range(ROUNDS)]
+    return {name: min(times[name] for times in rounds) for name in calls}
 
 
 def _median(call: Callable[[], Any]) -> float:
     found: list[float] = []
-    for number in range(WARM + REPEATS):
+    while len(found) < REPEATS and sum(found) <= LONGEST_S:
         began = time.perf_counter()
         call()
-        if number >= WARM:
-            found.append(time.perf_counter() - began)
-        if len(found) >= LEAST_REPEATS and sum(found) > LONGEST_S:
-            break
+        found.append(time.perf_counter() - began)
     return statistics.median(found)
 
 
@@ -120,33 +128,27 @@ class CpuSteps:
         self._context = context
         self._sizes = sorted({1, 4, 16, 64, sequences} & set(range(1, sequences + 1)))
         self._drafts = sorted({0, 1, 2, heads.num_heads})
-        self._speed = python_seconds() / PYTHON_REFERENCE_S
         actor = _Actor(model, dtype, product, int(context), max(self._sizes))
-        rows = sorted({size * (drafts + 1) for size in self._sizes for drafts in self._drafts})
-        self._pass = {
-            count: actor.scale * _median(partial(actor.layers, count))
-            + _median(partial(actor.logits, count))
-            for count in rows
-        }
-        self._attention = {
-            (size, drafts): actor.scale * _median(partial(actor.attention, size, drafts + 1))
-            for size in self._sizes
-            for drafts in self._drafts
-        }
-        self._sampler = {size: _median(partial(actor.sample, size)) for size in self._sizes}
-        self._verify = {
-            (size, drafts): _median(partial(actor.verify, size, drafts))
-            for size in self._sizes
-            for drafts in self._drafts
-            if drafts
-        }
         drafter = _Drafting(heads, model, dtype, product, pack, max(self._sizes), int(context))
-        self._draft = {
-            (size, drafts): _median(partial(drafter.call, size, drafts))
-            for size in self._sizes
-            for drafts in self._drafts
-            if drafts
+        rows = sorted({size * (drafts + 1) for size in self._sizes for drafts in self._drafts})
+        cells = [(size, drafts) for size in self._sizes for drafts in self._drafts]
+        drafted = [(size, drafts) for size, drafts in cells if drafts]
+        calls: dict[Operation, Callable[[], Any]] = {("python",): python_work}
+        calls |= {("layers", count): partial(actor.layers, count) for count in rows}
+        calls |= {("logits", count): partial(actor.logits, count) for count in rows}
+        calls |= {("attention", s, k): partial(actor.attention, s, k + 1) for s, k in cells}
+        calls |= {("sampler", size): partial(actor.sample, size) for size in self._sizes}
+        calls |= {("verify", s, k): partial(actor.verify, s, k) for s, k in drafted}
+        calls |= {("draft", s, k): partial(drafter.call, s, k) for s, k in drafted}
+        times = seconds_of(calls)
+        self._speed = times["python",] / PYTHON_REFERENCE_S
+        self._pass = {
+            count: actor.scale * times["layers", count] + times["logits", count] for count in rows
         }
+        self._attention = {(s, k): actor.scale * times["attention", s, k] for s, k in cells}
+        self._sampler = {size: times["sampler", size] for size in self._sizes}
+        self._verify = {(s, k): times["verify", s, k] for s, k in drafted}
+        self._draft = {(s, k): times["draft", s, k] for s, k in drafted}
         self.source = "microbenchmarks on this CPU"
         self.measured = {
             "threads": torch.get_num_threads(),
