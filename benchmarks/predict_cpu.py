@@ -92,7 +92,8 @@ def cells_of(
         best = best if ratios[best] > 1 else 0
         chosen = next((row["ratio"] for row in rows if row["arm"] == CHOSEN), None)
         nearest = min([0, *fixed], key=lambda drafts: abs(drafts - best))
-        at_best = {0: 1.0, **fixed}[nearest]
+        # Whoever is told not to draft starts vLLM at its defaults, and not our engine with K = 0.
+        at_best = {**fixed, 0: 1.0}[nearest]
         found.append(
             {
                 "sequences": batch,

@@ -74,7 +74,8 @@ def _run(engine: Any, lengths: ResponseLengths, slots: int) -> tuple[float, floa
     from vllm import SamplingParams
 
     for number, length in enumerate(lengths.tokens):
-        sampling = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)
+        # With the log-probs of its tokens, as PPO asks for them.
+        sampling = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0)
         prompt = {"prompt_token_ids": [1 + (number + place) % 100 for place in range(PROMPT)]}
         engine.add_request(f"{time.monotonic_ns()}-{number}", prompt, sampling)
     began = time.perf_counter()

@@ -1,5 +1,5 @@
 """Step times on this machine's CPU, from a few seconds of microbenchmarks and without an engine:
-the actor's matrix products, its samplers, our drafting call and verification, each timed alone.
+the actor's matrix products, its samplers, our drafting call and verification, each timed by itself.
 
 vLLM's own work on the host (scheduling, inputs, outputs) cannot be timed alone. `HOST` holds its
 seconds as measured once on another machine; they are scaled by how long a fixed piece of Python
@@ -14,7 +14,8 @@ import math
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,11 +39,9 @@ Operation = tuple[str | int, ...]
 """A name, and the sizes that it is timed at."""
 MOST_WEIGHTS = 1 << 30
 """Maximum bytes of weights to create; for a larger actor only some of the layers are timed."""
-ROUNDS, REPEATS = 3, 5
-LONGEST_S = 0.08
-"""After this time an operation is not repeated further in a round: a calibration should take
-seconds.
-"""
+ROUNDS, REPEATS = 4, 3
+LONGEST_S = 0.15
+"""After this time a step is not repeated further in a round: a calibration should take seconds."""
 PYTHON_REFERENCE_S = 0.0035
 """Seconds of `python_work` on the machine where `HOST` was measured."""
 
@@ -51,19 +50,20 @@ PYTHON_REFERENCE_S = 0.0035
 class HostCosts:
     """vLLM's work on the host in a step, in seconds on the machine of PYTHON_REFERENCE_S.
 
-    Fitted to an engine's own step times (vLLM 0.32, `gsm8k-4m` in float32, 1 to 64 running) minus
-    the microbenchmarks at the same sizes. For steps with drafts the fit gives zero per sequence:
-    the timed drafting calls already include that work.
+    Fitted to `gsm8k-4m` in float32 (vLLM 0.32), minus the microbenchmarks at the same sizes: the
+    constants to rollouts of one sequence, with and without drafts (`medusa-ppo bench rollout`), the
+    costs of a sequence to a rollout of 256 responses (`benchmarks/tail_on_paper.py`). A step with
+    drafts costs more because vLLM schedules it only when the one before has ended.
 
     Attributes:
         plain_s, plain_sequence_s: vLLM's plain step: a constant, and for each running sequence.
         drafted_s, drafted_sequence_s: the same for steps with drafts.
     """
 
-    plain_s: float = 0.0026
-    plain_sequence_s: float = 60e-6
-    drafted_s: float = 0.0035
-    drafted_sequence_s: float = 0.0
+    plain_s: float = 0.0017
+    plain_sequence_s: float = 80e-6
+    drafted_s: float = 0.0038
+    drafted_sequence_s: float = 160e-6
 
 
 HOST = HostCosts()
@@ -77,25 +77,32 @@ def python_work() -> None:
     sum(len(found) for found in table.values())
 
 
-def seconds_of(calls: Mapping[Operation, Callable[[], Any]]) -> dict[Operation, float]:
-    """How long each operation takes: the lowest median of several rounds through all of them.
+def seconds_of(steps: Sequence[Mapping[Operation, Callable[[], Any]]]) -> dict[Operation, float]:
+    """How long each operation takes, in the order in which the steps of an engine have them: each
+    finds in the caches what the ones before it have left there.
 
-    Another program that takes a core for a moment makes operations on several threads up to a
-    hundred times as slow. In rounds it meets an operation once, and not in all repetitions.
+    It is the lowest median of several rounds through all steps. Another program that takes a core
+    for a moment makes operations on several threads up to a hundred times as slow; in rounds it
+    meets an operation once, and not in all repetitions.
     """
-    for call in calls.values():
-        call()  # Whatever an operation does only the first time.
-    rounds = [{name: _median(call) for name, call in calls.items()} for _ in range(ROUNDS)]
-    return {name: min(times[name] for times in rounds) for name in calls}
+    rounds = []
+    for _ in range(ROUNDS):
+        found: dict[Operation, list[float]] = defaultdict(list)
+        for step in steps:
+            began = time.perf_counter()
+            for _ in range(REPEATS):
+                for name, call in step.items():
+                    found[name].append(_seconds(call))
+                if time.perf_counter() - began > LONGEST_S:
+                    break
+        rounds.append({name: statistics.median(times) for name, times in found.items()})
+    return {name: min(times[name] for times in rounds) for name in rounds[0]}
 
 
-def _median(call: Callable[[], Any]) -> float:
-    found: list[float] = []
-    while len(found) < REPEATS and sum(found) <= LONGEST_S:
-        began = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+def _seconds(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 class CpuSteps:
@@ -133,14 +140,21 @@ class CpuSteps:
         rows = sorted({size * (drafts + 1) for size in self._sizes for drafts in self._drafts})
         cells = [(size, drafts) for size in self._sizes for drafts in self._drafts]
         drafted = [(size, drafts) for size, drafts in cells if drafts]
-        calls: dict[Operation, Callable[[], Any]] = {("python",): python_work}
-        calls |= {("layers", count): partial(actor.layers, count) for count in rows}
-        calls |= {("logits", count): partial(actor.logits, count) for count in rows}
-        calls |= {("attention", s, k): partial(actor.attention, s, k + 1) for s, k in cells}
-        calls |= {("sampler", size): partial(actor.sample, size) for size in self._sizes}
-        calls |= {("verify", s, k): partial(actor.verify, s, k) for s, k in drafted}
-        calls |= {("draft", s, k): partial(drafter.call, s, k) for s, k in drafted}
-        times = seconds_of(calls)
+        steps: list[dict[Operation, Callable[[], Any]]] = [{("python",): python_work}]
+        for size, drafts in cells:
+            count = size * (drafts + 1)
+            step: dict[Operation, Callable[[], Any]] = {
+                ("layers", count): partial(actor.layers, count),
+                ("attention", size, drafts): partial(actor.attention, size, drafts + 1),
+                ("logits", count): partial(actor.logits, count),
+            }
+            if drafts:
+                step["verify", size, drafts] = partial(actor.verify, size, drafts)
+                step["draft", size, drafts] = partial(drafter.call, size, drafts)
+            else:
+                step["sampler", size] = partial(actor.sample, size)
+            steps.append(step)
+        times = seconds_of(steps)
         self._speed = times["python",] / PYTHON_REFERENCE_S
         self._pass = {
             count: actor.scale * times["layers", count] + times["logits", count] for count in rows

@@ -60,13 +60,18 @@ def test_ratios_are_tokens_over_price(comparison: ModuleType) -> None:
 
 
 def test_a_cell_holds_both_and_judges_the_best_number(comparison: ModuleType) -> None:
-    measured = {"batches": [1, 16], "rows": rows(1) + rows(16), "settings": {"max_new_tokens": 64}}
+    idle = row(16, "ours, K = 0", 0.9, None)
+    measured = {
+        "batches": [1, 16],
+        "rows": [*rows(1), *rows(16), idle],
+        "settings": {"max_new_tokens": 64},
+    }
     few, many = comparison.cells_of(measured, Priced(), 4)
     assert few["best"] == 4, "2.4 / 1.4 is the largest"
     assert few["at_best"] == pytest.approx(1.2 / 1.5)
     assert few["predicted_best"] == pytest.approx(2.4 / 1.4)
     assert few["measured"] == {1: 1.4, 2: 1.5, 4: 1.2}
-    # At 16 no draft pays on paper, and none is what is compared with.
+    # At 16 no draft pays on paper: vLLM at its defaults, and not our engine without drafts.
     assert many["best"] == 0
     assert many["at_best"] == pytest.approx(1 / 1.5)
     line = comparison.markdown("actor", [few])[0]

@@ -4,6 +4,10 @@ themselves decide nothing here.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
@@ -30,7 +34,7 @@ def steps() -> CpuSteps:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> CpuSteps:
     """As `steps`, but each microbenchmark takes a second: how they are put together."""
-    monkeypatch.setattr(cpu_steps, "_median", lambda call: (call(), 1.0)[1])
+    monkeypatch.setattr(cpu_steps, "_seconds", lambda call: (call(), 1.0)[1])
     monkeypatch.setattr(cpu_steps, "PYTHON_REFERENCE_S", 0.5)
     return CpuSteps(MODEL, HEADS, torch.float32, plain_linear, plain_linear, 16, 32.0, host=HOST)
 
@@ -49,11 +53,25 @@ def test_a_step_is_the_sum_of_its_parts(counted: CpuSteps) -> None:
 
 
 def test_a_core_that_was_taken_for_a_moment_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It spoils one round; before, it spoiled all repetitions of a short operation."""
-    found = iter([50.0, 1.0, 2.0, 90.0, 2.5, 1.5])
-    monkeypatch.setattr(cpu_steps, "_median", lambda call: next(found))
-    times = cpu_steps.seconds_of({("layers", 1): lambda: None, ("logits", 1): lambda: None})
-    assert times == {("layers", 1): 2.0, ("logits", 1): 1.0}
+    """It spoils one round of an operation, each time another one."""
+    timed = itertools.count()
+    spoiled = {(0, "layers"), (2, "logits")}
+
+    def seconds(call: Callable[[], str]) -> float:
+        done, name = next(timed) // (2 * cpu_steps.REPEATS), call()
+        return 50.0 if (done, name) in spoiled else 1.0 + done
+
+    monkeypatch.setattr(cpu_steps, "_seconds", seconds)
+    step = {("layers", 1): lambda: "layers", ("logits", 1): lambda: "logits"}
+    assert cpu_steps.seconds_of([step]) == {("layers", 1): 2.0, ("logits", 1): 1.0}
+
+
+def test_each_operation_follows_the_one_before_it_in_a_step() -> None:
+    """So that it finds the caches as an engine's step leaves them."""
+    called: list[str] = []
+    step = {(name,): partial(called.append, name) for name in ("layers", "logits", "draft")}
+    cpu_steps.seconds_of([step])
+    assert called == ["layers", "logits", "draft"] * (cpu_steps.ROUNDS * cpu_steps.REPEATS)
 
 
 def test_prompts_are_read_at_the_largest_batch_s_pace(counted: CpuSteps) -> None:
