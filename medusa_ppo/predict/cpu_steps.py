@@ -33,7 +33,7 @@ from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.texts import TextRing
 from medusa_ppo.drafting.verify import DraftRows, Proposed, Rule, verify_rows
 from medusa_ppo.predict.draft_work import layer_products
-from medusa_ppo.runtime.hardware import ModelSizes
+from medusa_ppo.runtime.hardware import ModelSizes, cores_wanted_s
 
 Operation = tuple[str | int, ...]
 """A name, and the sizes that it is timed at."""
@@ -42,6 +42,8 @@ MOST_WEIGHTS = 1 << 30
 ROUNDS, REPEATS = 4, 3
 LONGEST_S = 0.15
 """After this time a step is not repeated further in a round: a calibration should take seconds."""
+MOST_WAITED = 0.25
+"""Share of a calibration in which some program waits for a core. Alone it is next to nothing."""
 PYTHON_REFERENCE_S = 0.0035
 """Seconds of `python_work` on the machine where `HOST` was measured."""
 
@@ -154,7 +156,10 @@ class CpuSteps:
             else:
                 step["sampler", size] = partial(actor.sample, size)
             steps.append(step)
+        began_s, wanted_s = time.perf_counter(), cores_wanted_s()
         times = seconds_of(steps)
+        # NaN where the kernel does not count it.
+        waited = (cores_wanted_s() - wanted_s) / (time.perf_counter() - began_s)
         self._speed = times["python",] / PYTHON_REFERENCE_S
         self._pass = {
             count: actor.scale * times["layers", count] + times["logits", count] for count in rows
@@ -164,10 +169,16 @@ class CpuSteps:
         self._verify = {(s, k): times["verify", s, k] for s, k in drafted}
         self._draft = {(s, k): times["draft", s, k] for s, k in drafted}
         self.source = "microbenchmarks on this CPU"
+        if waited > MOST_WAITED:
+            self.source += (
+                f". Other programs wanted its cores in {100 * waited:.0f} % of that time, so the"
+                " figures are off: repeat it when nothing else runs"
+            )
         self.measured = {
             "threads": torch.get_num_threads(),
             "dtype": str(dtype).removeprefix("torch."),
             "python_over_reference": self._speed,
+            "waited_frac": None if math.isnan(waited) else waited,
             "host": asdict(host),
             "products_s": {str(n): s for n, s in self._pass.items()},
             "attention_s": {f"{s}x{k}": t for (s, k), t in self._attention.items()},

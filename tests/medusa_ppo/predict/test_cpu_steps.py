@@ -5,6 +5,7 @@ themselves decide nothing here.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -114,3 +115,16 @@ def test_a_large_actor_is_timed_by_a_part_of_its_layers(monkeypatch: pytest.Monk
     assert actor.scale == 2
     actor.layers(3)
     actor.attention(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("wanted_s", "said"), [(0.0, ""), (1e6, "repeat it when nothing else runs"), (math.nan, "")]
+)
+def test_a_busy_machine_is_said(
+    wanted_s: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter([0.0, wanted_s])
+    monkeypatch.setattr(cpu_steps, "cores_wanted_s", lambda: next(counts))
+    steps = CpuSteps(MODEL, HEADS, torch.float32, plain_linear, plain_linear, 1, 32.0, host=HOST)
+    assert (said in steps.source) if said else steps.source == "microbenchmarks on this CPU"
+    assert (steps.measured["waited_frac"] is None) == math.isnan(wanted_s)
