@@ -320,26 +320,21 @@ class CompanionClient:
         ):  # Otherwise a batch may have arrived after the answer.
             self._held = answer.held_bytes
         self._incarnations.add(answer.incarnation)
-        if self._lost_its_heads(answer, after_version):
-            assert self._newest is not None, "the engine's heads are known"
+        # Its version alone does not tell: it may have published some of its own since.
+        began_anew = answer.incarnation not in self._went_on and answer.began_at < after_version
+        self._went_on.add(answer.incarnation)
+        if (
+            (answer.version < after_version or began_anew)
+            and self._newest is not None
+            and Path(self._newest.path).is_file()
+        ):
+            # It restarted without the heads that the engine has.
             self.go_on_from(after_version, load_state(self._newest.path))
             return None
         if answer.published is None or answer.published.version <= after_version:
             return None
         self._newest = self._local(answer.published)
         return self._newest
-
-    def _lost_its_heads(self, answer: Answer, after_version: int) -> bool:
-        """Whether the companion restarted without the heads that the engine has, which it should
-        go on from. Its version alone does not tell: it may have published some of its own since.
-        """
-        known = answer.incarnation in self._went_on
-        self._went_on.add(answer.incarnation)
-        return (
-            (answer.version < after_version or (not known and answer.began_at < after_version))
-            and self._newest is not None
-            and Path(self._newest.path).is_file()
-        )
 
     def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
         """Let training continue from these heads, with which the engine drafts; `version` was the

@@ -139,8 +139,8 @@ class CpuSteps:
         self._drafts = sorted({0, 1, 2, heads.num_heads})
         actor = _Actor(model, dtype, product, int(context), max(self._sizes))
         drafter = _Drafting(heads, model, dtype, product, pack, max(self._sizes), int(context))
-        rows = sorted({size * (drafts + 1) for size in self._sizes for drafts in self._drafts})
         cells = [(size, drafts) for size in self._sizes for drafts in self._drafts]
+        rows = sorted({size * (drafts + 1) for size, drafts in cells})
         drafted = [(size, drafts) for size, drafts in cells if drafts]
         steps: list[dict[Operation, Callable[[], Any]]] = [{("python",): python_work}]
         for size, drafts in cells:

@@ -37,6 +37,14 @@ from medusa_ppo.ppo.scores import Measured
 pytest.importorskip("megatron.core")
 SAMPLING = Sampling(temperature=0.8, top_k=12, top_p=0.9)
 VOCAB = 18  # Not a multiple of anything: the last rank's rows end in padding.
+# The clip is below the norms, so that a wrong norm shows in the weights.
+UPDATES = {
+    "minibatch_size": 4,
+    "micro_batch_size": 2,
+    "actor_learning_rate": 1e-3,
+    "clip_norm": 0.05,
+    "entropy_coefficient": 0.01,
+}
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
 
@@ -86,15 +94,7 @@ def pair_of(
             "actor": {"backend": "megatron", "imports": "ranks_on_cpu", **actor},
             # Not read here: whoever has texts hands them to the update.
             "data": {"ptx_path": "texts.jsonl" if (ppo or {}).get("ptx_coefficient") else None},
-            # The clip is below the norms, so that a wrong norm shows in the weights.
-            "ppo": {
-                "minibatch_size": 4,
-                "micro_batch_size": 2,
-                "actor_learning_rate": 1e-3,
-                "clip_norm": 0.05,
-                "entropy_coefficient": 0.01,
-                **(ppo or {}),
-            },
+            "ppo": {**UPDATES, **(ppo or {})},
         }
     )
     model = AutoModelForCausalLM.from_pretrained(path).float()

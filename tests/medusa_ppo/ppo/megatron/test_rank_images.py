@@ -27,7 +27,7 @@ from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint, saved_folder
-from tests.medusa_ppo.ppo.megatron.test_megatron_learner import CLOSE
+from tests.medusa_ppo.ppo.megatron.test_megatron_learner import CLOSE, UPDATES
 
 pytest.importorskip("megatron.core")
 SAMPLING = Sampling(temperature=0.8)
@@ -57,13 +57,7 @@ class Seeing:
                     "roles": "critic",
                     **actor,
                 },
-                "ppo": {
-                    "minibatch_size": 4,
-                    "micro_batch_size": 2,
-                    "actor_learning_rate": 1e-3,
-                    "clip_norm": 0.05,
-                    "entropy_coefficient": 0.01,
-                },
+                "ppo": UPDATES,
             }
         )
         self.reader = ImageReader.load(folder, load_tokenizer(folder))
