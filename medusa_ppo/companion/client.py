@@ -153,11 +153,11 @@ class CompanionClient:
         self.table_bytes = 0
         self._actor = _remote_actor(config, self._first, self._group)
         self._incarnations = {self._started()}
-        # Of these, those that have the engine's heads, or were told them.
-        self._went_on = set(self._incarnations)
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
         self._poll: ray.ObjectRef | None = None
         self._newest: PublishedHeads | None = None
+        self._newest_from = ""  # The incarnation that published them.
+        self._telling: ray.ObjectRef | None = None  # The last call that tells the engine's heads.
         self._poll_since = self._grace_until = 0.0
         self._held = 0  # Bytes of batches that the companion reports to hold.
         self._sent = self._sent_before_poll = self._lost = 0
@@ -320,21 +320,35 @@ class CompanionClient:
         ):  # Otherwise a batch may have arrived after the answer.
             self._held = answer.held_bytes
         self._incarnations.add(answer.incarnation)
-        # Its version alone does not tell: it may have published some of its own since.
-        began_anew = answer.incarnation not in self._went_on and answer.began_at < after_version
-        self._went_on.add(answer.incarnation)
+        # Its version alone does not tell: it may have published some of its own since it restarted.
+        lost = answer.incarnation != self._newest_from and answer.follows < after_version
         if (
-            (answer.version < after_version or began_anew)
+            (lost or answer.version < after_version)
             and self._newest is not None
             and Path(self._newest.path).is_file()
         ):
-            # It restarted without the heads that the engine has.
-            self.go_on_from(after_version, load_state(self._newest.path))
+            # It restarted without the heads that the engine has. It is asked again until it has
+            # them, because a call to a process that has just restarted may be lost.
+            if self._told_heads():
+                self.go_on_from(after_version, load_state(self._newest.path))
             return None
         if answer.published is None or answer.published.version <= after_version:
             return None
-        self._newest = self._local(answer.published)
-        return self._newest
+        published = self._local(answer.published)
+        if published is not None:
+            self._newest, self._newest_from = published, answer.incarnation
+        return published
+
+    def _told_heads(self) -> bool:
+        """Whether no call that tells the engine's heads is on its way."""
+        if self._telling is None:
+            return True
+        ready, _ = ray.wait([self._telling], timeout=0)
+        if ready:
+            with self._guard("did not take the engine's heads"):
+                ray.get(ready)
+            self._telling = None
+        return bool(ready)
 
     def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
         """Let training continue from these heads, with which the engine drafts; `version` was the
@@ -342,7 +356,7 @@ class CompanionClient:
         """
         if self._usable():
             with self._guard("did not take the engine's heads"):
-                self._call("adopt", CONTROL, version, pack(state))
+                self._telling = self._call("adopt", CONTROL, version, pack(state))
 
     def status(self, timeout_s: float = 2.0) -> CompanionStatus:
         """What the companion has done; if it does not answer, the last known status with

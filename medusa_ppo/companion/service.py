@@ -124,7 +124,7 @@ class CompanionService:
             ""
         )
         self._begin(arguments)
-        self._began_at = self._cycle.version
+        self._follows = self._cycle.version
         self._rest()
         self._thread = threading.Thread(target=self._run, name="companion-training", daemon=True)
         self._thread.start()
@@ -188,7 +188,7 @@ class CompanionService:
             stuck_s,
             None if draft_ids is None else draft_ids.to(torch.int32).numpy(),
             counted,
-            self._began_at,
+            self._follows,
         )
 
     def draft_ids(self) -> torch.Tensor | None:
@@ -210,6 +210,7 @@ class CompanionService:
             cycle.trainer.reset_to(cycle.serving.trainable_state(), moments=False)
             # Never judged against the engine's heads.
             self._published = None
+            self._follows = version
 
     def published_state(self, version: int) -> dict[str, PackedTensor] | None:
         """Packed tensors of the last published version, for a client on another node; None if

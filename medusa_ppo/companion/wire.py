@@ -232,7 +232,8 @@ class Answer:
         stuck_s: seconds since the training thread last made progress, while it should work.
         draft_ids: int32, tokens that drafts came from after the batch with the number `counted` by
             the client's count; None: any.
-        began_at: version of the heads with which this process began; 0: with none of the run's.
+        follows: version of the run's heads that this process began with or was told to go on from
+            last; 0: of none.
     """
 
     published: PublishedHeads | None
@@ -243,4 +244,4 @@ class Answer:
     stuck_s: float = 0.0
     draft_ids: np.ndarray | None = None
     counted: int = 0
-    began_at: int = 0
+    follows: int = 0

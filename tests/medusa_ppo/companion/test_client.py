@@ -396,8 +396,14 @@ def test_a_stuck_companion_is_started_again(
     assert client.newest(0, 5.0) is None and ended == [False] and "not moved on" in client._error
 
 
-def test_a_companion_without_its_state_goes_on_from_the_engines_version(chain, client_of) -> None:
-    """It has no run folder, and its published files are gone with its node."""
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_companion_without_its_state_goes_on_from_the_engines_version(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """It has no run folder, and its published files are gone with its node. `lost`: so is the first
+    call that tells it which heads the engine has, and it learns two versions of its own before the
+    next one.
+    """
     task = chain()
     client = client_of(task)
     for _ in range(8):
@@ -413,11 +419,31 @@ def test_a_companion_without_its_state_goes_on_from_the_engines_version(chain, c
     ray.kill(client._actor, no_restart=False)
     task.drift()
     client.update_lm_head(task.lm_head_VD, task.policy_version)
+    call, told = client._call, []
+
+    def losing(method: str, group: str, *arguments: object) -> ray.ObjectRef:
+        if method == "adopt":
+            told.append(arguments[0])
+            if lost and len(told) == 1:
+                return ray.put(None)
+        return call(method, group, *arguments)
+
+    monkeypatch.setattr(client, "_call", losing)
     # Ray may take a minute to restart it on a busy machine.
-    assert until(lambda: client.newest(published.version) is None and client.status().restarts == 1)
+    assert until(lambda: client.newest(published.version) is None and bool(told))
+    if lost:
+        for _ in range(2):
+            client.submit(task.batch(100))
+            assert client.drain(60)
+        assert client.status().versions_published == published.version
+        assert client.newest(published.version, 10.0) is None
+    assert set(told) == {published.version} and len(told) >= 1 + lost
+    assert client.status().restarts == 1
     newer = None
     for _ in range(10):
         client.submit(task.batch(100))
         assert client.drain(60)
         newer = newer or client.newest(published.version, 10.0)
-    assert newer is not None and newer.version > published.version, client.status()
+    status = client.status()
+    seen = status.versions_published, status.candidates_rejected, status.error, told
+    assert newer is not None and newer.version > published.version, seen
