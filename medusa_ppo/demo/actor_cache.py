@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from medusa_ppo.demo.dtype_choice import LEAST_GAIN, UPDATE, time_bfloat16
 from medusa_ppo.demo.pretraining import DEFAULT_RECIPE, PretrainProgress, Recipe, grow, train_actor
 from medusa_ppo.demo.task import build_tokenizer, document, problem
 from medusa_ppo.runtime.files import cache_folder
@@ -72,6 +73,7 @@ def ensure_demo_actor(
                 progress=progress,
                 partial=partial,
                 threads=len(os.sched_getaffinity(0)),
+                bfloat16=time_bfloat16().ratios[UPDATE] < LEAST_GAIN,
             )
         _install(folder, model, tokenizer, recipe)
         partial.unlink(missing_ok=True)

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from medusa_ppo.demo.pretraining import RECIPES
 
-ROWS = {"one token": 1, "a step with 4 drafts": 5, "a PPO update": 512}
+UPDATE = "a PPO update"
+ROWS = {"one token": 1, "a step with 4 drafts": 5, UPDATE: 512}
 """What is timed: the number of rows in a product."""
 ROUNDS = 25
 LEAST_GAIN = 0.9

@@ -36,8 +36,8 @@ _LOSS_WINDOW = 20
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines the resulting actor (apart from rounding with different numbers of
-    threads).
+    """Everything that determines the resulting actor (apart from rounding, which differs with the
+    number of threads and the dtype of products).
 
     Attributes:
         seed: seed of the weights and of the text.
@@ -100,32 +100,40 @@ def train_actor(
     progress: PretrainProgress | None = None,
     partial: Path | None = None,
     threads: int = 1,
+    bfloat16: bool = False,
     device: str | torch.device = "cpu",
 ) -> LlamaForCausalLM:
     """The trained actor, in float32 on the CPU.
 
     Args:
+        bfloat16: products are in bfloat16; weights and moments are float32 in any case.
         partial: file with an unfinished training; read if it exists, written every SAVE_EVERY_S,
             and left there at the end.
         threads: CPU threads; the previous number is restored.
     """
     model = _new_model(recipe, len(tokenizer), tokenizer.eos_token_id)
+    device = torch.device(device)
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides torch's signature
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
     first = _load_partial(partial, model, optimizer) if partial is not None else 0
     losses: list[float] = []
+    products = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
     with _threads(threads):
         started = saved = time.monotonic()
         for step, (ids_BT, loss_mask_BT) in enumerate(
             _batches(recipe, tokenizer, first), start=first
         ):
-            losses.append(
-                _train_step(
-                    model, optimizer, ids_BT.to(device), loss_mask_BT.to(device), recipe, step
-                )
-            )
+            for group in optimizer.param_groups:
+                group["lr"] = _learning_rate(recipe, step)
+            with products:
+                loss = _loss(model, ids_BT.to(device), loss_mask_BT.to(device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
             now = time.monotonic()
             if partial is not None and now - saved > SAVE_EVERY_S:
                 _save_partial(partial, model, optimizer, step + 1)
@@ -161,26 +169,14 @@ def _new_model(recipe: Recipe, vocab_size: int, end_id: int) -> LlamaForCausalLM
         return LlamaForCausalLM(config)
 
 
-def _train_step(
-    model: LlamaForCausalLM,
-    optimizer: torch.optim.Optimizer,
-    ids_BT: torch.Tensor,
-    loss_mask_BT: torch.Tensor,
-    recipe: Recipe,
-    step: int,
-) -> float:
-    """One optimizer step on the response tokens; returns their mean loss in nats."""
-    for group in optimizer.param_groups:
-        group["lr"] = _learning_rate(recipe, step)
+def _loss(
+    model: LlamaForCausalLM, ids_BT: torch.Tensor, loss_mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """Mean loss of the response tokens, in nats."""
     # lm_head is applied only to response rows, since nothing else has a loss.
     hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
     logits_NV = model.lm_head(hidden_BTD[loss_mask_BT[:, 1:]])
-    loss = F.cross_entropy(logits_NV, ids_BT[:, 1:][loss_mask_BT[:, 1:]])
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.item()
+    return F.cross_entropy(logits_NV, ids_BT[:, 1:][loss_mask_BT[:, 1:]])
 
 
 def _learning_rate(recipe: Recipe, step: int) -> float:

@@ -35,9 +35,13 @@ class _Stop(Exception):
     pass
 
 
-def test_the_loss_falls_and_progress_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_the_loss_falls_and_progress_is_told(
+    tokenizer: PreTrainedTokenizerBase, bfloat16: bool
+) -> None:
     seen: list[PretrainStatus] = []
-    train_actor(MICRO, tokenizer, progress=seen.append)
+    actor = train_actor(MICRO, tokenizer, progress=seen.append, bfloat16=bfloat16)
+    assert {parameter.dtype for parameter in actor.parameters()} == {torch.float32}
     assert [status.done for status in seen] == list(range(1, MICRO.steps + 1))
     assert {status.total for status in seen} == {MICRO.steps}
     assert seen[-1].eta_s == 0.0 and seen[0].eta_s > 0.0
