@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
-from medusa_ppo.cli.role_memory import (
+from medusa_ppo.config.companion_section import LOGITS_BYTES
+from medusa_ppo.config.engine_section import SERVER
+from medusa_ppo.config.ppo_section import IN_TURN, SHARED
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.engines.launch import cache_bytes, draft_vocabulary
+from medusa_ppo.ppo.role_memory import (
     LOOP,
     PARTS,
     RANK,
@@ -22,11 +27,6 @@ from medusa_ppo.cli.role_memory import (
     reward_sizes,
     role_memory,
 )
-from medusa_ppo.config.companion_section import LOGITS_BYTES
-from medusa_ppo.config.engine_section import SERVER
-from medusa_ppo.config.ppo_section import IN_TURN, SHARED
-from medusa_ppo.config.run_config import RunConfig
-from medusa_ppo.engines.launch import cache_bytes, draft_vocabulary
 from medusa_ppo.reports.store import without_secrets
 from medusa_ppo.runtime.hardware import (
     BFLOAT16,

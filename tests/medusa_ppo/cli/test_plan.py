@@ -35,7 +35,6 @@ from medusa_ppo.cli.plan import (
     size_text,
     turn_moves,
 )
-from medusa_ppo.cli.role_memory import RANK
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.config.run_config import build_config, load_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -44,6 +43,7 @@ from medusa_ppo.engines.actor_sync import actor_state
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.role_memory import RANK
 from medusa_ppo.runtime.hardware import (
     Hardware,
     ModelSizes,
