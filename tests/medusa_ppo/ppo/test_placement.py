@@ -187,6 +187,11 @@ def test_what_an_engine_leaves_to_passes_is_looked_at_before_it_starts():
         turns.check_room(4 * weights, 4 * weights)
 
 
+def test_a_process_without_roles_has_room() -> None:
+    """Its ranks have them all, and look for themselves."""
+    Turns("shared").check_room(GIB, GIB // 2)
+
+
 def modules(scene: LoopScene) -> dict[str, torch.nn.Module]:
     learner = scene.learner
     return {
@@ -344,14 +349,14 @@ def test_roles_without_room_are_refused(placement: str, given: str):
     "more",
     [
         {"engine": {"sleep_level": None}},
-        {"engine": {"sleep_level": 1, "replicas": 2}},
-        {"engine": {"sleep_level": 1, "extra": {"tensor_parallel_size": 2}}},
         {"engine": {"sleep_level": 1, "transfer": "broadcast"}},
         {"engine": {"sleep_level": 1}, "actor": {"backend": "megatron"}},
+        {"engine": {"sleep_level": 1, "replicas": 2}, "actor": {"backend": "megatron"}},
         {"engine": {"sleep_level": 1}, "report": {"compare_pairs": 2}},
     ],
 )
 def test_placements_that_do_not_fit_the_devices_are_refused(more: dict):
     with pytest.raises(ConfigError, match=r"ppo\.placement"):
         build_config({"ppo": {"placement": "shared"}, **more})
-    build_config({"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1}})
+    for several in ({}, {"replicas": 2}, {"extra": {"tensor_parallel_size": 2}}):
+        build_config({"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1, **several}})
