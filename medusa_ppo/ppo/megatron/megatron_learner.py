@@ -10,7 +10,7 @@ after the actor and is sharded like it. Ranks meet in collectives, so all of the
 calls in the same order, whichever thread of the loop makes them: a lock guards the code that sends
 a call to all ranks. The actor's weights come as a stream of buckets; the first rank of each stage
 sends that stage's weights. Ray pauses a stage that is more than `BUCKETS_AHEAD` buckets ahead of
-the reader.
+the reader. With ppo.placement=shared engines use the ranks' devices, in turn with them.
 
 Shape letters: B sequences, R response positions, T tokens, D hidden, V vocabulary.
 """

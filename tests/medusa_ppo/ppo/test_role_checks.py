@@ -232,8 +232,12 @@ def test_a_reward_model_that_does_not_fit_the_critics_memory(
             "in the loop's process",
         ),
         (
-            {"actor": {"backend": "megatron"}, "ppo": {"placement": "shared"}},
-            "other devices than the engine",
+            {
+                "actor": {"backend": "megatron", "data_parallel": 2, "roles": "critic"},
+                "engine": {"sleep_level": 1},
+                "ppo": {"placement": "shared"},
+            },
+            "each rank shares its device with one of theirs",
         ),
         ({"ppo": {"placement": "swapped"}}, "reward model and a critic"),
         (

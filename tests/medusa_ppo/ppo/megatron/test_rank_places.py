@@ -122,7 +122,14 @@ with local_ray(gpus=("4", "5", "6", "7")):
 """
 
 
-@pytest.mark.parametrize(("replicas", "each"), [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("replicas", "each"),
+    [
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        (2, 2),
+        pytest.param(1, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_engines_see_the_gpus_of_their_ranks(tmp_path: Path, replicas: int, each: int) -> None:
     """Ray's own books of four GPUs that do not exist: it does not look whether they are there.
     Ranks and vLLM are stand-ins, because both would look for the GPU; who places them is real.
