@@ -4,6 +4,9 @@ readable from top to bottom: `_serial`, `_in_turns`, `_with_long_tail`, `_ahead`
 The plugin is used only through its public hooks, in the lines that end with `# medusa`. Without
 them (or with a NoPlugin) the loop is plain PPO, and the same rollouts give bit-identical actor
 weights.
+
+Hooks that get rollouts or a new actor read the actor's tables, also where it waits on the host:
+`turns.aside`.
 """
 
 from __future__ import annotations
@@ -161,7 +164,8 @@ class PPOLoop:
             self.plugin.before_generation()  # medusa
             tapped = self.tap is not None
             rollouts, written = self.maker.write(*self._asked(step), tapped=tapped)
-            self.plugin.rollout_ready(rollouts)  # medusa
+            with self.turns.aside(ACTOR):  # medusa
+                self.plugin.rollout_ready(rollouts)  # medusa
         values = self._keep(step, rollouts, written)
         batch, scores = self._score(step, rollouts, values)
         self._update(step, rollouts, batch, scores, values)
@@ -182,7 +186,8 @@ class PPOLoop:
             self.plugin.before_generation()  # medusa
             tapped = self.tap is not None
             rollouts, written = self.maker.write(*self._asked(step), tapped=tapped)
-            self.plugin.rollout_ready(rollouts)  # medusa
+            with self.turns.aside(ACTOR):  # medusa
+                self.plugin.rollout_ready(rollouts)  # medusa
             self.turns.sleep(self.engine, self.config.engine.sleep_level)
         values = self._keep(step, rollouts, written)
         batch, scores = self._score(step, rollouts, values)
@@ -202,7 +207,8 @@ class PPOLoop:
             self.turns.clear()
             self.plugin.before_generation()  # medusa
             rollouts, written = self.maker.write_with_carried(*self._asked(step))
-            self.plugin.rollout_ready(rollouts)  # medusa
+            with self.turns.aside(ACTOR):  # medusa
+                self.plugin.rollout_ready(rollouts)  # medusa
             self.turns.sleep(self.engine, self.config.engine.sleep_level)
         values = self._keep(step, rollouts, written)
         batch, scores = self._score(step, rollouts, values)
@@ -222,7 +228,8 @@ class PPOLoop:
                 self.begun = step
             self._begin_up_to(step, step)
             rollouts, written = self.maker.take(step)
-            self.plugin.rollout_ready(rollouts)  # medusa
+            with self.turns.aside(ACTOR):  # medusa
+                self.plugin.rollout_ready(rollouts)  # medusa
             self._begin_up_to(step + self.config.ppo.steps_ahead, step)
         values = self._keep(step, rollouts, written)
         batch, scores = self._score(step, rollouts, values)

@@ -355,10 +355,12 @@ class Turns:
     @contextlib.contextmanager
     def aside(self, *roles: str) -> Iterator[None]:
         """In this block roles are read and none computes. If roles take turns, the device is empty,
-        and they are read from the host.
+        and they are read from the host; other threads wait for their turn.
         """
-        self.clear()
         with contextlib.ExitStack() as stack:
+            if self.shared:
+                stack.enter_context(self._turn)
+            self.clear()
             for role in roles:
                 if role in self._roles:
                     stack.enter_context(self._roles[role].read())

@@ -13,7 +13,9 @@ import torch
 from heads.errors import ConfigError
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Rollouts
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
+from medusa_ppo.plugin.no_plugin import NoPlugin
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.placement import ACTOR, CRITIC, ENGINE, REFERENCE, REWARD, UNFREED, Turns
 from medusa_ppo.ppo.rewards import ModelReward
@@ -174,6 +176,38 @@ def test_pieces_come_beside_an_engine_that_is_awake_and_change_no_bit(
     # An actor that learns has four times its weights; beside the engine one role has its own once.
     actor = sum(p.nbytes for p in tiny_actor().parameters()) / GIB
     assert peak == pytest.approx(4 * actor, rel=0.02) and weights
+
+
+class ReadsTables(NoPlugin):
+    """Compares the actor's table with the engine's when rollouts are ready, as a companion reads
+    it.
+    """
+
+    def __init__(self, engine: SamplingEngine) -> None:
+        self.engine = engine
+        self.read = 0
+
+    def rollout_ready(self, rollouts: Rollouts) -> None:
+        assert torch.equal(self.actor.lm_head.weight, self.engine.actor.lm_head.weight)
+        self.read += 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "level", "piece_prompts"),
+    [("shared", 1, None), ("shared", 1, 1), ("in_turn", None, None), ("in_turn", None, 1)],
+)
+def test_a_plugin_can_read_the_actors_tables_when_rollouts_are_ready(
+    tmp_path: Path, tiny_actor, placement: str, level: int | None, piece_prompts: int | None
+):
+    """The actor waits on the host then, and with pieces it may be at work."""
+    config = placed(tmp_path, placement, piece_prompts=piece_prompts, micro_batch_size=4, steps=3)
+    engine = config.engine.model_copy(update={"sleep_level": level})
+    config = config.model_copy(update={"engine": engine})
+    engine_class = telling(SamplingEngine, in_any_order(0)) if piece_prompts else SamplingEngine
+    scene = scene_of(config, tiny_actor(), engine_class, plugin_of=ReadsTables)
+    scene.parts.plugin.actor = scene.learner.actor
+    scene.run()
+    assert scene.parts.plugin.read == 3
 
 
 def test_what_an_engine_leaves_to_passes_is_looked_at_before_it_starts():
